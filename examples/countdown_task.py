@@ -1,0 +1,148 @@
+"""The demo's task: countdown with three numbers, written for a model small enough to train on a laptop.
+
+A problem is three numbers and a target; the answer uses each number once, with + and -. A response is a list of
+trials, each a running sum, and an answer:
+
+    prompt    3 17 5 => 9 :
+    response  17 + 3 = 20 - 5 = 15 , 17 - 3 = 14 - 5 = 9 <answer> 17 - 3 - 5 </answer>
+
+This file makes everything the demo needs from nothing: problems, a tokenizer with one token a number, a model with
+random weights, and examples of how somebody answers who gives up early.
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hybridflow.data import prompt_row, write_prompt_file, write_sft_file
+
+LARGEST = 20
+GIVES_UP = 0.6
+"""How often the demonstrator stops after a first trial that missed; the answer is then wrong."""
+OVERLOOKS = 0.1
+"""How often the demonstrator does not see that a trial hit, and goes on."""
+SIGNS = [signs for signs in itertools.product((1, -1), repeat=3) if 1 in signs]
+"""The seven ways to sign three numbers with at least one plus."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers in the order shown, and what their signed sum must be."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def prompt(self) -> str:
+        return " ".join(map(str, self.numbers)) + f" => {self.target} :"
+
+
+def draw_problems(count: int, multisets: Sequence[tuple[int, ...]], rng: random.Random) -> list[Problem]:
+    """Problems with a positive target, drawn evenly over the ways to sign the numbers."""
+    problems = []
+    while len(problems) < count:
+        numbers = list(rng.choice(multisets))
+        rng.shuffle(numbers)
+        target = signed_sum(numbers, rng.choice(SIGNS))
+        if target > 0:
+            problems.append(Problem(tuple(numbers), target))
+    return problems
+
+
+def split_multisets(rng: random.Random, test_share: float = 0.2) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """All multisets of three numbers, as (training, test)."""
+    multisets = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 3))
+    rng.shuffle(multisets)
+    num_test = round(test_share * len(multisets))
+    return multisets[num_test:], multisets[:num_test]
+
+
+def signed_sum(numbers: Sequence[int], signs: Sequence[int]) -> int:
+    return sum(number * sign for number, sign in zip(numbers, signs, strict=True))
+
+
+def expression(numbers: Sequence[int], signs: Sequence[int]) -> list[str]:
+    """The terms with a plus first, as words: (3, 17, 5), (-1, 1, -1) is 17 - 3 - 5."""
+    plus = [str(number) for number, sign in zip(numbers, signs, strict=True) if sign > 0]
+    minus = [str(number) for number, sign in zip(numbers, signs, strict=True) if sign < 0]
+    return " + ".join(plus).split() + [word for number in minus for word in ("-", number)]
+
+
+def trial(words: Sequence[str]) -> list[str]:
+    """A running sum: 17 - 3 - 5 becomes 17 - 3 = 14 - 5 = 9."""
+    total, written = int(words[0]), [words[0]]
+    for sign, number in zip(words[1::2], words[2::2], strict=True):
+        total += int(number) if sign == "+" else -int(number)
+        written += [sign, number, "=", str(total)]
+    return written
+
+
+def demonstration(problem: Problem, rng: random.Random) -> str:
+    """Trials in random order until one hits; most often given up after the first that missed."""
+    words: list[str] = []
+    for index, signs in enumerate(rng.sample(SIGNS, len(SIGNS))):
+        answer = expression(problem.numbers, signs)
+        words += [",", *trial(answer)] if words else trial(answer)
+        hit = signed_sum(problem.numbers, signs) == problem.target
+        if (hit and rng.random() >= OVERLOOKS) or (not hit and index == 0 and rng.random() < GIVES_UP):
+            break
+    return " ".join([*words, "<answer>", *answer, "</answer>"])
+
+
+def write_data(directory: Path, *, num_examples: int, num_train: int, num_test: int, seed: int) -> None:
+    """`sft.parquet` of demonstrations, `train.parquet` and `test.parquet` of problems; test numbers are in no other."""
+    rng = random.Random(seed)
+    training, held_out = split_multisets(rng)
+    examples = [(p.prompt, demonstration(p, rng)) for p in draw_problems(num_examples, training, rng)]
+    write_sft_file(directory / "sft.parquet", examples)
+    for split, count, multisets in (("train", num_train, training), ("test", num_test, held_out)):
+        rows = [
+            prompt_row(
+                data_source="countdown",
+                prompt=problem.prompt,
+                ground_truth={"target": problem.target, "numbers": list(problem.numbers)},
+                split=split,
+                index=index,
+            )
+            for index, problem in enumerate(draw_problems(count, multisets, rng))
+        ]
+        write_prompt_file(directory / f"{split}.parquet", rows)
+
+
+def write_model(directory: Path, *, seed: int, width: int = 192, layers: int = 4, heads: int = 6) -> int:
+    """A word-level tokenizer and a Llama model with random weights; returns its number of parameters."""
+    specials = ["<pad>", "<eos>", "<unk>"]
+    numbers = [str(number) for number in range(-2 * LARGEST, 3 * LARGEST + 1)]
+    words = [*specials, "+", "-", "=", ",", "=>", ":", "<answer>", "</answer>", *numbers]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(directory)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=256,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=words.index("<eos>"),
+            pad_token_id=words.index("<pad>"),
+        )
+    )
+    model.save_pretrained(directory)
+    return model.num_parameters()

@@ -1,0 +1,7 @@
+"""`python -m hybridflow` is the command `hybridflow`."""
+
+import sys
+
+from hybridflow.cli.main import main
+
+sys.exit(main())

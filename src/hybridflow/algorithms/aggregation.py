@@ -1,0 +1,88 @@
+"""How token losses become one number, always against a count of the whole mini-batch.
+
+A part of a batch (a micro-batch, a rank's rows) gives its share; the shares of any split add up to the whole, and so
+do their gradients. The counts are known before the first backward: they come from the masks alone.
+"""
+
+from collections.abc import Callable
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from hybridflow.algorithms.guards import is_free_to_read, require_columns, require_count, require_mask, require_name
+from hybridflow.algorithms.masked import masked_mean, masked_sum
+from hybridflow.errors import AlgorithmError
+
+
+def token_mean(
+    token_losses: Float[Tensor, "batch response_len"],
+    response_mask: Bool[Tensor, "batch response_len"],
+    *,
+    num_tokens: int,
+    num_sequences: int,
+) -> Float[Tensor, ""]:
+    """Every token counts the same: sum over tokens / num_tokens."""
+    return masked_sum(token_losses, response_mask) / max(num_tokens, 1)
+
+
+def seq_mean_token_sum(
+    token_losses: Float[Tensor, "batch response_len"],
+    response_mask: Bool[Tensor, "batch response_len"],
+    *,
+    num_tokens: int,
+    num_sequences: int,
+) -> Float[Tensor, ""]:
+    """Sum over each sequence's tokens, mean over sequences: sum over tokens / num_sequences."""
+    return masked_sum(token_losses, response_mask) / max(num_sequences, 1)
+
+
+def seq_mean_token_mean(
+    token_losses: Float[Tensor, "batch response_len"],
+    response_mask: Bool[Tensor, "batch response_len"],
+    *,
+    num_tokens: int,
+    num_sequences: int,
+) -> Float[Tensor, ""]:
+    """Every sequence counts the same: mean over its tokens, mean over sequences."""
+    return masked_mean(token_losses, response_mask, dim=1).sum() / max(num_sequences, 1)
+
+
+AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
+    "token-mean": token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+}
+"""By configuration name (`actor.loss_aggregation`)."""
+
+
+def aggregate_loss(
+    token_losses: Float[Tensor, "batch response_len"],
+    response_mask: Bool[Tensor, "batch response_len"],
+    mode: str,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+) -> Float[Tensor, ""]:
+    """This part's share of the loss of the whole mini-batch.
+
+    `num_tokens` counts the true places of the masks of the *whole* mini-batch (all micro-batches, all ranks),
+    `num_sequences` its rows with at least one. If nothing is unmasked the loss is 0 and so is its gradient.
+    Raises for an unknown mode, and (on CPU, where looking is free) if the part has more than the whole.
+    """
+    require_columns("aggregate_loss", token_losses=token_losses)
+    require_mask("aggregate_loss", "response_mask", response_mask, tuple(token_losses.shape), like="token_losses")
+    require_name("aggregate_loss", "mode", mode, AGGREGATIONS)
+    require_count("aggregate_loss", "num_tokens", num_tokens, minimum=0)
+    require_count("aggregate_loss", "num_sequences", num_sequences, minimum=0)
+    if is_free_to_read(response_mask):
+        _require_within("num_tokens", num_tokens, int(response_mask.sum()))
+        _require_within("num_sequences", num_sequences, int(response_mask.any(dim=1).sum()))
+    return AGGREGATIONS[mode](token_losses, response_mask, num_tokens=num_tokens, num_sequences=num_sequences)
+
+
+def _require_within(name: str, whole: int, part: int) -> None:
+    if part > whole:
+        raise AlgorithmError(
+            f"aggregate_loss: {name}={whole}, but this part alone has {part}; "
+            f"{name} must be the count of the whole mini-batch."
+        )

@@ -1,0 +1,160 @@
+"""Log-probs of labels and entropies from logits, a slice of the vocabulary at a time.
+
+Arithmetic is float32 (float64 stays float64) whatever the dtype of the logits, forward and backward, but only one
+slice of `chunk_size` vocabulary entries exists in it at once; between forward and backward one number per token is
+kept besides the logits themselves. A vocabulary up to `chunk_size` is one slice.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridflow.algorithms.guards import is_free_to_read, require_count, require_in_range
+from hybridflow.errors import AlgorithmError
+
+CHUNK_SIZE = 8192
+"""Default number of vocabulary entries in one slice."""
+
+LOWEST_LOG_PROB = -1e4
+"""exp of it is 0 even in float64; stands for -inf, since 0 * -inf is no number."""
+
+
+def log_probs_from_logits(
+    logits: Float[Tensor, "*batch vocab"],
+    labels: Int[Tensor, "*batch"],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+) -> Float[Tensor, "*batch"]:
+    """log softmax(logits / temperature) at `labels`, in float32 (or float64).
+
+        log p = z_label - log sum_j exp(z_j),   z = logits / temperature
+
+    Differentiable once. Raises for labels outside the vocabulary on CPU; on a GPU the kernel itself does.
+    """
+    _require("log_probs_from_logits", logits, temperature, chunk_size, labels)
+    log_probs, _ = _FromLogits.apply(logits, labels, temperature, chunk_size, False)
+    return log_probs
+
+
+def entropy_from_logits(
+    logits: Float[Tensor, "*batch vocab"], *, temperature: float = 1.0, chunk_size: int = CHUNK_SIZE
+) -> Float[Tensor, "*batch"]:
+    """Entropy of softmax(logits / temperature) in nats, in float32 (or float64).
+
+        H = -sum_j p_j log p_j,   where p_j = 0 (a logit of -inf) adds nothing
+
+    Differentiable once.
+    """
+    _require("entropy_from_logits", logits, temperature, chunk_size)
+    _, entropies = _FromLogits.apply(logits, None, temperature, chunk_size, True)
+    return entropies
+
+
+def log_probs_and_entropy_from_logits(
+    logits: Float[Tensor, "*batch vocab"],
+    labels: Int[Tensor, "*batch"],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """Both of the above for little more than the entropy alone.
+
+    Where no gradient arrives for the entropies (they are only logged), the backward is that of the log-probs.
+    """
+    _require("log_probs_and_entropy_from_logits", logits, temperature, chunk_size, labels)
+    return _FromLogits.apply(logits, labels, temperature, chunk_size, True)
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, temperature, chunk_size, with_entropy):
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.set_materialize_grads(False)
+
+        slices = _slices(logits, temperature, chunk_size)
+        log_normaliser = reduce(torch.logaddexp, (scaled.logsumexp(-1) for _, scaled in slices))
+
+        log_probs = entropies = None
+        if labels is not None:
+            picked = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+            log_probs = _scale(picked, temperature) - log_normaliser
+        if with_entropy:
+            entropies = torch.zeros_like(log_normaliser)
+            for _, scaled in _slices(logits, temperature, chunk_size):
+                log_p = (scaled - log_normaliser.unsqueeze(-1)).clamp_(min=LOWEST_LOG_PROB)
+                entropies -= log_p.exp().mul_(log_p).sum(-1)
+        ctx.save_for_backward(logits, labels, log_normaliser, entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        # d log p_label / d z_j = [j = label] - p_j;   d H / d z_j = -p_j (log p_j + H)
+        grad_log_probs, grad_entropies = grads
+        logits, labels, log_normaliser, entropies = ctx.saved_tensors
+        if grad_log_probs is None:
+            if grad_entropies is None:
+                return None, None, None, None, None
+            grad_log_probs = torch.zeros_like(grad_entropies)
+        grad = None if logits.shape[-1] <= ctx.chunk_size else torch.empty_like(logits)
+        for start, scaled in _slices(logits, ctx.temperature, ctx.chunk_size):
+            log_p = scaled - log_normaliser.unsqueeze(-1)
+            if grad_entropies is None:
+                of_slice = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
+            else:
+                p = log_p.clamp_(min=LOWEST_LOG_PROB).exp()
+                factor = log_p.add_(entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1))
+                of_slice = p.mul_(factor.add_(grad_log_probs.unsqueeze(-1)).neg_())
+            if labels is not None:
+                width = of_slice.shape[-1]
+                place = labels - start
+                at_label = torch.where((place >= 0) & (place < width), grad_log_probs, 0.0)
+                of_slice.scatter_add_(-1, place.clamp(0, width - 1).unsqueeze(-1), at_label.unsqueeze(-1))
+            if ctx.temperature != 1:
+                of_slice.div_(ctx.temperature)
+            if grad is None:
+                return of_slice.to(logits.dtype), None, None, None, None
+            grad[..., start : start + ctx.chunk_size] = of_slice
+        return grad, None, None, None, None
+
+
+def _slices(logits: Tensor, temperature: float, chunk_size: int) -> Iterator[tuple[int, Tensor]]:
+    """Start and scaled contents of each slice; a slice may share memory with the logits and is not to be written."""
+    for start in range(0, logits.shape[-1], chunk_size):
+        yield start, _scale(logits[..., start : start + chunk_size], temperature)
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1 else wide / temperature
+
+
+def _require(function: str, logits: Tensor, temperature: float, chunk_size: int, labels: Tensor | None = None) -> None:
+    if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise AlgorithmError(
+            f"{function}: logits is {logits.dtype} of shape {tuple(logits.shape)}; "
+            "it must be floating point of shape (..., vocab) with vocab at least 1."
+        )
+    require_in_range(function, "temperature", temperature, minimum=0, above_minimum=True)
+    require_count(function, "chunk_size", chunk_size, minimum=1)
+    if labels is None:
+        return
+    if labels.shape != logits.shape[:-1]:
+        raise AlgorithmError(
+            f"{function}: labels has shape {tuple(labels.shape)}, but logits has shape {tuple(logits.shape)}; "
+            "labels must have the shape of logits without the vocabulary axis."
+        )
+    if labels.dtype != torch.int64:
+        raise AlgorithmError(f"{function}: labels is {labels.dtype}; it must be torch.int64, call .long().")
+    if labels.numel() and is_free_to_read(labels):
+        lowest, highest = (int(bound) for bound in labels.aminmax())
+        if lowest < 0 or highest >= logits.shape[-1]:
+            raise AlgorithmError(
+                f"{function}: labels are from {lowest} to {highest}, but the vocabulary has {logits.shape[-1]} "
+                "entries; give tokens that do not count any valid label, such as 0, and mask the result."
+            )

@@ -1,0 +1,72 @@
+"""Statistics over the values a mask lets through.
+
+What is behind the mask never matters, NaN and infinity included: it is replaced, not multiplied by zero.
+`values` may have axes of size 1 where the mask is wider (one advantage for each row).
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from hybridflow.algorithms.guards import require_mask
+from hybridflow.errors import AlgorithmError
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance in `masked_whiten`."""
+
+
+def masked_sum(
+    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Sum of the values where the mask is true, over everything or along one axis; 0 where nothing is."""
+    kept = torch.where(mask, _over_mask("masked_sum", values, mask), 0.0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(
+    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Mean of the values where the mask is true, over everything or along one axis; 0 where nothing is."""
+    kept = torch.where(mask, _over_mask("masked_mean", values, mask), 0.0)
+    if dim is None:
+        return kept.sum() / mask.sum().clamp(min=1)
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def masked_var(
+    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, unbiased: bool = True
+) -> Float[Tensor, ""]:
+    """Variance of all values where the mask is true.
+
+    Sum of squared deviations over (n - 1), over n if not `unbiased`; 0 if there are fewer than two values.
+    """
+    deviations = _over_mask("masked_var", values, mask) - masked_mean(values, mask)
+    degrees = mask.sum() - (1 if unbiased else 0)
+    return masked_sum(deviations.square(), mask) / degrees.clamp(min=1)
+
+
+def masked_whiten(
+    values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, shift_mean: bool = True
+) -> Float[Tensor, "*shape"]:
+    """Shift and scale to mean 0 and (unbiased) variance 1 over the mask; exactly 0 behind it.
+
+    (x - mean) / sqrt(var + 1e-8). `shift_mean=False` keeps the mean and scales only the deviations from it.
+    Without variance (one value, or equal ones) the deviations are 0 to rounding; a fully masked tensor gives zeros.
+    """
+    values = _over_mask("masked_whiten", values, mask)
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPSILON)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0)
+
+
+def _over_mask(function: str, values: Tensor, mask: Tensor) -> Tensor:
+    """The values expanded to the shape of the mask."""
+    if not values.is_floating_point():
+        raise AlgorithmError(f"{function}: values is {values.dtype}; it must be floating point, call .float().")
+    fits = values.dim() == mask.dim() and all(
+        size in (1, wanted) for size, wanted in zip(values.shape, mask.shape, strict=True)
+    )
+    require_mask(function, "mask", mask, tuple(mask.shape) if fits else tuple(values.shape), like="values")
+    return values.expand(mask.shape)

@@ -1,0 +1,63 @@
+"""The clipped policy objective of PPO, with separate bounds and the dual clip."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from hybridflow.algorithms.guards import require_columns, require_in_range, require_mask
+from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
+from hybridflow.algorithms.token_losses import PolicyLoss
+from hybridflow.errors import AlgorithmError
+
+
+def ppo_policy_loss(
+    *,
+    log_probs: Float[Tensor, "batch response_len"],
+    old_log_probs: Float[Tensor, "batch response_len"],
+    advantages: Float[Tensor, " batch #response_len"],
+    response_mask: Bool[Tensor, "batch response_len"],
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_dual: float | None,
+) -> PolicyLoss:
+    """Loss of each token; the gradient flows through `log_probs` alone.
+
+    https://arxiv.org/abs/1707.06347, equation 7, negated, with bounds of their own below and above
+    (https://arxiv.org/abs/2503.14476, section 3.1):
+
+        ratio = exp(log_probs - old_log_probs)
+        loss  = -min(ratio * A, clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high) * A)
+
+    With `clip_ratio_dual` = c > 1, https://arxiv.org/abs/1912.09729, equation 5: for A < 0 the loss is at most -c * A.
+    `advantages` has one value per token or one per row. Where log_probs equals old_log_probs the ratio is exactly 1
+    and the gradient is that of -A * log_probs.
+    """
+    require_columns("ppo_policy_loss", log_probs=log_probs, old_log_probs=old_log_probs)
+    require_mask("ppo_policy_loss", "response_mask", response_mask, tuple(log_probs.shape), like="log_probs")
+    if advantages.shape != log_probs.shape and advantages.shape != (log_probs.shape[0], 1):
+        raise AlgorithmError(
+            f"ppo_policy_loss: advantages has shape {tuple(advantages.shape)}, but log_probs has shape "
+            f"{tuple(log_probs.shape)}; advantages must be (batch, response_len) or (batch, 1)."
+        )
+    require_in_range("ppo_policy_loss", "clip_ratio_low", clip_ratio_low, minimum=0, maximum=1)
+    require_in_range("ppo_policy_loss", "clip_ratio_high", clip_ratio_high, minimum=0)
+    if clip_ratio_dual is not None:
+        require_in_range("ppo_policy_loss", "clip_ratio_dual", clip_ratio_dual, minimum=1, above_minimum=True)
+
+    log_ratio = torch.where(response_mask, log_probs - old_log_probs.detach(), 0.0)
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    advantages = torch.where(response_mask, advantages.detach(), 0.0)
+
+    # A times the minimum (A >= 0) or maximum (A < 0) of ratio and clipped ratio is the minimum of the two products.
+    lowest, highest = 1 - clip_ratio_low, 1 + clip_ratio_high
+    bounded = torch.where(advantages >= 0, ratio.clamp(max=highest), ratio.clamp(min=lowest, max=clip_ratio_dual))
+    ratio = ratio.detach()
+    clipped_dual = torch.zeros_like(response_mask)
+    if clip_ratio_dual is not None:
+        clipped_dual = (advantages < 0) & (ratio > clip_ratio_dual)
+    return PolicyLoss(
+        token_losses=-advantages * bounded,
+        clipped=((advantages > 0) & (ratio > highest)) | ((advantages < 0) & (ratio < lowest)),
+        clipped_dual=clipped_dual,
+        ratio=ratio,
+    )

@@ -1,0 +1,18 @@
+"""Checkpoints: any nested state on disk, whole or not at all, without code in it; and export to Hugging Face."""
+
+from hybridflow.checkpoint.export import EXPORT_DTYPES, export_model
+from hybridflow.checkpoint.state import join_state, split_state
+from hybridflow.checkpoint.state_files import load_state, save_state
+from hybridflow.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
+
+__all__ = [
+    "EXPORT_DTYPES",
+    "Checkpoint",
+    "CheckpointStore",
+    "export_model",
+    "join_state",
+    "load_state",
+    "open_checkpoint",
+    "save_state",
+    "split_state",
+]

@@ -1,0 +1,129 @@
+"""`checkpoint.json`: what a checkpoint consists of, written last. A directory without it is not a checkpoint."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import CheckpointError
+from hybridflow.runtime import fsync_path
+
+MANIFEST_NAME = "checkpoint.json"
+CHECKPOINT_FORMAT = "hybridflow-checkpoint"
+CHECKPOINT_VERSION = 1
+
+_ALLOWED_SUFFIXES = (".safetensors", ".json")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Step, the writer's own `info`, and of each file (path inside the checkpoint) its size in bytes and SHA-256."""
+
+    step: int
+    info: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+
+def check_info(info: dict[str, Any]) -> None:
+    """Raise CheckpointError unless `info` comes back from JSON as it is."""
+    try:
+        same = json.loads(json.dumps(info, allow_nan=False)) == info
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"info={info!r} cannot be written as JSON: {error}.") from error
+    if not same:
+        raise CheckpointError(
+            f"info={info!r} would not come back from JSON as it is; use str keys, and lists for tuples."
+        )
+
+
+def write_manifest(directory: Path, step: int, info: dict[str, Any]) -> None:
+    """Measure all files of `directory`, have them on the disk, and describe them in `checkpoint.json`.
+
+    Raises CheckpointError for a file that is neither safetensors nor JSON (it might hold code), OSError from the disk.
+    """
+    files = {}
+    for path in _walk(directory):
+        if path.suffix not in _ALLOWED_SUFFIXES or path.is_symlink() or not path.is_file():
+            raise CheckpointError(
+                f"'{path}' is no plain {' or '.join(_ALLOWED_SUFFIXES)} file; write it with save_state."
+            )
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    document = {"format": CHECKPOINT_FORMAT, "version": CHECKPOINT_VERSION, "step": step, "info": info, "files": files}
+    document["sha256"] = _digest_of(document)
+    (directory / MANIFEST_NAME).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    fsync_path(directory / MANIFEST_NAME)
+    for folder in {(directory / name).parent for name in files} | {directory}:
+        fsync_path(folder)
+
+
+def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
+    """The manifest of a checkpoint whose files are all there with the right size, and the right contents if asked.
+
+    Raises CheckpointError naming the file that is missing, damaged, foreign or of a newer format version.
+    """
+    path = directory / MANIFEST_NAME
+    manifest = _parse(path)
+    for name, (num_bytes, digest) in manifest.files.items():
+        file = directory / name
+        try:
+            found_bytes = file.stat().st_size
+            if found_bytes != num_bytes:
+                raise CheckpointError(
+                    f"'{file}' has {found_bytes} bytes, but was saved with {num_bytes}: it is damaged."
+                )
+            if verify_hashes:
+                with open(file, "rb") as opened:
+                    found_digest = hashlib.file_digest(opened, "sha256").hexdigest()
+                if found_digest != digest:
+                    raise CheckpointError(
+                        f"'{file}' has the SHA-256 {found_digest}, but was saved with {digest}: it is damaged."
+                    )
+        except FileNotFoundError as error:
+            raise CheckpointError(f"'{file}' is missing.") from error
+        except OSError as error:
+            raise CheckpointError(f"'{file}' cannot be read: {error}") from error
+    return manifest
+
+
+def _parse(path: Path) -> Manifest:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"'{path}' is missing, so '{path.parent}' is no checkpoint.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != CHECKPOINT_FORMAT:
+        raise CheckpointError(f"'{path}' is JSON, but not of a {CHECKPOINT_FORMAT}; hybridflow did not write it.")
+    version = document.get("version")
+    if version != CHECKPOINT_VERSION:
+        raise CheckpointError(
+            f"'{path}' has format version {version!r}, this hybridflow reads {CHECKPOINT_VERSION}; "
+            "use the version of hybridflow that wrote it, or a newer one."
+        )
+    if document.pop("sha256", None) != _digest_of(document):
+        raise CheckpointError(f"'{path}' does not have the SHA-256 it was saved with: it is damaged.")
+    try:
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in document["files"].items()}
+        manifest = Manifest(int(document["step"]), dict(document["info"]), files)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"'{path}' is damaged: {type(error).__name__} {error}.") from error
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(_ALLOWED_SUFFIXES):
+            raise CheckpointError(
+                f"'{path}' lists '{name}', which is no file of a checkpoint; hybridflow did not write it."
+            )
+    return manifest
+
+
+def _digest_of(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _walk(directory: Path) -> list[Path]:
+    """Everything below `directory` that is not a plain directory, in a fixed order."""
+    return sorted(path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())

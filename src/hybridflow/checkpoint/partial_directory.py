@@ -1,0 +1,146 @@
+"""A directory that is being written: locked by its writer, published whole by a rename, removed if anything fails.
+
+The lock is the kernel's (flock on the directory), so it ends with its process, however that ends.
+"""
+
+import ctypes
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridflow.runtime import fsync_path
+
+logger = logging.getLogger(__name__)
+
+_PARTIAL = re.compile(r"\.tmp-(?P<name>.+)-[0-9a-f]{16}")
+_REPLACED = re.compile(r"\.old-(?P<name>.+)-[0-9a-f]{16}")
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def partial_directory(target: Path) -> Iterator[Path]:
+    """A new locked directory beside `target`; when the block ends without an exception, atomically `target`.
+
+    A directory that was `target` before is replaced. On an exception nothing remains.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, lock = _create_locked(target)
+    try:
+        yield partial
+        _publish(partial, target)
+    finally:
+        _remove(partial)  # what is left of a failure, or the directory that was replaced
+        os.close(lock)
+
+
+def remove_directory(directory: Path) -> None:
+    """Delete a directory so that it is never seen half deleted under its name."""
+    doomed = directory.with_name(f".tmp-{directory.name}-{secrets.token_hex(8)}")
+    os.rename(directory, doomed)
+    _remove(doomed)
+
+
+def remove_leftovers(parent: Path, name: re.Pattern[str]) -> list[Path]:
+    """Delete what killed writers of directories whose name matches left in `parent`; returns what was deleted.
+
+    A directory whose writer lives is left alone, and so is one on a file system that cannot tell. A directory that
+    had been moved aside for a replacement that never came is put back.
+    """
+    removed = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+        match = _PARTIAL.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+        if not match or not name.fullmatch(match["name"]) or path.is_symlink() or not path.is_dir():
+            continue
+        if path.name.startswith(".old-") and not (parent / match["name"]).exists():
+            _put_back(path, parent / match["name"])
+        elif _remove_unless_in_use(path):
+            removed.append(path)
+    return removed
+
+
+def _create_locked(target: Path) -> tuple[Path, int]:
+    while True:
+        partial = target.with_name(f".tmp-{target.name}-{secrets.token_hex(8)}")
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # somebody who removes leftovers was quicker
+            os.close(lock)
+            continue
+        except OSError as error:
+            logger.debug("'%s' cannot be locked (%s); leftovers here are not removed.", partial, error)
+        if partial.exists():
+            return partial, lock
+        os.close(lock)
+
+
+def _remove_unless_in_use(directory: Path) -> bool:
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # removed by another process at the same time
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("Cannot tell whether '%s' is in use (%s); remove it by hand if it is not.", directory, error)
+        return False
+    else:
+        return _remove(directory)
+    finally:
+        os.close(lock)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(partial, target)
+    elif not _exchange(partial, target):
+        _replace_by_two_renames(partial, target)
+    fsync_path(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; False where the system or file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0
+
+
+def _replace_by_two_renames(partial: Path, target: Path) -> None:
+    """Not atomic, but a death in between is repaired by `remove_leftovers`."""
+    replaced = target.with_name(f".old-{target.name}-{secrets.token_hex(8)}")
+    os.rename(target, replaced)
+    os.rename(partial, target)
+    _remove(replaced)
+
+
+def _put_back(replaced: Path, target: Path) -> None:
+    try:
+        os.rename(replaced, target)
+    except OSError as error:
+        logger.warning("'%s' could not be renamed to '%s' (%s); rename it by hand.", replaced, target, error)
+    else:
+        logger.warning("Put '%s' back: it was being replaced when its process died.", target)
+
+
+def _remove(directory: Path) -> bool:
+    """Delete a directory if it exists; a failure is logged, because what matters was done before."""
+    try:
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        logger.warning("'%s' could not be removed (%s); remove it by hand.", directory, error)
+        return False
+    return True

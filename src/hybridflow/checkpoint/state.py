@@ -1,0 +1,173 @@
+"""A nested state as JSON and tensors, and back, exactly. Nothing here can execute code.
+
+In the JSON tree a dictionary with one key that starts with "$" stands for what JSON cannot say; `_TAGS` lists them.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridflow.errors import CheckpointError
+
+TENSOR_DTYPES = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        *(torch.bool, torch.complex64),
+    }
+)
+"""What a state may hold; numpy arrays of the same types too."""
+
+_TAGS = {
+    "$tensor": "a tensor: its name",
+    "$array": "a numpy array: the name of its tensor",
+    "$scalar": "a numpy scalar: the name of its tensor",
+    "$tuple": "a tuple: its items",
+    "$float": "an infinity or a NaN: its 8 bytes, most significant first, in hexadecimal",
+    "$int": "an integer of more than 64 bits, in hexadecimal",
+    "$dict": "a dictionary with a key that starts with '$'",
+}
+
+
+def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """(JSON tree, tensors by name) of a nested state.
+
+    A state is made of dictionaries with string keys, lists, tuples, numbers, strings, bools, None, tensors, numpy
+    arrays and numpy scalars. Tensors come out detached, dense, contiguous, on the CPU, no two in the same memory;
+    they may be the state's own memory. A tensor found twice is stored once. Raises CheckpointError that names the
+    place of anything else.
+    """
+    splitter = _Splitter()
+    return splitter.split(state, ()), splitter.tensors
+
+
+def join_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `split_state`: same structure, types, dtypes, bits; what was one tensor is one tensor again.
+
+    A parameter comes back as a plain tensor, a dictionary of any kind as a dict, a non-contiguous tensor contiguous.
+    """
+    if isinstance(tree, list):
+        return [join_state(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next(iter(tree)) if len(tree) == 1 else ""
+    if not tag.startswith("$"):
+        return {key: join_state(value, tensors) for key, value in tree.items()}
+    return _join_tagged(tag, tree[tag], tensors)
+
+
+def _join_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match tag, content:
+        case "$tensor" | "$array" | "$scalar", str():
+            if content not in tensors:
+                raise CheckpointError(f"the tensor '{content}' is missing.")
+            tensor = tensors[content]
+            return tensor if tag == "$tensor" else tensor.numpy() if tag == "$array" else tensor.numpy()[()]
+        case "$tuple", list():
+            return tuple(join_state(item, tensors) for item in content)
+        case "$dict", dict():
+            return {key: join_state(value, tensors) for key, value in content.items()}
+        case "$float", str() if len(content) == 16:
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        case "$int", str():
+            return int(content, 16)
+    raise CheckpointError(f"'{tag}' with a {type(content).__name__} means nothing; known are {', '.join(_TAGS)}.")
+
+
+class _Splitter:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple, str] = {}
+        self._alive: list[Tensor] = []  # an address means a tensor only while the tensor lives
+        self._storages: set[int] = set()
+
+    def split(self, value: Any, path: tuple[str | int, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if -(2**63) <= value < 2**64 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind in (list, tuple):
+            items = [self.split(item, (*path, index)) for index, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if isinstance(value, dict):
+            return self._split_dict(value, path)
+        if kind in (Tensor, torch.nn.Parameter):
+            return {"$tensor": self._add(value.detach(), path)}
+        if kind is np.ndarray:
+            return {"$array": self._add(_tensor_of(value, path), path)}
+        if isinstance(value, np.generic):
+            return {"$scalar": self._add(_tensor_of(np.asarray(value), path), path)}
+        raise CheckpointError(f"{_place(path)} is a {_type_name(kind)}, which cannot be saved; {_hint(value)}")
+
+    def _split_dict(self, value: dict, path: tuple[str | int, ...]) -> dict:
+        for key in value:
+            if type(key) is not str:
+                raise CheckpointError(
+                    f"{_place(path)} has the key {key!r} of type {_type_name(type(key))}; keys must be str."
+                )
+        items = {key: self.split(item, (*path, key)) for key, item in value.items()}
+        return {"$dict": items} if any(key.startswith("$") for key in items) else items
+
+    def _add(self, tensor: Tensor, path: tuple[str | int, ...]) -> str:
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in TENSOR_DTYPES:
+            known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in TENSOR_DTYPES))
+            raise CheckpointError(
+                f"{_place(path)} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; "
+                f"only dense tensors with data, of {known}, can be saved."
+            )
+        memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        identity = (*memory, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        if tensor.numel() and identity in self._names:
+            return self._names[identity]
+        dense = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        if dense.numel() and dense.untyped_storage().data_ptr() in self._storages:
+            dense = dense.clone()
+        self._storages.add(dense.untyped_storage().data_ptr())
+        name = self._free_name("/".join(str(part) for part in path) or "state")
+        self.tensors[name] = dense
+        self._names[identity] = name
+        self._alive.append(tensor)
+        return name
+
+    def _free_name(self, wanted: str) -> str:
+        name, count = wanted, 1
+        while name in self.tensors or name == "__metadata__":  # a reserved word of safetensors
+            count += 1
+            name = f"{wanted}#{count}"
+        return name
+
+
+def _tensor_of(array: np.ndarray, path: tuple[str | int, ...]) -> Tensor:
+    if array.dtype.kind not in "biufc" or not array.dtype.isnative or array.dtype.itemsize > 8:
+        raise CheckpointError(
+            f"{_place(path)} holds numpy's {array.dtype!r}; only bool, integer, float and complex64 in native "
+            "byte order can be saved. Save text as a list of str."
+        )
+    # torch wants memory it may write to; copy() keeps 0 dimensions, ascontiguousarray does not.
+    plain = array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
+    return torch.from_numpy(plain)
+
+
+def _place(path: tuple[str | int, ...]) -> str:
+    return "state" + "".join(f"[{part!r}]" for part in path)
+
+
+def _type_name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "convert it to a plain tensor."
+    for plain in (bool, int, float, str, list, tuple):
+        if isinstance(value, plain):
+            return f"convert it with {plain.__name__}()."
+    return "use dict, list, tuple, int, float, str, bool, None, tensors or numpy arrays."

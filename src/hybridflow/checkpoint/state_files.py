@@ -1,0 +1,95 @@
+"""A state on disk: `NAME.safetensors` with the tensors and `NAME.json` with everything else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
+from hybridflow.checkpoint.state import join_state, split_state
+from hybridflow.errors import CheckpointError
+
+STATE_FORMAT = "hybridflow-state"
+STATE_VERSION = 1
+
+
+def save_state(state: Any, path: str | Path) -> None:
+    """Write `path`.safetensors and `path`.json; see `split_state` for what a state may hold.
+
+    Not atomic by itself: `CheckpointStore.begin` gives a directory that is. Raises CheckpointError for a value that
+    cannot be saved, before anything is written, and for a write that fails, with the space it needed and found.
+    """
+    tensor_file, tree_file = _files(path)
+    tree, tensors = split_state(state)
+    text = json.dumps({"format": STATE_FORMAT, "version": STATE_VERSION, "state": tree}, allow_nan=False)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + len(text)
+    try:
+        save_file(tensors, tensor_file, metadata={"format": STATE_FORMAT})
+        tree_file.write_text(text, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        free = f", {describe_free_space(tensor_file.parent)}" if tensor_file.parent.is_dir() else ""
+        raise CheckpointError(f"cannot write '{path}' ({describe_bytes(num_bytes)} needed{free}): {error}") from error
+
+
+def load_state(path: str | Path, key: str | None = None) -> Any:
+    """The state that `save_state` wrote, tensors on the CPU; with `key` only that entry, reading no other tensors.
+
+    Raises CheckpointError naming the file if one is missing, damaged, of another format or of a newer version.
+    """
+    tensor_file, tree_file = _files(path)
+    tree = _read_tree(tree_file)
+    if key is not None:
+        if not isinstance(tree, dict) or key not in tree:
+            raise CheckpointError(
+                f"'{tree_file}' has no entry '{key}'; it has {', '.join(tree) if isinstance(tree, dict) else 'none'}."
+            )
+        tree = tree[key]
+    try:
+        with safe_open(tensor_file, framework="pt") as file:
+            return join_state(tree, _TensorsOfFile(file))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{tensor_file}' cannot be read as safetensors: {error}") from error
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"'{tree_file}' and '{tensor_file.name}' do not fit together: {error}") from error
+
+
+class _TensorsOfFile(dict[str, Tensor]):
+    """The tensors of an open safetensors file, read on first use into memory of their own."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file = file
+        self._stored = frozenset(file.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __missing__(self, name: str) -> Tensor:
+        # The file's tensors are views of mapped memory: they would keep a deleted file on the disk.
+        self[name] = self._file.get_tensor(name).clone()
+        return self[name]
+
+
+def _read_tree(path: Path) -> Any:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"'{path}' is missing.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != STATE_FORMAT or "state" not in document:
+        raise CheckpointError(f"'{path}' is JSON, but not a {STATE_FORMAT}; hybridflow did not write it.")
+    if document.get("version") != STATE_VERSION:
+        raise CheckpointError(
+            f"'{path}' has format version {document.get('version')!r}, this hybridflow reads {STATE_VERSION}; "
+            "use the version of hybridflow that wrote it, or a newer one."
+        )
+    return document["state"]
+
+
+def _files(path: str | Path) -> tuple[Path, Path]:
+    path = Path(path)
+    return path.with_name(path.name + ".safetensors"), path.with_name(path.name + ".json")

@@ -1,0 +1,193 @@
+"""The checkpoints of a run: one directory a step, complete or not there, the newest ones kept."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
+from hybridflow.checkpoint.manifest import check_info, read_manifest, write_manifest
+from hybridflow.checkpoint.partial_directory import partial_directory, remove_directory, remove_leftovers
+from hybridflow.checkpoint.state_files import load_state
+from hybridflow.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint. `info` is what its writer said of it, `components` the names that `load` takes."""
+
+    directory: Path
+    step: int
+    info: dict[str, Any]
+    components: tuple[str, ...]
+
+    def load(self, component: str, key: str | None = None) -> Any:
+        """The state of one component, tensors on the CPU; with `key` only that entry of it."""
+        if component not in self.components:
+            raise CheckpointError(
+                f"'{self.directory}' has no component '{component}'; it has {', '.join(self.components)}."
+            )
+        return load_state(self.directory / component, key)
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Verify every byte of a checkpoint and open it.
+
+    Raises CheckpointError naming the file that is missing, damaged, foreign or of a newer format version.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory, verify_hashes=True)
+    trees = (name.removesuffix(".json") for name in manifest.files if name.endswith(".json"))
+    components = tuple(name for name in trees if f"{name}.safetensors" in manifest.files)
+    return Checkpoint(directory, manifest.step, manifest.info, components)
+
+
+class CheckpointStore:
+    """The directory `checkpoints/` of a run, with `step_000020` and the like in it.
+
+    Opening a store removes what killed saves left there, unless its writer lives.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise CheckpointError(f"keep={keep} would keep no checkpoint; use 1, 2, ...")
+        self.directory = Path(directory)
+        self.keep = keep
+        self._known_valid: set[int] = set()
+        self._remove_leftovers()
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.directory / f"step_{step:06d}"
+
+    @contextmanager
+    def begin(self, step: int, info: dict[str, Any] | None = None) -> Iterator[Path]:
+        """A directory to `save_state` components into; when the block ends it becomes the checkpoint of `step`, whole.
+
+        `info` is any JSON dictionary about the checkpoint. A checkpoint of the same step is replaced. Afterwards
+        older ones are pruned. If the block or the disk fails, nothing of the new checkpoint remains and the earlier
+        ones are untouched; an OSError or CheckpointError becomes a CheckpointError that says so, others pass through.
+        """
+        if step < 0:
+            raise CheckpointError(f"step={step} is negative.")
+        check_info(info or {})
+        self._remove_leftovers()
+        try:
+            with partial_directory(self.path(step)) as partial:
+                try:
+                    yield partial
+                    write_manifest(partial, step, info or {})
+                except OSError as error:
+                    raise CheckpointError(f"{error} ({_describe_space(partial)})") from error
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not saved: {str(error).rstrip('.')}. {self._describe_earlier()}"
+            ) from error
+        self._known_valid.add(step)
+        self.prune()
+
+    def list(self) -> tuple[int, ...]:
+        """Steps that have a checkpoint directory, in ascending order; nothing is verified."""
+        if not self.directory.is_dir():
+            return ()
+        matches = [_STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
+        steps = sorted(int(match[1]) for match in matches if match)
+        return tuple(step for step in steps if self.path(step).is_dir())
+
+    def open(self, step: int) -> Checkpoint:
+        """Verify and open the checkpoint of a step.
+
+        Raises CheckpointError that names the damaged file and offers the newest valid checkpoint before it.
+        """
+        if step not in self.list():
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in '{self.directory}'; {self._describe_steps()}."
+            )
+        try:
+            checkpoint = self._verify(step)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._offer_before(step)}") from error
+        return checkpoint
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, verified; None if there is none. Raises CheckpointError as `open` does."""
+        steps = self.list()
+        return self.open(steps[-1]) if steps else None
+
+    def prune(self) -> None:
+        """Delete complete checkpoints beyond the newest `keep`, but never the newest valid one.
+
+        Checkpoints that lack a file, or part of one, do not count and stay for somebody to look at.
+        """
+        surplus = [step for step in reversed(self.list()) if self._is_complete(step)][self.keep :]
+        newest_valid = self._newest_valid(self.list()) if surplus else None
+        for step in surplus:
+            if step == newest_valid:
+                continue
+            try:
+                remove_directory(self.path(step))
+            except OSError as error:
+                logger.warning("'%s' could not be pruned (%s); remove it by hand.", self.path(step), error)
+            self._known_valid.discard(step)
+
+    def _verify(self, step: int) -> Checkpoint:
+        self._known_valid.discard(step)
+        checkpoint = open_checkpoint(self.path(step))
+        if checkpoint.step != step:
+            raise CheckpointError(
+                f"'{self.path(step)}' holds the checkpoint of step {checkpoint.step}; rename it back."
+            )
+        self._known_valid.add(step)
+        return checkpoint
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            return read_manifest(self.path(step), verify_hashes=False).step == step
+        except CheckpointError:
+            return False
+
+    def _newest_valid(self, steps: tuple[int, ...]) -> int | None:
+        for step in reversed(steps):
+            if step in self._known_valid:
+                return step
+            try:
+                return self._verify(step).step
+            except CheckpointError:
+                continue
+        return None
+
+    def _offer_before(self, step: int) -> str:
+        valid = self._newest_valid(tuple(other for other in self.list() if other < step))
+        if valid is None:
+            return "No checkpoint before it is valid; start again in an empty trainer.run_dir."
+        return (
+            f"The checkpoint before it is valid: '{self.path(valid)}'. To continue from there, move "
+            f"'{self.path(step)}' out of '{self.directory}' and run again with trainer.resume=auto."
+        )
+
+    def _describe_steps(self) -> str:
+        return f"there are {', '.join(map(str, self.list()))}" if self.list() else "there are none"
+
+    def _describe_earlier(self) -> str:
+        steps = self.list()
+        return (
+            f"Earlier checkpoints are untouched, the newest is '{self.path(steps[-1])}'."
+            if steps
+            else "There is no earlier one."
+        )
+
+    def _remove_leftovers(self) -> None:
+        for path in remove_leftovers(self.directory, _STEP_NAME):
+            logger.info("Removed '%s', left by a save that did not finish.", path)
+
+
+def _describe_space(partial: Path) -> str:
+    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    return f"{describe_bytes(written)} were written, {describe_free_space(partial)}"

@@ -1,0 +1,78 @@
+"""`hybridflow export`: the policy of a run or of one checkpoint as a Hugging Face model directory."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from hybridflow.checkpoint import Checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN_DIR_OR_CHECKPOINT",
+        help="a run's directory, or one of its checkpoints/step_...",
+    )
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="the directory to write; it may not exist yet, or be empty"
+    )
+    parser.add_argument("--step", type=int, help="which checkpoint of the run (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="dtype of the weights (default: as trained)",
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="where configuration and tokenizer come from (default: the run's model.path)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from hybridflow.checkpoint import export_model
+
+    checkpoint = _find_checkpoint(args.source, args.step)
+    model_dir = args.model or _model_path(checkpoint.directory.parent.parent)
+    export_model(checkpoint, model_dir, args.out, dtype=args.dtype)
+    print(f"wrote {args.out} from {checkpoint.directory}")
+    return 0
+
+
+def _find_checkpoint(source: Path, step: int | None) -> "Checkpoint":
+    from hybridflow.checkpoint import CheckpointStore, open_checkpoint
+
+    if (source / "checkpoint.json").exists():
+        if step is not None:
+            raise ConfigError(
+                f"--step {step} chooses among the checkpoints of a run, but '{source}' is one; leave --step out."
+            )
+        return open_checkpoint(source.absolute())
+    store = CheckpointStore((source / "checkpoints").absolute())
+    checkpoint = store.latest() if step is None else store.open(step)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"'{source}' is neither a checkpoint nor a run with checkpoints; '{store.directory}' has none."
+        )
+    return checkpoint
+
+
+def _model_path(run_dir: Path) -> Path:
+    from hybridflow.config import load_config
+
+    config_file = run_dir / "config.toml"
+    if not config_file.is_file():
+        raise ConfigError(
+            f"'{config_file}' is missing, so the model that training started from is unknown; name it with --model DIR."
+        )
+    path = Path(load_config(config_file).model.path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"model.path='{path}' of '{config_file}' is no directory here; name the model's directory with --model DIR."
+        )
+    return path

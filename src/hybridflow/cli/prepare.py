@@ -1,0 +1,108 @@
+"""Write a data set as train.parquet and test.parquet, ready for training.
+
+countdown and multiplication are generated; gsm8k is made from its own files (.jsonl or .parquet).
+"""
+
+import argparse
+
+from hybridflow.data.prepare import (
+    COUNTDOWN_PROMPT,
+    GSM8K_INSTRUCTION,
+    MULTIPLICATION_PROMPT,
+    PreparedFiles,
+    prepare_countdown,
+    prepare_gsm8k,
+    prepare_multiplication,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="countdown|multiplication|gsm8k")
+
+    countdown = _add_task(tasks, "countdown", "make a target out of given numbers, each used once")
+    _add_sizes(countdown)
+    countdown.add_argument(
+        "--num-operands", type=int, nargs="+", default=[3, 4], metavar="N", help="how many numbers; several are mixed"
+    )
+    countdown.add_argument("--max-number", type=int, default=99, metavar="N", help="numbers are 1 to this")
+    countdown.add_argument("--max-target", type=int, default=999, metavar="N", help="targets are 1 to this")
+    countdown.add_argument("--operators", default="+-*/", help="some of + - * / (write --operators=+-)")
+    countdown.add_argument(
+        "--prompt-template",
+        default=COUNTDOWN_PROMPT,
+        metavar="TEXT",
+        help="holds {numbers} and {target}; may {operators}",
+    )
+    countdown.add_argument("--number-separator", default=", ", metavar="TEXT", help="between the numbers of a prompt")
+
+    multiplication = _add_task(tasks, "multiplication", "multiply two numbers")
+    _add_sizes(multiplication)
+    multiplication.add_argument("--digits-a", type=int, default=3, metavar="N", help="digits of the first number")
+    multiplication.add_argument("--digits-b", type=int, default=3, metavar="N", help="digits of the second number")
+    multiplication.add_argument(
+        "--prompt-template", default=MULTIPLICATION_PROMPT, metavar="TEXT", help="holds {a} and {b}"
+    )
+
+    gsm8k = _add_task(tasks, "gsm8k", "grade-school word problems, from files with question and answer")
+    gsm8k.add_argument("--train-file", required=True, metavar="FILE", help="training problems, .jsonl or .parquet")
+    gsm8k.add_argument("--test-file", required=True, metavar="FILE", help="test problems, .jsonl or .parquet")
+    gsm8k.add_argument(
+        "--instruction", default=GSM8K_INSTRUCTION, metavar="TEXT", help="appended to each question after a space"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    print(f"preparing {args.task} ...", flush=True)
+    _report(_prepare(args))
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> PreparedFiles:
+    if args.task == "gsm8k":
+        return prepare_gsm8k(args.train_file, args.test_file, args.output_dir, instruction=args.instruction)
+    if args.task == "multiplication":
+        return prepare_multiplication(
+            args.output_dir,
+            train_size=args.train_size,
+            test_size=args.test_size,
+            digits_a=args.digits_a,
+            digits_b=args.digits_b,
+            seed=args.seed,
+            prompt_template=args.prompt_template,
+        )
+    return prepare_countdown(
+        args.output_dir,
+        train_size=args.train_size,
+        test_size=args.test_size,
+        num_operands=args.num_operands,
+        max_number=args.max_number,
+        max_target=args.max_target,
+        operators=args.operators,
+        seed=args.seed,
+        prompt_template=args.prompt_template,
+        number_separator=args.number_separator,
+    )
+
+
+def _report(files: PreparedFiles) -> None:
+    print(f"wrote {files.num_train} rows to {files.train_file}")
+    print(f"wrote {files.num_test} rows to {files.test_file}")
+    prompt = files.first_row["prompt"][0]["content"]
+    print(f"the first prompt: {prompt}")
+    print(f"its ground truth: {files.first_row['reward_model']['ground_truth']}")
+
+
+def _add_task(
+    tasks: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, help_text: str
+) -> argparse.ArgumentParser:
+    parser = tasks.add_parser(
+        name, help=help_text, description=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--output-dir", default=f"data/{name}", metavar="DIR", help="where the two files go")
+    return parser
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--train-size", type=int, default=20_000, metavar="N", help="training rows")
+    parser.add_argument("--test-size", type=int, default=1_000, metavar="N", help="test rows")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same files")

@@ -1,0 +1,110 @@
+"""Values that need each other: one function per subject, each returning what contradicts.
+
+Only the configuration is looked at; what needs a file or a tokenizer is checked where that is opened.
+"""
+
+from collections.abc import Iterator
+
+from hybridflow.config.sections import Config
+from hybridflow.errors import ConfigError
+
+
+def contradictions(config: Config) -> list[str]:
+    """One line for each contradiction between two keys, with both values and the fix; empty if there is none."""
+    return [problem for subject in SUBJECTS for problem in subject(config)]
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError with every contradiction of a `Config` that was built in Python."""
+    if problems := contradictions(config):
+        raise ConfigError("\n  ".join([f"{len(problems)} problem(s) in the configuration:", *problems]))
+
+
+def _mini_batches(config: Config) -> Iterator[str]:
+    train_batch_size = config.data.train_batch_size
+    divisors = [str(n) for n in range(1, train_batch_size + 1) if train_batch_size % n == 0]
+    valid = " or ".join(filter(None, [", ".join(divisors[:-1]), divisors[-1]]))
+    for name, size in (("actor", config.actor.mini_batch_size), ("critic", config.critic.mini_batch_size)):
+        if size and train_batch_size % size:
+            yield (
+                f"{name}.mini_batch_size={size} does not divide data.train_batch_size={train_batch_size}; use {valid}"
+            )
+
+
+def _groups(config: Config) -> Iterator[str]:
+    rollout, validation = config.rollout, config.validation
+    if config.algorithm.advantage == "grpo" and rollout.group_size == 1:
+        yield (
+            "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare, every advantage would be 0; "
+            "use a group_size of 2 or more, or advantage = 'gae'"
+        )
+    for name, section in (("rollout", rollout), ("validation", validation)):
+        if section.group_size > rollout.max_running_sequences:
+            yield (
+                f"{name}.group_size={section.group_size} exceeds rollout.max_running_sequences="
+                f"{rollout.max_running_sequences}, but a group is decoded together; raise max_running_sequences"
+            )
+        if section.temperature == 0 and section.group_size > 1:
+            yield (
+                f"{name}.temperature=0 gives the same response {section.group_size} times "
+                f"({name}.group_size={section.group_size}); use a temperature above 0 or group_size = 1"
+            )
+
+
+def _kl(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_in_reward and algorithm.kl_in_loss:
+        yield (
+            "algorithm.kl_in_reward=true and algorithm.kl_in_loss=true count the same KL twice with one kl_coef; "
+            "set one of them to false"
+        )
+    if algorithm.kl_in_reward and algorithm.advantage == "grpo":
+        yield (
+            "algorithm.kl_in_reward=true has no effect with algorithm.advantage='grpo', which reads only scores; "
+            "use kl_in_loss = true, or advantage = 'gae'"
+        )
+    if algorithm.kl_controller == "adaptive" and not algorithm.kl_in_reward:
+        yield (
+            "algorithm.kl_controller='adaptive' steers the KL in the reward, but algorithm.kl_in_reward=false; "
+            "set kl_in_reward = true or kl_controller = 'fixed'"
+        )
+    if algorithm.kl_controller == "adaptive" and algorithm.kl_coef == 0:
+        yield (
+            "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive', which multiplies it; "
+            "start from a kl_coef above 0"
+        )
+
+
+def _tokens(config: Config) -> Iterator[str]:
+    budget, data = config.memory.max_tokens_per_micro_batch, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    if budget < longest:
+        yield (
+            f"memory.max_tokens_per_micro_batch={budget} cannot hold one sequence of data.max_prompt_length="
+            f"{data.max_prompt_length} and data.max_response_length={data.max_response_length}; use at least {longest}"
+        )
+
+
+def _critic_warmup(config: Config) -> Iterator[str]:
+    warmup_steps, total_steps = config.critic.warmup_steps, config.trainer.total_steps
+    if warmup_steps and not config.uses_critic:
+        yield (
+            f"critic.warmup_steps={warmup_steps}, but algorithm.advantage={config.algorithm.advantage!r} "
+            "has no critic; use 0, or advantage = 'gae'"
+        )
+    elif warmup_steps and 0 < total_steps <= warmup_steps:
+        yield (
+            f"critic.warmup_steps={warmup_steps} leaves the actor none of trainer.total_steps={total_steps}; "
+            f"use at most {total_steps - 1}"
+        )
+
+
+def _validation(config: Config) -> Iterator[str]:
+    if config.trainer.val_every and not config.data.val_files:
+        yield (
+            f"trainer.val_every={config.trainer.val_every}, but data.val_files is empty; "
+            "name a validation file or use val_every = 0"
+        )
+
+
+SUBJECTS = (_mini_batches, _groups, _kl, _tokens, _critic_warmup, _validation)

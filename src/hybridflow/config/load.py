@@ -1,0 +1,114 @@
+"""From a TOML recipe and dotted overrides to one frozen, checked `Config`, or to all that is wrong with them."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hybridflow.config.checks import contradictions
+from hybridflow.config.keys import leaf_keys, nearest_key, sections
+from hybridflow.config.sections import Config
+from hybridflow.errors import ConfigError
+
+
+def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe (None: only defaults), apply `section.key=value` overrides in order, check everything.
+
+    A value of an override is read as TOML (`3`, `true`, `[1, 2]`, `"text"`), and as plain text where it is none.
+    Raises ConfigError: at once for a file that cannot be read, otherwise with every problem, each with its key,
+    its value and, for an unknown key, the nearest one that exists.
+    """
+    values = _merged(Config().model_dump(), {} if recipe is None else _read(Path(recipe)))
+    problems = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        names = key.strip().split(".")
+        if not equals or not all(names):
+            problems.append(f"{override!r}: not an override; write section.key=value")
+        else:
+            values = _merged(values, _nested(names, _override_value(key.strip(), text.strip())))
+    config = None
+    try:
+        config = Config.model_validate(values, strict=True)
+    except ValidationError as error:
+        problems += [_problem(details) for details in error.errors(include_url=False)]
+    if config is not None:
+        problems += contradictions(config)
+    if config is None or problems:
+        source = " with ".join([str(recipe)] * (recipe is not None) + ["overrides"] * bool(overrides)) or "the defaults"
+        raise ConfigError("\n  ".join([f"{len(problems)} problem(s) in {source}:", *problems]))
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.toml"))
+        raise ConfigError(
+            f"recipe {path} is {'no file' if path.exists() else 'missing'}; "
+            + (f"beside it are {', '.join(near)}" if near else f"there is no recipe in {path.parent}")
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _tuples(tomllib.loads(text))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the recipe as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        reason = str(error).replace("Cannot overwrite a value", "this key already has a value: each key once")
+        if found := re.search(r" \(at line (\d+), column \d+\)", reason):
+            line = int(found[1])
+            shown = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
+            raise ConfigError(f"{path}, line {line}: {reason.replace(found[0], '')}: {shown}") from error
+        raise ConfigError(f"{path}: {reason}") from error
+
+
+def _override_value(key: str, text: str) -> Any:
+    if isinstance(leaf_keys().get(key), str) and not text.startswith(('"', "'")):
+        return text  # a text key takes 2024 and true as text too
+    try:
+        return _tuples(tomllib.loads(f"value = {text}"))["value"] if "\n" not in text else text
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _nested(names: Sequence[str], value: Any) -> dict[str, Any]:
+    return {names[0]: _nested(names[1:], value) if names[1:] else value}
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _tuples(value: Any) -> Any:
+    """TOML's arrays as tuples, which cannot be changed."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _problem(details: Any) -> str:
+    """One line for one finding of pydantic."""
+    key, value = ".".join(map(str, details["loc"])), details["input"]
+    match details["type"]:
+        case "extra_forbidden":
+            is_table = isinstance(value, dict)
+            nearest = nearest_key(key, [name for name, _ in sections() if name] if is_table else None)
+            hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all"
+            return f"{key}: no such {'section' if is_table else 'key'}; {hint}"
+        case "model_type":
+            reason = (
+                f"is a section; set one of its keys, as in {next(k for k in leaf_keys() if k.startswith(key + '.'))}"
+            )
+        case "tuple_type":
+            reason = 'Input should be an array, as in ["a", "b"]'
+        case _:
+            reason = details["msg"]
+    return f"{key}: {reason} (got {value!r})"

@@ -1,0 +1,87 @@
+"""A configuration as TOML that reads back equal, and the reference of all keys as text or Markdown."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybridflow.config.keys import sections
+from hybridflow.config.sections import Config, Section
+
+
+def to_toml(config: Config) -> str:
+    """Every key with its value, one table per section; `load_config` reads it back to an equal Config."""
+    return _with_tables(config, lambda key, value, section: [f"{key} = {toml_value(value)}"])
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML; None, which TOML lacks, as the text "none"."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case None:
+            return '"none"'
+        case tuple():
+            return f"[{', '.join(map(toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def reference_text() -> str:
+    """Every key with its default, what is valid and its meaning, as commented TOML that is itself a recipe."""
+
+    def lines(key: str, value: Any, section: Section) -> list[str]:
+        meaning, valid = _describe(section, key)
+        return [f"# {meaning}", f"# {valid}", f"{key} = {toml_value(value)}"]
+
+    return _with_tables(Config(), lines)
+
+
+def reference_markdown() -> str:
+    """The same as one Markdown table per section."""
+    parts = []
+    for name, section in sections():
+        rows = []
+        for key, value in section:
+            if not isinstance(value, Section):
+                meaning, valid = (text.replace("|", "\\|") for text in _describe(section, key))
+                rows.append(f"| `{name}.{key}` | {valid} | `{toml_value(value)}` | {meaning} |")
+        if rows:
+            parts.append("\n".join([f"### {name}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _with_tables(config: Config, lines: Callable[[str, Any, Section], list[str]]) -> str:
+    """The tables of all sections, `lines(key, value, section)` for each key."""
+    parts = []
+    for name, section in sections(config):
+        body = [line for key, value in section if not isinstance(value, Section) for line in lines(key, value, section)]
+        if body:
+            parts.append("\n".join([f"[{name}]", *body]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _describe(section: Section, key: str) -> tuple[str, str]:
+    """Meaning and valid values of a key."""
+    schema = type(section).model_json_schema()["properties"][key]
+    return schema["description"], _valid(schema)
+
+
+def _valid(schema: Mapping[str, Any]) -> str:
+    if "const" in schema or "enum" in schema:
+        return " or ".join(json.dumps(value) for value in schema.get("enum", [schema.get("const")]))
+    if "anyOf" in schema:
+        return " or ".join(_valid(option) for option in schema["anyOf"])
+    match schema["type"]:
+        case "null":
+            return '"none"'
+        case "array" if "prefixItems" in schema:
+            return f"[{', '.join(_valid(item) for item in schema['prefixItems'])}]"
+        case "array":
+            return f"array of {_valid(schema['items'])}"
+    bounds = [
+        f"{sign} {schema[bound]}"
+        for bound, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+        if bound in schema
+    ]
+    return " ".join([schema["type"], *([" and ".join(bounds)] if bounds else [])])

@@ -1,0 +1,270 @@
+"""The configuration: one frozen section per part of a run, one home per key.
+
+Every key has a meaning (`hybridflow config --reference` prints them) and a default that works.
+Values that need each other are checked together in `checks`. No torch here.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+AdvantageName = Literal["gae", "grpo"]
+PolicyLossName = Literal["ppo"]
+AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+KLEstimatorName = Literal["k1", "k2", "k3", "abs"]
+ScheduleName = Literal["constant", "linear", "cosine"]
+DTypeName = Literal["float32", "bfloat16", "float64"]
+OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "truncate-middle"]
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+NoneAsText = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str = Field(
+        default="", description="Hugging Face directory of the policy: config.json, safetensors, tokenizer."
+    )
+    dtype: DTypeName = Field(
+        default="float32",
+        description="Compute dtype. Parameters and optimizer state stay float32 (float64 with float64).",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory, more time."
+    )
+
+
+class DataConfig(Section):
+    train_files: tuple[str, ...] = Field(
+        default=(), description="Parquet files of training prompts (for sft: prompts and responses)."
+    )
+    val_files: tuple[str, ...] = Field(default=(), description="Parquet files of validation prompts.")
+    train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
+    max_prompt_length: Positive = Field(default=512, description="Longest prompt, in tokens.")
+    max_response_length: Positive = Field(default=512, description="Longest response, in tokens.")
+    overlong_prompts: OverlongName = Field(
+        default="drop", description="What happens to a prompt longer than max_prompt_length."
+    )
+    shuffle: bool = Field(default=True, description="Visit the training rows in a new seeded order each epoch.")
+    chat_template: bool = Field(
+        default=True,
+        description="Apply the tokenizer's chat template where it has one; otherwise messages are joined by newlines.",
+    )
+
+
+class RolloutConfig(Section):
+    backend: Literal["embedded"] = Field(default="embedded", description="The engine that generates.")
+    group_size: Positive = Field(
+        default=8, description="Responses sampled for each prompt; grpo compares them with each other."
+    )
+    temperature: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Softmax temperature; 0 is greedy.")
+    top_k: NonNegative = Field(default=0, description="Sample among the k most likely tokens; 0 is all of them.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Sample among the fewest tokens whose probability reaches top_p."
+    )
+    max_running_sequences: Positive = Field(
+        default=1024, description="Sequences decoded together; more wait for a place."
+    )
+
+
+class ValidationConfig(Section):
+    temperature: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Temperature of validation samples; 0 is greedy."
+    )
+    group_size: Positive = Field(
+        default=1, description="Samples for each validation prompt; pass@k is reported for the powers of two up to it."
+    )
+    batch_size: Positive = Field(default=512, description="Validation prompts generated in one call.")
+    max_samples: NonNegative = Field(default=0, description="Use only the first rows of the validation data; 0 is all.")
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(ge=0)] = Field(default=1e-6, description="Peak learning rate.")
+    betas: tuple[DecayRate, DecayRate] = Field(
+        default=(0.9, 0.999), description="AdamW's decay rates of the two moments."
+    )
+    epsilon: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.01, description="Decoupled decay of matrices; norms and biases are not decayed."
+    )
+    clip_grad_norm: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="The global gradient norm is clipped to this."
+    )
+    schedule: ScheduleName = Field(
+        default="constant", description="Learning rate after the warm-up, until trainer.total_steps."
+    )
+    warmup_steps: NonNegative = Field(
+        default=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+    )
+    min_lr_ratio: Fraction = Field(default=0.0, description="Where linear and cosine schedules end, as a share of lr.")
+
+
+class MemoryConfig(Section):
+    max_tokens_per_micro_batch: Positive = Field(
+        default=16384,
+        description="Tokens in one forward and backward per rank: the memory knob, which changes no result.",
+    )
+    packing: bool = Field(
+        default=True,
+        description="Concatenate sequences without padding; false pads each micro-batch: slower, equal results.",
+    )
+
+
+class ActorConfig(Section):
+    mini_batch_size: NonNegative = Field(
+        default=0, description="Prompts in one optimizer step; must divide data.train_batch_size. 0 is all of them."
+    )
+    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
+    policy_loss: PolicyLossName = Field(default="ppo", description="The policy objective.")
+    clip_ratio_low: Fraction = Field(default=0.2, description="The ratio is clipped from below at 1 - this.")
+    clip_ratio_high: Annotated[float, Field(ge=0)] = Field(
+        default=0.2, description="The ratio is clipped from above at 1 + this."
+    )
+    clip_ratio_dual: Annotated[Annotated[float, Field(gt=1)] | None, NoneAsText] = Field(
+        default=3.0,
+        description="Dual clip: a negative advantage costs at most this times its size; 'none' turns it off.",
+    )
+    loss_aggregation: AggregationName = Field(
+        default="token-mean", description="How token losses become one number; always against the global count."
+    )
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="Weight of the entropy bonus in the loss."
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class CriticConfig(Section):
+    model_path: str = Field(
+        default="", description="Directory the critic starts from; empty is model.path. Its value head starts at zero."
+    )
+    mini_batch_size: NonNegative = Field(
+        default=0, description="Prompts in one optimizer step of the critic; 0 is all of them."
+    )
+    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
+    value_clip: Annotated[float, Field(gt=0)] = Field(
+        default=0.5, description="New values are clipped to the old ones plus or minus this."
+    )
+    loss_aggregation: AggregationName = Field(default="token-mean", description="How token losses become one number.")
+    warmup_steps: NonNegative = Field(default=0, description="Steps in which only the critic is trained.")
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+class ReferenceConfig(Section):
+    model_path: str = Field(default="", description="Directory of the reference policy; empty is model.path.")
+
+
+class AlgorithmConfig(Section):
+    advantage: AdvantageName = Field(default="grpo", description="The advantage estimator; gae adds a critic.")
+    gamma: Fraction = Field(default=1.0, description="Discount factor.")
+    lam: Fraction = Field(default=1.0, description="GAE's lambda.")
+    norm_by_std: bool = Field(default=True, description="GRPO: divide by the group's standard deviation.")
+    whiten_advantages: bool = Field(
+        default=True, description="GAE: shift and scale advantages to mean 0, variance 1 over the batch."
+    )
+    kl_in_reward: bool = Field(
+        default=False, description="Subtract kl_coef * KL from each token's reward (adds a reference)."
+    )
+    kl_in_loss: bool = Field(default=False, description="Add kl_coef * KL to the policy loss (adds a reference).")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        default=0.001, description="Weight of the KL term; the start value when the controller is adaptive."
+    )
+    kl_estimator: KLEstimatorName = Field(
+        default="k3", description="Estimator of the KL from log-probs of sampled tokens."
+    )
+    kl_controller: Literal["fixed", "adaptive"] = Field(
+        default="fixed", description="adaptive steers kl_coef towards kl_target (in reward only)."
+    )
+    kl_target: Annotated[float, Field(gt=0)] = Field(default=0.1, description="KL the adaptive controller aims for.")
+    kl_horizon: Positive = Field(default=10000, description="Samples over which the adaptive controller acts.")
+
+
+class RewardConfig(Section):
+    function: str = Field(
+        default="", description="'path.py:function' scoring a response; empty chooses by each row's data_source."
+    )
+    on_error: Literal["stop", "zero"] = Field(
+        default="stop",
+        description="An exception in the function stops the run, or scores error_score (see reward/error_rate).",
+    )
+    error_score: float = Field(default=0.0, description="Score of a sample whose reward failed when on_error = 'zero'.")
+
+
+class TrainerConfig(Section):
+    run_dir: str = Field(
+        default="runs/default", description="Directory of the run: configuration, metrics, samples, checkpoints."
+    )
+    seed: NonNegative = Field(default=0, description="Seed of everything random in the run.")
+    total_steps: NonNegative = Field(default=0, description="Training steps; 0 is epochs * steps per epoch.")
+    epochs: Positive = Field(default=1, description="Passes over the training data, where total_steps is 0.")
+    val_before_train: bool = Field(
+        default=True, description="Validate once before the first step (if there is validation data)."
+    )
+    val_every: NonNegative = Field(
+        default=0, description="Validate every so many steps and after the last; 0 is only after the last."
+    )
+    save_every: NonNegative = Field(
+        default=0, description="Checkpoint every so many steps and after the last; 0 is only after the last."
+    )
+    keep_checkpoints: Positive = Field(default=2, description="The newest checkpoints that are kept.")
+    resume: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto continues from the newest checkpoint in run_dir; never wants an empty run_dir.",
+    )
+    trackers: tuple[Literal["tensorboard"], ...] = Field(default=(), description="Trackers besides metrics.jsonl.")
+    log_samples: NonNegative = Field(
+        default=4, description="Samples of each step written to samples.jsonl and shown on the console; 0 is none."
+    )
+    deterministic: bool = Field(default=True, description="Use deterministic kernels only.")
+
+
+class ControllerConfig(Section):
+    backend: Literal["local"] = Field(default="local", description="Where workers run: local is this process.")
+    num_workers: Positive = Field(default=1, description="Ranks of each worker group.")
+    threads: NonNegative = Field(
+        default=0,
+        description="Threads per rank; 0 is the number of physical cores. Rounding depends on it.",
+    )
+
+
+class SFTConfig(Section):
+    batch_size: Positive = Field(default=64, description="Examples in one optimizer step.")
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    validation: ValidationConfig = ValidationConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    memory: MemoryConfig = MemoryConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    controller: ControllerConfig = ControllerConfig()
+    sft: SFTConfig = SFTConfig()
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether each batch gives exactly one optimizer step, so that the ratio is 1 by definition."""
+        return self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss

@@ -1,0 +1,46 @@
+"""The control plane: worker methods become calls on whole groups, batches are split over ranks and put together
+again, and backends decide where the ranks run.
+"""
+
+from hybridflow.controller.backend import Backend, ObjectHandle, WorkerRef
+from hybridflow.controller.bound_method import BoundMethod
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.columns import MethodColumns
+from hybridflow.controller.dispatch import (
+    DISPATCH_MODES,
+    Dispatch,
+    DispatchMode,
+    make_nd_compute_dataproto_dispatch_fn,
+    register_dispatch_mode,
+)
+from hybridflow.controller.local import LocalBackend
+from hybridflow.controller.mesh import Mesh
+from hybridflow.controller.register import Execute, register
+from hybridflow.controller.resource_pool import ResourcePool, ResourcePoolManager
+from hybridflow.controller.roles import Role
+from hybridflow.controller.worker import Worker
+from hybridflow.controller.worker_group import WorkerGroup, columns_of_methods
+
+__all__ = [
+    "DISPATCH_MODES",
+    "Backend",
+    "BoundMethod",
+    "ClassWithInitArgs",
+    "Dispatch",
+    "DispatchMode",
+    "Execute",
+    "LocalBackend",
+    "Mesh",
+    "MethodColumns",
+    "ObjectHandle",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "Worker",
+    "WorkerGroup",
+    "WorkerRef",
+    "columns_of_methods",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "register",
+    "register_dispatch_mode",
+]

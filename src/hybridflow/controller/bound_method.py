@@ -1,0 +1,208 @@
+"""`BoundMethod`: a registered worker method as one call on its whole group.
+
+args -> futures opened -> columns read -> padded -> dispatch_fn -> rank 0 .. n-1
+result <- unpadded <- collect_fn <- columns and rows checked <- outputs of the collected ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.controller.columns import MethodColumns
+from hybridflow.controller.register import Execute, Registration
+from hybridflow.errors import DispatchError, HybridFlowError
+from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
+
+if TYPE_CHECKING:
+    from hybridflow.controller.worker_group import WorkerGroup
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one call: of the caller's batch, added to split it evenly, in each part."""
+
+    num_rows: int
+    pad_size: int
+    part_size: int
+
+
+class BoundMethod:
+    """Call it for the result; `.remote(...)` for a `DataProtoFuture` of the result.
+
+    `columns` is its resolved declaration (reads, writes, rows), `registration` what it was registered with.
+    """
+
+    def __init__(self, group: WorkerGroup, name: str, registration: Registration, columns: MethodColumns) -> None:
+        self._group, self._mode = group, registration.dispatch_mode
+        self._rank_zero_only = registration.execute_mode is Execute.RANK_ZERO
+        self.registration, self.columns = registration, columns
+        self.__name__, self.__qualname__ = name, columns.where
+        self.__doc__ = getattr(group.cls_with_init.cls, name).__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the call, or a future of it if the method was registered with `blocking=False`.
+
+        Raises FieldError for a missing column, DispatchError for arguments that cannot be split, and what the
+        worker raised.
+        """
+        if not self.registration.blocking:
+            return self.remote(*args, **kwargs)
+        rows, handles = self._start(args, kwargs)
+        backend = self._group.backend
+        try:
+            backend.wait(handles)
+            outputs = backend.get([handles[rank] for rank in self._collected_ranks()])
+        finally:
+            backend.release(handles)
+        return self._finish(rows, outputs)
+
+    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """A future whose `get()` is what the blocking call returns."""
+        rows, handles = self._start(args, kwargs)
+        factor, writes, collected = self.columns.rows_per_row, self.columns.writes, self._collected_ranks()
+        spoken = set(collected)
+        others = [handle for rank, handle in enumerate(handles) if rank not in spoken]
+        return DataProtoFuture(
+            collect_fn=partial(self._finish_late, rows, others),
+            futures=[handles[rank] for rank in collected],
+            num_rows=factor * rows.num_rows if rows and factor and writes else None,
+            columns=writes,
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.columns.where} of {self._group!r}>"
+
+    # ------------------------------------------------------------------------------------------ to the ranks
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, list[Any]]:
+        """Everything up to the ranks: the rows of the call (None if no batch is split), a handle for each rank."""
+        self._group.check_open(self.columns.where)
+        if self.registration.materialize_futures:
+            args, kwargs = _map(_open, args, kwargs)
+        batches = [value for value in (*args, *kwargs.values()) if isinstance(value, (DataProto, DataProtoFuture))]
+        rows = self._count_rows(batches)
+        self.columns.check_reads([*args, *kwargs.values()])
+        args, kwargs = _map(partial(self._reduce, rows, is_alone=len(batches) == 1), args, kwargs)
+        per_rank = self._dispatch(args, kwargs)
+        return rows, self._group.call_ranks(self.__name__, per_rank, self.registration.execute_mode)
+
+    def _count_rows(self, batches: Sequence[DataProto | DataProtoFuture]) -> Rows | None:
+        if self._mode.num_parts is None or not batches:
+            return None
+        lengths = [len(batch) for batch in batches]
+        if len(set(lengths)) > 1:
+            raise DispatchError(
+                f"{self.columns.where} was called with batches of {' and '.join(map(str, lengths))} rows; the batches "
+                f"of one call are split together and need the same length."
+            )
+        if lengths[0] == 0:
+            raise DispatchError(
+                f"{self.columns.where} was called with a batch of 0 rows: there is nothing to split over the ranks; "
+                f"skip the call, or use Dispatch.ONE_TO_ALL to hand over meta_info alone."
+            )
+        num_parts = self._mode.num_parts(self._group)
+        pad_size = -lengths[0] % num_parts
+        return Rows(lengths[0], pad_size, (lengths[0] + pad_size) // num_parts)
+
+    def _reduce(self, rows: Rows | None, value: Any, is_alone: bool) -> Any:
+        """What is sent of an argument: of a batch the columns that are read, with as many rows as can be split."""
+        if isinstance(value, DataProtoFuture):
+            return DataProtoFuture(
+                collect_fn=_first,
+                futures=[value],
+                dispatch_fn=partial(self._reduce_unread, rows, is_alone=is_alone),
+                num_rows=value.num_rows if rows is None else rows.num_rows + rows.pad_size,
+            )
+        value = self.columns.select_reads(value)
+        if rows is not None and isinstance(value, DataProto) and rows.pad_size and len(value):
+            value, _ = pad_dataproto_to_divisor(value, rows.num_rows + rows.pad_size)
+        return value
+
+    def _reduce_unread(self, rows: Rows | None, value: Any, is_alone: bool) -> Any:
+        """As `_reduce`, for a future that the worker itself reads."""
+        if is_alone:
+            self.columns.check_reads([value])
+        return self._reduce(rows, value, is_alone)
+
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+        """The arguments of each rank."""
+        try:
+            split_args, split_kwargs = self._mode.dispatch_fn(self._group, *args, **kwargs)
+        except DispatchError as error:
+            raise DispatchError(f"{self.columns.where}: {error}") from error
+        world_size = self._group.world_size
+        named: Mapping[Any, Any] = {**dict(enumerate(split_args)), **split_kwargs}
+        for name, per_rank in named.items():
+            if not isinstance(per_rank, Sequence) or len(per_rank) != world_size:
+                raise DispatchError(
+                    f"{self.columns.where}: {self._mode} made {per_rank!r} of argument {name!r}; its dispatch_fn must "
+                    f"make a list with one element for each of the {world_size} ranks."
+                )
+        return [
+            (tuple(value[rank] for value in split_args), {key: value[rank] for key, value in split_kwargs.items()})
+            for rank in range(world_size)
+        ]
+
+    # ------------------------------------------------------------------------------------------ and back
+
+    def _collected_ranks(self) -> list[int]:
+        if self._rank_zero_only:
+            return [0]
+        if self._mode.collected_ranks is None:
+            return list(range(self._group.world_size))
+        return self._mode.collected_ranks(self._group)
+
+    def _finish_late(self, rows: Rows | None, others: list[Any], outputs: list[Any]) -> Any:
+        """As `_finish`, when a future is read: ranks whose results are not, must have succeeded too."""
+        self._group.backend.wait(others)
+        return self._finish(rows, outputs)
+
+    def _finish(self, rows: Rows | None, outputs: list[Any]) -> Any:
+        for rank, output in zip(self._collected_ranks(), outputs, strict=True):
+            self.columns.check_output(output, rank, rows and rows.part_size)
+        if self._rank_zero_only:
+            return outputs[0]
+        try:
+            result = self._mode.collect_fn(self._group, outputs)
+        except DispatchError as error:
+            raise DispatchError(f"{self.columns.where}: {error}") from error
+        except HybridFlowError as error:
+            error.add_note(f"while collecting the results of {self.columns.where}")
+            raise
+        if rows is None or self.columns.rows_per_row is None or not rows.pad_size:
+            return result
+        return _without_last_rows(result, self.columns.rows_per_row * rows.pad_size)
+
+
+def _open(value: Any) -> Any:
+    """The one place where the controller reads a future that was given as argument."""
+    if isinstance(value, (list, tuple)) and any(isinstance(element, DataProtoFuture) for element in value):
+        return [_open(element) for element in value]
+    return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+def _first(values: Sequence[Any]) -> Any:
+    return values[0]
+
+
+def _without_last_rows(result: Any, num_rows: int) -> Any:
+    """A batch, or a list of the batches of each rank, without its last rows; anything else has no rows to lose."""
+    if isinstance(result, DataProto):
+        return unpad_dataproto(result, num_rows) if len(result) else result
+    if not isinstance(result, list) or not all(isinstance(part, DataProto) and len(part) for part in result):
+        return result
+    kept = []
+    for part in reversed(result):
+        surplus = min(num_rows, len(part))
+        kept.append(unpad_dataproto(part, surplus))
+        num_rows -= surplus
+    return kept[::-1]
+
+
+def _map(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return tuple(map(function, args)), {key: function(value) for key, value in kwargs.items()}

@@ -1,0 +1,158 @@
+"""What a method reads and writes: resolved against the configuration when the method is bound, used to ship only
+what is read, and to check what comes back.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Literal
+
+from hybridflow.errors import DispatchError, FieldError
+from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture
+
+ColumnsOf = tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None
+RowsOf = Literal["same", "one"] | int | Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class MethodColumns:
+    """The resolved declaration of one method.
+
+    `where`: "ActorWorker.update_actor", for errors. `reads`, `writes`: None where not declared.
+    `rows_per_row`: rows out for each row in; None where the result does not have the rows of the batch.
+    """
+
+    where: str
+    reads: tuple[str, ...] | None
+    writes: tuple[str, ...] | None
+    rows_per_row: int | None
+
+    def check_reads(self, values: Sequence[Any]) -> None:
+        """Check that the batches among the arguments of a call have every column that is read.
+
+        Raises FieldError for a column that none of them has. A future is checked when it is read.
+        """
+        for batches in _batches_of_each_rank(values):
+            present = [column for batch in batches for column in columns_of(batch)]
+            for column in self.reads or ():
+                if column not in present:
+                    raise FieldError(self._missing(column, present))
+
+    def select_reads(self, value: Any) -> Any:
+        """An argument, with batches (also those in a list) reduced to the columns that are read; meta_info stays."""
+        if self.reads is None:
+            return value
+        if isinstance(value, (list, tuple)) and any(isinstance(element, DataProto) for element in value):
+            return [self.select_reads(element) for element in value]
+        return select_columns(value, self.reads) if isinstance(value, DataProto) else value
+
+    def check_output(self, output: Any, rank: int, num_rows: int | None) -> None:
+        """Check what a rank returned for a part of `num_rows` rows (None: the batch was not split).
+
+        Raises FieldError for wrong columns, DispatchError for a wrong type or number of rows.
+        """
+        who = f"{self.where} on rank {rank}"
+        if self.writes and not isinstance(output, DataProto):
+            raise DispatchError(
+                f"{who} returned {type(output).__name__}, but declares writes={self.writes}; return a DataProto."
+            )
+        if not isinstance(output, DataProto):
+            return
+        columns = columns_of(output)
+        if self.writes is not None and set(columns) != set(self.writes):
+            missing, extra = set(self.writes) - set(columns), set(columns) - set(self.writes)
+            raise FieldError(
+                f"{who} returned {_listed(columns)}, but declares writes={self.writes}: "
+                f"missing {_listed(missing)}; not declared {_listed(extra)}."
+            )
+        if num_rows is None or not columns:
+            return
+        if self.rows_per_row is None and len(output) > 1:
+            raise DispatchError(f"{who} returned {len(output)} rows, but declares rows='one'; correct its rows=...")
+        if self.rows_per_row is not None and len(output) != self.rows_per_row * num_rows:
+            raise DispatchError(
+                f"{who} returned {len(output)} rows for {num_rows}, but declares {self.rows_per_row} for each; "
+                f"correct rows=... of its @register, or return {self.rows_per_row * num_rows} rows."
+            )
+
+    def _missing(self, column: str, present: list[str]) -> str:
+        hint = f" It comes from: {FIELDS[column].producer}." if column in FIELDS and FIELDS[column].producer else ""
+        return f"{self.where} needs {column!r}, but the batch has {_listed(present)}.{hint}"
+
+
+def resolve_columns(where: str, reads: ColumnsOf, writes: ColumnsOf, rows: RowsOf, config: Any) -> MethodColumns:
+    """Call what was declared as a function with the configuration. Raises DispatchError for what is no declaration."""
+
+    def resolve(name: str, declared: Any) -> Any:
+        if not callable(declared):
+            return declared
+        if config is None:
+            raise DispatchError(
+                f"{where} declares {name} as a function of the configuration, but its worker is built without one; "
+                f"give ClassWithInitArgs the keyword argument config=..."
+            )
+        return declared(config)
+
+    return MethodColumns(
+        where,
+        check_columns(f"{where}: reads", resolve("reads", reads)),
+        check_columns(f"{where}: writes", resolve("writes", writes)),
+        check_rows(f"{where}: rows", resolve("rows", rows)),
+    )
+
+
+def check_columns(what: str, columns: Any) -> tuple[str, ...] | None:
+    """`columns` as a tuple of names, None if it is. Raises DispatchError if it is something else."""
+    if columns is None:
+        return None
+    if (
+        isinstance(columns, str)
+        or not isinstance(columns, Iterable)
+        or not all(isinstance(column, str) for column in columns)
+    ):
+        raise DispatchError(f"{what}={columns!r}: needs a tuple of column names, e.g. ('input_ids',).")
+    return tuple(columns)
+
+
+def check_rows(what: str, rows: Any) -> int | None:
+    """Rows out for each row in, None for "one". Raises DispatchError if it is something else."""
+    if rows == "one":
+        return None
+    if rows == "same":
+        return 1
+    if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0:
+        return rows
+    raise DispatchError(f"{what}={rows!r}: needs 'same', 'one', a positive number, or a function of the configuration.")
+
+
+def columns_of(batch: DataProto) -> list[str]:
+    """The names of all columns, tensors first."""
+    tensors = [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118 (a TensorDict)
+    return [*tensors, *batch.non_tensor_batch]
+
+
+def select_columns(batch: DataProto, columns: tuple[str, ...]) -> DataProto:
+    """Those of `columns` that the batch has, and its meta_info."""
+    return batch.select(
+        batch_keys=[column for column in columns if batch.batch is not None and column in batch.batch.keys()],  # noqa: SIM118
+        non_tensor_batch_keys=[column for column in columns if column in batch.non_tensor_batch],
+    )
+
+
+def _batches_of_each_rank(values: Sequence[Any]) -> list[list[DataProto]]:
+    """Which batches a rank gets together: the arguments themselves, and one element of each list argument.
+
+    Empty where that cannot be known before a future is read, or where there is no batch.
+    """
+    if any(isinstance(value, DataProtoFuture) for value in values):
+        return []
+    whole = [value for value in values if isinstance(value, DataProto)]
+    lists = [[v for v in value if isinstance(v, DataProto)] for value in values if isinstance(value, (list, tuple))]
+    lists = [batches for batches in lists if batches]
+    if not lists:
+        return [whole] if whole else []
+    return [whole + [batch for batch in group if batch is not None] for group in zip_longest(*lists)]
+
+
+def _listed(columns: Iterable[str]) -> str:
+    return ", ".join(sorted(columns)) or "nothing"

@@ -1,0 +1,163 @@
+"""`LocalBackend`: every rank in this process, one after another. Dispatch, padding and collect happen as anywhere
+else, and a breakpoint or a traceback shows the true place. A call runs at once; its error is raised by the call.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from hybridflow.controller.backend import ObjectHandle, WorkerRef
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.private_copy import private_copy
+from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.controller.worker import RANKS_TAKE_TURNS
+from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.observability import get_logger, log_memory
+
+# The environment variables belong to the process, so ranks of different threads take turns too.
+_turn = threading.RLock()
+
+
+class LocalHandle:
+    """Owns a value: when the handle goes, the value goes."""
+
+    def __init__(self, value: Any) -> None:
+        self._value: list[Any] = [value]
+
+    def get(self) -> Any:
+        if not self._value:
+            raise WorkerError(
+                "this result was released; keep the future, or what its get() returned, instead of the handle."
+            )
+        return private_copy(self._value[0], "a result")
+
+    def release(self) -> None:
+        self._value.clear()
+
+
+class LocalWorker:
+    """One rank: its object, its name and its environment variables."""
+
+    def __init__(self, name: str, role: str, rank: int, environment: dict[str, str]) -> None:
+        self.name, self.role, self.rank, self.environment = name, role, rank, environment
+        self.instance: Any = None
+
+
+class LocalBackend:
+    """The backend of one ordinary process."""
+
+    def __init__(self) -> None:
+        self._handles: WeakSet[LocalHandle] = WeakSet()
+
+    @property
+    def num_objects(self) -> int:
+        """Values that are kept because somebody holds a handle of them."""
+        return sum(1 for handle in self._handles if handle._value)
+
+    def spawn(self, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool, name: str) -> list[LocalWorker]:
+        port, workers = _free_port(), []
+        for rank in range(resource_pool.world_size):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(resource_pool.world_size),
+                "LOCAL_RANK": str(resource_pool.local_rank(rank)),
+                "LOCAL_WORLD_SIZE": str(resource_pool.local_world_size(rank)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            if resource_pool.world_size > 1:
+                environment[RANKS_TAKE_TURNS] = "1"
+            worker = LocalWorker(f"{name}/{rank}", name, rank, environment)
+            cls = cls_with_init.cls
+            args, kwargs = _receive(cls_with_init.args, cls_with_init.kwargs, f"{cls.__name__}.__init__")
+            with _turn_of(worker, f"{cls.__name__}.__init__"):
+                worker.instance = cls(*args, **kwargs)
+            workers.append(worker)
+        return workers
+
+    def call(self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalHandle:
+        if not isinstance(worker, LocalWorker) or worker.instance is None:
+            raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
+        where = f"{type(worker.instance).__name__}.{method_name}"
+        own_args, own_kwargs = _receive(args, kwargs, where)
+        with _turn_of(worker, where):
+            result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
+        return self._keep(private_copy(result, f"the result of {where}"))
+
+    def put(self, value: Any) -> LocalHandle:
+        return self._keep(private_copy(value, "a value to put"))
+
+    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+        return [handle.get() for handle in handles]
+
+    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+        """Nothing to wait for: a call has finished when it returns."""
+
+    def release(self, handles: Sequence[ObjectHandle]) -> None:
+        for handle in handles:
+            if isinstance(handle, LocalHandle):
+                handle.release()
+
+    def is_alive(self, worker: WorkerRef) -> bool:
+        return isinstance(worker, LocalWorker) and worker.instance is not None
+
+    def shutdown(self, workers: Sequence[WorkerRef]) -> None:
+        for worker in workers:
+            if isinstance(worker, LocalWorker):
+                worker.instance = None
+
+    def _keep(self, value: Any) -> LocalHandle:
+        handle = LocalHandle(value)
+        self._handles.add(handle)
+        return handle
+
+
+def _receive(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the worker gets them: handles opened, everything else copied."""
+
+    def receive(value: Any, name: object) -> Any:
+        return value.get() if isinstance(value, LocalHandle) else private_copy(value, f"argument {name} of {where}")
+
+    return tuple(receive(value, index) for index, value in enumerate(args)), {
+        key: receive(value, key) for key, value in kwargs.items()
+    }
+
+
+@contextmanager
+def _turn_of(worker: LocalWorker, where: str) -> Iterator[None]:
+    """The process is this rank: its environment variables, its name on errors, its memory in the debug log."""
+    with _turn:
+        before = {key: os.environ.get(key) for key in (*worker.environment, RANKS_TAKE_TURNS)}
+        os.environ.pop(RANKS_TAKE_TURNS, None)
+        os.environ.update(worker.environment)
+        logger = get_logger(__name__)
+        log_memory(f"before {where}, rank {worker.rank}", logger)
+        try:
+            yield
+        except HybridFlowError as error:
+            error.add_note(f"in {where}, worker {worker.name}")
+            raise
+        except Exception as error:
+            raise WorkerError(
+                f"{where} failed on worker {worker.name}: {type(error).__name__}: {error}",
+                role=worker.role,
+                rank=worker.rank,
+                node=socket.gethostname(),
+            ) from error
+        finally:
+            log_memory(f"after {where}, rank {worker.rank}", logger)
+            for key, value in before.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

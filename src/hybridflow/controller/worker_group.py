@@ -1,0 +1,229 @@
+"""`WorkerGroup`: many workers behind one object. Its methods are those its worker class registered; it knows
+neither what they compute nor where they run (that is the backend's).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from hybridflow.controller.backend import Backend, WorkerRef
+from hybridflow.controller.bound_method import Arguments, BoundMethod
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.columns import MethodColumns, resolve_columns
+from hybridflow.controller.dispatch_functions import dispatch_all_to_all
+from hybridflow.controller.local import LocalBackend
+from hybridflow.controller.mesh import Mesh
+from hybridflow.controller.register import Execute, Registration, registered_methods
+from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.errors import DispatchError
+from hybridflow.protocol import DataProto
+
+
+class WorkerGroup:
+    """One worker for each rank of the pool. Every registered method of the class is a method of the group.
+
+    `backend`: where the workers run, by default this process. `name`: shown in errors and worker names, by default
+    the name of the class. `meshes`: named grids of the ranks, e.g. {"default": {"data": 2, "tensor": 4}}; "default"
+    is {"data": world_size} unless given.
+
+    Raises DispatchError, before a worker is started, if a mesh does not have as many ranks as the pool or a method
+    cannot be bound.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool,
+        cls_with_init: ClassWithInitArgs,
+        backend: Backend | None = None,
+        name: str = "",
+        meshes: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        self.resource_pool, self.cls_with_init = resource_pool, cls_with_init
+        self.backend: Backend = backend if backend is not None else LocalBackend()
+        self.name = name or cls_with_init.cls.__name__
+        self._world_size, self._is_open = resource_pool.world_size, True
+        self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
+        self._declared = self._declare_methods()
+        self._workers = list(self.backend.spawn(cls_with_init, resource_pool, self.name))
+
+    # ------------------------------------------------------------------------------------------ who
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the group."""
+        return self._world_size
+
+    @property
+    def workers(self) -> list[WorkerRef]:
+        """The backend's references of the workers, by rank."""
+        return list(self._workers)
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of the workers, by rank."""
+        return [worker.name for worker in self._workers]
+
+    @property
+    def methods(self) -> dict[str, BoundMethod]:
+        """The methods of the group by name."""
+        return {name: BoundMethod(self, name, *declared) for name, declared in self._declared.items()}
+
+    def mesh(self, name: str = "default") -> Mesh:
+        """One of the group's meshes. Raises DispatchError if there is none of that name."""
+        if name not in self._meshes:
+            raise DispatchError(f"{self!r} has no mesh {name!r}; its meshes are {list(self._meshes.values())}.")
+        return self._meshes[name]
+
+    def __getattr__(self, name: str) -> BoundMethod:
+        if name.startswith("__") or "_declared" not in self.__dict__:
+            raise AttributeError(name)
+        if name in self._declared:
+            return BoundMethod(self, name, *self._declared[name])
+        cls = self.cls_with_init.cls
+        if callable(getattr(cls, name, None)):
+            raise DispatchError(
+                f"{cls.__name__}.{name} cannot be called on a worker group: add @register(...) to the method."
+            )
+        raise AttributeError(
+            f"{self!r} has no method {name!r}; {cls.__name__} registers {', '.join(self._declared) or 'no methods'}."
+        )
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._declared]
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.name!r}, world_size={self._world_size})"
+
+    # ------------------------------------------------------------------------------------------ calls by name
+
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same as `execute_all_async`."""
+        return self.execute_all_async(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a registered method on all ranks, without its dispatch mode: a list or tuple holds one argument for
+        each rank, anything else goes to all. A handle with `get()` for each rank."""
+        self._check_callable(method_name)
+        split_args, split_kwargs = dispatch_all_to_all(self, *args, **kwargs)
+        per_rank = [
+            (tuple(value[rank] for value in split_args), {key: value[rank] for key, value in split_kwargs.items()})
+            for rank in range(self._world_size)
+        ]
+        return self.call_ranks(method_name, per_rank, Execute.ALL)
+
+    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `execute_all_async`, but the results themselves."""
+        return self._read(self.execute_all_async(method_name, *args, **kwargs))
+
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """The same as `execute_rank_zero_async`."""
+        return self.execute_rank_zero_async(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method on rank 0 with the arguments as they are; a handle with `get()`."""
+        self._check_callable(method_name)
+        return self.call_ranks(method_name, [(args, kwargs)], Execute.RANK_ZERO)[0]
+
+    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """As `execute_rank_zero_async`, but the result itself."""
+        return self._read([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
+
+    def call_ranks(self, method_name: str, per_rank: Sequence[Arguments], execute_mode: Execute) -> list[Any]:
+        """Start a method on the ranks that `execute_mode` names; a handle for each."""
+        ranks = 1 if execute_mode is Execute.RANK_ZERO else self._world_size
+        per_rank = self._put_shared_batches(per_rank[:ranks])
+        handles = []
+        for worker, (args, kwargs) in zip(self._workers[:ranks], per_rank, strict=True):
+            handles.append(self.backend.call(worker, method_name, args, kwargs))
+            if execute_mode is Execute.SEQUENTIAL:
+                self.backend.wait(handles[-1:])
+        return handles
+
+    def _put_shared_batches(self, per_rank: Sequence[Arguments]) -> list[Arguments]:
+        """A batch that several ranks get is put once and sent as a handle."""
+        seen = Counter(
+            id(value)
+            for args, kwargs in per_rank
+            for value in [*args, *kwargs.values()]
+            if isinstance(value, DataProto)
+        )
+        handles: dict[int, Any] = {}
+
+        def share(value: Any) -> Any:
+            if seen[id(value)] < 2:
+                return value
+            if id(value) not in handles:
+                handles[id(value)] = self.backend.put(value)
+            return handles[id(value)]
+
+        return [
+            (tuple(map(share, args)), {key: share(value) for key, value in kwargs.items()}) for args, kwargs in per_rank
+        ]
+
+    def _read(self, handles: Sequence[Any]) -> list[Any]:
+        try:
+            return self.backend.get(handles)
+        finally:
+            self.backend.release(handles)
+
+    # ------------------------------------------------------------------------------------------ life
+
+    def is_alive(self) -> bool:
+        """Whether every worker can take calls."""
+        return self._is_open and all(self.backend.is_alive(worker) for worker in self._workers)
+
+    def shutdown(self) -> None:
+        """Stop the workers; calls on the group are errors from then on. Leaving `with group:` does it."""
+        self._is_open = False
+        self.backend.shutdown(self._workers)
+
+    def check_open(self, where: str) -> None:
+        """Raises DispatchError if the group was shut down."""
+        if not self._is_open:
+            raise DispatchError(f"{where} was called on {self!r}, which was shut down; build a new group.")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------------------------------ construction
+
+    def _build_meshes(self, meshes: Mapping[str, Mapping[str, int]]) -> dict[str, Mesh]:
+        built = {name: Mesh(axes, name) for name, axes in meshes.items()}
+        for mesh in built.values():
+            if mesh.size != self._world_size:
+                raise DispatchError(
+                    f"{mesh} has {mesh.size} ranks, but {self!r} has {self._world_size}; make the product of the axes "
+                    f"equal to the processes of the resource pool."
+                )
+        return built
+
+    def _declare_methods(self) -> dict[str, tuple[Registration, MethodColumns]]:
+        cls = self.cls_with_init.cls
+        registrations, columns = registered_methods(cls), columns_of_methods(self.cls_with_init)
+        for name in registrations:
+            if hasattr(WorkerGroup, name) or name in self.__dict__:
+                raise DispatchError(
+                    f"{cls.__name__}.{name} cannot be bound: WorkerGroup.{name} exists; rename the method."
+                )
+        return {name: (registrations[name], columns[name]) for name in registrations}
+
+    def _check_callable(self, method_name: str) -> None:
+        self.check_open(f"{self.cls_with_init.cls.__name__}.{method_name}")
+        if method_name not in self._declared:
+            getattr(self, method_name)  # raises the error that says what is wrong
+
+
+def columns_of_methods(cls_with_init: ClassWithInitArgs) -> dict[str, MethodColumns]:
+    """What each registered method reads and writes under its configuration; nothing is started for it."""
+    cls = cls_with_init.cls
+    return {
+        name: resolve_columns(
+            f"{cls.__name__}.{name}", registered.reads, registered.writes, registered.rows, cls_with_init.config
+        )
+        for name, registered in registered_methods(cls).items()
+    }

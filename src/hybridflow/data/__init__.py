@@ -1,0 +1,48 @@
+"""Data: preparation of data sets, prompt and SFT datasets, and a loader whose position can be restored."""
+
+from hybridflow.data.dataset import RLHFDataset
+from hybridflow.data.loader import BatchLoader
+from hybridflow.data.prepare import (
+    COUNTDOWN_PROMPT,
+    GSM8K_INSTRUCTION,
+    MULTIPLICATION_PROMPT,
+    CountdownProblem,
+    MultiplicationProblem,
+    PreparedFiles,
+    countdown_prompt,
+    generate_countdown,
+    generate_multiplication,
+    prepare_countdown,
+    prepare_gsm8k,
+    prepare_multiplication,
+    prompt_row,
+    write_prompt_file,
+    write_sft_file,
+)
+from hybridflow.data.sampler import EpochSampler
+from hybridflow.data.sft_dataset import SFTDataset
+from hybridflow.data.tokenizer import load_tokenizer, stop_token_ids
+
+__all__ = [
+    "COUNTDOWN_PROMPT",
+    "GSM8K_INSTRUCTION",
+    "MULTIPLICATION_PROMPT",
+    "BatchLoader",
+    "CountdownProblem",
+    "EpochSampler",
+    "MultiplicationProblem",
+    "PreparedFiles",
+    "RLHFDataset",
+    "SFTDataset",
+    "countdown_prompt",
+    "generate_countdown",
+    "generate_multiplication",
+    "load_tokenizer",
+    "prepare_countdown",
+    "prepare_gsm8k",
+    "prepare_multiplication",
+    "prompt_row",
+    "stop_token_ids",
+    "write_prompt_file",
+    "write_sft_file",
+]

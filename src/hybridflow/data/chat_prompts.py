@@ -1,0 +1,85 @@
+"""Turns chat messages into the token ids a model is given: chat template or plain text, never two BOS."""
+
+from typing import TYPE_CHECKING, cast
+
+from jinja2.exceptions import TemplateError
+
+from hybridflow.data.parquet_rows import Row, shorten
+from hybridflow.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_messages(row: Row) -> list[dict[str, str]]:
+    """The chat messages in a row's `prompt` column, checked; fields that are null are left out."""
+    messages = row.values["prompt"]
+    if not isinstance(messages, list):
+        raise DataError(
+            f"{row.place}: column 'prompt' must be a list of chat messages such as "
+            f"[{{'role': 'user', 'content': '...'}}], got {shorten(messages)}."
+        )
+    if not messages:
+        raise DataError(f"{row.place}: column 'prompt' has no messages.")
+    return [_read_message(row, number, message) for number, message in enumerate(messages)]
+
+
+def _read_message(row: Row, number: int, message: object) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(
+            f"{row.place}: message {number} of 'prompt' needs a role and a content, got {shorten(message)}."
+        )
+    content = message.get("content")
+    if isinstance(content, list):
+        raise DataError(
+            f"{row.place}: message {number} of 'prompt' is a list of parts, as image and audio prompts have. "
+            f"They are not supported yet; give its content as one text."
+        )
+    if not isinstance(content, str):
+        raise DataError(
+            f"{row.place}: the content of message {number} of 'prompt' must be a text, got {shorten(content)}."
+        )
+    return {key: value for key, value in message.items() if value is not None}
+
+
+class PromptEncoder:
+    """Encodes chat messages with a tokenizer.
+
+    Uses the tokenizer's chat template with the generation prompt where it has one and `chat_template` is on, and
+    otherwise the messages' contents joined by newlines, after the BOS token if the tokenizer adds one.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: bool) -> None:
+        self._tokenizer = tokenizer
+        self.uses_template = chat_template and bool(tokenizer.chat_template)
+        bos = cast(int | None, tokenizer.bos_token_id)
+        begins_with_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
+
+    def text(self, messages: list[dict[str, str]], place: str) -> str:
+        """The prompt as text; `place` names it in the `DataError` of a template that refuses the messages."""
+        if not self.uses_template:
+            return "\n".join(message["content"] for message in messages)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (TemplateError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
+        return str(text)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of prompt texts; special tokens written in a text are recognised, none but BOS is added."""
+        encoded = encode_texts(self._tokenizer, texts)
+        return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
+
+
+def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """Token ids of texts without any added special token; `DataError` where the tokenizer cannot encode one."""
+    if not texts:
+        return []
+    try:
+        return cast(list[list[int]], tokenizer(texts, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # the tokenizers library raises bare Exception, for example for a missing unknown token
+        raise DataError(
+            f"the tokenizer cannot encode the texts: {error}. "
+            f"Give it an unknown token or a vocabulary that covers them."
+        ) from error

@@ -1,0 +1,155 @@
+"""The prompt dataset: parquet files in, prompt batches out. Knows no order; the loader decides that."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hybridflow.config.sections import OverlongName
+from hybridflow.data.chat_prompts import PromptEncoder, read_messages
+from hybridflow.data.fingerprint import fingerprint
+from hybridflow.data.layout import pad_left
+from hybridflow.data.overlong import OVERLONG, truncate
+from hybridflow.data.parquet_rows import Row, read_rows, shorten
+from hybridflow.data.tokenizer import pad_token_id
+from hybridflow.errors import DataError
+from hybridflow.observability import get_logger
+from hybridflow.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = get_logger(__name__)
+
+
+class RLHFDataset:
+    """Prompts of one or several parquet files with columns `prompt`, `data_source`, `reward_model`, `extra_info`.
+
+    `prompt` holds chat messages. They go through the tokenizer's chat template where it has one and `chat_template` is
+    on, and are joined by newlines otherwise. `overlong` says what happens to prompts of more than `max_prompt_length`
+    tokens; `max_samples` > 0 uses only the first rows (before any is dropped). Every problem of a file is a `DataError`
+    naming file, row and column. `extra_info` may be absent. Rows are tokenized once, here.
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        tokenizer: "PreTrainedTokenizerBase",
+        max_prompt_length: int,
+        overlong: OverlongName = "drop",
+        chat_template: bool = True,
+        max_samples: int = 0,
+    ) -> None:
+        if overlong not in OVERLONG:
+            raise DataError(f"overlong={overlong!r} is not one of {', '.join(OVERLONG)}.")
+        if max_prompt_length < 1 or max_samples < 0:
+            raise DataError(
+                f"max_prompt_length={max_prompt_length} must be at least 1 and max_samples={max_samples} at least 0."
+            )
+        self._pad_id = pad_token_id(tokenizer)
+        rows = read_rows(files, ("prompt", "data_source", "reward_model"), ("extra_info",), max_samples)
+        self._records = [_read_record(row) for row in rows]
+
+        encoder = PromptEncoder(tokenizer, chat_template)
+        texts = [
+            encoder.text(record["raw_prompts"], row.place) for row, record in zip(rows, self._records, strict=True)
+        ]
+        self._prompt_ids = encoder.encode(texts)
+        for row, ids in zip(rows, self._prompt_ids, strict=True):
+            if not ids:
+                raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
+        self.num_dropped = self._limit_length(rows, max_prompt_length, overlong)
+        self._fingerprint = fingerprint(
+            [ids, record["data_sources"], record["ground_truths"]]
+            for ids, record in zip(self._prompt_ids, self._records, strict=True)
+        )
+
+    def __len__(self) -> int:
+        """Prompts that can be used, without the dropped ones."""
+        return len(self._prompt_ids)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the prompts' tokens, data sources and ground truths, in order."""
+        return self._fingerprint
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """Token ids of one prompt, without padding."""
+        return list(self._prompt_ids[index])
+
+    def collate(self, indices: Sequence[int]) -> DataProto:
+        """The rows at `indices` as a batch.
+
+        Tensors, (batch, longest prompt of these), padded on the left: `prompts` int64, `prompt_mask` bool. Non-tensors: `raw_prompts` (chat messages), `data_sources`, `ground_truths`,
+        `extra_infos`; the batch owns its copies. `meta_info["pad_token_id"]` is the padding value.
+        """
+        check_indices(indices, len(self))
+        prompts, mask = pad_left([self._prompt_ids[i] for i in indices], self._pad_id)
+        tensors = {"prompts": prompts, "prompt_mask": mask.bool()}
+        non_tensors = {name: np.empty(len(indices), dtype=object) for name in _RECORD_COLUMNS}
+        for name, column in non_tensors.items():
+            for position, i in enumerate(indices):
+                column[position] = copy.deepcopy(self._records[i][name])
+        return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info={"pad_token_id": self._pad_id})
+
+    def _limit_length(self, rows: list[Row], max_prompt_length: int, overlong: OverlongName) -> int:
+        """Apply the limit to the rows read; return how many were dropped."""
+        too_long = [i for i, ids in enumerate(self._prompt_ids) if len(ids) > max_prompt_length]
+        if not too_long:
+            return 0
+        first = f"{rows[too_long[0]].place}: {len(self._prompt_ids[too_long[0]])} tokens"
+        if overlong == "error":
+            raise DataError(
+                f"{first}, but max_prompt_length={max_prompt_length} "
+                f"({len(too_long)} of {len(rows)} prompts are longer). "
+                f"Raise the limit, or drop or truncate them with data.overlong_prompts."
+            )
+        if overlong == "drop":
+            dropped = set(too_long)
+            self._prompt_ids = [ids for i, ids in enumerate(self._prompt_ids) if i not in dropped]
+            self._records = [record for i, record in enumerate(self._records) if i not in dropped]
+            if not self._prompt_ids:
+                raise DataError(
+                    f"all {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} (the first is "
+                    f"{first}); raise the limit."
+                )
+        else:
+            self._prompt_ids = [truncate(ids, max_prompt_length, overlong) for ids in self._prompt_ids]
+        logger.warning(
+            "%s %d of %d prompts longer than max_prompt_length=%d tokens (the first is %s).",
+            "Dropped" if overlong == "drop" else "Truncated",
+            len(too_long),
+            len(rows),
+            max_prompt_length,
+            first,
+        )
+        return len(too_long) if overlong == "drop" else 0
+
+
+_RECORD_COLUMNS = ("raw_prompts", "data_sources", "ground_truths", "extra_infos")
+
+
+def check_indices(indices: Sequence[int], num_rows: int) -> None:
+    """`DataError` unless every index is in 0..num_rows-1."""
+    for index in indices:
+        if not 0 <= index < num_rows:
+            raise DataError(f"row {index} was asked for, but the data set has rows 0 to {num_rows - 1}.")
+
+
+def _read_record(row: Row) -> dict[str, Any]:
+    reward_model, extra_info = row.values["reward_model"], row.values["extra_info"]
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise DataError(
+            f"{row.place}: column 'reward_model' must hold style and ground_truth, such as "
+            f"{{'style': 'rule', 'ground_truth': '72'}}, got {shorten(reward_model)}."
+        )
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise DataError(f"{row.place}: column 'extra_info' must hold named values, got {shorten(extra_info)}.")
+    return {
+        "raw_prompts": read_messages(row),
+        "data_sources": row.text("data_source"),
+        "ground_truths": reward_model["ground_truth"],
+        "extra_infos": extra_info or {},
+    }

@@ -1,0 +1,91 @@
+"""Reads parquet files as rows that remember where they came from, for errors that name file, row and column."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridflow.errors import DataError
+
+# Columns in which data sets keep pictures and sound; prompts with either are not supported.
+_MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file; `place` is "FILE: row N" with N counted from 0."""
+
+    place: str
+    values: dict[str, Any]
+
+    def text(self, column: str) -> str:
+        """The value of a column that must be a text."""
+        value = self.values[column]
+        if not isinstance(value, str):
+            raise DataError(f"{self.place}: column '{column}' must be a text, got {shorten(value)}.")
+        return value
+
+
+def read_rows(
+    files: str | Path | Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = (), max_rows: int = 0
+) -> list[Row]:
+    """Read the required and optional columns of one or several parquet files, in order; 0 `max_rows` is all.
+
+    An optional column that a file lacks is None in its rows. Raises `DataError` for no file, a missing, unreadable or
+    empty file, a missing column, and images, audio or video.
+    """
+    paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
+    if not paths:
+        raise DataError("no data files were given; name at least one parquet file.")
+    rows: list[Row] = []
+    for path in paths:
+        table = read_table(path, required)
+        if table.num_rows == 0:
+            raise DataError(f"{path}: the file has no rows.")
+        _refuse_media(path, table)
+        present = [name for name in (*required, *optional) if name in table.column_names]
+        missing = {name: None for name in optional if name not in present}
+        if max_rows:
+            table = table.slice(0, max_rows - len(rows))
+        for number, values in enumerate(table.select(present).to_pylist()):
+            rows.append(Row(f"{path}: row {number}", {**missing, **values}))
+        if max_rows and len(rows) == max_rows:
+            break
+    return rows
+
+
+def read_table(path: Path, required: Sequence[str]) -> pa.Table:
+    """Read one parquet file that has at least the required columns."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file.")
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise DataError(f"{path}: not a readable parquet file ({error}).") from error
+    missing = [name for name in required if name not in table.column_names]
+    if missing:
+        raise DataError(
+            f"{path}: column '{missing[0]}' is missing; the file has {', '.join(table.column_names) or 'no columns'}."
+        )
+    return table
+
+
+def shorten(value: Any, max_chars: int = 120) -> str:
+    """A value as it would be typed, cut to `max_chars`."""
+    text = repr(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
+def _refuse_media(path: Path, table: pa.Table) -> None:
+    for name in _MEDIA_COLUMNS:
+        if name not in table.column_names:
+            continue
+        for number, value in enumerate(table.column(name)):
+            if value.is_valid and value.as_py() not in ([], "", b"", {}):
+                raise DataError(
+                    f"{path}: row {number}: column '{name}' holds data, but prompts with images, audio or video are "
+                    f"not supported yet; use text prompts and remove the column."
+                )

@@ -1,0 +1,80 @@
+"""Draws random problems into a test and a training set that share no group (numbers that look alike)."""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeVar
+
+from hybridflow.errors import DataError
+
+# Draws in a row that may bring nothing new before the space of problems counts as used up.
+_MAX_FRUITLESS_DRAWS = 20_000
+
+
+class Problem(Protocol):
+    """A hashable problem; problems of one group never appear on both sides."""
+
+    @property
+    def group(self) -> Hashable: ...
+
+    @property
+    def target(self) -> int: ...
+
+
+ProblemT = TypeVar("ProblemT", bound=Problem)
+
+
+def draw_disjoint(
+    draw: Callable[[], ProblemT | None], *, num_groups: int, train_size: int, test_size: int, widen: str
+) -> tuple[list[ProblemT], list[ProblemT]]:
+    """Return (train, test), each of the size asked for and without a repeated problem.
+
+    The test set is drawn first, so it does not depend on `train_size`. Each of its problems opens a group of its own
+    until half of the `num_groups` groups there are belong to it; from then on known groups get further targets.
+    `draw` may return None for a draw that is no problem. `widen` is the advice in the `DataError` raised when there
+    are not enough different problems.
+    """
+    if train_size < 1 or test_size < 1:
+        raise DataError(f"train_size={train_size} and test_size={test_size} must both be at least 1.")
+    test_groups: set[Hashable] = set()
+    max_test_groups = max(1, num_groups // 2)
+    test_seen: set[Hashable] = set()
+
+    def is_test_problem(problem: ProblemT) -> bool:
+        if (problem.group, problem.target) in test_seen:
+            return False
+        if problem.group not in test_groups and len(test_groups) >= max_test_groups:
+            return False
+        test_groups.add(problem.group)
+        test_seen.add((problem.group, problem.target))
+        return True
+
+    train_seen: set[ProblemT] = set()
+
+    def is_train_problem(problem: ProblemT) -> bool:
+        if problem.group in test_groups or problem in train_seen:
+            return False
+        train_seen.add(problem)
+        return True
+
+    test = _collect(draw, is_test_problem, test_size, "test_size", widen)
+    train = _collect(draw, is_train_problem, train_size, "train_size", widen)
+    return train, test
+
+
+def _collect(
+    draw: Callable[[], ProblemT | None], accept: Callable[[ProblemT], bool], size: int, name: str, widen: str
+) -> list[ProblemT]:
+    problems: list[ProblemT] = []
+    fruitless = 0
+    while len(problems) < size:
+        problem = draw()
+        if problem is not None and accept(problem):
+            problems.append(problem)
+            fruitless = 0
+            continue
+        fruitless += 1
+        if fruitless >= _MAX_FRUITLESS_DRAWS:
+            raise DataError(
+                f"{name}={size}: only {len(problems)} different problems were found (train and test share no numbers). "
+                f"Ask for fewer, or {widen}."
+            )
+    return problems

@@ -1,0 +1,94 @@
+"""GSM8K from the files a user has: `question` and `answer` columns, as jsonl or parquet."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.parquet_rows import read_table
+from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
+from hybridflow.errors import DataError
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+
+
+def prepare_gsm8k(
+    train_file: str | Path, test_file: str | Path, output_dir: str | Path, *, instruction: str = GSM8K_INSTRUCTION
+) -> PreparedFiles:
+    """Write `train.parquet` and `test.parquet` from GSM8K's own files (.jsonl or .parquet).
+
+    Each question gets the instruction appended; the ground truth is the number after "####" without commas and $.
+    Raises `DataError`, naming file and row, for a missing file or column and an answer without a final number.
+    """
+    train = _prompt_rows(Path(train_file), "train", instruction)
+    test = _prompt_rows(Path(test_file), "test", instruction)
+    return write_splits(output_dir, train, test)
+
+
+def _prompt_rows(file: Path, split: str, instruction: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for place, record in _read_records(file):
+        question, answer = _text(record, "question", place), _text(record, "answer", place)
+        rows.append(
+            prompt_row(
+                data_source="openai/gsm8k",
+                prompt=f"{question} {instruction}" if instruction else question,
+                ground_truth=_final_number(answer, place),
+                split=split,
+                index=len(rows),
+                question=question,
+                answer=answer,
+            )
+        )
+    if not rows:
+        raise DataError(f"{file}: the file has no rows.")
+    return rows
+
+
+def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where the record is, record)."""
+    if file.suffix not in (".jsonl", ".parquet"):
+        raise DataError(f"{file}: GSM8K files end in .jsonl or .parquet; this one ends in {file.suffix!r}.")
+    if file.suffix == ".parquet":
+        table = read_table(file, required=("question", "answer"))
+        for row, record in enumerate(table.select(["question", "answer"]).to_pylist()):
+            yield f"{file}: row {row}", record
+        return
+    if not file.is_file():
+        raise DataError(f"{file}: no such file.")
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read: {error}.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{file}: line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place} is not JSON: {error}.") from error
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{place} is a {type(record).__name__}; each line must be an object with question and answer."
+            )
+        yield place, record
+
+
+def _text(record: dict[str, Any], name: str, place: str) -> str:
+    if name not in record:
+        raise DataError(f"{place} has no '{name}'; it has {', '.join(record) or 'nothing'}.")
+    value = record[name]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: '{name}' must be a text, got {value!r}.")
+    return value
+
+
+def _final_number(answer: str, place: str) -> str:
+    _, marker, tail = answer.rpartition("####")
+    number = tail.strip().replace(",", "").replace("$", "")
+    if not marker or not _NUMBER.fullmatch(number):
+        raise DataError(f"{place}: the answer must end in '#### number', it ends in {answer[-60:]!r}.")
+    return number

@@ -1,0 +1,96 @@
+"""Multiplication of two numbers with given digit counts. Generated, seeded, train and test disjoint."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.data.prepare.disjoint import draw_disjoint
+from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
+from hybridflow.data.prepare.template import fill_template
+from hybridflow.errors import DataError
+
+MULTIPLICATION_PROMPT = (
+    "What is {a} * {b}? Show your work, then give the final answer in <answer> </answer>, for example "
+    "<answer>56</answer>."
+)
+_MAX_DIGITS = 30
+
+
+@dataclass(frozen=True)
+class MultiplicationProblem:
+    """The two factors in the order shown."""
+
+    a: int
+    b: int
+
+    @property
+    def target(self) -> int:
+        """The product."""
+        return self.a * self.b
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """The unordered pair, which train and test never share."""
+        return min(self.a, self.b), max(self.a, self.b)
+
+
+def generate_multiplication(
+    *, train_size: int, test_size: int, digits_a: int = 3, digits_b: int = 3, seed: int = 0
+) -> tuple[list[MultiplicationProblem], list[MultiplicationProblem]]:
+    """Return (train, test): factors of exactly `digits_a` and `digits_b` digits, no pair in both, also not swapped.
+
+    Raises `DataError` for digit counts outside 1..30 and where there are not enough different problems.
+    """
+    for name, digits in (("digits_a", digits_a), ("digits_b", digits_b)):
+        if not 1 <= digits <= _MAX_DIGITS:
+            raise DataError(f"{name}={digits} must be between 1 and {_MAX_DIGITS}.")
+    noise = random.Random(seed)
+
+    def draw() -> MultiplicationProblem:
+        a = noise.randint(10 ** (digits_a - 1), 10**digits_a - 1)
+        b = noise.randint(10 ** (digits_b - 1), 10**digits_b - 1)
+        return MultiplicationProblem(a, b)
+
+    num_a, num_b = 9 * 10 ** (digits_a - 1), 9 * 10 ** (digits_b - 1)
+    num_groups = num_a * (num_a + 1) // 2 if digits_a == digits_b else num_a * num_b
+    widen = "raise digits_a or digits_b"
+    return draw_disjoint(draw, num_groups=num_groups, train_size=train_size, test_size=test_size, widen=widen)
+
+
+def prepare_multiplication(
+    output_dir: str | Path,
+    *,
+    train_size: int = 20_000,
+    test_size: int = 1_000,
+    digits_a: int = 3,
+    digits_b: int = 3,
+    seed: int = 0,
+    prompt_template: str = MULTIPLICATION_PROMPT,
+) -> PreparedFiles:
+    """Generate problems (see `generate_multiplication`) and write `train.parquet` and `test.parquet`.
+
+    `prompt_template` holds {a} and {b}. The ground truth is the product as text.
+    """
+    train, test = generate_multiplication(
+        train_size=train_size, test_size=test_size, digits_a=digits_a, digits_b=digits_b, seed=seed
+    )
+
+    def rows(split: str, problems: list[MultiplicationProblem]) -> list[dict]:
+        result = []
+        for index, problem in enumerate(problems):
+            values = {"a": str(problem.a), "b": str(problem.b)}
+            prompt = fill_template(prompt_template, values, required=("a", "b"))
+            result.append(
+                prompt_row(
+                    data_source="multiplication",
+                    prompt=prompt,
+                    ground_truth=str(problem.target),
+                    split=split,
+                    index=index,
+                    question=prompt,
+                    answer=str(problem.target),
+                )
+            )
+        return result
+
+    return write_splits(output_dir, rows("train", train), rows("test", test))

@@ -1,0 +1,106 @@
+"""The rows and files every `prepare` command writes: one schema for all prompt data sets.
+
+A file is written beside its place and renamed, so a reader never sees half of one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridflow.errors import DataError
+from hybridflow.runtime import write_bytes_atomically
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class PreparedFiles:
+    """What a `prepare` function wrote: two parquet files, how many rows each has, and the first training row."""
+
+    train_file: Path
+    test_file: Path
+    num_train: int
+    num_test: int
+    first_row: Mapping[str, Any]
+
+
+def as_messages(prompt: str | Messages) -> list[dict[str, str]]:
+    """Chat messages of a prompt; a plain text becomes one message of the user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [dict(message) for message in prompt]
+
+
+def prompt_row(
+    *,
+    data_source: str,
+    prompt: str | Messages,
+    ground_truth: Any,
+    split: str,
+    index: int,
+    ability: str = "math",
+    question: str = "",
+    answer: str = "",
+) -> dict[str, Any]:
+    """One row of a prompt file.
+
+    `data_source` chooses the reward function and `ground_truth` is what that function is given: a string, a number, or
+    a dict of such values and of lists, with the same keys in every row of a file.
+    """
+    return {
+        "data_source": data_source,
+        "prompt": as_messages(prompt),
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def write_prompt_file(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write rows made by `prompt_row` as parquet; `DataError` if there are none or their types differ."""
+    return write_parquet(path, rows)
+
+
+def write_sft_file(path: str | Path, examples: Sequence[tuple[str | Messages, str]]) -> Path:
+    """Write (prompt, response) examples as the parquet file that `SFTDataset` reads."""
+    return write_parquet(path, [{"prompt": as_messages(prompt), "response": response} for prompt, response in examples])
+
+
+def write_splits(
+    output_dir: str | Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]
+) -> PreparedFiles:
+    """Write `train.parquet` and `test.parquet` into `output_dir`, which is created when missing."""
+    output_dir = Path(output_dir)
+    if not train or not test:
+        raise DataError(f"{output_dir}: {len(train)} training and {len(test)} test rows; both files need at least one.")
+    return PreparedFiles(
+        train_file=write_prompt_file(output_dir / "train.parquet", train),
+        test_file=write_prompt_file(output_dir / "test.parquet", test),
+        num_train=len(train),
+        num_test=len(test),
+        first_row=train[0],
+    )
+
+
+def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path = Path(path)
+    if not rows:
+        raise DataError(f"{path}: there are no rows to write.")
+    try:
+        table = pa.Table.from_pylist([dict(row) for row in rows])
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
+        raise DataError(
+            f"{path}: the rows do not have one type per column: {error}. Give every row the same types."
+        ) from error
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomically(path, buffer.getvalue().to_pybytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error}.") from error
+    return path

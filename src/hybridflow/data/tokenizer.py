@@ -1,0 +1,82 @@
+"""Loading a tokenizer from a directory, and which token ids pad and stop. Never downloads, never runs foreign code."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.errors import DataError
+from hybridflow.observability import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = get_logger(__name__)
+
+
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a Hugging Face directory, with EOS as padding where it names no padding token.
+
+    Raises `DataError` if the directory is missing, holds no tokenizer that loads without running its own code, or has
+    no EOS token.
+    """
+    from transformers import AutoTokenizer  # slow to import, and `hybridflow prepare` needs none
+
+    path = Path(path)
+    if not path.is_dir():
+        raise DataError(
+            f"tokenizer: '{path}' is not a directory; give a local Hugging Face directory (nothing is downloaded)."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
+        raise DataError(
+            f"tokenizer: {path} cannot be loaded ({error}). It must hold tokenizer.json and tokenizer_config.json; "
+            f"tokenizers that need code of their own are not supported."
+        ) from error
+    eos_token_id(tokenizer, str(path))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("The tokenizer of %s has no padding token; EOS (%r) is used.", path, tokenizer.eos_token)
+    return tokenizer
+
+
+def eos_token_id(tokenizer: "PreTrainedTokenizerBase", name: str = "") -> int:
+    """The tokenizer's EOS id; `DataError` with the fix where it has none."""
+    eos_id = tokenizer.eos_token_id
+    if not isinstance(eos_id, int):
+        raise DataError(
+            f"the tokenizer{' of ' + name if name else ''} has no EOS token, so no response could end. Set one of its "
+            f'tokens as "eos_token" in tokenizer_config.json (for example "eos_token": "</s>"), or in Python: '
+            f"tokenizer.eos_token = '</s>'; tokenizer.save_pretrained(DIRECTORY)."
+        )
+    return eos_id
+
+
+def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The padding id: the tokenizer's own, or else its EOS id."""
+    pad_id = tokenizer.pad_token_id
+    return pad_id if isinstance(pad_id, int) else eos_token_id(tokenizer)
+
+
+def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None) -> tuple[int, ...]:
+    """All ids that end a response, ascending: those of `generation_config.json` in `model_path`, and the tokenizer's.
+
+    The file may be absent; a malformed one is a `DataError`.
+    """
+    stop_ids = {eos_token_id(tokenizer)}
+    file = Path(model_path) / "generation_config.json" if model_path is not None else None
+    if file is not None and file.is_file():
+        stop_ids.update(_read_eos_ids(file))
+    return tuple(sorted(stop_ids))
+
+
+def _read_eos_ids(file: Path) -> list[int]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read as JSON ({error}).") from error
+    value = settings.get("eos_token_id") if isinstance(settings, dict) else settings
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
+        raise DataError(f"{file}: eos_token_id must be a number or a list of numbers, got {value!r}.")
+    return ids

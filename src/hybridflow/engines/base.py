@@ -1,0 +1,60 @@
+"""What a training engine is: a model that computes on rows and learns from them.
+
+Workers know this Protocol only; sharding, precision and micro-batches are the engine's own affair.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hybridflow.protocol import DataProto
+
+Outputs = dict[str, Tensor]
+"""Columns (rows, response_len): `log_probs` and `entropies` of a policy, `values` of a critic."""
+
+LossFunction = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, float]]]
+"""(outputs, rows) -> this part's share of the loss (a scalar), and metrics that add up over parts.
+
+Both are already divided by the global count, so parts only add up."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step: the summed loss and metrics, the gradient norm before clipping, the rate used."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    metrics: dict[str, float]
+    num_tokens: int
+    num_computed_tokens: int
+
+
+class TrainEngine(Protocol):
+    """A model on one rank."""
+
+    def forward(self, rows: DataProto, *, with_entropy: bool = False, temperature: float = 1.0) -> Outputs:
+        """Outputs of every row, in order, without gradients. reads input_ids, attention_mask, response_mask."""
+        ...
+
+    def update(self, rows: DataProto, loss_function: LossFunction, *, temperature: float = 1.0) -> UpdateResult:
+        """One optimizer step on `rows`. Raises NonFiniteError, with nothing applied, if the loss or gradient is not finite."""
+        ...
+
+    def all_reduce_sum(self, value: int) -> int:
+        """The sum of `value` over the data-parallel ranks."""
+        ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Parameter names and tensors in the compute dtype, each tied tensor once."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that reaches a number: parameters, optimizer, step."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        ...

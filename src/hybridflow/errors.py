@@ -1,0 +1,68 @@
+"""The exception tree. Every error hybridflow raises on purpose is a `HybridFlowError`.
+
+A message names the value, what is valid and the fix. All of them survive pickling, so that an
+error of a worker reaches the controller unchanged.
+"""
+
+
+class HybridFlowError(Exception):
+    """Base of every error raised on purpose; the command line prints it without a traceback."""
+
+
+class ConfigError(HybridFlowError):
+    """A recipe or an override is wrong: unknown key, wrong type, values that contradict each other."""
+
+
+class DataError(HybridFlowError):
+    """A data file, a row of it, a tokenizer or a prompt is missing, malformed or too long."""
+
+
+class BatchError(HybridFlowError, ValueError):
+    """A `DataProto` would become inconsistent, or an operation on it makes no sense."""
+
+
+class FieldError(HybridFlowError):
+    """A column is missing, unexpected, or present twice with different contents."""
+
+
+class AlgorithmError(HybridFlowError, ValueError):
+    """The inputs of an algorithm function have the wrong shape, type or range."""
+
+
+class DispatchError(HybridFlowError):
+    """A call on a worker group cannot be split over, or collected from, its ranks."""
+
+
+class WorkerError(HybridFlowError):
+    """A worker failed; carries who it was."""
+
+    def __init__(self, message: str, *, role: str = "", rank: int = -1, node: str = "") -> None:
+        super().__init__(message)
+        self.role, self.rank, self.node = role, rank, node
+
+    def __reduce__(self):
+        return _rebuild_worker_error, (type(self), str(self), self.role, self.rank, self.node)
+
+
+def _rebuild_worker_error(cls: type[WorkerError], message: str, role: str, rank: int, node: str) -> WorkerError:
+    return cls(message, role=role, rank=rank, node=node)
+
+
+class ModelError(HybridFlowError):
+    """A model directory cannot be loaded, or the model lacks something that is needed."""
+
+
+class RolloutError(HybridFlowError):
+    """A generation request is invalid or the rollout engine cannot serve it."""
+
+
+class RewardError(HybridFlowError):
+    """A reward function failed or returned something that is not a score."""
+
+
+class NonFiniteError(HybridFlowError):
+    """A loss or a gradient is NaN or infinite; the step was refused and nothing was applied."""
+
+
+class CheckpointError(HybridFlowError):
+    """A checkpoint is missing, truncated, of another run or of another format version."""

@@ -1,0 +1,120 @@
+"""One attention function for every model family, steered by a plan that travels with the forward call.
+
+A Hugging Face model loaded with `attn_implementation="hybridflow"` hands query, key and value of each layer to
+the plan given as `model(..., attention_plan=plan)`. The plan alone knows how rows lie in memory: packed one after
+another, padded, or one new token each on top of a key-value cache. The layer code stays the model's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from hybridflow.errors import ModelError
+
+ATTENTION = "hybridflow"
+
+
+class AttentionPlan(Protocol):
+    """How the queries of one forward call find their keys."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """query (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim) -> (1, tokens, heads, head_dim).
+
+        A padded or decoding plan uses the first dimension as the batch.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """Causal attention within each of several sequences that lie one after another in a single row.
+
+    `runs` lists neighbouring sequences of one length as (count, length). A run is one batched kernel call on a
+    view, so no padding is computed and short sequences do not pay for one call each.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int]) -> "PackedPlan":
+        runs: list[tuple[int, int]] = []
+        for length in lengths:
+            if runs and runs[-1][1] == length:
+                runs[-1] = (runs[-1][0] + 1, length)
+            else:
+                runs.append((1, length))
+        return cls(tuple(runs))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        outputs, start = [], 0
+        for count, length in self.runs:
+            stop = start + count * length
+            q, k, v = (_as_batch(x[0, :, start:stop], count, length) for x in (query, key, value))
+            out = _causal_attention(q, k, v, scaling)
+            outputs.append(out.transpose(1, 2).reshape(count * length, query.shape[1], query.shape[3]))
+            start = stop
+        return torch.cat(outputs).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class PaddedPlan:
+    """Causal attention in a padded batch; `is_real` (batch, seq_len) marks the tokens that are not padding."""
+
+    is_real: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        seq_len = self.is_real.shape[1]
+        causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()
+        # A padded query sees itself, so that its softmax is over something; nobody reads its output.
+        own = torch.eye(seq_len, dtype=torch.bool, device=query.device)
+        mask = (causal & self.is_real[:, None, None, :]) | own
+        groups = query.shape[1] // key.shape[1]
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
+        return out.transpose(1, 2)
+
+
+def _as_batch(x: Tensor, count: int, length: int) -> Tensor:
+    """(heads, count * length, head_dim) -> (count, heads, length, head_dim), a view."""
+    return x.unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    dtype, groups = query.dtype, query.shape[1] // key.shape[1]
+    if query.device.type == "cpu":  # the fused backward in bfloat16 takes three to six times as long there
+        query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    return out.to(dtype)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_plan: AttentionPlan | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    if attention_plan is None:
+        raise ModelError(
+            "a model loaded by hybridflow was called without attention_plan=...; use PackedPlan or PaddedPlan."
+        )
+    if sliding_window is not None or softcap is not None or s_aux is not None:
+        raise ModelError(
+            f"{type(module).__name__} uses sliding-window, soft-capped or sink attention, which is not supported; "
+            "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_plan.attend(module.layer_idx, query, key, value, scale), None  # pyright: ignore[reportArgumentType]
+
+
+AttentionInterface.register(ATTENTION, _attention)

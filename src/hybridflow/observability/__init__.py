@@ -1,0 +1,46 @@
+"""What a run tells: its log, its metrics and where they go, its speed, its memory, what it ran on."""
+
+from hybridflow.observability.console import RL_FIGURES, SFT_FIGURES, ConsoleTracker
+from hybridflow.observability.jsonl import JsonlWriter, read_jsonl
+from hybridflow.observability.log import get_logger
+from hybridflow.observability.memory import log_memory, memory_bytes
+from hybridflow.observability.metric_names import METRICS, Metric, find_metric, metrics_markdown
+from hybridflow.observability.metrics import flatten, reduce_lists, reduce_metrics, spread
+from hybridflow.observability.plot import plot_curves
+from hybridflow.observability.run_info import collect_run_info, git_commit
+from hybridflow.observability.tensorboard import TensorBoardTracker
+from hybridflow.observability.throughput import DecoderShape, flops_per_token, forward_flops, mfu, training_flops
+from hybridflow.observability.timing import per_token_ms, timed
+from hybridflow.observability.tracker import MultiTracker, Tracker
+
+__all__ = [
+    "METRICS",
+    "RL_FIGURES",
+    "SFT_FIGURES",
+    "ConsoleTracker",
+    "DecoderShape",
+    "JsonlWriter",
+    "Metric",
+    "MultiTracker",
+    "TensorBoardTracker",
+    "Tracker",
+    "collect_run_info",
+    "find_metric",
+    "flatten",
+    "flops_per_token",
+    "forward_flops",
+    "get_logger",
+    "git_commit",
+    "log_memory",
+    "memory_bytes",
+    "metrics_markdown",
+    "mfu",
+    "per_token_ms",
+    "plot_curves",
+    "read_jsonl",
+    "reduce_lists",
+    "reduce_metrics",
+    "spread",
+    "timed",
+    "training_flops",
+]

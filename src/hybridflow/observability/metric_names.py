@@ -1,0 +1,94 @@
+"""The glossary of metrics: what each name means and how the values of several ranks become one."""
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+Reduction = Literal["sum", "mean", "max", "min", "last"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`reduction` joins the values of the ranks: a share of a global mean adds up, so it is a sum."""
+
+    description: str
+    reduction: Reduction = "mean"
+
+
+def _spread(name: str, what: str) -> dict[str, Metric]:
+    return {
+        f"{name}/mean": Metric(f"{what}: mean."),
+        f"{name}/max": Metric(f"{what}: largest.", "max"),
+        f"{name}/min": Metric(f"{what}: smallest.", "min"),
+    }
+
+
+METRICS: dict[str, Metric] = {
+    "training/epoch": Metric("Passes over the training data begun so far.", "last"),
+    **_spread("critic/score", "Score of a response"),
+    **_spread("critic/rewards", "Sum of a response's token rewards, the KL penalty included"),
+    **_spread("critic/advantages", "Advantage of a response token"),
+    **_spread("critic/returns", "Return of a response token"),
+    **_spread("critic/values", "Value of a response token"),
+    "critic/zero_variance_groups": Metric("Share of groups whose scores are all equal: they teach GRPO nothing."),
+    "critic/kl": Metric("KL of the policy from the reference: mean over response tokens."),
+    "critic/kl_coeff": Metric("Weight of the KL term in this step.", "last"),
+    "critic/vf_explained_var": Metric("1 - var(returns - values) / var(returns): 1 is a perfect critic."),
+    "critic/loss": Metric("Loss of the critic.", "sum"),
+    "critic/clipfrac": Metric("Share of values whose clipped loss was the larger one.", "sum"),
+    "critic/grad_norm": Metric("Gradient norm of the critic before clipping.", "max"),
+    "critic/lr": Metric("Learning rate of the critic's last optimizer step.", "last"),
+    "actor/loss": Metric("Whole loss of the actor: policy loss, entropy bonus, KL term.", "sum"),
+    "actor/policy_loss": Metric("The policy objective alone.", "sum"),
+    "actor/kl_loss": Metric("KL term in the loss, before its weight.", "sum"),
+    "actor/entropy": Metric("Entropy of the policy: mean over response tokens.", "sum"),
+    "actor/clipfrac": Metric("Share of tokens whose ratio was clipped.", "sum"),
+    "actor/clipfrac_dual": Metric("Share of tokens bounded by the dual clip.", "sum"),
+    "actor/ppo_kl": Metric("Mean of old_log_probs - log_probs: how far this step's updates went.", "sum"),
+    "actor/grad_norm": Metric("Gradient norm of the actor before clipping.", "max"),
+    "actor/lr": Metric("Learning rate of the actor's last optimizer step.", "last"),
+    "actor/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
+    "rollout/log_prob_drift": Metric("Mean of |old_log_probs - rollout_log_probs|: trainer against engine.", "sum"),
+    **_spread("prompt_length", "Tokens of a prompt"),
+    **_spread("response_length", "Tokens of a response"),
+    "response_length/clip_ratio": Metric("Share of responses that reached data.max_response_length."),
+    "reward/error_rate": Metric("Share of samples whose reward function failed."),
+    "reward/<name>/mean": Metric("Mean of a further number that the reward function returned."),
+    "timing_s/<stage>": Metric(
+        "Seconds of a stage: step, gen, reward, old_log_probs, ref_log_probs, values, update_actor, ...", "max"
+    ),
+    "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage for each token it handled.", "max"),
+    "perf/num_tokens": Metric("Tokens of prompts and responses in the step.", "sum"),
+    "perf/tokens_per_s": Metric("perf/num_tokens for each second of the step.", "sum"),
+    "perf/gen_tokens_per_s": Metric("Response tokens for each second of generation.", "sum"),
+    "mfu/<role>": Metric("Model FLOPs of a role's update as a share of the device's peak."),
+    "memory_bytes/<kind>": Metric("Memory of a process: resident, peak_resident, cuda_allocated, ...", "max"),
+    "val/score/mean": Metric("Score over all validation samples: mean."),
+    "val/accuracy": Metric("Share of validation samples with the full score."),
+    "val/<data_source>/score/mean": Metric("The same for one data source: mean score."),
+    "val/<data_source>/accuracy": Metric("The same for one data source: share with the full score."),
+    "val/<data_source>/pass@<k>": Metric("Share of prompts solved by at least one of k samples."),
+    "val/response_length/mean": Metric("Tokens of a validation response: mean."),
+    "sft/loss": Metric("Cross-entropy for each response token.", "sum"),
+    "sft/grad_norm": Metric("Gradient norm before clipping.", "max"),
+    "sft/lr": Metric("Learning rate of the step.", "last"),
+    "sft/val_loss": Metric("Cross-entropy for each response token of the validation data.", "sum"),
+}
+
+
+def find_metric(name: str) -> Metric | None:
+    """The entry of `name`: its own, or the first whose placeholders (`timing_s/<stage>`) fit; None if there is none."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((metric for pattern, metric in METRICS.items() if _fits(name, pattern)), None)
+
+
+def metrics_markdown() -> str:
+    """All names as a Markdown table."""
+    rows = [f"| `{name}` | {metric.description} | {metric.reduction} |" for name, metric in METRICS.items()]
+    return "\n".join(["| name | meaning | over ranks |", "|---|---|---|", *rows]) + "\n"
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return "<" in pattern and fnmatchcase(name, re.sub("<[^>]+>", "*", pattern))

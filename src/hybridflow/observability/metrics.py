@@ -1,0 +1,79 @@
+"""Pure helpers on dictionaries of metrics: names with prefixes, spreads of lists, one dictionary from several ranks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hybridflow.errors import FieldError
+from hybridflow.observability.metric_names import Reduction, find_metric
+
+
+def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, names joined by `/`: `flatten({"actor": {"lr": 1}})` is `{"actor/lr": 1}`."""
+    flat = {}
+    for key, value in metrics.items():
+        name = f"{prefix}/{key}" if prefix else key
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, name))
+        else:
+            flat[name] = value
+    return flat
+
+
+def spread(name: str, values: Iterable[float]) -> dict[str, float]:
+    """`name/mean`, `name/max` and `name/min`; nothing of nothing."""
+    numbers = [float(value) for value in values]
+    if not numbers:
+        return {}
+    return {
+        f"{name}/mean": math.fsum(numbers) / len(numbers),
+        f"{name}/max": max(numbers),
+        f"{name}/min": min(numbers),
+    }
+
+
+def reduce_metrics(
+    parts: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction] | None = None
+) -> dict[str, float]:
+    """One dictionary from one per rank, in rank order.
+
+    The rule of a name is that of `reductions`, else that of the glossary `METRICS`. Raises FieldError if a rank
+    lacks a name that another has, and if ranks differ in a name that has no rule.
+    """
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    for rank, part in enumerate(parts):
+        if missing := [name for name in names if name not in part]:
+            raise FieldError(f"rank {rank} reports no {', '.join(missing)}, other ranks do; every rank must.")
+    return reduce_lists({name: [part[name] for part in parts] for name in names}, reductions)
+
+
+def reduce_lists(
+    lists: Mapping[str, float | Sequence[float]], reductions: Mapping[str, Reduction] | None = None
+) -> dict[str, float]:
+    """The same from name -> values of the ranks, as `DataProto.concat` gathers them; a single number stays as it is."""
+    return {
+        name: _reduce(name, list(values), reductions or {}) if isinstance(values, Sequence) else values
+        for name, values in lists.items()
+        if not isinstance(values, Sequence) or len(values)
+    }
+
+
+def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction]) -> float:
+    metric = find_metric(name)
+    match reductions.get(name, metric.reduction if metric else None):
+        case "sum":
+            return math.fsum(values)
+        case "mean":
+            return math.fsum(values) / len(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case "last":
+            return values[-1]
+    if any(value != values[0] for value in values):
+        raise FieldError(
+            f"the ranks report different values of '{name}' ({', '.join(map(str, values))}) and no rule joins them; "
+            "add it to METRICS in observability/metric_names.py, or pass reductions."
+        )
+    return values[0]

@@ -1,0 +1,44 @@
+"""Curves of metrics as a picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import DataError
+
+
+def plot_curves(
+    rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: str | Path, title: str = "", smoothing: int = 10
+) -> None:
+    """Draw each key over `step` into a PNG: faint as it is, bold as the mean of the last `smoothing` points.
+
+    Rows that lack a key, or have null there, are skipped for it. Raises DataError if no row has any of the keys.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    curves = {key: [(row["step"], float(row[key])) for row in rows if row.get(key) is not None] for key in keys}
+    if not any(curves.values()):
+        raise DataError(f"none of {', '.join(keys)} is in the {len(rows)} row(s), so there is nothing to draw.")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (key, points) in enumerate(curves.items()):
+        if points:
+            steps, values = zip(*points, strict=True)
+            color = f"C{index}"
+            axes.plot(
+                steps, smoothed(values, smoothing), color=color, label=key, marker="o" if len(points) < 10 else None
+            )
+            axes.plot(steps, values, color=color, alpha=0.25)
+    axes.set_xlabel("step")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Each value's mean with up to `window - 1` values before it."""
+    return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - window) : end])]

@@ -1,0 +1,55 @@
+"""Floating-point operations of a dense decoder from its configuration's numbers, and the share of the peak reached.
+
+Counted as in Narayanan et al. 2021 and Chowdhery et al. 2022 (model FLOPs: what the mathematics needs, so neither
+padding nor recomputed activations count): a multiply-add is two, a backward pass is two forward passes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """What the count needs of a dense decoder-only transformer. `head_dim` 0 is hidden_size / num_heads."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int = 0
+    gated_mlp: bool = True
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def num_matrix_weights(self) -> int:
+        """Weights that every token is multiplied with: projections, MLP and lm head; embeddings and norms are not."""
+        kv_size = self.attention_size * self.num_key_value_heads // self.num_heads
+        attention = 2 * self.hidden_size * (self.attention_size + kv_size)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+
+
+def flops_per_token(shape: DecoderShape, context_len: float) -> float:
+    """Forward FLOPs of one token that attends to `context_len` tokens (itself included)."""
+    return 2.0 * shape.num_matrix_weights + 4.0 * shape.num_layers * shape.attention_size * context_len
+
+
+def forward_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
+    """Forward FLOPs of whole sequences under causal attention: token i of a sequence attends to i tokens."""
+    return sum(length * flops_per_token(shape, (length + 1) / 2) for length in sequence_lens)
+
+
+def training_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
+    """FLOPs of a forward and a backward pass."""
+    return 3.0 * forward_flops(shape, sequence_lens)
+
+
+def mfu(flops: float, seconds: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation: the share of `peak_flops` (per second) reached; 0 where nothing was measured."""
+    return flops / (seconds * peak_flops) if seconds > 0 and peak_flops > 0 else 0.0

@@ -1,0 +1,28 @@
+"""Seconds that a stage took, collected under `timing_s/<stage>`."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def timed(
+    stage: str, metrics: MutableMapping[str, Any], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    """Add the seconds spent inside to `metrics["timing_s/<stage>"]`, also when the stage raises."""
+    name = f"timing_s/{stage}"
+    start = clock()
+    try:
+        yield
+    finally:
+        metrics[name] = metrics.get(name, 0.0) + clock() - start
+
+
+def per_token_ms(metrics: Mapping[str, Any], num_tokens: Mapping[str, int]) -> dict[str, float]:
+    """`timing_per_token_ms/<stage>` of each stage in `num_tokens` (stage -> tokens it handled) that was timed."""
+    return {
+        f"timing_per_token_ms/{stage}": 1000 * metrics[f"timing_s/{stage}"] / count
+        for stage, count in num_tokens.items()
+        if count and f"timing_s/{stage}" in metrics
+    }

@@ -1,0 +1,19 @@
+"""The typed batch that controller and workers exchange, its future, and the glossary of its columns."""
+
+from hybridflow.protocol.data_proto import DataProto, DataProtoItem
+from hybridflow.protocol.fields import FIELDS, Field
+from hybridflow.protocol.future import DataProtoFuture
+from hybridflow.protocol.gather import all_gather_data_proto
+from hybridflow.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
+
+__all__ = [
+    "FIELDS",
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "Field",
+    "all_gather_data_proto",
+    "pad_dataproto_to_divisor",
+    "unpad_dataproto",
+]

@@ -1,0 +1,342 @@
+"""DataProto, the typed batch that every call between controller and workers carries.
+
+It owns rows: tensor columns, numpy columns, and facts about the batch as a whole. It knows the glossary's padding,
+but no algorithm and no transport. Operations return a new batch (its tensors may be views of the old one's; its dicts
+are its own); only `pop` and `padding` change the batch they are called on.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from hybridflow.errors import BatchError, FieldError
+from hybridflow.protocol import concat, disk_format, mini_batches, serialize, summary, tensordict_conversion
+from hybridflow.protocol.columns import object_column, pick, rename_columns, tensor_columns
+from hybridflow.protocol.consistency import Column, Names, count_rows, tensors_of
+from hybridflow.protocol.meta_info import copy_structure, union_meta_info
+from hybridflow.protocol.padding import DataProtoConfig, append_copies
+from hybridflow.protocol.rows import as_count, is_single_row, repeat_rows, row_indices, take_rows
+from hybridflow.protocol.union import union_columns
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row: the tensors without their batch dimension, the numpy columns' entries, the batch's meta_info."""
+
+    batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, repr=False)
+class DataProto:
+    """A batch of rows.
+
+    `batch` is a TensorDict with exactly one batch dimension, or None; `non_tensor_batch` maps names to numpy arrays
+    whose first dimension is the rows; `meta_info` holds what is true of the whole batch, with "metrics" (a dict from
+    a name to a number or a list) as the one key that `concat` aggregates. `auto_padding` lets dispatch pad the batch.
+    The three containers are copied, their contents are not. Raises BatchError or FieldError if rows do not match.
+    """
+
+    batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    auto_padding: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+        self.batch = None if self.batch is None else self.batch.copy()  # pyright: ignore[reportAttributeAccessIssue]
+        self.non_tensor_batch = dict(self.non_tensor_batch)
+        self.meta_info = copy_structure(self.meta_info)
+
+    def check_consistency(self) -> None:
+        """Raise BatchError or FieldError unless every column is well formed and has the same number of rows.
+
+        Called on construction and by every operation.
+        """
+        count_rows(self.batch, self.non_tensor_batch, self.meta_info)
+
+    # Making one
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, np.ndarray | list | tuple] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> "DataProto":
+        """A batch from columns, (rows, ...) each; a list becomes an object array with one entry a row."""
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims={num_batch_dims}, but a batch has exactly 1; reshape to (rows, ...).")
+        arrays = {
+            name: object_column(values) if isinstance(values, list | tuple) else values
+            for name, values in (non_tensors or {}).items()
+        }
+        return cls(tensor_columns(tensors or {}), arrays, meta_info or {}, auto_padding)  # pyright: ignore
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> "DataProto":
+        """A batch from tensors and numpy arrays under one roof, sorted by their type."""
+        wrong = {name: type(value).__name__ for name, value in data.items() if not isinstance(value, Column)}
+        if wrong:
+            raise FieldError(f"from_single_dict takes tensors and numpy arrays, got {wrong}.")
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        arrays = {name: value for name, value in data.items() if isinstance(value, np.ndarray)}
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls, tensor_dict: TensorDictBase, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
+    ) -> "DataProto":
+        """A batch from a TensorDict: NonTensorStack becomes a numpy column, NonTensorData a key of meta_info."""
+        if num_batch_dims != 1:
+            raise BatchError(f"num_batch_dims={num_batch_dims}, but a batch has exactly 1.")
+        return tensordict_conversion.batch_from_tensordict(cls, tensor_dict, meta_info)
+
+    def to_tensordict(self) -> TensorDict:
+        """Everything as one TensorDict; `from_tensordict` takes it back. `auto_padding` is left out."""
+        return tensordict_conversion.batch_to_tensordict(self)
+
+    # Rows
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return len(next(iter(self.non_tensor_batch.values()), ()))
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[row] for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, item: int | np.integer) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: slice | Sequence | np.ndarray | torch.Tensor) -> "DataProto": ...
+    def __getitem__(self, item: Any) -> "DataProto | DataProtoItem":
+        """One row for an int; rows for a slice (views) or a list, array or tensor of ints or bools (copies)."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if not is_single_row(item):
+            return self.select_idxs(item)
+        self.check_consistency()
+        row = int(row_indices([int(item)], len(self))[0])
+        batch = None if self.batch is None else self.batch[row]
+        arrays = {name: array[row] for name, array in self.non_tensor_batch.items()}
+        return DataProtoItem(batch, arrays, copy_structure(self.meta_info))  # pyright: ignore[reportArgumentType]
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
+        """Rows `start:end:step` as Python counts them; views, unless the step is negative."""
+        try:
+            rows = range(len(self))[start:end:step]
+        except (TypeError, ValueError) as error:
+            raise BatchError(f"slice({start!r}, {end!r}, {step!r}): {error}.") from error
+        if rows.step < 0:
+            return self.select_idxs(np.arange(len(self))[start:end:step])
+        part = slice(rows.start, rows.stop, rows.step)
+        return self._map_rows(len(rows), lambda column: column[part])
+
+    def select_idxs(self, idxs: Sequence | np.ndarray | torch.Tensor) -> "DataProto":
+        """Copies of the rows given by integers (negative: from the end) or by one bool per row."""
+        rows = row_indices(idxs, len(self))
+        return self._map_rows(len(rows), lambda column: take_rows(column, rows))
+
+    def reorder(self, indices: Sequence | np.ndarray | torch.Tensor) -> "DataProto":
+        """The same rows in another order. Raises BatchError unless `indices` names each row once."""
+        rows = row_indices(indices, len(self))
+        if len(rows) != len(self) or len(np.unique(rows)) != len(self):
+            raise BatchError(
+                f"reorder needs each of the {len(self)} rows exactly once, got {len(rows)} indices of which "
+                f"{len(np.unique(rows))} are different; select_idxs picks any rows."
+            )
+        return self.select_idxs(rows)
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
+        """Every row several times: a, a, b, b with interleave, else a, b, a, b."""
+        times = as_count(repeat_times, "repeat_times", 0)
+        return self._map_rows(len(self) * times, lambda column: repeat_rows(column, times, interleave))
+
+    def sample_level_repeat(self, repeat_times: Sequence | np.ndarray | torch.Tensor) -> "DataProto":
+        """Row i `repeat_times[i]` times, next to itself; 0 drops it."""
+        times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+        if times.shape != (len(self),) or (times.dtype.kind not in "iu" and len(self)) or (times < 0).any():
+            raise BatchError(
+                f"sample_level_repeat needs one integer >= 0 for each of the {len(self)} rows, got {repeat_times!r}."
+            )
+        return self.select_idxs(np.repeat(np.arange(len(self)), times.astype(np.int64)))
+
+    def _map_rows(self, num_rows: int, change: Callable[[Any], Any]) -> "DataProto":
+        """`change` applied to every column; the result has `num_rows` rows."""
+        self.check_consistency()
+        batch = self.batch
+        if batch is not None:
+            columns = {name: change(column) for name, column in tensors_of(batch).items()}
+            batch = TensorDict(columns, [num_rows], device=batch.device)
+        arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
+        return type(self)(batch, arrays, self.meta_info, self.auto_padding)
+
+    # Parts and wholes
+
+    def chunk(self, chunks: int) -> "list[DataProto]":
+        """`chunks` parts of equal length (views).
+
+        Where padding is enabled, parts may differ by one row, longer ones first (5 rows in 4 are 2, 1, 1, 1).
+        Otherwise raises BatchError if the parts would not be equal.
+        """
+        chunks = as_count(chunks, "chunks", 1)
+        size, longer = divmod(len(self), chunks)
+        if longer and not self.is_padding_enabled():
+            raise BatchError(
+                f"{len(self)} rows do not make {chunks} equal parts; use pad_dataproto_to_divisor, enable padding "
+                "(auto_padding=True, or DataProtoConfig.auto_padding), or split by size."
+            )
+        starts = [part * size + min(part, longer) for part in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in pairwise(starts)]
+
+    def split(self, split_size: int) -> "list[DataProto]":
+        """Parts of `split_size` rows (views), the last one short; one empty part if there are no rows."""
+        size = as_count(split_size, "split_size", 1)
+        return [self.slice(start, start + size) for start in range(0, max(len(self), 1), size)]
+
+    @staticmethod
+    def concat(data: "Sequence[DataProto]") -> "DataProto":
+        """The rows of all parts, in order.
+
+        Columns of different lengths are padded as the glossary says; input_ids, attention_mask and position_ids are
+        taken apart into prompt and response for that. meta_info merges, "metrics" becomes one list per name. Raises
+        FieldError if the parts have different columns, BatchError if contents or meta_info do not fit together.
+        """
+        return concat.concat_batches(data)
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
+    ) -> "Iterator[DataProto]":
+        """Mini-batches of every epoch.
+
+        With a seed, each epoch visits the rows in a new order, the same one in every run; without one, in their order.
+        `dataloader_kwargs` may hold "shuffle" (False keeps the order in spite of a seed) and "drop_last" (False
+        yields a short last mini-batch, True leaves those rows out; otherwise the size must divide the batch).
+        """
+        return mini_batches.iterate_mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs)
+
+    # Columns
+
+    def select(
+        self,
+        batch_keys: Names = None,
+        non_tensor_batch_keys: Names = None,
+        meta_info_keys: Names = None,
+        deepcopy: bool = False,
+    ) -> "DataProto":
+        """The named columns and keys; None keeps all of that kind. `deepcopy` copies contents too."""
+        self.check_consistency()
+        columns, arrays, meta_info = pick(self, batch_keys, non_tensor_batch_keys, meta_info_keys, True)
+        batch = self.batch
+        if deepcopy:
+            columns = {name: column.clone() for name, column in columns.items()}
+            arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
+        if batch is not None:
+            batch = TensorDict(columns, batch.batch_size, device=batch.device)
+        return type(self)(batch, arrays, meta_info, self.auto_padding)
+
+    def pop(
+        self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
+    ) -> "DataProto":
+        """Remove the named columns and keys FROM THIS BATCH and return them as another one.
+
+        Each argument is one name, several or None (nothing). Nothing is removed if one of them is missing (FieldError).
+        """
+        self.check_consistency()
+        columns, arrays, meta_info = pick(self, batch_keys, non_tensor_batch_keys, meta_info_keys, False)
+        batch = TensorDict(columns, self.batch.batch_size, device=self.batch.device) if columns else None
+        popped = type(self)(batch, arrays, meta_info, self.auto_padding)  # pyright: ignore[reportArgumentType]
+        for name in columns:
+            del self.batch[name]
+        for name in arrays:
+            del self.non_tensor_batch[name]
+        for key in meta_info:
+            del self.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: Names = None, new_keys: Names = None) -> "DataProto":
+        """Columns of either kind under new names, one for each old one, all at once (so two can be exchanged).
+
+        Raises FieldError for a missing column, or a new name that is taken.
+        """
+        return rename_columns(self, old_keys, new_keys)
+
+    def union(self, other: "DataProto") -> "DataProto":
+        """The columns of both batches, row by row.
+
+        A column in both must have equal contents (NaN equals NaN), or FieldError; so must a key of meta_info, or
+        BatchError; "metrics" is joined name by name. Raises BatchError if the numbers of rows differ.
+        """
+        mine = count_rows(self.batch, self.non_tensor_batch, self.meta_info)
+        theirs = count_rows(other.batch, other.non_tensor_batch, other.meta_info)
+        if mine is not None and theirs is not None and mine != theirs:
+            raise BatchError(f"union: this batch has {mine} rows, the other has {theirs}.")
+        batch = self.batch if self.batch is not None else other.batch
+        if batch is not None:
+            columns = union_columns(tensors_of(self.batch), tensors_of(other.batch))
+            batch = TensorDict(columns, batch.batch_size, device=batch.device)  # pyright: ignore[reportArgumentType]
+        arrays: Any = union_columns(self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = union_meta_info(self.meta_info, other.meta_info)
+        return type(self)(batch, arrays, meta_info, self.auto_padding or other.auto_padding)
+
+    def to(self, device: str | torch.device | int) -> "DataProto":
+        """The tensors on `device`; numpy columns stay where they are."""
+        batch = None if self.batch is None else self.batch.to(device)
+        return type(self)(batch, self.non_tensor_batch, self.meta_info, self.auto_padding)  # pyright: ignore
+
+    # Padding
+
+    def is_padding_enabled(self) -> bool:
+        """Whether dispatch may pad this batch: by its own `auto_padding`, or by DataProtoConfig for all batches."""
+        return self.auto_padding or DataProtoConfig.auto_padding
+
+    def padding(self, padding_size: int, padding_candidate: str = "first") -> None:
+        """Append `padding_size` copies of the "first" or the "last" row TO THIS BATCH, marked as the glossary says."""
+        padding_size = as_count(padding_size, "padding_size", 0)
+        if padding_candidate not in ("first", "last"):
+            raise BatchError(f"padding_candidate={padding_candidate!r}; valid are 'first' and 'last'.")
+        if padding_size and not len(self):
+            raise BatchError("a batch without rows cannot be padded: there is no row to copy.")
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        padded = append_copies(self, np.full(padding_size, row))
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+
+    # Showing and storing
+
+    def get_data_info(self) -> str:
+        """A summary to print: one line a field, with shape, dtype and device or type."""
+        return summary.describe_batch(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
+
+    def save_to_disk(self, filepath: str | os.PathLike) -> None:
+        """Save as one file, replacing it as a whole. Objects must be plain data (BatchError says what is not)."""
+        disk_format.save_batch(self, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike) -> "DataProto":
+        """The batch saved there, on the CPU. Executes nothing that the file holds. BatchError if it is not readable."""
+        return disk_format.load_batch(DataProto, filepath)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return serialize.reduce_batch(self)
+
+    def __copy__(self) -> "DataProto":
+        return self.select()
+
+    def __deepcopy__(self, memo: dict) -> "DataProto":
+        return self.select(deepcopy=True)

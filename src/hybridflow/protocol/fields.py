@@ -1,0 +1,112 @@
+"""The glossary: every column a batch may carry, once, with its shape, dtype, padding, producer and consumer.
+
+`concat` pads columns of different lengths by it, and padding of rows marks copies by it. A program with columns of
+its own adds them: `FIELDS["my_column"] = Field("my_column", ("batch", "response_len"), torch.float32, "right", 0.0)`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Number = int | float | bool
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column.
+
+    `shape` names the axes; "response_len|1" is one number per token or one per row. `dtype` is a torch dtype, or
+    `object` for a numpy column of Python objects. `padding_side` is where concat lengthens the second axis with
+    `padding_value`; "both" is a prompt part, lengthened on the left, before a response part, lengthened on the right.
+    `duplicate_value` is what a row appended only for padding holds; None copies the row.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    dtype: torch.dtype | type[object]
+    padding_side: Literal["left", "right", "both"] | None = None
+    padding_value: Number | None = None
+    duplicate_value: Number | None = None
+    description: str = ""
+    producer: str = ""
+    consumer: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the column lives in `batch` (else in `non_tensor_batch`)."""
+        return isinstance(self.dtype, torch.dtype)
+
+
+PROMPT, RESPONSE, SEQUENCE = ("batch", "prompt_len"), ("batch", "response_len"), ("batch", "seq_len")
+RESPONSE_OR_ROW = ("batch", "response_len|1")
+ROW = ("batch",)
+
+
+# fmt: off
+_FIELDS = (
+    Field("prompts", PROMPT, torch.int64, "left", 0,
+          description="Prompt tokens.", producer="data", consumer="rollout"),
+    Field("prompt_mask", PROMPT, torch.bool, "left", False,
+          description="True where prompts holds a real token.", producer="data", consumer="rollout"),
+    Field("responses", RESPONSE, torch.int64, "right", 0,
+          description="Generated tokens.", producer="rollout", consumer="actor, critic, rewards"),
+    Field("input_ids", SEQUENCE, torch.int64, "both", 0,
+          description="Prompt tokens, then response tokens.", producer="data, rollout", consumer="every model"),
+    Field("attention_mask", SEQUENCE, torch.int64, "both", 0,
+          description="1 where input_ids holds a real token.", producer="data, rollout", consumer="every model"),
+    Field("position_ids", SEQUENCE, torch.int64, "both", 0,
+          description="Position of each token among the real ones.", producer="data, rollout", consumer="every model"),
+    Field("response_mask", RESPONSE, torch.bool, "right", False,
+          description="True where a response token counts.", producer="rollout", consumer="losses, metrics"),
+    Field("rollout_versions", RESPONSE, torch.int64, "right", -1,
+          description="Version of the weights that made each token.", producer="rollout", consumer="metrics"),
+    Field("rollout_log_probs", RESPONSE, torch.float32, "right", 0.0,
+          description="Log-probs of the tokens under the distribution they were sampled from.",
+          producer="rollout", consumer="old log-probs, metrics"),
+    Field("old_log_probs", RESPONSE, torch.float32, "right", 0.0,
+          description="Log-probs under the policy before the update.", producer="actor", consumer="policy loss, KL"),
+    Field("ref_log_probs", RESPONSE, torch.float32, "right", 0.0,
+          description="Log-probs under the reference policy.", producer="reference", consumer="KL"),
+    Field("entropies", RESPONSE, torch.float32, "right", 0.0,
+          description="Entropy of the policy at each response token.", producer="actor", consumer="metrics"),
+    Field("values", RESPONSE, torch.float32, "right", 0.0,
+          description="The critic's estimate of the return.", producer="critic", consumer="gae, value loss"),
+    Field("token_level_scores", RESPONSE, torch.float32, "right", 0.0,
+          description="Score given at each token, before the KL penalty.", producer="rewards", consumer="KL penalty"),
+    Field("token_level_rewards", RESPONSE, torch.float32, "right", 0.0,
+          description="Score minus the KL penalty.", producer="KL penalty", consumer="gae"),
+    Field("advantages", RESPONSE_OR_ROW, torch.float32, "right", 0.0,
+          description="Advantage per token, or one per row.", producer="advantages", consumer="policy loss"),
+    Field("returns", RESPONSE_OR_ROW, torch.float32, "right", 0.0,
+          description="Return per token, or one per row.", producer="advantages", consumer="value loss"),
+    Field("scores", ROW, torch.float32,
+          description="Score of the whole response.", producer="rewards", consumer="grpo, metrics"),
+    Field("reward_failed", ROW, torch.bool,
+          description="True where the reward function failed.", producer="rewards", consumer="metrics"),
+    Field("group_ids", ROW, torch.int64,
+          description="Equal for the responses of one prompt.", producer="trainer", consumer="grpo, pass@k"),
+    Field("row_ids", ROW, torch.int64, duplicate_value=-1,
+          description="Row of this step's batch; -1 marks a padded copy, which every update ignores.",
+          producer="trainer", consumer="updates"),
+    Field("raw_prompts", ROW, object,
+          description="Chat messages or text of the prompt.", producer="data", consumer="rewards, samples"),
+    Field("data_sources", ROW, object,
+          description="Name of the data set, which chooses the reward.", producer="data", consumer="rewards, metrics"),
+    Field("ground_truths", ROW, object,
+          description="What the reward compares with.", producer="data", consumer="rewards"),
+    Field("extra_infos", ROW, object,
+          description="A dict with whatever else the data set knows of the row.", producer="data", consumer="rewards"),
+    Field("solution_texts", ROW, object,
+          description="The decoded response.", producer="rollout", consumer="rewards, samples"),
+    Field("reward_extras", ROW, object,
+          description="A dict with the further numbers of the reward.", producer="rewards", consumer="metrics"),
+    Field("finish_reasons", ROW, object,
+          description="Why generation ended: 'stop', 'length' or 'abort'.", producer="rollout", consumer="metrics"),
+)
+# fmt: on
+
+FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
+
+# Columns of token ids: padded with meta_info["pad_token_id"] where the batch carries it.
+TOKEN_COLUMNS = ("prompts", "responses", "input_ids")

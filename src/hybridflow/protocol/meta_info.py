@@ -1,0 +1,92 @@
+"""What happens to meta_info: copied by structure for every new batch, merged where batches meet."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from hybridflow.errors import BatchError
+from hybridflow.protocol.equality import is_equal
+
+METRICS = "metrics"
+
+
+def copy_structure(value: Any) -> Any:
+    """Copy dicts, lists, tuples and sets at any depth; everything inside them (arrays, objects) is shared."""
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, item in value.items():
+            copied[key] = copy_structure(item)
+        return copied
+    if isinstance(value, list):
+        copied = copy.copy(value)
+        copied[:] = [copy_structure(item) for item in value]
+        return copied
+    if type(value) is tuple:
+        return tuple(copy_structure(item) for item in value)
+    return set(value) if type(value) is set else value
+
+
+def union_meta_info(mine: dict, theirs: dict) -> dict:
+    """All keys of both; "metrics" is joined name by name. Raises BatchError where both have different values."""
+    joined = _merge([mine, theirs], "union")
+    metrics = [part[METRICS] for part in (mine, theirs) if part.get(METRICS) is not None]
+    if metrics:
+        joined[METRICS] = metrics[0] if len(metrics) == 1 else _merge(metrics, "union of metrics")
+    return joined
+
+
+def concat_meta_info(parts: Sequence[dict]) -> dict:
+    """All keys of all parts; equal values merge, "metrics" is aggregated into one list per name, in part order.
+
+    Raises BatchError where two parts have different values, or one lacks a metric that another has.
+    """
+    merged = _merge(parts, "concat")
+    if any(part.get(METRICS) is not None for part in parts):
+        merged[METRICS] = _aggregate([part.get(METRICS) or {} for part in parts])
+    return merged
+
+
+def _merge(parts: Sequence[dict], operation: str) -> dict:
+    merged: dict = {}
+    for part in parts:
+        for key, value in part.items():
+            if key == METRICS:
+                continue
+            if key not in merged:
+                merged[key] = value
+            elif not is_equal(merged[key], value):
+                raise BatchError(
+                    f"{operation}: {key!r} is {_short(merged[key])} in one batch and {_short(value)} in another; "
+                    'make them equal, drop one, or put what differs by part under meta_info["metrics"].'
+                )
+    return merged
+
+
+def _aggregate(parts: list[dict]) -> dict[str, list]:
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict):
+            raise BatchError(
+                f'concat: meta_info["metrics"] of part {index} is a {type(part).__name__}; '
+                "it must be a dict from a name to a number or a list."
+            )
+    holders: dict[str, int] = {}
+    for index, part in enumerate(parts):
+        for name in part:
+            holders.setdefault(name, index)
+    aggregated: dict[str, list] = {}
+    for name, holder in holders.items():
+        values: list = []
+        for index, part in enumerate(parts):
+            if name not in part:
+                raise BatchError(
+                    f"concat: part {index} has no metric {name!r}, but part {holder} has it; "
+                    "every part must report the same metrics (NaN where there is nothing to measure)."
+                )
+            values.extend(part[name] if isinstance(part[name], list | tuple) else [part[name]])
+        aggregated[name] = values
+    return aggregated
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,62 @@
+"""Extra rows that make a batch divisible: copies of its own, marked as copies where the glossary says how."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from hybridflow.errors import BatchError
+from hybridflow.protocol.consistency import count_rows, tensors_of
+from hybridflow.protocol.fields import FIELDS
+from hybridflow.protocol.rows import as_count, take_rows
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.data_proto import DataProto
+
+
+class DataProtoConfig:
+    """Settings that hold for every batch of the process."""
+
+    auto_padding: bool = False
+    """Pad every batch that does not divide evenly at dispatch, as `auto_padding=True` does for one."""
+
+
+def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> "tuple[DataProto, int]":
+    """A batch whose length is a multiple of `size_divisor`, and how many rows were appended.
+
+    The appended rows are the first ones, again and again if there are too few. Columns with a `duplicate_value` in
+    the glossary hold it there (`row_ids` is -1), so that nothing counts a copy. `data` stays as it is.
+    """
+    size_divisor = as_count(size_divisor, "size_divisor", 1)
+    pad_size = -len(data) % size_divisor
+    return append_copies(data, np.arange(pad_size) % max(len(data), 1)), pad_size
+
+
+def unpad_dataproto(data: "DataProto", pad_size: int) -> "DataProto":
+    """The batch without its last `pad_size` rows (views)."""
+    pad_size = as_count(pad_size, "pad_size", 0)
+    if pad_size > len(data):
+        raise BatchError(f"pad_size={pad_size} is more than the {len(data)} rows of the batch.")
+    return data.slice(0, len(data) - pad_size)
+
+
+def append_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
+    """The batch followed by copies of `rows`, in which columns with a `duplicate_value` hold that."""
+    count_rows(data.batch, data.non_tensor_batch, data.meta_info)
+    batch = data.batch
+    if batch is not None and len(rows):
+        tensors = {name: _append(name, column, rows) for name, column in tensors_of(batch).items()}
+        batch = TensorDict(tensors, [batch.batch_size[0] + len(rows)], device=batch.device)
+    arrays = {name: _append(name, column, rows) for name, column in data.non_tensor_batch.items()}
+    return type(data)(batch, arrays, data.meta_info, data.auto_padding)
+
+
+def _append(name: str, column: Any, rows: np.ndarray) -> Any:
+    if not len(rows):
+        return column
+    copies: Any = take_rows(column, rows)
+    field = FIELDS.get(name)
+    if field is not None and field.duplicate_value is not None:
+        copies[...] = field.duplicate_value
+    return torch.cat([column, copies]) if isinstance(column, torch.Tensor) else np.concatenate([column, copies])

@@ -1,0 +1,91 @@
+"""Choosing and repeating rows of one column, a tensor or a numpy array."""
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.errors import BatchError
+from hybridflow.protocol.consistency import Column
+
+
+class RowIndexError(BatchError, IndexError):
+    """A row outside the batch."""
+
+
+def as_count(value: Any, name: str, minimum: int) -> int:
+    """An integer argument, checked; Raises BatchError with the argument's name."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise BatchError(f"{name} must be an integer, got {value!r}.")
+    count = operator.index(value)
+    if count < minimum:
+        raise BatchError(f"{name}={count} must be at least {minimum}.")
+    return count
+
+
+def is_single_row(index: Any) -> bool:
+    """Whether an index means one row: an integer of Python, numpy or torch."""
+    if isinstance(index, torch.Tensor):
+        return index.ndim == 0 and index.dtype != torch.bool and not index.dtype.is_floating_point
+    if isinstance(index, np.ndarray):
+        return index.ndim == 0 and index.dtype.kind in "iu"
+    return isinstance(index, int | np.integer) and not isinstance(index, bool)
+
+
+def row_indices(index: Any, num_rows: int) -> np.ndarray:
+    """Row numbers in [0, num_rows) as int64, from integers (negative: from the end) or one bool per row."""
+    rows = _as_array(index)
+    if rows.ndim != 1 or rows.dtype.kind not in "iub":
+        raise BatchError(
+            f"rows are chosen by an int, a slice, a list, or a 1-dimensional array of integers or bools; "
+            f"got {_described(index)}."
+        )
+    if rows.dtype.kind == "b":
+        if len(rows) != num_rows:
+            raise BatchError(f"a bool mask needs one entry per row: it has {len(rows)}, the batch has {num_rows} rows.")
+        return np.flatnonzero(rows)
+    rows = rows.astype(np.int64, copy=False)
+    outside = rows[(rows < -num_rows) | (rows >= num_rows)]
+    if outside.size:
+        raise RowIndexError(f"row {outside[0]} is not in a batch of {num_rows} rows; {_valid(num_rows)}.")
+    return np.where(rows < 0, rows + num_rows, rows)
+
+
+def take_rows(column: Column, rows: np.ndarray) -> Column:
+    """A copy of the chosen rows."""
+    if isinstance(column, torch.Tensor):
+        return column.index_select(0, torch.from_numpy(rows).to(column.device))
+    return column[rows]
+
+
+def repeat_rows(column: Column, times: int, interleave: bool) -> Column:
+    """Every row `times` times: next to itself (interleave), or the whole column after itself."""
+    num_rows = column.shape[0]
+    if isinstance(column, torch.Tensor):
+        new_axis, expanded = (1, (num_rows, times)) if interleave else (0, (times, num_rows))
+        rest = column.shape[1:]
+        return column.unsqueeze(new_axis).expand(*expanded, *rest).reshape(num_rows * times, *rest)
+    return np.repeat(column, times, axis=0) if interleave else np.tile(column, (times,) + (1,) * (column.ndim - 1))
+
+
+def _as_array(index: Any) -> np.ndarray:
+    if isinstance(index, torch.Tensor):
+        return np.asarray(None) if index.is_floating_point() else index.detach().cpu().numpy()
+    if isinstance(index, list | tuple) and not index:
+        return np.zeros(0, np.int64)
+    try:
+        return np.asarray(index)
+    except ValueError:  # a ragged list
+        return np.asarray(None)
+
+
+def _valid(num_rows: int) -> str:
+    return f"valid are {-num_rows} to {num_rows - 1}" if num_rows else "it is empty"
+
+
+def _described(index: Any) -> str:
+    if isinstance(index, str):
+        return f"{index!r} (a column is data.batch[name] or data.non_tensor_batch[name])"
+    shape = f" of shape {tuple(index.shape)} and {index.dtype}" if hasattr(index, "shape") else f" {index!r}"
+    return type(index).__name__ + shape

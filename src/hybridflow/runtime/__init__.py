@@ -1,0 +1,23 @@
+"""What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
+
+from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
+from hybridflow.runtime.matmul_peak import measure_peak_flops
+from hybridflow.runtime.random_state import capture_random_state, restore_random_state
+from hybridflow.runtime.random_streams import derive_seed, uniform
+from hybridflow.runtime.stop_signals import StopRequest
+from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
+
+__all__ = [
+    "StopRequest",
+    "capture_random_state",
+    "count_physical_cores",
+    "derive_seed",
+    "fsync_path",
+    "measure_peak_flops",
+    "restore_random_state",
+    "set_deterministic",
+    "set_num_threads",
+    "uniform",
+    "write_bytes_atomically",
+    "write_text_atomically",
+]

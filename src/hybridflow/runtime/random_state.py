@@ -1,0 +1,63 @@
+"""The state of the global random generators of torch, numpy and python, as tensors and plain values."""
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+
+from hybridflow.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """The state of all global generators: nested dictionaries of tensors, numbers, strings and None.
+
+    CUDA generators are part of it once this process has used CUDA. Generators that somebody owns are not:
+    their owner saves them.
+    """
+    import torch
+
+    version, words, gauss_next = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    if numpy_state["bit_generator"] != "MT19937":
+        raise CheckpointError(
+            f"numpy's global generator is {numpy_state['bit_generator']}, only MT19937 can be saved; "
+            "do not replace it with np.random.set_bit_generator."
+        )
+    return {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss_next": gauss_next},
+        "numpy": {
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "position": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put all global generators where `capture_random_state` found them.
+
+    States of CUDA devices that this process does not have are skipped with a warning: the run then
+    continues, but not bit for bit.
+    """
+    import torch
+
+    python, numpy_state, cuda = state["python"], state["numpy"], state["cuda"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
+    key = numpy_state["key"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"]))
+    torch.set_rng_state(state["torch"])
+    devices = torch.cuda.device_count() if cuda else 0
+    if devices != len(cuda):
+        logger.warning(
+            "The saved random state has %d CUDA devices, this process has %d: the run will not repeat bit for bit.",
+            len(cuda),
+            devices,
+        )
+    for device, device_state in enumerate(cuda[:devices]):
+        torch.cuda.set_rng_state(device_state, device)

@@ -1,0 +1,67 @@
+"""Random numbers without a generator: each is a function of integer keys alone.
+
+Same keys, same bits, in any order, on any machine and for any batch composition.
+Each key is mixed with the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+number generators") and chained into the state of the keys before it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from hybridflow.errors import AlgorithmError
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+_UNIFORM_DOMAIN = 0x756E69666F726D00
+_SEED_DOMAIN = 0x7365656400000000
+
+
+def uniform(*keys: int | np.ndarray) -> np.ndarray:
+    """One float64 in [0, 1) for each combination of keys, on the grid of 2**-53.
+
+    Keys are integers or integer arrays (at least one) that broadcast; the result has their broadcast shape.
+    A key counts by its value modulo 2**64, not by its dtype. `uniform(a, b)` and `uniform(b, a)` differ, and so do
+    `uniform(a)` and `uniform(a, 0)`. Raises AlgorithmError for a key that is not an integer.
+    """
+    bits = _mixed_bits(_UNIFORM_DOMAIN, keys)
+    return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def derive_seed(*keys: int) -> int:
+    """A seed in [0, 2**63) for a generator of its own; independent of `uniform` of the same keys."""
+    bits = _mixed_bits(_SEED_DOMAIN, keys)
+    if bits.ndim:
+        raise AlgorithmError(f"derive_seed makes one seed, but a key has shape {bits.shape}; give plain integers.")
+    return int(bits) >> 1
+
+
+def _mixed_bits(domain: int, keys: tuple[Any, ...]) -> np.ndarray:
+    if not keys:
+        raise AlgorithmError("at least one integer key is needed, for example uniform(seed, step).")
+    state = np.asarray(domain + len(keys), dtype=np.uint64)
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+        state = _mix(state)
+        for position, key in enumerate(keys):
+            state = _mix(state ^ _mix(_as_uint64(position, key) + _GOLDEN))
+    return state
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _MULTIPLIER_1
+    x = (x ^ (x >> np.uint64(27))) * _MULTIPLIER_2
+    return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def _as_uint64(position: int, key: Any) -> np.ndarray:
+    array = np.asarray(key)
+    if array.dtype.kind == "u":
+        return array.astype(np.uint64)
+    if array.dtype.kind in "ib":
+        return array.astype(np.int64).astype(np.uint64)
+    raise AlgorithmError(
+        f"key {position} is {key!r} of dtype {array.dtype}; "
+        "keys are integers from -2**63 to 2**64 - 1, or integer arrays."
+    )

@@ -1,0 +1,85 @@
+"""The figures of a training step that follow from its batch."""
+
+from typing import Any
+
+import torch
+
+from hybridflow.algorithms import masked_mean
+from hybridflow.observability import spread
+from hybridflow.protocol import DataProto
+
+
+def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, float]:
+    """Scores, advantages, returns, values, lengths and rewards of a batch by the names of the metrics' glossary."""
+    columns = batch.batch
+    mask = columns["response_mask"]
+    lengths = mask.sum(-1)
+    prompt_lengths = columns["prompt_mask"].sum(-1)
+    metrics = {
+        **spread("critic/score", columns["scores"].tolist()),
+        **spread("response_length", lengths.tolist()),
+        **spread("prompt_length", prompt_lengths.tolist()),
+        "response_length/clip_ratio": float((lengths >= max_response_length).float().mean()),
+        "critic/zero_variance_groups": zero_variance_share(columns["scores"], columns["group_ids"]),
+        "reward/error_rate": float(columns["reward_failed"].float().mean()),
+        "perf/num_tokens": int(lengths.sum() + prompt_lengths.sum()),
+    }
+    for name in ("advantages", "returns", "values"):
+        if name in columns:
+            metrics |= spread(f"critic/{name}", columns[name].expand(mask.shape)[mask].tolist())
+    if "token_level_rewards" in columns:
+        metrics |= spread("critic/rewards", columns["token_level_rewards"].sum(-1).tolist())
+    if "values" in columns:
+        returns, values = columns["returns"][mask], columns["values"][mask]
+        metrics["critic/vf_explained_var"] = explained_variance(returns, values)
+    if "entropies" in columns:
+        metrics["actor/entropy"] = float(masked_mean(columns["entropies"], mask))
+    if "old_log_probs" in columns:
+        drift = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
+        metrics["rollout/log_prob_drift"] = float(masked_mean(drift, mask))
+    return metrics | extra_metrics(batch)
+
+
+def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
+    """1 - var(returns - values) / var(returns); NaN where the returns do not vary."""
+    variance = returns.var(correction=0)
+    return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else float("nan")
+
+
+def zero_variance_share(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
+    """The share of groups whose scores are all equal: they teach a group-relative estimator nothing."""
+    groups = group_ids.unique()
+    flat = sum(bool((scores[group_ids == group] == scores[group_ids == group][0]).all()) for group in groups)
+    return flat / len(groups)
+
+
+def extra_metrics(batch: DataProto) -> dict[str, float]:
+    """`reward/<name>/mean` of each further number that the reward function returned, over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for extras in batch.non_tensor_batch["reward_extras"]:
+        for name, value in extras.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+
+
+def samples_of(batch: DataProto, count: int, step: int) -> list[dict[str, Any]]:
+    """The first row of each of the first `count` prompts, for people to read."""
+    _, first_rows = torch.unique(batch.batch["group_ids"], return_inverse=True)
+    seen: dict[int, int] = {}
+    for row, group in enumerate(first_rows.tolist()):
+        seen.setdefault(group, row)
+    columns = batch.non_tensor_batch
+    return [
+        {
+            "step": step,
+            "prompt": prompt_text(columns["raw_prompts"][row]),
+            "response": columns["solution_texts"][row],
+            "score": float(batch.batch["scores"][row]),
+        }
+        for row in list(seen.values())[:count]
+    ]
+
+
+def prompt_text(messages: Any) -> str:
+    """Chat messages as one text."""
+    return messages if isinstance(messages, str) else "\n".join(message["content"] for message in messages)

@@ -1,0 +1,94 @@
+"""Validation: generate on held-out prompts, score, and report accuracy and pass@k. Touches no training state."""
+
+import math
+from typing import Any
+
+import torch
+
+from hybridflow.controller import WorkerGroup
+from hybridflow.data import RLHFDataset
+from hybridflow.protocol import DataProto
+from hybridflow.trainers.rl_metrics import prompt_text
+
+VALIDATION_STREAM = 1
+"""Second entry of a noise key; training uses 0. Validation noise is the same at every step."""
+
+
+class Validator:
+    """Validates a rollout group on a dataset, `batch_size` prompts at a time."""
+
+    def __init__(
+        self,
+        dataset: RLHFDataset,
+        rollout: WorkerGroup,
+        rewards: WorkerGroup,
+        *,
+        batch_size: int,
+        group_size: int,
+        seed: int,
+    ) -> None:
+        self.dataset, self.rollout, self.rewards = dataset, rollout, rewards
+        self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
+
+    def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The metrics `val/...`, and every sample with prompt, response, score and data source."""
+        samples: list[dict[str, Any]] = []
+        lengths: list[int] = []
+        for start in range(0, len(self.dataset), self.batch_size):
+            indices = range(start, min(start + self.batch_size, len(self.dataset)))
+            prompts = self.dataset.collate(indices)
+            prompts = prompts.union(DataProto.from_dict({"group_ids": torch.tensor(indices)}))
+            prompts.meta_info["noise_key"] = [self.seed, VALIDATION_STREAM, 0]
+            rollouts = self.rollout.generate_validation_sequences(prompts)
+            batch = prompts.repeat(self.group_size, interleave=True).union(rollouts)
+            batch = batch.union(self.rewards.score(batch))
+            lengths += batch.batch["response_mask"].sum(-1).tolist()
+            columns = batch.non_tensor_batch
+            samples += [
+                {
+                    "index": int(batch.batch["group_ids"][row]),
+                    "data_source": columns["data_sources"][row],
+                    "prompt": prompt_text(columns["raw_prompts"][row]),
+                    "response": columns["solution_texts"][row],
+                    "score": float(batch.batch["scores"][row]),
+                }
+                for row in range(len(batch))
+            ]
+        metrics = validation_metrics(samples, self.group_size)
+        metrics["val/response_length/mean"] = sum(lengths) / len(lengths)
+        return metrics, samples
+
+
+def validation_metrics(samples: list[dict[str, Any]], group_size: int) -> dict[str, float]:
+    """Score, accuracy (a score of at least 1) and, where a prompt has several samples, pass@k; overall and by source."""
+    metrics = _scores("val", samples)
+    for source in sorted({sample["data_source"] for sample in samples}):
+        own = [sample for sample in samples if sample["data_source"] == source]
+        metrics |= _scores(f"val/{source}", own)
+        if group_size == 1:
+            continue
+        solved: dict[int, int] = {}
+        for sample in own:
+            solved[sample["index"]] = solved.get(sample["index"], 0) + (sample["score"] >= 1)
+        for k in powers_of_two(group_size):
+            passes = [pass_at_k(group_size, correct, k) for correct in solved.values()]
+            metrics[f"val/{source}/pass@{k}"] = sum(passes) / len(passes)
+    return metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that k of the samples, drawn without replacement, hold a correct one (Chen et al., 2021, eq. 1)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def powers_of_two(limit: int) -> list[int]:
+    """1, 2, 4, ... up to limit."""
+    return [1 << i for i in range(limit.bit_length())]
+
+
+def _scores(prefix: str, samples: list[dict[str, Any]]) -> dict[str, float]:
+    scores = [sample["score"] for sample in samples]
+    return {
+        f"{prefix}/score/mean": sum(scores) / len(scores),
+        f"{prefix}/accuracy": sum(score >= 1 for score in scores) / len(scores),
+    }

@@ -1,0 +1,9 @@
+"""The roles: actor with rollout, critic, reference, reward, and the supervised policy."""
+
+from hybridflow.workers.actor_rollout import ActorRolloutWorker
+from hybridflow.workers.critic import CriticWorker
+from hybridflow.workers.reference import ReferenceWorker
+from hybridflow.workers.reward import RewardWorker
+from hybridflow.workers.sft import SFTWorker
+
+__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker", "RewardWorker", "SFTWorker"]

@@ -1,0 +1,132 @@
+"""The hybrid worker: the policy that learns and the engine that generates with its weights, in one process."""
+
+import numpy as np
+import torch
+
+from hybridflow.config import Config, RolloutConfig, ValidationConfig
+from hybridflow.controller import Dispatch, register
+from hybridflow.data import load_tokenizer, stop_token_ids
+from hybridflow.engines import TorchEngine
+from hybridflow.protocol import DataProto
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+from hybridflow.workers.losses import actor_columns, actor_loss
+from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
+from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker
+from hybridflow.workers.rollout_batch import rollout_batch
+
+PROMPT_COLUMNS = ("prompts", "prompt_mask", "group_ids")
+ROLLOUT_COLUMNS = (
+    *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
+    *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
+)
+
+
+class ActorRolloutWorker(ModelWorker):
+    """Generates, computes log-probs of what was generated, and learns from it."""
+
+    component = "actor"
+
+    def __init__(self, config: Config, total_updates: int = 1) -> None:
+        self.prepare_process(config)
+        self.config = config
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
+        self.engine = TorchEngine(
+            config.model.path,
+            "policy",
+            model=config.model,
+            memory=config.memory,
+            optimizer=config.actor.optimizer,
+            total_updates=total_updates,
+        )
+        self.rollout = EmbeddedRollout(self.engine.model, max_running_sequences=config.rollout.max_running_sequences)
+        self._sync_weights()
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=PROMPT_COLUMNS,
+        writes=ROLLOUT_COLUMNS,
+        rows=lambda config: config.rollout.group_size,
+    )
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """`rollout.group_size` responses for each prompt, in order."""
+        return self._generate(prompts, self.config.rollout)
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=PROMPT_COLUMNS,
+        writes=ROLLOUT_COLUMNS,
+        rows=lambda config: config.validation.group_size,
+    )
+    def generate_validation_sequences(self, prompts: DataProto) -> DataProto:
+        """`validation.group_size` responses for each prompt, in order."""
+        return self._generate(prompts, self.config.validation)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("old_log_probs", "entropies"))
+    def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probs of the responses under the policy before the update, and its entropies."""
+        outputs = self.engine.forward(batch, with_entropy=True, temperature=self.config.rollout.temperature)
+        return DataProto.from_dict({"old_log_probs": outputs["log_probs"], "entropies": outputs["entropies"]})
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=lambda config: (*MODEL_COLUMNS, "row_ids", *set(actor_columns(config)) - set(MODEL_COLUMNS)),
+        writes=(),
+        rows="one",
+    )
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """One optimizer step for each mini-batch; `meta_info["kl_coef"]` weighs the KL in the loss."""
+        self.require_collectives("sum gradients")
+        steps = []
+        for mini_batch in iterate_mini_batches(batch, self.engine):
+            loss = actor_loss(self.config, batch.meta_info["kl_coef"], mini_batch.num_tokens, mini_batch.num_sequences)
+            result = self.engine.update(
+                mini_batch.rows, loss, with_entropy=True, temperature=self.config.rollout.temperature
+            )
+            steps.append(
+                {
+                    "actor/loss": result.loss,
+                    "actor/grad_norm": result.grad_norm,
+                    "actor/lr": result.lr,
+                    "actor/padding_computed": 1 - result.num_tokens / result.num_computed_tokens,
+                    **result.metrics,
+                }
+            )
+        self._sync_weights()
+        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, directory: str) -> None:
+        super().load(directory)
+        self._sync_weights()
+
+    def _sync_weights(self) -> None:
+        """The rollout engine generates with the weights after so many updates."""
+        self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
+
+    def _generate(self, prompts: DataProto, how: RolloutConfig | ValidationConfig) -> DataProto:
+        sampling = SamplingParams(
+            max_new_tokens=self.config.data.max_response_length,
+            temperature=how.temperature,
+            top_k=how.top_k if isinstance(how, RolloutConfig) else 0,
+            top_p=how.top_p if isinstance(how, RolloutConfig) else 1.0,
+            stop_token_ids=self.stop_ids,
+        )
+        noise = tuple(prompts.meta_info["noise_key"])
+        columns = prompts.batch
+        requests = [
+            Request(i, ids[mask].tolist(), sampling, how.group_size, (*noise, int(group)))
+            for i, (ids, mask, group) in enumerate(
+                zip(columns["prompts"], columns["prompt_mask"].bool(), columns["group_ids"], strict=True)
+            )
+        ]
+        completions = generate(self.rollout, requests)
+        source = torch.arange(len(prompts)).repeat_interleave(how.group_size)
+        batch = rollout_batch(
+            columns["prompts"][source], columns["prompt_mask"][source], completions, self.tokenizer.pad_token_id
+        )
+        texts = np.empty(len(completions), dtype=object)
+        texts[:] = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        reasons = np.empty(len(completions), dtype=object)
+        reasons[:] = [c.finish_reason for c in completions]
+        return DataProto.from_dict(batch, {"solution_texts": texts, "finish_reasons": reasons})

@@ -1,0 +1,106 @@
+"""The losses of actor and critic as the engine wants them: this part's share of the loss, and metrics that add up."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms import POLICY_LOSSES, aggregate_loss, clipped_value_loss, kl_loss
+from hybridflow.config import Config
+from hybridflow.engines import LossFunction, Outputs
+from hybridflow.protocol import DataProto
+from hybridflow.workers.signature_columns import columns_of, parameters_of
+
+
+def actor_columns(config: Config) -> tuple[str, ...]:
+    """What `actor_loss` reads of a batch under a configuration."""
+    columns = {"response_mask", "rollout_log_probs", *columns_of(POLICY_LOSSES[config.actor.policy_loss])}
+    if config.is_on_policy:
+        columns.discard("old_log_probs")
+    if config.algorithm.kl_in_loss:
+        columns.add("ref_log_probs")
+    return tuple(sorted(columns))
+
+
+def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: int) -> LossFunction:
+    """Policy loss - entropy_coef * entropy + kl_coef * KL, against the global counts of the mini-batch.
+
+    When the update is on-policy, the old log-probs are the new ones held constant: the ratio is exactly 1.
+    """
+    policy_loss = POLICY_LOSSES[config.actor.policy_loss]
+    parameters = parameters_of(policy_loss, config.actor)
+    names = columns_of(policy_loss)
+
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+        log_probs, mask = outputs["log_probs"], _column(rows, "response_mask")
+        columns = {name: _column(rows, name) for name in names if name != "old_log_probs" or not config.is_on_policy}
+        if config.is_on_policy:
+            columns["old_log_probs"] = log_probs.detach()
+        policy = policy_loss(log_probs=log_probs, **columns, **parameters)
+
+        def share(token_values: Tensor, mode: str = "token-mean") -> Tensor:
+            return aggregate_loss(token_values, mask, mode, num_tokens=num_tokens, num_sequences=num_sequences)
+
+        total = policy_share = share(policy.token_losses, config.actor.loss_aggregation)
+        metrics: dict[str, Any] = {
+            "actor/policy_loss": policy_share,
+            "actor/clipfrac": share(policy.clipped.to(log_probs.dtype)),
+            "actor/clipfrac_dual": share(policy.clipped_dual.to(log_probs.dtype)),
+            "actor/entropy": share(outputs["entropies"].detach()),
+            "actor/ppo_kl": share(columns["old_log_probs"] - log_probs.detach()),
+            "rollout/log_prob_drift": share((log_probs.detach() - _column(rows, "rollout_log_probs")).abs()),
+        }
+        if config.actor.entropy_coef:
+            entropy = share(outputs["entropies"], config.actor.loss_aggregation)
+            total = total - config.actor.entropy_coef * entropy
+        if config.algorithm.kl_in_loss:
+            token_kl = kl_loss(
+                log_probs=log_probs,
+                ref_log_probs=_column(rows, "ref_log_probs"),
+                response_mask=mask,
+                kl_estimator=config.algorithm.kl_estimator,
+            )
+            kl = share(token_kl, config.actor.loss_aggregation)
+            total = total + kl_coef * kl
+            metrics["actor/kl_loss"] = kl
+        return total, {name: float(value.detach()) for name, value in metrics.items()}
+
+    return loss
+
+
+def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunction:
+    """The clipped value loss against the global counts of the mini-batch."""
+
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+        mask = _column(rows, "response_mask")
+        value = clipped_value_loss(
+            new_values=outputs["values"],
+            values=_column(rows, "values"),
+            returns=_column(rows, "returns"),
+            response_mask=mask,
+            value_clip=config.critic.value_clip,
+        )
+        counts = {"num_tokens": num_tokens, "num_sequences": num_sequences}
+        clipped = aggregate_loss(value.clipped.to(value.token_losses.dtype), mask, "token-mean", **counts)
+        total = aggregate_loss(value.token_losses, mask, config.critic.loss_aggregation, **counts)
+        return total, {"critic/clipfrac": float(clipped)}
+
+    return loss
+
+
+def sft_loss(num_tokens: int) -> LossFunction:
+    """Cross-entropy of each response token, averaged over the tokens of the whole batch."""
+
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+        mask = _column(rows, "response_mask")
+        total = aggregate_loss(
+            -outputs["log_probs"], mask, "token-mean", num_tokens=num_tokens, num_sequences=len(rows)
+        )
+        return total, {}
+
+    return loss
+
+
+def _column(rows: DataProto, name: str) -> Tensor:
+    column = rows.batch[name]
+    return column.bool() if column.dtype != torch.bool and name == "response_mask" else column

@@ -1,0 +1,34 @@
+"""What every worker with a model does alike: threads, kernels, saving and loading its engine."""
+
+from pathlib import Path
+
+from hybridflow.checkpoint import load_state, save_state
+from hybridflow.config import Config
+from hybridflow.controller import Dispatch, Execute, Worker, register
+from hybridflow.engines import TorchEngine
+from hybridflow.runtime import set_deterministic, set_num_threads
+
+MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
+"""What any model reads of a rollout batch."""
+
+
+class ModelWorker(Worker):
+    """A worker around one engine; `component` names its files in a checkpoint."""
+
+    component: str
+    engine: TorchEngine
+
+    def prepare_process(self, config: Config) -> None:
+        """Threads and kernels, before a model is built: results depend on both."""
+        set_num_threads(config.controller.threads)
+        set_deterministic(config.trainer.deterministic)
+
+    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    def save(self, directory: str) -> None:
+        """Write the engine's state into a checkpoint directory; every rank holds the same, so rank 0 writes."""
+        save_state(self.engine.state_dict(), Path(directory) / self.component)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, directory: str) -> None:
+        """Continue from the state that `save` wrote."""
+        self.engine.load_state_dict(load_state(Path(directory) / self.component))

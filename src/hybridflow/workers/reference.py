@@ -1,0 +1,25 @@
+"""The reference policy: a frozen model whose log-probs the KL terms compare with."""
+
+from hybridflow.config import Config
+from hybridflow.controller import Dispatch, register
+from hybridflow.engines import TorchEngine
+from hybridflow.protocol import DataProto
+from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker
+
+
+class ReferenceWorker(ModelWorker):
+    """Computes; never learns, so it is not part of a checkpoint."""
+
+    component = "reference"
+
+    def __init__(self, config: Config) -> None:
+        self.prepare_process(config)
+        self.config = config
+        path = config.reference.model_path or config.model.path
+        self.engine = TorchEngine(path, "policy", model=config.model, memory=config.memory)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("ref_log_probs",))
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probs of the responses under the reference, at the temperature of the rollouts."""
+        outputs = self.engine.forward(batch, temperature=self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_probs": outputs["log_probs"]})

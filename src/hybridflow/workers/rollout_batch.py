@@ -1,0 +1,36 @@
+"""Completions as the tensors of a rollout batch: left-padded prompts followed by right-padded responses."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hybridflow.rollout import Completion
+
+
+def rollout_batch(
+    prompts: Tensor, prompt_mask: Tensor, completions: Sequence[Completion], pad_token_id: int
+) -> dict[str, Tensor]:
+    """The columns of `ROLLOUT_COLUMNS` that are tensors, one row for each completion.
+
+    prompts, prompt_mask: (batch, prompt_len), one row for each completion.
+    """
+
+    def pad(values: list[list[int]] | list[list[float]], fill: float, dtype: torch.dtype) -> Tensor:
+        rows = [torch.tensor(row, dtype=dtype) for row in values]
+        return pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    responses = pad([c.token_ids for c in completions], pad_token_id, torch.int64)
+    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    response_mask = torch.arange(responses.shape[1]) < lengths[:, None]
+    attention_mask = torch.cat([prompt_mask.to(torch.int64), response_mask.to(torch.int64)], dim=-1)
+    return {
+        "responses": responses,
+        "response_mask": response_mask,
+        "input_ids": torch.cat([prompts, responses], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+        "rollout_log_probs": pad([c.log_probs for c in completions], 0.0, torch.float32),
+        "rollout_versions": pad([c.versions for c in completions], -1, torch.int64),
+    }

@@ -1,0 +1,36 @@
+"""Names in the configuration's types equal those of the tables they choose from; the number of keys is bounded."""
+
+from typing import get_args
+
+import pytest
+
+from hybridflow.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from hybridflow.config import leaf_keys
+from hybridflow.config.keys import sections
+from hybridflow.config.sections import AdvantageName, AggregationName, DTypeName, KLEstimatorName, PolicyLossName
+from hybridflow.models.loading import DTYPES
+
+KEY_BUDGET = 150
+
+
+@pytest.mark.parametrize(
+    ("names", "table"),
+    [
+        (AdvantageName, ADVANTAGES),
+        (AggregationName, AGGREGATIONS),
+        (DTypeName, DTYPES),
+        (KLEstimatorName, KL_ESTIMATORS),
+        (PolicyLossName, POLICY_LOSSES),
+    ],
+)
+def test_names_in_the_configuration_are_those_of_the_table(names, table):
+    assert set(get_args(names)) == set(table)
+
+
+def test_the_configuration_stays_within_its_budget_of_keys():
+    assert len(leaf_keys()) <= KEY_BUDGET
+
+
+def test_every_key_has_a_meaning():
+    fields = {f"{name}.{key}": info for name, section in sections() for key, info in type(section).model_fields.items()}
+    assert [key for key in leaf_keys() if not (fields[key].description or "").endswith(".")] == []

@@ -1,0 +1,50 @@
+"""The documentation is true: its programs run, its tables are the generated ones, its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config import reference_markdown
+from hybridflow.observability import metrics_markdown
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+TEXTS = [*PAGES, *sorted(ROOT.glob("docs/decisions/*.md")), *sorted(ROOT.glob("*.md"))]
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text("utf-8")
+    namespace = {"__name__": f"docs_{page.stem}"}
+    for block in PROGRAM.finditer(text):
+        blank_lines = text[: block.start(1)].count("\n")  # so that a traceback shows the line of the page
+        exec(compile("\n" * blank_lines + block[1], str(page), "exec"), namespace)
+
+
+def test_the_table_of_keys_is_the_generated_one():
+    assert _between_marks(ROOT / "docs/configuration.md") == reference_markdown()
+
+
+def test_the_table_of_metrics_is_the_generated_one():
+    assert _between_marks(ROOT / "docs/metrics.md") == metrics_markdown()
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_somewhere(text):
+    links = [link.partition("#")[0] for link in LINK.findall(text.read_text("utf-8")) if "://" not in link]
+    assert [link for link in links if link and not (text.parent / link).exists()] == []
+
+
+def test_every_page_is_reached_from_the_index():
+    linked = LINK.findall((ROOT / "docs/index.md").read_text("utf-8"))
+    assert [page.name for page in PAGES if page.name != "index.md" and page.name not in linked] == []
+
+
+def _between_marks(page):
+    text = page.read_text("utf-8")
+    start, end = "<!-- generated: start -->\n", "<!-- generated: end -->"
+    return text[text.index(start) + len(start) : text.index(end)].strip("\n") + "\n"

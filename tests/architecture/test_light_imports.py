@@ -1,0 +1,28 @@
+"""What starts fast stays fast: no torch before it is needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "tensordict", "transformers", "pyarrow", "matplotlib", "tensorboard", "ray", "vllm")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import hybridflow",
+        "import hybridflow; dir(hybridflow); hybridflow.load_config(None)",
+        "import hybridflow.config, hybridflow.errors, hybridflow.observability, hybridflow.runtime",
+        "from hybridflow.cli.main import main; main(['config'])",
+        "from hybridflow.cli.main import main; main(['config', '--reference'])",
+        "from hybridflow.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        "from hybridflow.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: pass",
+        "from hybridflow.cli.main import main; main(['config', 'missing.toml'])",
+    ],
+)
+def test_nothing_heavy_is_loaded_by(program):
+    check = f"\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program + check], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[-1] == ""

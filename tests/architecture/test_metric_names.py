@@ -1,0 +1,21 @@
+"""Every metric that the code names is in the glossary, and so in the documentation."""
+
+import re
+from pathlib import Path
+
+from hybridflow.observability import METRICS, RL_FIGURES, SFT_FIGURES, find_metric
+
+SOURCE = Path(__file__).parents[2] / "src" / "hybridflow"
+FAMILIES = sorted({name.partition("/")[0] for name in METRICS})
+NAMED = re.compile(rf'"((?:{"|".join(FAMILIES)})/[^"\s{{}}]+)"')
+
+
+def test_every_metric_named_in_the_code_is_in_the_glossary():
+    named = {name for path in SOURCE.rglob("*.py") for name in NAMED.findall(path.read_text("utf-8"))}
+    assert "actor/loss" in named
+    spreads = {name.rpartition("/")[0] for name in METRICS}
+    assert sorted(name for name in named - spreads if find_metric(name) is None) == []
+
+
+def test_the_figures_of_the_console_are_in_the_glossary():
+    assert [name for name in (RL_FIGURES | SFT_FIGURES).values() if find_metric(name) is None] == []

@@ -1,0 +1,52 @@
+"""Public names: exported, importable, documented."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import hybridflow
+
+DOCS = "\n".join(path.read_text("utf-8") for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md")))
+PACKAGES = (
+    "hybridflow",
+    "hybridflow.algorithms",
+    "hybridflow.config",
+    "hybridflow.controller",
+    "hybridflow.data",
+    "hybridflow.observability",
+    "hybridflow.protocol",
+    "hybridflow.rewards",
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_exported_name_exists_once(package):
+    module = importlib.import_module(package)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_exported_name_is_documented(package):
+    names = importlib.import_module(package).__all__
+    assert [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", DOCS)] == []
+
+
+def test_the_root_offers_exactly_the_names_of_the_design():
+    assert set(hybridflow.__all__) == {
+        "DataProto",
+        "DataProtoFuture",
+        "Dispatch",
+        "Execute",
+        "Worker",
+        "load_config",
+        "register",
+    }
+    assert set(hybridflow.__all__) <= set(dir(hybridflow))
+
+
+def test_a_name_that_the_root_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'hybridflow' has no attribute 'DataProtos'"):
+        hybridflow.DataProtos  # noqa: B018

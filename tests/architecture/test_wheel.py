@@ -1,0 +1,27 @@
+"""The wheel builds offline and holds what it should."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_a_wheel_builds_with_every_module_the_type_marker_and_the_command(tmp_path):
+    modules = [path.relative_to(ROOT / "src") for path in (ROOT / "src/hybridflow").rglob("*.py")]
+    for file in ["pyproject.toml", "README.md", "LICENSE", "src/hybridflow/py.typed", *(f"src/{m}" for m in modules)]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", "out", "."], cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "out").glob("hybridflow-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "hybridflow = hybridflow.cli.main:main" in archive.read(entry_points).decode()
+    assert {"hybridflow/py.typed", *map(str, modules)} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)

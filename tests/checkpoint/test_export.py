@@ -1,0 +1,204 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+from transformers.utils import logging as transformers_logging
+
+from hybridflow.checkpoint import CheckpointStore, export_model, save_state
+from hybridflow.errors import CheckpointError, ModelError
+
+transformers_logging.disable_progress_bar()
+
+TOKENS = torch.tensor([[1, 5, 9, 2, 7]])
+SIZES: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0),
+}
+
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_model_directory(directory: Path, config: Any) -> Path:
+    """The directory that training starts from: other weights, a tokenizer, a generation configuration."""
+    make_model(config, seed=1).save_pretrained(directory)
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "one": 2, "two": 3}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = "{{ messages[0].content }}"
+    fast.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3], "pad_token_id": 0}))
+    (directory / "modeling_evil.py").write_text("raise SystemExit('code of the model directory was executed')")
+    return directory
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_exported_checkpoint_loads_as_the_trained_model(tmp_path, family):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS[family])
+    trained = make_model(CONFIGS[family], seed=2)
+    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+        save_state({"model": weights_of(trained), "optimizer": {"step": torch.tensor(3.0)}}, directory / "actor")
+    export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.dtype == torch.float32
+    assert torch.equal(logits_of(loaded), logits_of(trained))
+    assert loaded.generation_config.eos_token_id == [1, 3]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    original = AutoTokenizer.from_pretrained(model_dir)
+    assert type(tokenizer) is type(original)
+    assert tokenizer("one two").input_ids == original("one two").input_ids
+    assert tokenizer.get_vocab() == original.get_vocab()
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "two"}], tokenize=False) == "two"
+    assert not list((tmp_path / "out").glob("*.py"))
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_weights_are_stored_in_the_chosen_dtype(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
+    trained = make_model(CONFIGS["llama, tied"], seed=2)
+    export_model(weights_of(trained), model_dir, tmp_path / "out", dtype="bfloat16")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert "lm_head.weight" not in stored
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.dtype == torch.bfloat16
+    for name, weight in weights_of(trained).items():
+        assert torch.equal(loaded.get_parameter(name), weight.to(torch.bfloat16))
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+
+def test_weights_of_another_dtype_than_the_configuration_keep_theirs(tmp_path):
+    config = LlamaConfig(**SIZES, dtype="bfloat16")
+    model_dir = make_model_directory(tmp_path / "model", config)
+    trained = make_model(CONFIGS["llama"], seed=2)
+    export_model(weights_of(trained), model_dir, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.dtype == torch.float32
+    assert torch.equal(logits_of(loaded), logits_of(trained))
+
+
+def test_a_full_state_dict_with_tied_names_is_accepted(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
+    trained = make_model(CONFIGS["llama, tied"], seed=2)
+    export_model(trained.state_dict(), model_dir, tmp_path / "out")
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits_of(trained))
+
+
+def test_exporting_changes_neither_the_weights_nor_the_random_state(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    weights = weights_of(make_model(CONFIGS["llama"], seed=2))
+    before = {name: weight.clone() for name, weight in weights.items()}
+    torch.manual_seed(5)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(5)
+    export_model(weights, model_dir, tmp_path / "out", dtype="float16")
+    assert torch.rand(3).tolist() == expected
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+
+
+def test_an_empty_directory_is_filled_and_a_full_one_refused(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    weights = weights_of(make_model(CONFIGS["llama"]))
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / ".tmp-out-0123456789abcdef").mkdir()  # what a killed export left
+    export_model(weights, model_dir, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    files = sorted(path.name for path in out.iterdir())
+    with pytest.raises(CheckpointError, match="out' exists and is not an empty directory; give a new one"):
+        export_model(weights, model_dir, out)
+    with pytest.raises(CheckpointError, match=r"config\.json' exists and is not an empty directory"):
+        export_model(weights, model_dir, out / "config.json")
+    assert sorted(path.name for path in out.iterdir()) == files
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    weights = weights_of(make_model(CONFIGS["llama"]))
+    del weights["model.norm.weight"]
+    weights["score.weight"] = torch.zeros(1, 8)
+    weights["lm_head.weight"] = torch.zeros(17, 8)
+    message = (
+        r"do not fit the LlamaForCausalLM .*1 missing \(model\.norm\.weight\); 1 unknown \(score\.weight\); "
+        r"1 of another shape \(lm_head\.weight \(17, 8\) instead of \(16, 8\)\)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        export_model(weights, model_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"is no model directory: config\.json is missing"),
+        ("{", "cannot be built as a causal language model"),
+        ('{"model_type": "unheard_of"}', "cannot be built as a causal language model"),
+        ('{"auto_map": {"AutoConfig": "modeling_evil.Config"}, "model_type": "evil"}', "cannot be built as a causal"),
+        ('{"model_type": "vit"}', "cannot be built as a causal language model"),
+    ],
+)
+def test_a_directory_without_a_causal_model_is_an_error(tmp_path, config, message):
+    (tmp_path / "modeling_evil.py").write_text("raise SystemExit('code of the model directory was executed')")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=message):
+        export_model({}, tmp_path, tmp_path / "out")
+
+
+def test_an_unknown_dtype_is_an_error_that_lists_the_known(tmp_path):
+    with pytest.raises(CheckpointError, match="dtype='bf16' is unknown; use float32, bfloat16, float16, float64"):
+        export_model({}, tmp_path, tmp_path / "out", dtype="bf16")
+
+
+def test_a_checkpoint_without_an_actor_is_an_error(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+        save_state([1], directory / "data")
+    with pytest.raises(CheckpointError, match="has no component 'actor'; it has data"):
+        export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
+
+
+def test_a_full_disk_leaves_no_export(tmp_path, small_disk):
+    large: dict[str, Any] = SIZES | {"vocab_size": 1 << 16}
+    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**large))
+    with pytest.raises(
+        CheckpointError, match=r"small_disk/out' was not written \(4\.0 MiB of weights\): .*No space left on device"
+    ):
+        export_model(weights_of(make_model(LlamaConfig(**large))), model_dir, small_disk / "out")
+    assert list(small_disk.iterdir()) == []

@@ -1,0 +1,95 @@
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging as transformers_logging
+
+from hybridflow.checkpoint import CheckpointStore, save_state
+from hybridflow.cli import export
+from hybridflow.errors import CheckpointError, ConfigError
+
+transformers_logging.disable_progress_bar()
+
+CONFIG = LlamaConfig(
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+)
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    export.add_arguments(parser)
+    return export.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that trained from tmp_path/model and saved steps 10 and 20, whose norm weight is the step."""
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    model.save_pretrained(tmp_path / "model")
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in (10, 20):
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        weights["model.norm.weight"] = torch.full((8,), float(step))
+        with store.begin(step) as directory:
+            save_state({"model": weights}, directory / "actor")
+    (tmp_path / "run" / "config.toml").write_text(f'[model]\npath = "{tmp_path / "model"}"\n')
+    return tmp_path / "run"
+
+
+def exported_step(directory: Path) -> float:
+    return AutoModelForCausalLM.from_pretrained(directory).model.norm.weight[0].item()
+
+
+def test_the_newest_checkpoint_of_a_run_is_exported(run_dir, tmp_path, capsys):
+    assert run(run_dir, tmp_path / "out") == 0
+    assert exported_step(tmp_path / "out") == 20.0
+    assert f"wrote {tmp_path / 'out'} from {run_dir / 'checkpoints' / 'step_000020'}" in capsys.readouterr().out
+
+
+def test_a_step_and_a_dtype_can_be_chosen(run_dir, tmp_path):
+    assert run(run_dir, tmp_path / "out", "--step", 10, "--dtype", "bfloat16") == 0
+    assert exported_step(tmp_path / "out") == 10.0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_one_checkpoint_is_exported_also_from_inside_its_run(run_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(run_dir / "checkpoints")
+    assert run("step_000010", tmp_path / "out") == 0
+    assert exported_step(tmp_path / "out") == 10.0
+
+
+def test_a_checkpoint_that_was_moved_needs_the_model(run_dir, tmp_path):
+    moved = (run_dir / "checkpoints" / "step_000010").rename(tmp_path / "best")
+    with pytest.raises(ConfigError, match=r"config\.toml' is missing.*name it with --model DIR"):
+        run(moved, tmp_path / "out")
+    assert run(moved, tmp_path / "out", "--model", tmp_path / "model") == 0
+    assert exported_step(tmp_path / "out") == 10.0
+
+
+def test_a_model_that_is_not_where_the_run_had_it_is_an_error(run_dir, tmp_path):
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"model\.path='.*model' of '.*' is no directory here"):
+        run(run_dir, tmp_path / "out")
+
+
+def test_a_directory_without_checkpoints_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run with checkpoints"):
+        run(tmp_path, tmp_path / "out")
+
+
+def test_a_step_of_one_checkpoint_is_an_error(run_dir, tmp_path):
+    with pytest.raises(ConfigError, match="--step 10 chooses among the checkpoints of a run"):
+        run(run_dir / "checkpoints" / "step_000010", tmp_path / "out", "--step", 10)
+
+
+def test_a_missing_step_is_an_error_that_lists_the_others(run_dir, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 15 in .*; there are 10, 20"):
+        run(run_dir, tmp_path / "out", "--step", 15)

@@ -1,0 +1,129 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hybridflow import __version__
+from hybridflow.cli.main import COMMANDS, Command, main
+from hybridflow.errors import DataError
+
+
+@pytest.fixture
+def fake_command(monkeypatch):
+    """Add a command `fake` whose `run` is the given function."""
+
+    def add(run, doc="Does something fake.\n\nIn two paragraphs."):
+        module = type(sys)("fake_command")
+        module.__doc__ = doc
+        module.add_arguments = lambda parser: parser.add_argument("word", nargs="?")  # type: ignore[attr-defined]
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "fake_command", module)
+        monkeypatch.setitem(COMMANDS, "fake", Command("fake_command", "do something fake", "fake it"))
+
+    return add
+
+
+def test_help_lists_every_command_with_an_example(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in shown
+        assert command.help in shown
+        assert f"hybridflow {command.example}" in shown
+        assert command.example.startswith(name)
+
+
+def test_without_a_command_help_is_shown_and_the_status_is_2(capsys):
+    assert main([]) == 2
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_version_is_shown(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"hybridflow {__version__}\n"
+
+
+def test_an_unknown_command_suggests_the_nearest(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["trian", "recipe.toml"])
+    assert exit_.value.code == 2
+    assert "no such command: trian; did you mean train?" in capsys.readouterr().err
+
+
+def test_an_unknown_command_like_no_other_lists_all(capsys):
+    with pytest.raises(SystemExit):
+        main(["xyz"])
+    assert "use prepare, sft, train, generate, evaluate, export, config." in capsys.readouterr().err
+
+
+def test_a_command_gets_its_arguments_and_its_status_is_returned(fake_command):
+    fake_command(lambda args: {"it": 5}[args.word])
+    assert main(["fake", "it"]) == 5
+
+
+def test_a_commands_help_is_its_docstring_with_an_example(fake_command, capsys):
+    fake_command(lambda args: 0)
+    with pytest.raises(SystemExit) as exit_:
+        main(["fake", "--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: hybridflow fake" in shown
+    assert "In two paragraphs." in shown
+    assert "example: hybridflow fake it" in shown
+
+
+def test_an_error_of_ours_is_one_line_on_stderr_and_status_2(fake_command, capsys):
+    def run(args):
+        raise DataError("data.parquet is empty; write it again")
+
+    fake_command(run)
+    assert main(["fake"]) == 2
+    assert capsys.readouterr().err == "error: data.parquet is empty; write it again\n"
+
+
+def test_any_other_error_keeps_its_traceback(fake_command):
+    fake_command(lambda args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["fake"])
+
+
+def test_ctrl_c_is_status_130(fake_command, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    fake_command(run)
+    assert main(["fake"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_at_debug_level_an_error_of_ours_shows_where_it_was_raised():
+    program = (
+        "import sys; from hybridflow.cli import main as m; sys.argv = ['hybridflow', 'config', 'missing.toml']; "
+        "sys.exit(m.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HYBRIDFLOW_LOGGING_LEVEL": "debug"},
+    )
+    assert done.returncode == 2
+    assert "error: recipe missing.toml is missing" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "load_config" in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m hybridflow config --reference | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "[model]\n"
+    assert done.stderr == ""

@@ -1,0 +1,101 @@
+import pytest
+
+from hybridflow.config import Config, DataConfig, check, load_config
+from hybridflow.config.checks import contradictions
+from hybridflow.errors import ConfigError
+
+ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["data.train_batch_size=6", "actor.mini_batch_size=4"],
+            "actor.mini_batch_size=4 does not divide data.train_batch_size=6; use 1, 2, 3 or 6",
+        ),
+        (
+            ["data.train_batch_size=1", "critic.mini_batch_size=2"],
+            "critic.mini_batch_size=2 does not divide data.train_batch_size=1; use 1",
+        ),
+        (["rollout.group_size=1"], "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare"),
+        (["rollout.temperature=0"], "rollout.temperature=0 gives the same response 8 times (rollout.group_size=8)"),
+        (["rollout.max_running_sequences=7"], "rollout.group_size=8 exceeds rollout.max_running_sequences=7"),
+        (
+            ["validation.group_size=2000", "validation.temperature=1"],
+            "validation.group_size=2000 exceeds rollout.max_running_sequences=1024",
+        ),
+        (["validation.group_size=4"], "validation.temperature=0 gives the same response 4 times"),
+        (
+            ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_in_loss=true"],
+            "algorithm.kl_in_reward=true and algorithm.kl_in_loss=true count the same KL twice",
+        ),
+        (
+            ["algorithm.kl_in_reward=true"],
+            "algorithm.kl_in_reward=true has no effect with algorithm.advantage='grpo', which reads only scores; "
+            "use kl_in_loss = true, or advantage = 'gae'",
+        ),
+        (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller='adaptive' steers the KL in the reward"),
+        ([*ADAPTIVE, "algorithm.kl_coef=0"], "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive'"),
+        (
+            ["memory.max_tokens_per_micro_batch=1023"],
+            "memory.max_tokens_per_micro_batch=1023 cannot hold one sequence of data.max_prompt_length=512 and "
+            "data.max_response_length=512; use at least 1024",
+        ),
+        (["critic.warmup_steps=5"], "critic.warmup_steps=5, but algorithm.advantage='grpo' has no critic"),
+        (
+            ["algorithm.advantage=gae", "critic.warmup_steps=5", "trainer.total_steps=5"],
+            "critic.warmup_steps=5 leaves the actor none of trainer.total_steps=5; use at most 4",
+        ),
+        (["trainer.val_every=5"], "trainer.val_every=5, but data.val_files is empty"),
+    ],
+)
+def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    first, line = str(caught.value).split("\n  ")
+    assert first == "1 problem(s) in overrides:"
+    assert line.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_batch_size=6", "actor.mini_batch_size=3", "critic.mini_batch_size=6"],
+        ["algorithm.advantage=gae", "rollout.group_size=1"],
+        ["algorithm.advantage=gae", "rollout.group_size=1", "rollout.temperature=0"],
+        ["validation.group_size=4", "validation.temperature=0.6"],
+        ["algorithm.kl_in_loss=true"],
+        ADAPTIVE,
+        ["memory.max_tokens_per_micro_batch=1024"],
+        ["algorithm.advantage=gae", "critic.warmup_steps=5"],
+        ["algorithm.advantage=gae", "critic.warmup_steps=4", "trainer.total_steps=5"],
+        ["trainer.val_every=5", "data.val_files=['val.parquet']"],
+    ],
+)
+def test_what_fits_together_passes(overrides):
+    assert contradictions(load_config(None, overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_on_policy"),
+    [
+        ([], True),
+        (["data.train_batch_size=8", "actor.mini_batch_size=8"], True),
+        (["data.train_batch_size=8", "actor.mini_batch_size=4"], False),
+        (["actor.epochs=2"], False),
+    ],
+)
+def test_an_update_of_one_optimizer_step_is_on_policy(overrides, is_on_policy):
+    assert load_config(None, overrides).is_on_policy is is_on_policy
+
+
+def test_several_contradictions_are_reported_at_once():
+    with pytest.raises(ConfigError, match=r"2 problem\(s\)"):
+        load_config(None, ["rollout.group_size=1", "critic.warmup_steps=1"])
+
+
+def test_a_config_built_in_python_can_be_checked():
+    check(Config())
+    with pytest.raises(ConfigError, match=r"1 problem\(s\) in the configuration:\n  memory.max_tokens_per_micro_batch"):
+        check(Config(data=DataConfig(max_response_length=20000)))

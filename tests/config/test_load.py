@@ -1,0 +1,151 @@
+import re
+
+import pytest
+
+from hybridflow.config import Config, load_config
+from hybridflow.errors import ConfigError
+
+
+def problems(recipe, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides)
+    return str(caught.value).split("\n  ")
+
+
+def write(tmp_path, text):
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_recipe_every_default_holds_and_the_whole_is_valid():
+    assert load_config(None) == Config()
+
+
+def test_a_recipe_changes_only_what_it_names(tmp_path):
+    config = load_config(write(tmp_path, "[data]\ntrain_batch_size = 32\ntrain_files = ['a.parquet', 'b.parquet']\n"))
+    assert config.data.train_batch_size == 32
+    assert config.data.train_files == ("a.parquet", "b.parquet")
+    assert config.data.max_prompt_length == Config().data.max_prompt_length
+
+
+def test_a_section_with_its_own_defaults_keeps_those_it_is_not_given(tmp_path):
+    config = load_config(write(tmp_path, "[critic.optimizer]\nweight_decay = 0.0\n"))
+    assert config.critic.optimizer.lr == 1e-5
+    assert config.actor.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("data.train_batch_size=16", "data", "train_batch_size", 16),
+        ("rollout.temperature=1", "rollout", "temperature", 1.0),
+        ("algorithm.kl_estimator=k1", "algorithm", "kl_estimator", "k1"),
+        ('algorithm.kl_estimator="k1"', "algorithm", "kl_estimator", "k1"),
+        ('data.train_files=["a=b.parquet"]', "data", "train_files", ("a=b.parquet",)),
+        ("data.train_files=[]", "data", "train_files", ()),
+        ("trainer.run_dir=2024", "trainer", "run_dir", "2024"),
+        ("model.path=true", "model", "path", "true"),
+        ("model.path='a b'", "model", "path", "a b"),
+        ("model.path=", "model", "path", ""),
+        (" data.train_batch_size = 16 ", "data", "train_batch_size", 16),
+        ("actor.clip_ratio_dual=none", "actor", "clip_ratio_dual", None),
+    ],
+)
+def test_an_override_is_read_as_toml_and_as_text_where_it_is_none(override, section, key, value):
+    assert getattr(getattr(load_config(None, [override]), section), key) == value
+
+
+def test_overrides_win_over_the_recipe_and_later_ones_over_earlier_ones(tmp_path):
+    recipe = write(tmp_path, "[trainer]\nseed = 1\nepochs = 7\n")
+    config = load_config(recipe, ["trainer.seed=2", "trainer.seed=3"])
+    assert (config.trainer.seed, config.trainer.epochs) == (3, 7)
+
+
+def test_a_config_cannot_be_changed():
+    config = load_config(None)
+    with pytest.raises(ValueError, match="frozen"):
+        config.trainer.seed = 1  # type: ignore[misc]
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    recipe = write(tmp_path, "[algorithm]\nadvantage = 'grop'\nkl_coeff = 0.1\n")
+    assert problems(recipe, ["data.train_batch_size=0", "lr=1e-3"]) == [
+        f"4 problem(s) in {recipe} with overrides:",
+        "data.train_batch_size: Input should be greater than 0 (got 0)",
+        "algorithm.advantage: Input should be 'gae' or 'grpo' (got 'grop')",
+        "algorithm.kl_coeff: no such key; did you mean algorithm.kl_coef?",
+        "lr: no such key; did you mean actor.optimizer.lr?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("kl_coeff=1", "kl_coeff: no such key; did you mean algorithm.kl_coef?"),
+        ("critic.lr=1", "critic.lr: no such key; did you mean critic.optimizer.lr?"),
+        ("data.batch_size=1", "data.batch_size: no such key; did you mean validation.batch_size?"),
+        ("actor.ppo_mini_batch_size=1", "actor.ppo_mini_batch_size: no such key; did you mean actor.mini_batch_size?"),
+        ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all"),
+        ("algoritm.kl_coef=1", "algoritm: no such section; did you mean algorithm?"),
+        ("critic.optim.lr=1", "critic.optim: no such section; did you mean critic.optimizer?"),
+        ("sft=3", "sft: is a section; set one of its keys, as in sft.batch_size (got 3)"),
+        ("data.shuffle=1", "data.shuffle: Input should be a valid boolean (got 1)"),
+        ("data.shuffle.x=1", "data.shuffle: Input should be a valid boolean (got {'x': 1})"),
+        ("trainer.seed=true", "trainer.seed: Input should be a valid integer (got True)"),
+        ("trainer.seed='1'", "trainer.seed: Input should be a valid integer (got '1')"),
+        ("rollout.temperature=nan", "rollout.temperature: Input should be a finite number (got nan)"),
+        ("data.val_files=a", 'data.val_files: Input should be an array, as in ["a", "b"] (got \'a\')'),
+        ("data.val_files=[1]", "data.val_files.0: Input should be a valid string (got 1)"),
+        ("actor.clip_ratio_dual=1", "actor.clip_ratio_dual: Input should be greater than 1 (got 1)"),
+        ("actor", "'actor': not an override; write section.key=value"),
+        ("actor..epochs=1", "'actor..epochs=1': not an override; write section.key=value"),
+        ("=1", "'=1': not an override; write section.key=value"),
+    ],
+)
+def test_a_problem_names_the_key_the_value_and_the_fix(override, problem):
+    assert problems(None, [override]) == ["1 problem(s) in overrides:", problem]
+
+
+def test_a_duplicate_key_is_an_error_with_file_and_line(tmp_path):
+    recipe = write(tmp_path, "[data]\nshuffle = true\n\nshuffle = false\n")
+    assert problems(recipe) == [
+        f"{recipe}, line 4: this key already has a value: each key once: shuffle = false",
+    ]
+
+
+def test_a_syntax_error_is_an_error_with_file_and_line(tmp_path):
+    recipe = write(tmp_path, "[data]\nshuffle = maybe\n")
+    assert problems(recipe) == [f"{recipe}, line 2: Invalid value: shuffle = maybe"]
+
+
+def test_a_syntax_error_at_the_end_of_the_file_names_the_file(tmp_path):
+    recipe = write(tmp_path, "[data]\nval_files = ['a',")
+    assert problems(recipe) == [f"{recipe}: Invalid value (at end of document)"]
+
+
+def test_a_missing_recipe_names_those_beside_it(tmp_path):
+    write(tmp_path, "")
+    assert problems(tmp_path / "mine.toml") == [
+        f"recipe {tmp_path / 'mine.toml'} is missing; beside it are {tmp_path / 'my.toml'}"
+    ]
+
+
+def test_a_directory_is_no_recipe(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"recipe {tmp_path} is no file")):
+        load_config(tmp_path)
+
+
+def test_a_recipe_that_is_not_utf_8_is_an_error(tmp_path):
+    (tmp_path / "my.toml").write_bytes(b"# \xff\n")
+    with pytest.raises(ConfigError, match="byte 2 is not UTF-8"):
+        load_config(tmp_path / "my.toml")
+
+
+def test_contradictions_are_found_across_the_recipe_and_the_overrides(tmp_path):
+    recipe = write(tmp_path, "[data]\ntrain_batch_size = 128\n")
+    assert problems(recipe, ["actor.mini_batch_size=48"]) == [
+        f"1 problem(s) in {recipe} with overrides:",
+        "actor.mini_batch_size=48 does not divide data.train_batch_size=128; use 1, 2, 4, 8, 16, 32, 64 or 128",
+    ]

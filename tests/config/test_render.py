@@ -1,0 +1,61 @@
+import tomllib
+
+import pytest
+
+from hybridflow.config import (
+    Config,
+    DataConfig,
+    RewardConfig,
+    leaf_keys,
+    load_config,
+    reference_markdown,
+    reference_text,
+    to_toml,
+)
+from hybridflow.config.render import toml_value
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(),
+        load_config(None, ["actor.clip_ratio_dual=none", "actor.optimizer.lr=3e-7", "rollout.top_p=0.95"]),
+        Config(data=DataConfig(train_files=('a "b".parquet', "c\\d\n\x7f\U0001f600é.parquet"))),
+        Config(reward=RewardConfig(function="my file.py:score", error_score=-1e300)),
+    ],
+)
+def test_a_config_written_as_toml_reads_back_equal(config, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "true"), (3, "3"), (1e-6, "1e-06"), (None, '"none"'), ((0.9, 0.999), "[0.9, 0.999]"), ("a\\b", '"a\\\\b"')],
+)
+def test_values_are_toml(value, text):
+    assert toml_value(value) == text
+    assert tomllib.loads(f"x = {text}")["x"] == ("none" if value is None else [*value] if text[0] == "[" else value)
+
+
+def test_the_reference_is_a_recipe_of_all_defaults(tmp_path):
+    path = tmp_path / "reference.toml"
+    path.write_text(reference_text())
+    assert load_config(path) == Config()
+
+
+def test_the_reference_says_meaning_type_and_default_of_a_key():
+    assert (
+        "# Sample among the fewest tokens whose probability reaches top_p.\n# number > 0 and <= 1\ntop_p = 1.0\n"
+        in reference_text()
+    )
+
+
+def test_the_markdown_reference_has_one_row_for_every_key_with_all_four_columns():
+    rows = [line for line in reference_markdown().splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert [name.strip("`") for name, *_ in cells] == list(leaf_keys())
+    assert all(len(row) == 4 and all(row) for row in cells)
+    assert ["`actor.clip_ratio_dual`", 'number > 1 or "none"', "`3.0`"] in [row[:3] for row in cells]
+    assert ["`model.dtype`", '"float32" or "bfloat16" or "float64"', '`"float32"`'] in [row[:3] for row in cells]

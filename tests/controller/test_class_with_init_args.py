@@ -1,0 +1,33 @@
+import pytest
+
+from hybridflow.controller import ClassWithInitArgs
+from hybridflow.errors import DispatchError
+
+
+class Model:
+    def __init__(self, config, size=1, *, name=""):
+        self.config, self.size, self.name = config, size, name
+
+
+def test_the_config_is_found_by_keyword_and_by_position():
+    assert ClassWithInitArgs(Model, config="c").config == "c"
+    assert ClassWithInitArgs(Model, "c", 2).config == "c"
+
+
+def test_a_class_without_config_has_none():
+    class Plain:
+        pass
+
+    assert ClassWithInitArgs(Plain).config is None
+
+
+def test_arguments_that_the_constructor_does_not_take_are_refused_before_it_is_called():
+    with pytest.raises(DispatchError, match=r"Model\.__init__\(self, config.*missing a required argument: 'config'"):
+        ClassWithInitArgs(Model)
+    with pytest.raises(DispatchError, match="unexpected keyword argument 'siez'"):
+        ClassWithInitArgs(Model, "c", siez=2)
+
+
+def test_an_instance_is_refused():
+    with pytest.raises(DispatchError, match="needs a worker class"):
+        ClassWithInitArgs(Model("c"))  # pyright: ignore[reportArgumentType]

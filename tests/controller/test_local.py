@@ -1,0 +1,284 @@
+"""The contract of a backend, run on every backend there is, and what is special about the local one."""
+
+import gc
+import logging
+import os
+import pickle
+import traceback
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePool, Worker
+from hybridflow.errors import DispatchError, FieldError, HybridFlowError, WorkerError
+from hybridflow.protocol import DataProto
+
+BACKENDS = {"local": LocalBackend}
+SPMD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Recorder(Worker):
+    def __init__(self, start=None, fail_on=-1):
+        if self.rank == fail_on:
+            raise ValueError("no such file")
+        self.start, self.kept = start, []
+        self.seen = {name: os.environ.get(name) for name in SPMD_VARIABLES}
+
+    def environment(self):
+        return self.seen, {name: os.environ.get(name) for name in SPMD_VARIABLES}
+
+    def ranks(self):
+        return self.rank, self.world_size, self.local_rank, self.local_world_size
+
+    def add_one(self, value):
+        self.kept.append(value)
+        value += 1
+        return value
+
+    def last(self):
+        return self.kept[-1]
+
+    def echo(self, *args, **kwargs):
+        return args, kwargs
+
+    def start_value(self):
+        return self.start
+
+    def divide_by_zero(self):
+        return 1 / 0
+
+    def missing_column(self):
+        raise FieldError("needs 'values'")
+
+    def meet(self):
+        self.require_collectives("averaging gradients")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return BACKENDS[request.param]()
+
+
+def spawn(backend, process_on_nodes, *args, name="recorder", **kwargs):
+    return backend.spawn(ClassWithInitArgs(Recorder, *args, **kwargs), ResourcePool(process_on_nodes), name)
+
+
+def call(backend, worker, method_name, *args, **kwargs):
+    return backend.get([backend.call(worker, method_name, args, kwargs)])[0]
+
+
+# The contract
+
+
+def test_workers_are_named_by_group_and_rank(backend):
+    assert [worker.name for worker in spawn(backend, [2, 1])] == ["recorder/0", "recorder/1", "recorder/2"]
+
+
+def test_each_worker_knows_its_place(backend):
+    workers = spawn(backend, [2, 1])
+    assert [call(backend, worker, "ranks") for worker in workers] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
+
+
+def test_each_worker_has_the_spmd_variables_while_built_and_called(backend):
+    workers = spawn(backend, [2, 1])
+    ports = set()
+    for rank, worker in enumerate(workers):
+        while_built, while_called = call(backend, worker, "environment")
+        assert while_built == while_called
+        assert while_called["RANK"] == str(rank)
+        assert while_called["WORLD_SIZE"] == "3"
+        assert while_called["LOCAL_RANK"] == ["0", "1", "0"][rank]
+        assert while_called["LOCAL_WORLD_SIZE"] == ["2", "2", "1"][rank]
+        assert while_called["MASTER_ADDR"]
+        ports.add(while_called["MASTER_PORT"])
+    assert len(ports) == 1
+    assert 1024 <= int(ports.pop()) < 65536
+
+
+def test_a_worker_owns_what_it_receives(backend):
+    (worker,) = spawn(backend, [1])
+    sent = torch.zeros(3)
+    assert call(backend, worker, "add_one", sent).tolist() == [1, 1, 1]
+    assert sent.tolist() == [0, 0, 0]
+    sent.fill_(9)
+    assert call(backend, worker, "last").tolist() == [1, 1, 1]
+
+
+def test_a_caller_owns_what_it_gets(backend):
+    (worker,) = spawn(backend, [1])
+    result = call(backend, worker, "add_one", np.zeros(3))
+    result[:] = 9
+    assert call(backend, worker, "last").tolist() == [1, 1, 1]
+
+
+def test_a_result_stays_what_it_was_when_the_worker_writes_on(backend):
+    (worker,) = spawn(backend, [1])
+    handle = backend.call(worker, "add_one", (torch.zeros(2),), {})
+    kept = backend.call(worker, "last", (), {})
+    call(backend, worker, "add_one", kept)
+    assert handle.get().tolist() == [1, 1]
+
+
+def test_every_rank_is_built_with_its_own_arguments(backend):
+    start = {"sizes": [1]}
+    first, second = spawn(backend, [2], start)
+    call(backend, first, "start_value")["sizes"].append(2)
+    assert call(backend, second, "start_value") == {"sizes": [1]}
+    start["sizes"].append(3)
+    assert call(backend, first, "start_value") == {"sizes": [1]}
+
+
+def test_an_argument_that_is_a_handle_arrives_as_its_value(backend):
+    first, second = spawn(backend, [2])
+    shared = backend.put(torch.zeros(2))
+    assert call(backend, first, "add_one", shared).tolist() == [1, 1]
+    assert call(backend, second, "add_one", value=shared).tolist() == [1, 1]
+    assert shared.get().tolist() == [0, 0]
+
+
+def test_getting_twice_gives_two_copies(backend):
+    handle = backend.put(torch.zeros(2))
+    handle.get().fill_(5)
+    assert handle.get().tolist() == [0, 0]
+
+
+def test_a_released_value_is_gone(backend):
+    handle = backend.put(1)
+    backend.release([handle])
+    backend.release([handle])
+    with pytest.raises(WorkerError, match="this result was released"):
+        handle.get()
+
+
+def test_a_stopped_worker_takes_no_calls(backend):
+    first, second = spawn(backend, [2])
+    assert backend.is_alive(first)
+    backend.shutdown([first])
+    backend.shutdown([first])
+    assert not backend.is_alive(first)
+    assert backend.is_alive(second)
+    with pytest.raises(WorkerError, match="recorder/0 was shut down"):
+        call(backend, first, "ranks")
+
+
+def test_an_error_of_our_own_keeps_its_type(backend):
+    (worker,) = spawn(backend, [1])
+    with pytest.raises(FieldError, match="needs 'values'") as caught:
+        call(backend, worker, "missing_column")
+    assert caught.value.__notes__ == ["in Recorder.missing_column, worker recorder/0"]
+
+
+def test_any_other_error_becomes_a_worker_error_that_says_who(backend):
+    worker = spawn(backend, [2])[1]
+    with pytest.raises(WorkerError) as caught:
+        call(backend, worker, "divide_by_zero")
+    assert str(caught.value) == (
+        "Recorder.divide_by_zero failed on worker recorder/1: ZeroDivisionError: division by zero"
+    )
+    assert (caught.value.role, caught.value.rank) == ("recorder", 1)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert pickle.loads(pickle.dumps(caught.value)).rank == 1
+
+
+def test_a_constructor_that_raises_on_one_rank_fails_the_group(backend):
+    with pytest.raises(WorkerError, match=r"Recorder\.__init__ failed on worker recorder/1: ValueError: no such file"):
+        spawn(backend, [2], fail_on=1)
+
+
+def test_an_argument_that_cannot_be_copied_is_named(backend):
+    (worker,) = spawn(backend, [1])
+    with pytest.raises(DispatchError, match=r"argument 1 of Recorder\.echo is a generator"):
+        call(backend, worker, "echo", 1, (n for n in [1]))
+
+
+# The local backend
+
+
+def test_the_environment_is_as_before_after_a_call_and_after_an_error(monkeypatch):
+    monkeypatch.setenv("RANK", "77")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    before = dict(os.environ)
+    backend = LocalBackend()
+    worker = spawn(backend, [2])[1]
+    assert dict(os.environ) == before
+    call(backend, worker, "ranks")
+    assert dict(os.environ) == before
+    with pytest.raises(WorkerError):
+        call(backend, worker, "divide_by_zero")
+    assert dict(os.environ) == before
+
+
+def test_a_traceback_ends_at_the_line_that_failed():
+    backend = LocalBackend()
+    (worker,) = spawn(backend, [1])
+    with pytest.raises(WorkerError) as caught:
+        backend.call(worker, "divide_by_zero", (), {})
+    cause = caught.value.__cause__
+    assert cause is not None
+    last = traceback.extract_tb(cause.__traceback__)[-1]
+    assert (last.filename, last.name, last.line) == (__file__, "divide_by_zero", "return 1 / 0")
+
+
+def test_collectives_need_one_rank():
+    backend = LocalBackend()
+    first, _ = spawn(backend, [2])
+    with pytest.raises(WorkerError, match="ranks one after another"):
+        call(backend, first, "meet")
+    (alone,) = spawn(backend, [1])
+    assert call(backend, alone, "meet") is None
+
+
+class Group(Worker):
+    def sum(self):
+        self.require_collectives("a sum")
+        torch.distributed.init_process_group("gloo")
+        total = torch.ones(2)
+        torch.distributed.all_reduce(total)
+        torch.distributed.destroy_process_group()
+        return total
+
+
+def test_torch_distributed_starts_by_itself_in_a_single_rank():
+    backend = LocalBackend()
+    (worker,) = backend.spawn(ClassWithInitArgs(Group), ResourcePool([1]), "group")
+    assert call(backend, worker, "sum").tolist() == [1, 1]
+
+
+def test_nothing_is_kept_when_nobody_holds_a_handle():
+    backend = LocalBackend()
+    (worker,) = spawn(backend, [1])
+    handles = [backend.call(worker, "echo", (torch.zeros(10),), {}), backend.put(1)]
+    assert backend.num_objects == 2
+    backend.release(handles[:1])
+    assert backend.num_objects == 1
+    del handles
+    assert backend.num_objects == 0
+    with pytest.raises(HybridFlowError):
+        backend.call(worker, "divide_by_zero", (backend.put(1),), {})
+    gc.collect()
+    assert backend.num_objects == 0
+
+
+def test_a_part_of_a_batch_is_sent_without_the_rest():
+    backend = LocalBackend()
+    (worker,) = spawn(backend, [1])
+    part = DataProto.from_dict(tensors={"x": torch.zeros(1000, 4)}).slice(0, 10)
+    (received,), _ = call(backend, worker, "echo", part)
+    assert received.batch["x"].untyped_storage().nbytes() == 10 * 4 * 4
+
+
+def test_memory_is_logged_around_each_call_at_debug_level(caplog, monkeypatch):
+    backend = LocalBackend()
+    (worker,) = spawn(backend, [1])
+    caplog.set_level(logging.INFO, logger="hybridflow")
+    call(backend, worker, "ranks")
+    assert not caplog.records
+    caplog.set_level(logging.DEBUG, logger="hybridflow")
+    call(backend, worker, "ranks")
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in messages] == [
+        "before Recorder.ranks, rank 0",
+        "after Recorder.ranks, rank 0",
+    ]
+    assert all("resident" in message for message in messages)

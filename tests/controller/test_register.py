@@ -1,0 +1,90 @@
+import pytest
+
+from hybridflow.controller import Dispatch, Execute, register
+from hybridflow.controller.register import registered_methods, registration_of
+from hybridflow.errors import DispatchError
+
+
+def plain(self):
+    return 1
+
+
+def test_the_method_itself_stays_as_written():
+    assert register()(plain) is plain
+    assert plain(None) == 1
+
+
+def test_the_defaults_are_those_of_the_founding_design():
+    registration = registration_of(register()(lambda self: None))
+    assert registration is not None
+    assert registration.dispatch_mode is Dispatch.ALL_TO_ALL
+    assert registration.execute_mode is Execute.ALL
+    assert registration.blocking
+    assert registration.materialize_futures
+    assert (registration.reads, registration.writes, registration.rows) == (None, None, "same")
+
+
+def test_registered_methods_are_found_with_inherited_ones_and_without_others():
+    class Base:
+        @register()
+        def inherited(self): ...
+
+        def helper(self): ...
+
+        @property
+        def size(self):
+            raise RuntimeError("never read")
+
+    class Derived(Base):
+        @register(dispatch_mode="ONE_TO_ALL")
+        def own(self): ...
+
+    assert list(registered_methods(Derived)) == ["inherited", "own"]
+    assert registered_methods(Derived)["own"].dispatch_mode is Dispatch.ONE_TO_ALL
+
+
+def test_dispatch_rank_zero_runs_on_rank_zero():
+    registration = registration_of(register(Dispatch.RANK_ZERO)(lambda self: None))
+    assert registration is not None
+    assert registration.execute_mode is Execute.RANK_ZERO
+
+
+def test_a_mode_that_splits_cannot_run_on_rank_zero_alone():
+    with pytest.raises(DispatchError, match=r"DP_COMPUTE_PROTO splits a batch.*Dispatch\.RANK_ZERO"):
+        register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
+
+
+def test_register_without_parentheses_is_an_error():
+    with pytest.raises(DispatchError, match=r"plain: write @register\(\) with parentheses"):
+        register(plain)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_no_plain_method_is_refused():
+    async def later(self): ...
+
+    def several(self):
+        yield 1
+
+    for method in (later, several):
+        with pytest.raises(DispatchError, match="workers are synchronous"):
+            register()(method)
+    with pytest.raises(DispatchError, match="needs a plain method, got staticmethod"):
+        register()(staticmethod(plain))
+
+
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        ({"dispatch_mode": "DP_COMPUT"}, r"dispatch_mode='DP_COMPUT': use one of Dispatch\.RANK_ZERO"),
+        ({"dispatch_mode": 3}, "dispatch_mode=3"),
+        ({"execute_mode": "all"}, r"execute_mode='all'; use Execute\.ALL"),
+        ({"reads": "input_ids"}, r"reads='input_ids': needs a tuple of column names"),
+        ({"writes": (1, 2)}, r"writes=\(1, 2\)"),
+        ({"rows": "two"}, "rows='two'"),
+        ({"rows": 0}, "rows=0"),
+        ({"rows": True}, "rows=True"),
+    ],
+)
+def test_a_wrong_declaration_is_refused_where_it_is_written(declaration, message):
+    with pytest.raises(DispatchError, match=message):
+        register(**declaration)

@@ -1,0 +1,67 @@
+import pytest
+
+from hybridflow.controller import ResourcePool, ResourcePoolManager, Role
+from hybridflow.errors import ConfigError
+
+
+def test_ranks_are_numbered_node_by_node():
+    pool = ResourcePool(process_on_nodes=[2, 1, 3])
+    assert pool.world_size == 6
+    assert [pool.node(rank) for rank in range(6)] == [0, 0, 1, 2, 2, 2]
+    assert [pool.local_rank(rank) for rank in range(6)] == [0, 1, 0, 0, 1, 2]
+    assert [pool.local_world_size(rank) for rank in range(6)] == [2, 2, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("process_on_nodes", [[], [0], [2, -1], [1.5]])
+def test_a_pool_without_processes_is_an_error(process_on_nodes):
+    with pytest.raises(ConfigError, match="process_on_nodes="):
+        ResourcePool(process_on_nodes)
+
+
+def test_a_pool_that_holds_no_group_is_an_error():
+    with pytest.raises(ConfigError, match="max_colocate_count=0"):
+        ResourcePool([1], max_colocate_count=0)
+
+
+def test_each_role_gets_its_pool():
+    manager = ResourcePoolManager(
+        resource_pool_spec={"training": [4], "rollouts": [2, 2]},
+        mapping={Role.Actor: "training", Role.Critic: "training", Role.Rollout: "rollouts"},
+    )
+    assert manager.get_resource_pool(Role.Rollout).process_on_nodes == [2, 2]
+    assert manager.get_resource_pool(Role.Actor) is manager.get_resource_pool(Role.Critic)
+    with pytest.raises(ConfigError, match=r"Role\.RewardModel has no resource pool"):
+        manager.get_resource_pool(Role.RewardModel)
+
+
+def test_without_a_mapping_all_roles_share_the_one_pool():
+    manager = ResourcePoolManager({"global_pool": [2]})
+    assert {manager.get_resource_pool(role).world_size for role in Role} == {2}
+    with pytest.raises(ConfigError, match="no mapping"):
+        ResourcePoolManager({"a": [1], "b": [1]})
+
+
+def test_a_mapping_to_an_unknown_pool_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"Role\.Actor is on pool 'globl_pool'.*did you mean 'global_pool'"):
+        ResourcePoolManager({"global_pool": [1]}, {Role.Actor: "globl_pool"})
+
+
+def test_a_spec_without_pools_is_an_error():
+    with pytest.raises(ConfigError, match="resource_pool_spec is empty"):
+        ResourcePoolManager({})
+
+
+def test_pools_that_fit_the_gpus_are_accepted():
+    spec, mapping = {"a": [4, 4], "b": [2]}, {Role.Actor: "a", Role.Rollout: "b"}
+    assert ResourcePoolManager(spec, mapping, use_gpu=True, gpus_on_nodes=[4, 4, 2]).get_n_gpus() == 10
+
+
+@pytest.mark.parametrize("gpus_on_nodes", [[8], [4, 4, 1], [2, 8], []])
+def test_pools_that_do_not_fit_the_gpus_are_refused_with_both_figures(gpus_on_nodes):
+    spec, mapping = {"a": [4, 4], "b": [2]}, {Role.Actor: "a", Role.Rollout: "b"}
+    with pytest.raises(ConfigError, match=r"asked for .*a=\[4, 4\], b=\[2\].* there are \["):
+        ResourcePoolManager(spec, mapping, use_gpu=True, gpus_on_nodes=gpus_on_nodes)
+
+
+def test_a_pool_of_cpu_processes_always_fits():
+    assert ResourcePoolManager({"global_pool": [64]}, gpus_on_nodes=[0]).get_n_gpus() == 0

@@ -1,0 +1,189 @@
+import gc
+import weakref
+
+import pytest
+
+from hybridflow.controller import ClassWithInitArgs, Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller.worker_group import columns_of_methods
+from hybridflow.errors import DispatchError, WorkerError
+
+
+class Counter(Worker):
+    def __init__(self, config=None):
+        self.config = config
+        self.calls = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self, step: int = 1) -> int:
+        """Add `step` to the number of calls."""
+        self.calls += step
+        return self.calls
+
+    @register()
+    def tell(self, *args, **kwargs):
+        return self.rank, args, kwargs
+
+    def reset(self):
+        self.calls = 0
+
+    limit = 10
+
+
+class Critic(Worker):
+    def __init__(self, config=None):
+        self.config = config
+
+    @register(reads=lambda config: ("values", "returns") if config else ("values",), writes=(), rows="one")
+    def update(self, batch):
+        return None
+
+
+def make_group(process_on_nodes=(2,), **kwargs):
+    return WorkerGroup(ResourcePool(list(process_on_nodes)), ClassWithInitArgs(Counter), **kwargs)
+
+
+def test_a_group_knows_its_workers():
+    group = make_group([2, 1], name="counter")
+    assert group.world_size == 3
+    assert group.worker_names == ["counter/0", "counter/1", "counter/2"]
+    assert [worker.name for worker in group.workers] == group.worker_names
+    assert group.is_alive()
+    assert repr(group) == "WorkerGroup('counter', world_size=3)"
+    assert make_group().name == "Counter"
+
+
+def test_registered_methods_are_methods_of_the_group():
+    group = make_group()
+    assert group.count() == [1, 1]
+    assert group.count(step=2) == [3, 3]
+    assert group.count.__doc__ == "Add `step` to the number of calls."
+    assert sorted(group.methods) == ["count", "tell"]
+    assert "count" in dir(group)
+    assert hasattr(group, "count")
+
+
+def test_a_method_without_register_says_to_add_it():
+    with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called on a worker group: add @register"):
+        make_group().reset()
+
+
+def test_what_the_worker_does_not_have_is_an_attribute_error():
+    group = make_group()
+    assert not hasattr(group, "calls")
+    with pytest.raises(AttributeError, match="has no method 'cuont'; Counter registers count, tell"):
+        group.cuont()
+    with pytest.raises(AttributeError):
+        _ = group.limit
+
+
+def test_execute_all_gives_each_rank_its_element_of_a_list():
+    group = make_group()
+    assert group.execute_all_sync("tell", [10, 20], "all", key=(1, 2)) == [
+        (0, (10, "all"), {"key": 1}),
+        (1, (20, "all"), {"key": 2}),
+    ]
+    with pytest.raises(DispatchError, match="a list of 3 for 2 ranks"):
+        group.execute_all_sync("tell", [1, 2, 3])
+
+
+def test_execute_rank_zero_hands_over_the_arguments_as_they_are():
+    group = make_group()
+    assert group.execute_rank_zero_sync("tell", [10, 20], key=(1, 2)) == (0, ([10, 20],), {"key": (1, 2)})
+    assert group.count() == [1, 1]
+
+
+def test_asynchronous_execution_returns_handles():
+    group = make_group()
+    assert [handle.get() for handle in group.execute_all("count")] == [1, 1]
+    assert [handle.get() for handle in group.execute_all_async("count")] == [2, 2]
+    assert group.execute_rank_zero("count").get() == 3
+    assert group.execute_rank_zero_async("count").get() == 4
+
+
+def test_execute_refuses_what_is_not_registered():
+    group = make_group()
+    with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called"):
+        group.execute_all_sync("reset")
+    with pytest.raises(AttributeError, match="has no method 'nothing'"):
+        group.execute_rank_zero_async("nothing")
+
+
+def test_a_closed_group_takes_no_calls():
+    with make_group() as group:
+        count = group.count
+        assert group.count() == [1, 1]
+    assert not group.is_alive()
+    for attempt in (group.count, count, count.remote, lambda: group.execute_all_sync("count")):
+        with pytest.raises(DispatchError, match=r"Counter\.count was called on .*, which was shut down"):
+            attempt()
+    group.shutdown()
+
+
+def test_a_group_with_a_stopped_worker_is_not_alive():
+    group = make_group()
+    group.backend.shutdown(group.workers[1:])
+    assert not group.is_alive()
+    with pytest.raises(WorkerError, match="Counter/1 was shut down"):
+        group.count()
+
+
+def test_groups_can_share_a_backend():
+    backend = LocalBackend()
+    first, second = make_group(backend=backend), make_group(backend=backend)
+    assert first.count() == [1, 1]
+    assert first.count() == [2, 2]
+    assert second.count() == [1, 1]
+
+
+def test_a_group_that_nobody_holds_goes_with_its_workers():
+    group = make_group()
+    group.count()
+    gone = weakref.ref(group)
+    gc.disable()
+    try:
+        del group
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_default_mesh_is_the_data_axis_over_all_ranks():
+    assert make_group([3]).mesh().axes == {"data": 3}
+
+
+def test_meshes_are_found_by_name():
+    group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}})
+    assert group.mesh("rollout").axes == {"data": 2, "tensor": 2}
+    assert group.mesh().axes == {"data": 4}
+    with pytest.raises(DispatchError, match="has no mesh 'train'"):
+        group.mesh("train")
+
+
+def test_a_mesh_of_another_size_than_the_pool_is_an_error():
+    with pytest.raises(DispatchError, match=r"has 6 ranks, but .* has 4"):
+        make_group([4], meshes={"default": {"data": 3, "tensor": 2}})
+
+
+def test_a_method_named_like_one_of_the_group_is_an_error():
+    class Clash(Worker):
+        @register()
+        def shutdown(self): ...
+
+    with pytest.raises(DispatchError, match=r"Clash\.shutdown cannot be bound: WorkerGroup\.shutdown exists"):
+        WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Clash))
+
+
+def test_what_methods_read_follows_from_the_configuration_without_starting_anything():
+    class Broken(Critic):
+        def __init__(self, config):
+            raise RuntimeError("started")
+
+    assert columns_of_methods(ClassWithInitArgs(Broken, config=True))["update"].reads == ("values", "returns")
+    declared = columns_of_methods(ClassWithInitArgs(Broken, config=False))["update"]
+    assert (declared.where, declared.reads, declared.writes) == ("Broken.update", ("values",), ())
+    assert make_group().count.columns.reads is None
+
+
+def test_a_declaration_that_needs_a_configuration_fails_before_a_worker_is_started():
+    with pytest.raises(DispatchError, match=r"Critic\.update declares reads as a function of the configuration"):
+        WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Critic))

@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.data import prepare_gsm8k
+from hybridflow.errors import DataError
+
+CLIPS = {
+    "question": "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many altogether?",
+    "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72",
+}
+CARS = {"question": "How much do the cars cost?", "answer": "a lot\n#### $1,450"}
+
+
+def write_jsonl(path: Path, records: list) -> Path:
+    path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n", encoding="utf-8")
+    return path
+
+
+def test_jsonl_becomes_rows_of_the_schema_with_the_quoted_instruction(tmp_path):
+    train = write_jsonl(tmp_path / "train.jsonl", [CLIPS, CARS])
+    test = write_jsonl(tmp_path / "test.jsonl", [CARS])
+    files = prepare_gsm8k(train, test, tmp_path / "out")
+    rows = pq.read_table(files.train_file).to_pylist()
+    assert rows[0] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": CLIPS["question"] + ' Let\'s think step by step and output the final answer after "####".',
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "train", "index": 0, "answer": CLIPS["answer"], "question": CLIPS["question"]},
+    }
+    assert rows[1]["reward_model"]["ground_truth"] == "1450"
+    assert pq.read_table(files.test_file).to_pylist()[0]["extra_info"]["split"] == "test"
+
+
+def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [CLIPS, CARS])
+    parquet = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([CLIPS, CARS]), parquet)
+    from_jsonl = prepare_gsm8k(jsonl, jsonl, tmp_path / "1")
+    from_parquet = prepare_gsm8k(parquet, parquet, tmp_path / "2")
+    assert pq.read_table(from_jsonl.train_file).equals(pq.read_table(from_parquet.train_file))
+
+
+def test_a_line_separator_inside_a_question_does_not_end_the_line(tmp_path):
+    odd = {"question": "one\u2028two", "answer": "#### -3.5"}
+    file = write_jsonl(tmp_path / "odd.jsonl", [odd])
+    files = prepare_gsm8k(file, file, tmp_path / "out", instruction="")
+    row = pq.read_table(files.train_file).to_pylist()[0]
+    assert row["prompt"][0]["content"] == "one\u2028two"
+    assert row["reward_model"]["ground_truth"] == "-3.5"
+
+
+def refused(tmp_path: Path, name: str, content: bytes | None) -> str:
+    good = write_jsonl(tmp_path / "good.jsonl", [CLIPS])
+    bad = tmp_path / name
+    if content is not None:
+        bad.write_bytes(content)
+    with pytest.raises(DataError) as error:
+        prepare_gsm8k(good, bad, tmp_path / "out")
+    assert str(bad) in str(error.value)
+    assert not (tmp_path / "out").exists()
+    return str(error.value)
+
+
+def test_bad_files_are_refused_naming_file_and_line(tmp_path):
+    assert "no such file" in refused(tmp_path, "none.jsonl", None)
+    assert "no such file" in refused(tmp_path, "none.parquet", None)
+    assert "ends in '.csv'" in refused(tmp_path, "some.csv", b"question,answer")
+    assert "has no rows" in refused(tmp_path, "empty.jsonl", b"\n")
+    assert "line 2 is not JSON" in refused(tmp_path, "cut.jsonl", json.dumps(CLIPS).encode() + b'\n{"question": "a')
+    assert "line 1 is a list" in refused(tmp_path, "list.jsonl", b"[1]")
+    assert "has no 'answer'; it has question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
+    assert "'question' must be a text, got 3" in refused(tmp_path, "type.jsonl", b'{"question": 3, "answer": "#### 1"}')
+    assert "must end in '#### number'" in refused(tmp_path, "mark.jsonl", b'{"question": "a", "answer": "72"}')
+    assert "must end in '#### number'" in refused(tmp_path, "word.jsonl", b'{"question": "a", "answer": "#### many"}')
+    assert "cannot be read" in refused(tmp_path, "bytes.jsonl", b"\xff\xfe")
+    assert "not a readable parquet file" in refused(tmp_path, "cut.parquet", b"PAR1 and no more")
+
+
+def test_a_parquet_without_the_answer_column_is_refused(tmp_path):
+    file = tmp_path / "questions.parquet"
+    pq.write_table(pa.Table.from_pylist([{"question": "a"}]), file)
+    with pytest.raises(DataError, match="column 'answer' is missing; the file has question"):
+        prepare_gsm8k(file, file, tmp_path / "out")

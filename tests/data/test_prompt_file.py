@@ -1,0 +1,35 @@
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.data import prompt_row, write_prompt_file, write_sft_file
+from hybridflow.errors import DataError
+
+
+def test_a_prompt_text_becomes_one_user_message_and_messages_stay():
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    plain = prompt_row(data_source="x", prompt="hi", ground_truth="1", split="train", index=0)
+    assert plain["prompt"] == [{"role": "user", "content": "hi"}]
+    assert prompt_row(data_source="x", prompt=messages, ground_truth="1", split="train", index=0)["prompt"] == messages
+
+
+def test_sft_files_hold_messages_and_a_response(tmp_path):
+    path = write_sft_file(tmp_path / "sft.parquet", [("2+2=", "4"), ("1+2=", "3")])
+    assert pq.read_table(path).to_pylist()[1] == {"prompt": [{"role": "user", "content": "1+2="}], "response": "3"}
+
+
+def test_no_rows_and_mixed_types_are_refused(tmp_path):
+    with pytest.raises(DataError, match="no rows to write"):
+        write_prompt_file(tmp_path / "a.parquet", [])
+    rows = [
+        prompt_row(data_source="x", prompt="a", ground_truth=truth, split="train", index=0)
+        for truth in ("1", {"target": 1})
+    ]
+    with pytest.raises(DataError, match="one type per column"):
+        write_prompt_file(tmp_path / "a.parquet", rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        write_sft_file(tmp_path / "file" / "a.parquet", [("a", "b")])

@@ -1,0 +1,112 @@
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from hybridflow.observability import ConsoleTracker, get_logger
+from hybridflow.observability.console import one_line
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def file():
+    return io.StringIO()
+
+
+def live(file):
+    return Console(file=file, force_terminal=True, width=100, color_system=None)
+
+
+def test_a_file_gets_one_line_for_each_step(file, clock):
+    tracker = ConsoleTracker(4, console=Console(file=file), clock=clock)
+    clock.now = 10.0
+    tracker.log(1, {"critic/score/mean": 0.5, "response_length/mean": 31.25, "timing_s/step": 10.0, "actor/lr": 1e-5})
+    clock.now = 30.0
+    tracker.log(2, {"critic/score/mean": 0.625, "val/score/mean": 0.75})
+    assert file.getvalue() == (
+        "step 1/4  reward 0.5  response length 31.2  s/step 10  left 0:00:30\n"
+        "step 2/4  reward 0.625  response length 31.2  s/step 10  validation 0.75  left 0:00:30\n"
+    )
+
+
+def test_the_time_left_counts_neither_earlier_steps_nor_the_first_validation(file, clock):
+    tracker = ConsoleTracker(10, start_step=5, console=Console(file=file), clock=clock)
+    clock.now = 100.0
+    tracker.log(5, {"val/score/mean": 0.5})
+    clock.now = 102.0
+    tracker.log(6, {})
+    assert [line.partition("left ")[2] for line in file.getvalue().splitlines()] == ["", "0:00:08"]
+
+
+def test_the_last_step_has_no_time_left_and_an_unknown_total_has_none(file, clock):
+    ConsoleTracker(1, console=Console(file=file), clock=clock).log(1, {})
+    ConsoleTracker(0, console=Console(file=file), clock=clock).log(3, {})
+    assert file.getvalue() == "step 1/1\nstep 3\n"
+
+
+def test_other_figures_and_a_title_can_be_chosen(file):
+    tracker = ConsoleTracker(1, console=Console(file=file), figures={"loss": "sft/loss"}, title="warm start")
+    tracker.log(1, {"sft/loss": 2.0, "critic/score/mean": 1.0})
+    assert file.getvalue() == "warm start  step 1/1  loss 2\n"
+
+
+def test_a_terminal_gets_a_bar_and_samples(file):
+    tracker = ConsoleTracker(2, console=live(file))
+    tracker.log(1, {"critic/score/mean": 0.5})
+    tracker.log_samples([{"prompt": "use [1, 2]\nmake 3", "response": "1 + 2", "score": 1.0}, {"prompt": "[bold]"}])
+    tracker.close()
+    last = file.getvalue()
+    assert "step 1/2" in last
+    assert "reward 0.5" in last
+    assert "use [1, 2] make 3" in last
+    assert "1 + 2" in last
+    assert "[bold]" in last
+    assert "━" in last
+
+
+def test_a_file_gets_no_samples(file):
+    ConsoleTracker(2, console=Console(file=file)).log_samples([{"prompt": "a", "response": "b", "score": 1.0}])
+    assert file.getvalue() == ""
+
+
+def test_the_live_display_keeps_log_lines_above_it(file, capsys):
+    tracker = ConsoleTracker(2, console=live(file))
+    tracker.log(1, {"critic/score/mean": 0.5})
+    handler = next(h for h in get_logger("hybridflow").handlers if type(h).__name__ == "_StderrHandler")
+    logging.StreamHandler.emit(
+        handler, logging.makeLogRecord({"msg": "a warning", "name": "x", "levelname": "WARNING"})
+    )
+    tracker.close()
+    assert "a warning" in file.getvalue()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_figure_that_is_not_finite_is_shown(file):
+    ConsoleTracker(1, console=Console(file=file), figures={"loss": "sft/loss"}).log(1, {"sft/loss": float("nan")})
+    assert file.getvalue() == "step 1/1  loss nan\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "line"),
+    [
+        ("a\n b\tc ", 10, "a b c"),
+        ("0123456789", 10, "0123456789"),
+        ("0123456789", 5, "01…89"),
+        ("0123456789", 4, "0…89"),
+    ],
+)
+def test_a_long_text_loses_its_middle(text, width, line):
+    assert one_line(text, width) == line

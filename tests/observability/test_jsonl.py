@@ -1,0 +1,137 @@
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.errors import DataError
+from hybridflow.observability import JsonlWriter, read_jsonl
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def test_a_row_is_one_line_of_json_in_the_order_given(path):
+    writer = JsonlWriter(path)
+    writer.log(1, {"b": 0.1, "a": "text é\n"})
+    writer.write({"step": 2})
+    assert path.read_text("utf-8") == '{"step": 1, "b": 0.1, "a": "text é\\n"}\n{"step": 2}\n'
+
+
+def test_numbers_come_back_bit_for_bit(path):
+    values = [0.1 + 0.2, 1e-310, -0.0, 1.7976931348623157e308, 2**53 + 1]
+    JsonlWriter(path).write({"values": values})
+    assert read_jsonl(path)[0]["values"] == values
+
+
+def test_scalars_of_numpy_and_torch_are_numbers(path):
+    JsonlWriter(path).write({"a": np.float32(0.5), "b": torch.tensor(3), "c": np.int64(4), "d": np.bool_(True)})
+    assert path.read_text() == '{"a": 0.5, "b": 3, "c": 4, "d": true}\n'
+
+
+def test_a_number_that_is_not_finite_is_null_beside_its_text_and_comes_back(path):
+    JsonlWriter(path).log(3, {"x": math.nan, "y": -math.inf, "z": np.float32("inf"), "w": 1.0})
+    assert json.loads(path.read_text()) == {
+        "step": 3,
+        "x": None,
+        "y": None,
+        "z": None,
+        "w": 1.0,
+        "non_finite": {"x": "nan", "y": "-inf", "z": "inf"},
+    }
+    (row,) = read_jsonl(path)
+    assert math.isnan(row.pop("x"))
+    assert row == {"step": 3, "y": -math.inf, "z": math.inf, "w": 1.0}
+
+
+@pytest.mark.parametrize("value", [object(), torch.zeros(2), np.zeros(2), [math.nan], {1, 2}])
+def test_what_json_cannot_hold_is_an_error_and_nothing_is_written(path, value):
+    writer = JsonlWriter(path)
+    with pytest.raises(DataError, match="a row of step, x is no JSON"):
+        writer.log(1, {"x": value})
+    writer.log(1, {"x": 0})
+    assert read_jsonl(path) == [{"step": 1, "x": 0}]
+
+
+def test_a_second_writer_continues_the_file(path):
+    JsonlWriter(path).log(1, {})
+    JsonlWriter(path).log(2, {})
+    assert [row["step"] for row in read_jsonl(path)] == [1, 2]
+
+
+def test_a_torn_last_line_is_not_read_and_dropped_when_the_file_is_opened(path):
+    JsonlWriter(path).log(1, {"x": 1})
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 2, "x": 0.3')
+    assert read_jsonl(path) == [{"step": 1, "x": 1}]
+    JsonlWriter(path).log(2, {"x": 4})
+    assert path.read_text() == whole + '{"step": 2, "x": 4}\n'
+
+
+def test_a_file_that_is_one_torn_line_starts_anew(path):
+    path.parent.mkdir()
+    path.write_text('{"st')
+    JsonlWriter(path).log(1, {})
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_rows_are_on_the_disk_when_the_process_is_killed(path):
+    program = (
+        "import os, sys\nfrom hybridflow.observability import JsonlWriter\n"
+        "writer = JsonlWriter(sys.argv[1])\nwriter.log(1, {'x': 1})\nos.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(path)]).returncode == -9
+    assert read_jsonl(path) == [{"step": 1, "x": 1}]
+
+
+def test_truncate_after_drops_later_steps_and_keeps_the_other_bytes(path):
+    writer = JsonlWriter(path)
+    for step in (1, 2, 2, 3):
+        writer.log(step, {"x": 1 / 3})
+    lines = path.read_text().splitlines(keepends=True)
+    writer.truncate_after(2)
+    assert path.read_text() == "".join(lines[:3])
+    writer.log(3, {"x": 5})
+    assert path.read_text() == "".join(lines[:3]) + '{"step": 3, "x": 5}\n'
+
+
+def test_truncate_of_a_file_without_rows_leaves_none(path):
+    writer = JsonlWriter(path)
+    writer.truncate_after(3)
+    assert read_jsonl(path) == []
+
+
+def test_truncate_after_the_last_step_changes_nothing(path):
+    writer = JsonlWriter(path)
+    writer.log(1, {})
+    writer.truncate_after(7)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_truncate_of_a_row_without_a_step_is_an_error_that_loses_nothing(path):
+    writer = JsonlWriter(path)
+    writer.log(1, {})
+    writer.write({"x": 1})
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2: no step"):
+        writer.truncate_after(0)
+    assert len(read_jsonl(path)) == 2
+    writer.log(3, {})
+    assert len(read_jsonl(path)) == 3
+
+
+def test_a_missing_file_is_a_clear_error(path):
+    with pytest.raises(DataError, match=r"metrics.jsonl is missing"):
+        read_jsonl(path)
+
+
+@pytest.mark.parametrize(("line", "reason"), [("{broken", "no JSON"), ("[1]", "no JSON object"), ("", "no JSON")])
+def test_a_broken_line_is_an_error_that_names_file_and_line(path, line, reason):
+    path.parent.mkdir()
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=rf"metrics.jsonl, line 2: .*{reason}"):
+        read_jsonl(path)

@@ -1,0 +1,65 @@
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridflow.observability import log_memory, memory_bytes
+
+
+def test_a_larger_process_is_seen():
+    before = memory_bytes()
+    ballast = bytearray(64 * 2**20)
+    ballast[::4096] = b"x" * len(ballast[::4096])
+    after = memory_bytes()
+    assert after["resident"] - before["resident"] > 48 * 2**20
+    assert after["peak_resident"] >= after["resident"] * 0.9
+
+
+def test_memory_is_logged_at_debug_level_only(caplog):
+    logger = logging.getLogger("test_memory")
+    with caplog.at_level(logging.INFO, "test_memory"):
+        log_memory("before generate", logger)
+    assert caplog.messages == []
+    with caplog.at_level(logging.DEBUG, "test_memory"):
+        log_memory("before generate", logger)
+    (message,) = caplog.messages
+    assert message.startswith("before generate: resident ")
+    assert message.endswith(" GiB")
+
+
+def test_torch_is_not_loaded_to_measure():
+    program = (
+        "import sys\nfrom hybridflow.observability.memory import memory_bytes\n"
+        "assert 'cuda_allocated' not in memory_bytes()\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_device_that_is_in_use_is_asked_and_one_that_is_not_is_left_alone(monkeypatch):
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        memory_allocated=lambda: 1,
+        max_memory_allocated=lambda: 2,
+        memory_reserved=lambda: 3,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    sizes = memory_bytes()
+    assert {name: size for name, size in sizes.items() if name.startswith("cuda")} == {
+        "cuda_allocated": 1,
+        "cuda_peak_allocated": 2,
+        "cuda_reserved": 3,
+    }
+    cuda.is_initialized = lambda: False
+    assert [name for name in memory_bytes() if name.startswith("cuda")] == []
+
+
+@pytest.mark.gpu
+def test_memory_of_the_device_is_measured_once_cuda_is_in_use():
+    tensor = torch.zeros(2**20, dtype=torch.float32, device="cuda")
+    sizes = memory_bytes()
+    assert sizes["cuda_allocated"] >= tensor.nbytes
+    assert sizes["cuda_peak_allocated"] >= sizes["cuda_allocated"]
+    assert sizes["cuda_reserved"] >= sizes["cuda_allocated"]

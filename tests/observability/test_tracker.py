@@ -1,0 +1,125 @@
+"""What every tracker promises, tried on each; and what only one of them does."""
+
+import io
+import json
+import math
+import re
+import sys
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hybridflow.errors import ConfigError
+from hybridflow.observability import ConsoleTracker, JsonlWriter, MultiTracker, TensorBoardTracker
+
+METRIC = "critic/score/mean"
+
+
+class JsonlCase:
+    def __init__(self, directory):
+        self.path = directory / "metrics.jsonl"
+        self.tracker = JsonlWriter(self.path)
+
+    def steps(self):
+        return [
+            (row["step"], row[METRIC]) for row in map(json.loads, self.path.read_text().splitlines()) if METRIC in row
+        ]
+
+
+class TensorBoardCase:
+    def __init__(self, directory):
+        self.directory = directory
+        self.tracker = TensorBoardTracker(directory)
+
+    def steps(self):
+        events = EventAccumulator(str(self.directory))
+        events.Reload()
+        return (
+            [(event.step, event.value) for event in events.Scalars(METRIC)]
+            if METRIC in events.Tags()["scalars"]
+            else []
+        )
+
+
+class PlainConsoleCase:
+    def __init__(self, directory):
+        self.file = io.StringIO()
+        self.tracker = ConsoleTracker(10, console=Console(file=self.file), figures={"reward": METRIC})
+
+    def steps(self):
+        lines = [line.split() for line in self.file.getvalue().splitlines() if "reward" in line]
+        return [(int(words[1].split("/")[0]), float(words[3])) for words in lines]
+
+
+class LiveConsoleCase(PlainConsoleCase):
+    def __init__(self, directory):
+        self.file = io.StringIO()
+        console = Console(file=self.file, force_terminal=True, width=120, color_system=None)
+        self.tracker = ConsoleTracker(10, console=console, figures={"reward": METRIC})
+
+    def steps(self):
+        frames = re.findall(r"step (\d+)/10(?:(?!step).)*?reward (\S+)", self.file.getvalue(), re.DOTALL)
+        return list(dict.fromkeys((int(step), float(reward)) for step, reward in frames))
+
+
+class MultiCase(JsonlCase):
+    def __init__(self, directory):
+        self.path = directory / "metrics.jsonl"
+        self.tracker = MultiTracker([JsonlWriter(self.path), TensorBoardTracker(directory / "tensorboard")])
+
+
+@pytest.fixture(params=[JsonlCase, TensorBoardCase, PlainConsoleCase, LiveConsoleCase, MultiCase])
+def case(request, tmp_path):
+    made = request.param(tmp_path)
+    yield made
+    made.tracker.close()
+
+
+def test_what_was_logged_is_there_when_log_returns(case):
+    case.tracker.log(1, {METRIC: 0.25})
+    assert case.steps() == [(1, 0.25)]
+    case.tracker.log(2, {METRIC: 0.5})
+    assert case.steps() == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_step_may_have_no_metrics(case):
+    case.tracker.log(1, {})
+    case.tracker.log(2, {METRIC: 0.5})
+    assert (2, 0.5) in case.steps()
+
+
+def test_metrics_are_not_changed(case):
+    metrics = {METRIC: 0.25, "timing_s/step": 1.5}
+    case.tracker.log(1, metrics)
+    assert metrics == {METRIC: 0.25, "timing_s/step": 1.5}
+
+
+def test_text_missing_and_non_finite_values_are_taken(case):
+    case.tracker.log(1, {"note": "text", "nothing": None, "bad": math.nan, METRIC: 0.25})
+    assert case.steps() == [(1, 0.25)]
+
+
+def test_a_tracker_may_be_closed_twice(case):
+    case.tracker.log(1, {METRIC: 0.25})
+    case.tracker.close()
+    case.tracker.close()
+    assert case.steps() == [(1, 0.25)]
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_writes_again(tmp_path):
+    first = TensorBoardCase(tmp_path)
+    for step in (1, 2, 3):
+        first.tracker.log(step, {METRIC: 0.25 * step})
+    first.tracker.close()
+    second = TensorBoardTracker(tmp_path, purge_step=3)
+    second.log(3, {METRIC: 0.125})
+    second.close()
+    assert first.steps() == [(1, 0.25), (2, 0.5), (3, 0.125)]
+
+
+def test_without_the_package_the_tensorboard_tracker_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[tensorboard\]'"):
+        TensorBoardTracker(tmp_path)

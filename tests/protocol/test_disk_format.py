@@ -1,0 +1,193 @@
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridflow.errors import BatchError
+from hybridflow.protocol import DataProto
+
+NAN = float("nan")
+
+
+def saved_and_loaded(data: DataProto, path: Path) -> DataProto:
+    data.save_to_disk(path)
+    return DataProto.load_from_disk(path)
+
+
+def test_a_batch_survives_the_disk(tmp_path):
+    data = DataProto.from_dict(
+        {
+            "ids": torch.arange(6).reshape(3, 2),
+            "mask": torch.tensor([True, False, True]),
+            "half": torch.tensor([1.5, NAN, float("inf")], dtype=torch.bfloat16),
+            "turned": torch.arange(12.0).reshape(4, 3).T,
+        },
+        {"o": ["text", {"a": [1]}, None], "n": np.arange(3, dtype=np.float16)[::-1], "s": np.array(["a", "bb", "ü"])},
+        {"k": {"deep": [1, 2]}, "metrics": {"loss": NAN}},
+        auto_padding=True,
+    )
+    loaded = saved_and_loaded(data, tmp_path / "batch")
+    data.union(loaded)
+    assert loaded.get_data_info() == data.get_data_info()
+    assert loaded.auto_padding
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(10**30),
+        1.5,
+        NAN,
+        float("-inf"),
+        "text \ud800 \x00",
+        b"\x00\xff",
+        [1, [2, [None]]],
+        (1, ("a",)),
+        {1, 2},
+        {},
+        {"a": {"b": (1,)}},
+        {1: "int key", (2, 3): "tuple key", None: 0},
+        {"$tuple": [1], "x": 2},
+        np.float32(1.5),
+        np.int64(7),
+        np.bool_(True),
+        np.str_("s"),
+        np.arange(6, dtype=np.uint16).reshape(2, 3)[:, 1:],
+        np.array(["a", "bb"]),
+        np.array([{"a": 1}, [2]], dtype=object),
+        np.zeros((0, 3)),
+    ],
+)
+def test_plain_values_keep_type_and_contents(value, tmp_path):
+    data = DataProto.from_dict(non_tensors={"o": [value]}, meta_info={"m": value})
+    loaded = saved_and_loaded(data, tmp_path / "batch")
+    data.union(loaded)
+    assert type(loaded.non_tensor_batch["o"][0]) is type(value)
+    assert type(loaded.meta_info["m"]) is type(value)
+
+
+def test_foreign_byte_order_loads_as_the_native_one(tmp_path):
+    data = DataProto.from_dict(non_tensors={"n": np.array([1.0, 2.0], dtype=">f8")})
+    loaded = saved_and_loaded(data, tmp_path / "batch").non_tensor_batch["n"]
+    assert loaded.tolist() == [1.0, 2.0]
+    assert loaded.dtype == np.float64
+
+
+def test_tensors_inside_objects_are_saved(tmp_path):
+    data = DataProto.from_dict(non_tensors={"o": [{"pixels": torch.arange(3)}]}, meta_info={"t": torch.tensor(1.5)})
+    loaded = saved_and_loaded(data, tmp_path / "batch")
+    assert loaded.non_tensor_batch["o"][0]["pixels"].tolist() == [0, 1, 2]
+    assert loaded.meta_info["t"].item() == 1.5
+
+
+def test_batches_without_tensors_and_without_columns_survive(tmp_path):
+    for data in (DataProto(), DataProto(meta_info={"k": 1}), DataProto.from_dict(non_tensors={"o": ["a"]})):
+        assert saved_and_loaded(data, tmp_path / "batch").get_data_info() == data.get_data_info()
+    assert len(saved_and_loaded(DataProto.from_dict({"x": torch.zeros(3)}).select([]), tmp_path / "batch")) == 3
+
+
+def test_columns_that_share_memory_are_saved_each(tmp_path):
+    x = torch.arange(4.0)
+    loaded = saved_and_loaded(DataProto.from_dict({"a": x, "b": x, "c": x.view(4, 1)}), tmp_path / "batch")
+    assert loaded.batch["a"].tolist() == loaded.batch["b"].tolist() == loaded.batch["c"][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_view_saves_its_own_rows_only(tmp_path):
+    DataProto.from_dict({"x": torch.zeros(100_000)}).chunk(100)[5].save_to_disk(tmp_path / "batch")
+    assert (tmp_path / "batch").stat().st_size < 6000
+
+
+def test_a_loaded_batch_outlives_its_file_and_can_be_written(tmp_path):
+    path = tmp_path / "batch"
+    loaded = saved_and_loaded(DataProto.from_dict({"x": torch.arange(3)}, {"n": np.arange(3)}), path)
+    path.write_bytes(b"")
+    loaded.batch["x"] += 1
+    loaded.non_tensor_batch["n"] += 1
+    assert loaded.batch["x"].tolist() == loaded.non_tensor_batch["n"].tolist() == [1, 2, 3]
+
+
+def test_saving_replaces_a_file_as_a_whole_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "batch"
+    DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(str(path))
+    saved_and_loaded(DataProto.from_dict({"y": torch.arange(2)}), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["batch"]
+    assert list(DataProto.load_from_disk(str(path)).batch.keys()) == ["y"]
+
+
+class Unknown:
+    pass
+
+
+def test_what_cannot_be_saved_is_named_and_the_old_file_stays(tmp_path):
+    path = tmp_path / "batch"
+    DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(path)
+    with pytest.raises(BatchError, match=r"non_tensor_batch\['o'\]\[1\]\['k'\] is a .*Unknown, which cannot be saved"):
+        DataProto.from_dict(non_tensors={"o": [1, {"k": Unknown()}]}).save_to_disk(path)
+    with pytest.raises(BatchError, match=r"meta_info\['f'\]"):
+        DataProto(meta_info={"f": print}).save_to_disk(path)
+    with pytest.raises(BatchError, match=r"batch\['x'\] is torch.complex64"):
+        DataProto.from_dict({"x": torch.zeros(1, dtype=torch.complex64)}).save_to_disk(path)
+    with pytest.raises(BatchError, match="datetime64"):
+        DataProto.from_dict(non_tensors={"d": np.array(["2020-01-01"], dtype="datetime64[D]")}).save_to_disk(path)
+    assert DataProto.load_from_disk(path).batch["x"].tolist() == [0, 1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["batch"]
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(BatchError, match="could not be written"):
+        DataProto().save_to_disk(tmp_path / "missing" / "batch")
+
+
+def test_missing_empty_truncated_and_foreign_files_are_errors(tmp_path):
+    path = tmp_path / "batch"
+    with pytest.raises(BatchError, match="batch: no readable batch"):
+        DataProto.load_from_disk(path)
+    path.write_bytes(b"")
+    with pytest.raises(BatchError, match="no readable batch"):
+        DataProto.load_from_disk(path)
+    DataProto.from_dict({"x": torch.arange(100)}).save_to_disk(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(BatchError, match="no readable batch"):
+        DataProto.load_from_disk(path)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(BatchError, match="not a saved DataProto"):
+        DataProto.load_from_disk(path)
+    with pytest.raises(BatchError, match="no readable batch"):
+        DataProto.load_from_disk(tmp_path)
+
+
+def test_another_version_and_a_damaged_structure_are_errors(tmp_path):
+    path = tmp_path / "batch"
+    save_file(
+        {"structure": torch.zeros(2, dtype=torch.uint8)}, path, {"format": "hybridflow.DataProto", "version": "9"}
+    )
+    with pytest.raises(BatchError, match="format version 9; this release reads 1"):
+        DataProto.load_from_disk(path)
+    for text in (b"{", b"{}", b"[]", b'{"num_rows": 2, "batch": [["x", "9"]], "non_tensor_batch": []}'):
+        structure = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        save_file({"structure": structure}, path, {"format": "hybridflow.DataProto", "version": "1"})
+        with pytest.raises(BatchError, match="damaged"):
+            DataProto.load_from_disk(path)
+
+
+class Exploding:
+    def __reduce__(self):
+        return (pytest.fail, ("code was executed on load",))
+
+
+def test_a_pickle_is_refused_without_being_executed(tmp_path):
+    path = tmp_path / "batch"
+    path.write_bytes(pickle.dumps(Exploding()))
+    with pytest.raises(BatchError, match="no readable batch"):
+        DataProto.load_from_disk(path)
+
+
+def test_the_file_is_an_ordinary_safetensors_file(tmp_path):
+    path = tmp_path / "batch"
+    DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(path)
+    assert load_file(path)["0"].tolist() == [0, 1, 2]

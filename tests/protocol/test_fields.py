@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import torch
+
+import hybridflow.protocol
+from hybridflow.protocol import FIELDS, DataProto
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "data_proto.md"
+
+
+def test_every_field_is_described_and_stored_under_its_name():
+    for name, field in FIELDS.items():
+        assert field.name == name
+        assert field.shape[0] == "batch"
+        assert field.description
+        assert field.producer
+        assert field.consumer
+
+
+def test_a_column_with_a_length_says_how_it_is_padded_and_one_without_does_not():
+    for field in FIELDS.values():
+        has_length = len(field.shape) > 1
+        assert (field.padding_side is not None) == has_length
+        assert (field.padding_value is not None) == has_length
+
+
+def test_shapes_types_and_padding_of_the_main_columns():
+    assert FIELDS["prompts"].padding_side == "left"
+    assert FIELDS["responses"].padding_side == "right"
+    assert FIELDS["input_ids"].padding_side == "both"
+    assert FIELDS["response_mask"].dtype == torch.bool
+    assert FIELDS["advantages"].shape == ("batch", "response_len|1")
+    assert FIELDS["rollout_versions"].padding_value == -1
+    assert FIELDS["row_ids"].duplicate_value == -1
+    assert FIELDS["group_ids"].duplicate_value is None
+    assert FIELDS["scores"].is_tensor
+    assert not FIELDS["raw_prompts"].is_tensor
+
+
+def test_padding_values_fit_their_types():
+    for field in FIELDS.values():
+        for value in (field.padding_value, field.duplicate_value):
+            if value is not None and isinstance(field.dtype, torch.dtype):
+                column = torch.full((2, 3), value).to(field.dtype)
+                assert DataProto.from_dict({field.name: column}).batch[field.name].dtype == field.dtype
+
+
+def test_the_documentation_shows_the_glossary_as_it_is():
+    lines = DOCUMENTATION.read_text().splitlines()
+    for field in FIELDS.values():
+        dtype = str(field.dtype).removeprefix("torch.") if field.is_tensor else "object"
+        padding = "" if field.padding_side is None else f"{field.padding_side}, {field.padding_value}"
+        copied = "copied" if field.duplicate_value is None else field.duplicate_value
+        line = (
+            f"| `{field.name}` | ({', '.join(field.shape)}) | {dtype} | {padding} | {copied} "
+            f"| {field.description} | {field.producer} | {field.consumer} |"
+        ).replace("len|1", "len or 1")
+        assert line in lines
+
+
+def test_the_documentation_names_everything_public():
+    text = DOCUMENTATION.read_text()
+    for name in hybridflow.protocol.__all__:
+        assert f"`{name}" in text or f"## {name}" in text
+    for method in vars(DataProto):
+        assert method.startswith("_") or method in text

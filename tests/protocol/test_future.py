@@ -1,0 +1,204 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.errors import BatchError, FieldError, WorkerError
+from hybridflow.protocol import DataProto, DataProtoFuture
+
+
+class Stored:
+    """A handle whose contents are there; counts how often it was read."""
+
+    def __init__(self, contents):
+        self.contents = contents
+        self.num_reads = 0
+
+    def get(self):
+        self.num_reads += 1
+        return self.contents
+
+
+class Failed:
+    def get(self):
+        raise WorkerError("out of memory", role="actor", rank=1)
+
+
+def handles(*parts: list[int], column: str = "x") -> list[Stored]:
+    return [Stored(DataProto.from_dict({column: torch.tensor(part)}, meta_info={"k": 1})) for part in parts]
+
+
+def future_of(*parts: list[int], column: str = "x", declared: bool = True) -> DataProtoFuture:
+    num_rows, columns = (sum(map(len, parts)), (column,)) if declared else (None, None)
+    return DataProtoFuture(DataProto.concat, handles(*parts, column=column), num_rows=num_rows, columns=columns)
+
+
+def reads_of(future: DataProtoFuture) -> int:
+    return sum(handle.num_reads for handle in future.futures if isinstance(handle, Stored))
+
+
+def test_get_collects_then_dispatches():
+    future = DataProtoFuture(DataProto.concat, handles([1, 2], [3]), lambda data: data[1:])
+    assert future.get().batch["x"].tolist() == [2, 3]
+    assert future.get().meta_info == {"k": 1}
+
+
+def test_nothing_is_read_before_get_and_each_handle_once():
+    stored = handles([1, 2], [3, 4])
+    future = DataProtoFuture(DataProto.concat, stored)
+    derived = [*future.select(["x"]).rename("x", "y").repeat(2).chunk(4), DataProtoFuture.concat([future, future])]
+    assert [handle.num_reads for handle in stored] == [0, 0]
+    for part in [future, *derived]:
+        part.get()
+    assert [handle.num_reads for handle in stored] == [1, 1]
+
+
+def test_chunks_are_the_parts_of_the_collected_batch():
+    chunks = future_of([1, 2, 3], [4]).chunk(2)
+    assert [chunk.get().batch["x"].tolist() for chunk in chunks] == [[1, 2], [3, 4]]
+    assert [len(chunk) for chunk in chunks] == [2, 2]
+
+
+def test_uneven_chunks_are_an_error_when_read():
+    (first, _) = future_of([1, 2, 3]).chunk(2)
+    with pytest.raises(BatchError, match="3 rows do not make 2 equal parts"):
+        first.get()
+
+
+def test_concat_takes_handles_and_futures():
+    assert DataProtoFuture.concat(handles([1], [2, 3])).get().batch["x"].tolist() == [1, 2, 3]
+    joined = DataProtoFuture.concat([future_of([1], [2]), future_of([3])])
+    assert joined.get().batch["x"].tolist() == [1, 2, 3]
+    assert len(joined) == 3
+    assert joined.columns == ("x",)
+    with pytest.raises(BatchError, match="at least one"):
+        DataProtoFuture.concat([])
+
+
+def test_select_rename_and_repeat_are_those_of_the_batch():
+    data = DataProto.from_dict({"x": torch.tensor([1, 2]), "y": torch.zeros(2)}, {"o": ["a", "b"]}, {"k": 1, "m": 2})
+    future = DataProtoFuture(DataProto.concat, [Stored(data)], num_rows=2, columns=("x", "y", "o"))
+    result = future.select(["x"], ["o"], ["k"]).rename(["x", "o"], ["z", "p"]).repeat(2, interleave=False)
+    assert result.columns == ("z", "p")
+    assert len(result) == 4
+    batch = result.get()
+    assert batch.batch["z"].tolist() == [1, 2, 1, 2]
+    assert batch.non_tensor_batch["p"].tolist() == ["a", "b", "a", "b"]
+    assert batch.meta_info == {"k": 1}
+    assert result.get("p").non_tensor_batch["p"].tolist() == ["a", "b", "a", "b"]
+    assert list(future.select(batch_keys="x").get().non_tensor_batch) == ["o"]
+
+
+def test_get_of_columns_finds_tensors_and_arrays():
+    data = DataProto.from_dict({"x": torch.tensor([1]), "y": torch.zeros(1)}, {"o": ["a"]}, {"k": 1})
+    future = DataProtoFuture(DataProto.concat, [Stored(data)])
+    part = future.get(["o", "x"])
+    assert list(part.batch.keys()) == ["x"]
+    assert list(part.non_tensor_batch) == ["o"]
+    assert part.meta_info == {"k": 1}
+    assert list(future.get("y").batch.keys()) == ["y"]
+    with pytest.raises(FieldError, match="the future has no 'z'; it has 'x', 'y', 'o'"):
+        future.get("z")
+
+
+def test_a_declared_future_refuses_a_missing_column_without_being_read():
+    future = future_of([1])
+    for attempt in (
+        lambda: future.get("z"), lambda: future.select("z"), lambda: future.rename("z", "w"),
+    ):  # fmt: skip
+        with pytest.raises(FieldError, match="has no 'z'; it has 'x'"):
+            attempt()
+    assert reads_of(future) == 0
+
+
+def test_union_of_disjoint_columns():
+    both = future_of([1, 2]).union(future_of([3, 4], column="y"))
+    assert len(both) == 2
+    assert both.columns == ("x", "y")
+    assert both.get().batch["x"].tolist() == [1, 2]
+    assert both.get().batch["y"].tolist() == [3, 4]
+
+
+def test_a_union_is_read_only_where_the_columns_are():
+    first, second = future_of([1, 2]), future_of([3, 4], column="y")
+    both = first.union(second)
+    chunk = both.rename("x", "w").repeat(2).chunk(2)[1]
+    assert chunk.get("w").batch["w"].tolist() == [2, 2]
+    assert reads_of(second) == 0
+    assert both.select("y", ()).get().batch["y"].tolist() == [3, 4]
+    assert reads_of(first) == reads_of(second) == 1
+
+
+def test_union_of_the_same_column_is_an_error_now_or_when_read():
+    with pytest.raises(FieldError, match=r"both futures have \['x'\]"):
+        future_of([1]).union(future_of([1]))
+    late = future_of([1], declared=False).union(future_of([1], declared=False))
+    with pytest.raises(FieldError, match=r"both futures have \['x'\]"):
+        late.get()
+    with pytest.raises(BatchError, match="this future has 1 rows, the other has 2"):
+        future_of([1]).union(future_of([1, 2], column="y"))
+
+
+def test_rename_onto_an_existing_column_is_an_error_now_or_when_read():
+    both = future_of([1]).union(future_of([2], column="y"))
+    with pytest.raises(FieldError, match="already has one of them"):
+        both.rename("x", "y")
+    swapped = both.rename(["x", "y"], ["y", "x"])
+    assert swapped.get("x").batch["x"].tolist() == [2]
+    undeclared = DataProtoFuture(DataProto.concat, [Stored(both.get())]).rename("x", "y")
+    with pytest.raises(FieldError, match="is taken"):
+        undeclared.get()
+
+
+def test_len_is_the_declared_number_of_rows():
+    assert len(future_of([1, 2], [3])) == 3
+    undeclared = future_of([1, 2], declared=False)
+    assert undeclared
+    with pytest.raises(BatchError, match="not known before the future is read"):
+        len(undeclared)
+
+
+def test_another_number_of_rows_than_declared_is_an_error():
+    with pytest.raises(BatchError, match="declared 5 rows, but has 2"):
+        DataProtoFuture(DataProto.concat, handles([1, 2]), num_rows=5).get()
+
+
+def test_readers_of_one_future_do_not_share_dicts():
+    future = future_of([1, 2])
+    first = future.get()
+    first.meta_info["k"] = 2
+    first.batch["new"] = torch.zeros(2)
+    assert future.get().meta_info == {"k": 1}
+    assert list(future.get().batch.keys()) == ["x"]
+
+
+def test_an_error_of_the_call_reaches_every_reader():
+    future = DataProtoFuture(DataProto.concat, [Failed()], num_rows=2)
+    for part in (future, future.chunk(2)[0], future.select("x"), future.union(future_of([1, 2]))):
+        with pytest.raises(WorkerError, match="out of memory"):
+            part.get()
+
+
+def test_a_result_that_is_no_batch_comes_as_it_is():
+    future = DataProtoFuture(list, [Stored(1), Stored("two")])
+    assert future.get() == [1, "two"]
+    with pytest.raises(BatchError, match="returned a list"):
+        future.get("x")
+
+
+def test_a_future_travels_without_what_it_has_read():
+    future = future_of([0])
+    chunk = future.rename("x", "y").select("y", ()).repeat(2).chunk(2)[1]
+    before = len(pickle.dumps(chunk))
+    assert chunk.get().batch["y"].tolist() == [0]
+    future._contents = DataProto.from_dict({"x": torch.zeros(100_000)})
+    assert len(pickle.dumps(chunk)) == before
+    assert pickle.loads(pickle.dumps(chunk)).get("y").batch["y"].tolist() == [0]
+    union = future_of([1]).union(future_of([2], column="z"))
+    assert pickle.loads(pickle.dumps(union)).get().batch["z"].tolist() == [2]
+
+
+def test_non_tensor_columns_pass_through_a_union():
+    first = DataProtoFuture(DataProto.concat, [Stored(DataProto.from_dict(non_tensors={"o": np.array(["a"])}))])
+    assert first.union(future_of([1])).get().non_tensor_batch["o"].tolist() == ["a"]

@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import countdown_reward
+
+TRUTH = {"target": 98, "numbers": [44, 19, 35]}
+
+
+def score(solution: str, truth: object = TRUTH) -> float:
+    return countdown_reward(data_source="countdown", solution_str=solution, ground_truth=truth, extra_info={})
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "<answer>44 + 19 + 35</answer>",
+        "I try <answer>44</answer>, no: <answer>(35+19)+44</answer> done",
+        "<answer>\n 44 + (19 + 35) = 98 \n</answer></answer>",
+        "<answer>44<answer>44 + 19 + 35</answer>",
+    ],
+)
+def test_the_last_answer_counts_when_it_makes_the_target_of_all_numbers(solution):
+    assert score(solution) == 1.0
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "",
+        "44 + 19 + 35",
+        "<answer>44 + 19 + 35",
+        "44 + 19 + 35</answer>",
+        "<answer></answer>",
+        "<answer>98</answer>",
+        "<answer>44 + 19 - 35</answer>",
+        "<answer>44 + 19 + 35 + 35 - 35</answer>",
+        "<answer>44 + 54</answer>",
+        "<answer>44 + 19 + 35</answer> or rather <answer>44</answer>",
+        "<answer>44 + 19 + 35 = 99</answer>",
+        "<answer>98 = 44 + 19 + 35</answer>",
+        "<answer>44 + 19 + 35 = 98 = 98</answer>",
+        "<answer>44 / (35 - 35) + 19</answer>",
+        "<answer>__import__('os').system('true')</answer>",
+        "<answer>" + "(" * 10_000 + "</answer>",
+    ],
+)
+def test_everything_else_scores_zero_and_raises_nothing(solution):
+    assert score(solution) == 0.0
+
+
+def test_division_is_exact_and_repeated_numbers_are_used_as_often_as_given():
+    assert score("<answer>1 / 3 * 6</answer>", {"target": 2, "numbers": [1, 3, 6]}) == 1.0
+    assert score("<answer>5 / 2 - 2</answer>", {"target": 0, "numbers": [5, 2, 2]}) == 0.0
+    assert score("<answer>2 + 2</answer>", {"target": 4, "numbers": [2, 2]}) == 1.0
+    assert score("<answer>2 + 2</answer>", {"target": 4, "numbers": [2]}) == 0.0
+
+
+def test_many_open_tags_take_linear_time():
+    assert score("<answer>" * 200_000) == 0.0
+
+
+def test_numbers_may_be_an_array_and_a_malformed_ground_truth_is_an_error():
+    assert score("<answer>44+19+35</answer>", {"target": np.int64(98), "numbers": np.array([44, 19, 35])}) == 1.0
+    for truth in ("98", None, {"target": 98}, {"target": 98, "numbers": 3}, {"target": 9.5, "numbers": [1]}):
+        with pytest.raises(RewardError, match="must look like"):
+            score("<answer>1</answer>", truth)

@@ -1,0 +1,30 @@
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import multiplication_reward
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        ("<answer>56088</answer>", 1.0),
+        ("no <answer>1</answer> but <answer> 56,088. </answer>", 1.0),
+        ("<answer>56087</answer>", 0.0),
+        ("<answer>123 * 456</answer>", 0.0),
+        ("<answer>56088</answer><answer></answer>", 0.0),
+        ("56088", 0.0),
+    ],
+)
+def test_the_last_answer_must_be_the_product(solution, expected):
+    assert multiplication_reward("multiplication", solution, "56088", {}) == expected
+
+
+def test_products_beyond_float_precision_compare_exactly():
+    assert multiplication_reward("multiplication", "<answer>12193263113702179522374638011112635269</answer>",
+                                 str(12193263113702179522374638011112635269)) == 1.0  # fmt: skip
+    assert multiplication_reward("multiplication", "<answer>9007199254740993</answer>", "9007199254740992") == 0.0
+
+
+def test_a_ground_truth_that_is_no_number_is_an_error():
+    with pytest.raises(RewardError, match="must be a number"):
+        multiplication_reward("multiplication", "<answer>1</answer>", "one")

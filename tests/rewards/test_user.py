@@ -1,0 +1,85 @@
+import sys
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import load_reward_function
+
+GOOD = """
+import dataclasses
+
+@dataclasses.dataclass
+class Weights:
+    length: float = 0.5
+
+def by_length(data_source, solution_str, ground_truth, extra_info):
+    return Weights().length * len(solution_str)
+
+def any_arguments(**arguments):
+    return float(sorted(arguments) == ["data_source", "extra_info", "ground_truth", "solution_str"])
+
+def too_few(solution_str, ground_truth):
+    return 0.0
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(GOOD)
+    return path
+
+
+def call(function, solution: str = "abcd"):
+    return function(data_source="x", solution_str=solution, ground_truth="1", extra_info={})
+
+
+def test_a_function_of_a_file_is_loaded_and_called_by_keyword(reward_file, monkeypatch):
+    assert call(load_reward_function(f"{reward_file}:by_length")) == 2.0
+    assert call(load_reward_function(f"{reward_file}:any_arguments")) == 1.0
+    monkeypatch.chdir(reward_file.parent)
+    assert call(load_reward_function("my_rewards.py:by_length"), "ab") == 1.0
+
+
+def test_a_function_of_a_module_is_loaded():
+    function = load_reward_function("hybridflow.rewards:gsm8k_flexible_reward")
+    assert function(data_source="x", solution_str="72", ground_truth="72", extra_info={}) == 1.0
+
+
+def test_two_files_of_one_name_stay_apart(tmp_path):
+    functions = []
+    for folder, value in (("one", 1.0), ("two", 2.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "json.py").write_text(f"def reward(**row):\n    return {value}\n")
+        functions.append(load_reward_function(f"{tmp_path / folder / 'json.py'}:reward"))
+    assert [call(function) for function in functions] == [1.0, 2.0]
+    assert sys.modules["json"].__name__ == "json"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_reward", "write 'path.py:function' or 'module:function'"),
+        (":f", "write 'path.py:function'"),
+        ("a.py:", "write 'path.py:function'"),
+        ("nowhere.py:f", "there is no file"),
+        ("no_such_module_here:f", "importing no_such_module_here failed: ModuleNotFoundError"),
+        ("{file}:absent", "has no function 'absent'; it has by_length, any_arguments, too_few"),
+        ("{file}:constant", "has no function 'constant'"),
+        ("{file}:too_few", "is too_few(solution_str, ground_truth), but it is called with the keyword arguments"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_the_fix(reward_file, name, message):
+    with pytest.raises(RewardError) as error:
+        load_reward_function(name.format(file=reward_file))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("code", ["1 / 0", "def f(:", "import sys; sys.exit(3)"])
+def test_a_file_that_fails_on_import_is_refused(tmp_path, code):
+    path = tmp_path / "bad.py"
+    path.write_text(code)
+    with pytest.raises(RewardError, match=r"running .*bad.py failed: (ZeroDivisionError|SyntaxError|SystemExit)"):
+        load_reward_function(f"{path}:f")

@@ -1,0 +1,96 @@
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.runtime import write_bytes_atomically, write_text_atomically
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_new_file_holds_the_bytes_and_nothing_is_left_beside_it(tmp_path):
+    write_bytes_atomically(tmp_path / "a.bin", b"\x00\xff")
+    assert (tmp_path / "a.bin").read_bytes() == b"\x00\xff"
+    assert names(tmp_path) == ["a.bin"]
+
+
+def test_an_old_file_is_replaced_and_keeps_its_mode(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old and longer")
+    path.chmod(0o640)
+    write_text_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_new_file_gets_the_mode_that_open_would_give(tmp_path):
+    (tmp_path / "opened").touch()
+    write_text_atomically(tmp_path / "written", "x")
+    assert (tmp_path / "written").stat().st_mode == (tmp_path / "opened").stat().st_mode
+
+
+def test_text_is_utf8_and_line_ends_stay(tmp_path):
+    write_text_atomically(tmp_path / "a.txt", "é\r\n\n")
+    assert (tmp_path / "a.txt").read_bytes() == b"\xc3\xa9\r\n\n"
+
+
+def test_through_a_symbolic_link_the_file_it_points_to_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "real")
+    write_text_atomically(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "real").read_text() == "new"
+
+
+def test_an_open_reader_keeps_the_old_contents(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with open(path) as reader:
+        write_text_atomically(path, "new")
+        assert reader.read() == "old"
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_partial_one(small_disk):
+    path = small_disk / "a.bin"
+    write_bytes_atomically(path, b"old")
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_bytes_atomically(path, b"x" * (2 << 20))
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"old"
+    assert names(small_disk) == ["a.bin"]
+
+
+def test_a_missing_directory_is_the_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_text_atomically(tmp_path / "missing" / "a.txt", "x")
+
+
+WRITER = """
+import itertools, sys
+from hybridflow.runtime import write_bytes_atomically
+for number in itertools.count():
+    write_bytes_atomically(sys.argv[1], bytes([number % 251]) * 3_000_000)
+"""
+
+
+def test_a_killed_writer_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "a.bin"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+    deadline = time.monotonic() + 60
+    while not (path.exists() and any(name.startswith(".a.bin.tmp-") for name in os.listdir(tmp_path))):
+        assert writer.poll() is None
+        assert time.monotonic() < deadline
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    data = path.read_bytes()
+    assert len(data) == 3_000_000
+    assert data == data[:1] * 3_000_000

@@ -1,0 +1,114 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hybridflow.runtime import StopRequest
+
+# A training loop that tells when it is ready, counts "steps", and says how it ended.
+LOOP = """
+import signal, sys, time
+from hybridflow.runtime import StopRequest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("stopping after", stop.signal_name, flush=True)
+    if "linger" in sys.argv:
+        time.sleep(60)
+print("left cleanly", flush=True)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_lets_the_loop_finish(number):
+    process = start()
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=30)
+    assert output == f"stopping after {number.name}\nleft cleanly\n"
+    assert process.returncode == 0
+    assert f"{number.name}: this step will be finished" in errors
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
+)
+def test_a_second_signal_ends_the_process_at_once(first, second):
+    process = start("linger")
+    process.send_signal(first)
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"stopping after {first.name}\n"
+    process.send_signal(second)
+    output, _ = process.communicate(timeout=30)
+    assert output == ""
+    assert process.returncode == -second  # a shell says 128 + the signal: 130 and 143
+
+
+def test_the_previous_handlers_are_back_afterwards():
+    seen = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+            assert seen == []
+        assert signal.getsignal(signal.SIGINT) == interrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == ["own handler"]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_handlers_are_restored_when_the_block_raises():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), StopRequest():
+        _ = 1 / 0
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_ignored_signal_stays_ignored():
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_the_log_says_what_will_happen(caplog):
+    with caplog.at_level(logging.WARNING), StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_name == "SIGTERM"
+    assert "a checkpoint is saved and the run ends. A second signal ends it at once" in caplog.text
+
+
+def test_nothing_is_installed_outside_the_main_thread():
+    before = signal.getsignal(signal.SIGTERM)
+    inside = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            inside.append((signal.getsignal(signal.SIGTERM), stop.requested))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [(before, False)]

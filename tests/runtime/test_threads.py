@@ -1,0 +1,61 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.utils.deterministic
+
+from hybridflow.errors import ConfigError
+from hybridflow.runtime import count_physical_cores, set_deterministic, set_num_threads
+
+
+def fills_memory() -> bool:
+    return torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture(autouse=True)
+def _restored_settings() -> Iterator[None]:
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fill = fills_memory()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_number_of_threads_is_what_was_asked_for():
+    assert set_num_threads(3) == 3
+    assert torch.get_num_threads() == 3
+
+
+def test_zero_threads_are_the_physical_cores():
+    assert set_num_threads(0) == count_physical_cores()
+    assert 1 <= count_physical_cores() <= (os.cpu_count() or 1)
+
+
+def test_physical_cores_respect_the_affinity_of_the_process():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert count_physical_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_a_negative_number_of_threads_is_an_error():
+    with pytest.raises(ConfigError, match=r"controller\.threads=-1 is negative; use 0"):
+        set_num_threads(-1)
+
+
+def test_deterministic_mode_refuses_nondeterministic_kernels_and_fills_no_memory():
+    set_deterministic(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not fills_memory()
+    with pytest.raises(RuntimeError, match="deterministic"):
+        torch.ones(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]), accumulate=False)
+
+
+def test_deterministic_mode_can_be_left():
+    set_deterministic(True)
+    set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
