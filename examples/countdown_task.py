@@ -1,10 +1,10 @@
 """The demo's task: countdown with three numbers, written for a model small enough to train on a laptop.
 
 A problem is three numbers and a target; the answer uses each number once, with + and -. A response is a list of
-trials, each a running sum, and an answer:
+trials, each a running sum and whether it hit, and an answer:
 
-    prompt    3 17 5 => 9 :
-    response  17 + 3 = 20 - 5 = 15 , 17 - 3 = 14 - 5 = 9 <answer> 17 - 3 - 5 </answer>
+    prompt    17 5 3 => 9 :
+    response  17 + 5 = 22 - 3 = 19 no 17 - 5 = 12 - 3 = 9 yes <answer> 17 - 5 - 3 </answer>
 
 This file makes everything the demo needs from nothing: problems, a tokenizer with one token a number, a model with
 random weights, and examples of how somebody answers who gives up early.
@@ -24,18 +24,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hybridflow.data import prompt_row, write_prompt_file, write_sft_file
 
-LARGEST = 20
+LARGEST = 15
 GIVES_UP = 0.6
-"""How often the demonstrator stops after a first trial that missed; the answer is then wrong."""
+"""How often the demonstrator stops after a first trial that missed, and answers with it all the same."""
 OVERLOOKS = 0.1
-"""How often the demonstrator does not see that a trial hit, and goes on."""
-SIGNS = [signs for signs in itertools.product((1, -1), repeat=3) if 1 in signs]
-"""The seven ways to sign three numbers with at least one plus."""
+"""How often the demonstrator goes on after a trial that hit."""
+SIGNS = [(1, 1, 1), (1, 1, -1), (1, -1, 1), (1, -1, -1), (-1, 1, 1)]
+"""The ways to sign three falling numbers that can make a positive target."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Numbers in the order shown, and what their signed sum must be."""
+    """Numbers, falling, and what their signed sum must be."""
 
     numbers: tuple[int, ...]
     target: int
@@ -45,19 +45,24 @@ class Problem:
         return " ".join(map(str, self.numbers)) + f" => {self.target} :"
 
 
-def draw_problems(count: int, multisets: Sequence[tuple[int, ...]], rng: random.Random) -> list[Problem]:
+def draw_problems(
+    count: int, multisets: Sequence[tuple[int, ...]], rng: random.Random, *, distinct: bool = False
+) -> list[Problem]:
     """Problems with a positive target, drawn evenly over the ways to sign the numbers."""
-    problems = []
-    while len(problems) < count:
-        numbers = list(rng.choice(multisets))
-        rng.shuffle(numbers)
-        target = signed_sum(numbers, rng.choice(SIGNS))
-        if target > 0:
-            problems.append(Problem(tuple(numbers), target))
-    return problems
+    problems: list[Problem] = []
+    seen: set[Problem] = set()
+    for _ in range(100 * count):
+        numbers = sorted(rng.choice(multisets), reverse=True)
+        problem = Problem(tuple(numbers), signed_sum(numbers, rng.choice(SIGNS)))
+        if problem.target > 0 and not (distinct and problem in seen):
+            problems.append(problem)
+            seen.add(problem)
+        if len(problems) == count:
+            return problems
+    raise ValueError(f"{len(multisets)} multisets do not make {count} problems; ask for fewer, or for larger numbers.")
 
 
-def split_multisets(rng: random.Random, test_share: float = 0.2) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def split_multisets(rng: random.Random, test_share: float = 0.3) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """All multisets of three numbers, as (training, test)."""
     multisets = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 3))
     rng.shuffle(multisets)
@@ -70,7 +75,7 @@ def signed_sum(numbers: Sequence[int], signs: Sequence[int]) -> int:
 
 
 def expression(numbers: Sequence[int], signs: Sequence[int]) -> list[str]:
-    """The terms with a plus first, as words: (3, 17, 5), (-1, 1, -1) is 17 - 3 - 5."""
+    """The terms with a plus first, as words: (17, 5, 3), (-1, 1, 1) is 5 + 3 - 17."""
     plus = [str(number) for number, sign in zip(numbers, signs, strict=True) if sign > 0]
     minus = [str(number) for number, sign in zip(numbers, signs, strict=True) if sign < 0]
     return " + ".join(plus).split() + [word for number in minus for word in ("-", number)]
@@ -88,11 +93,12 @@ def trial(words: Sequence[str]) -> list[str]:
 def demonstration(problem: Problem, rng: random.Random) -> str:
     """Trials in random order until one hits; most often given up after the first that missed."""
     words: list[str] = []
-    for index, signs in enumerate(rng.sample(SIGNS, len(SIGNS))):
+    for signs in rng.sample(SIGNS, len(SIGNS)):
+        first = not words
         answer = expression(problem.numbers, signs)
-        words += [",", *trial(answer)] if words else trial(answer)
         hit = signed_sum(problem.numbers, signs) == problem.target
-        if (hit and rng.random() >= OVERLOOKS) or (not hit and index == 0 and rng.random() < GIVES_UP):
+        words += [*trial(answer), "yes" if hit else "no"]
+        if rng.random() < (1 - OVERLOOKS if hit else GIVES_UP if first else 0.0):
             break
     return " ".join([*words, "<answer>", *answer, "</answer>"])
 
@@ -112,16 +118,16 @@ def write_data(directory: Path, *, num_examples: int, num_train: int, num_test: 
                 split=split,
                 index=index,
             )
-            for index, problem in enumerate(draw_problems(count, multisets, rng))
+            for index, problem in enumerate(draw_problems(count, multisets, rng, distinct=split == "test"))
         ]
         write_prompt_file(directory / f"{split}.parquet", rows)
 
 
-def write_model(directory: Path, *, seed: int, width: int = 192, layers: int = 4, heads: int = 6) -> int:
+def write_model(directory: Path, *, seed: int, width: int = 256, layers: int = 3, heads: int = 8) -> int:
     """A word-level tokenizer and a Llama model with random weights; returns its number of parameters."""
     specials = ["<pad>", "<eos>", "<unk>"]
     numbers = [str(number) for number in range(-2 * LARGEST, 3 * LARGEST + 1)]
-    words = [*specials, "+", "-", "=", ",", "=>", ":", "<answer>", "</answer>", *numbers]
+    words = [*specials, "+", "-", "=", "yes", "no", "=>", ":", "<answer>", "</answer>", *numbers]
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
@@ -132,7 +138,7 @@ def write_model(directory: Path, *, seed: int, width: int = 192, layers: int = 4
         LlamaConfig(
             vocab_size=len(words),
             hidden_size=width,
-            intermediate_size=width * 8 // 3,
+            intermediate_size=3 * width,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=heads,

@@ -1,4 +1,4 @@
-"""Checked shapes, and what another implementation of GRPO computed.
+"""Checked shapes, tiny models and batches, and what another implementation of GRPO computed.
 
 `--shapes=on` (the default) checks every jaxtyping signature of `hybridflow.algorithms` on each call. Nothing of it
 exists in production, where the signatures are only read. `inspect.unwrap(function)` is the function as production
@@ -6,8 +6,11 @@ calls it; tests of its own checks use that.
 """
 
 import json
+import os
 import runpy
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,9 @@ import pytest
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import Qwen2ForCausalLM
+    from transformers import PreTrainedModel, Qwen2ForCausalLM
+
+    from hybridflow.protocol import DataProto
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CHECKED_PACKAGE = "hybridflow.algorithms"
@@ -34,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tiny tensors gain nothing from threads, and waiting for each other on a busy machine costs them tenfold.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--shapes") == "off":
         return
     if any(name == CHECKED_PACKAGE or name.startswith(f"{CHECKED_PACKAGE}.") for name in sys.modules):
@@ -90,3 +97,122 @@ def recorded_grpo() -> RecordedGRPO:
 def recorded_grpo_float32() -> RecordedGRPO:
     """In float32, by a newer version: to be equalled to rounding."""
     return _recorded_grpo("trl_grpo_float32")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for 1 MiB."""
+    directory = tmp_path / "small_disk"
+    directory.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, text=True
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+TINY_VOCABULARY = ("<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(3, 40)))
+TINY_CONFIG = {
+    "vocab_size": len(TINY_VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_model("qwen3", seed=1, tie_word_embeddings=True)` is a model directory with random float32 weights.
+
+    Families: llama, qwen2, qwen3; further arguments are keys of the family's configuration. The same call gives the
+    same directory, so nobody may write there. A llama directory has a tokenizer of one token a word: "w3" is 3.
+    """
+    directories: dict[str, Path] = {}
+
+    def build(family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
+        key = repr((family, seed, sorted(config.items())))
+        if key not in directories:
+            directories[key] = _write_tiny_model(tmp_path_factory.mktemp(family), family, seed, TINY_CONFIG | config)
+        return directories[key]
+
+    return build
+
+
+def _write_tiny_model(directory: Path, family: str, seed: int, config: dict[str, Any]) -> Path:
+    import torch
+    import transformers
+
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    if family == "qwen3":
+        config = {"head_dim": 8, **config}
+    config_class = getattr(transformers, f"{names[family]}Config")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{names[family]}ForCausalLM")(config_class(**config))
+        with torch.no_grad():  # biases and norms start at 0 and 1; make them count
+            for name, weight in model.named_parameters():
+                if "bias" in name or "norm" in name:
+                    weight.add_(0.2 * torch.randn(weight.shape))
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory)
+    if family == "llama":  # transformers makes an empty tokenizer of this in a qwen2 directory
+        _write_word_tokenizer(directory)
+    return directory
+
+
+def _write_word_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(TINY_VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def use_float64_throughout() -> "Callable[[PreTrainedModel], PreTrainedModel]":
+    """Norms and rotary angles of a Qwen2 in float64 too, in place: results then agree to rounding of float64."""
+    return runpy.run_path(str(FIXTURES / "float64_qwen2.py"))["use_float64_throughout"]
+
+
+@pytest.fixture(scope="session")
+def rollout_rows() -> "Callable[..., DataProto]":
+    """`rollout_rows([2, 1], [3, 0])`: rows of random tokens with these prompt and response lengths, as rollouts lie.
+
+    Columns: prompts, responses, input_ids, attention_mask, position_ids, response_mask, row_ids.
+    """
+
+    def build(prompt_lens: Sequence[int], response_lens: Sequence[int], *, seed: int = 0) -> "DataProto":
+        import torch
+
+        from hybridflow.protocol import DataProto
+
+        generator = torch.Generator().manual_seed(seed)
+        prompt_mask = torch.arange(max(prompt_lens)).flip(0) < torch.tensor(prompt_lens)[:, None]
+        response_mask = torch.arange(max(response_lens)) < torch.tensor(response_lens)[:, None]
+        attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
+        tokens = torch.randint(3, len(TINY_VOCABULARY), attention_mask.shape, generator=generator) * attention_mask
+        return DataProto.from_dict(
+            {
+                "prompts": tokens[:, : max(prompt_lens)],
+                "responses": tokens[:, max(prompt_lens) :],
+                "input_ids": tokens,
+                "attention_mask": attention_mask,
+                "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+                "response_mask": response_mask,
+                "row_ids": torch.arange(len(prompt_lens)),
+            }
+        )
+
+    return build

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridflow.config import reference_markdown
 from hybridflow.observability import metrics_markdown
@@ -15,6 +16,16 @@ PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
+@pytest.fixture
+def restores_torch():
+    """A program that trains sets threads and kernels for its whole process."""
+    num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.usefixtures("restores_torch")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,9 @@ HEAVY = ("torch", "tensordict", "transformers", "pyarrow", "matplotlib", "tensor
         "from hybridflow.cli.main import main; main(['config', '--reference'])",
         "from hybridflow.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "from hybridflow.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: pass",
+        "from hybridflow.cli.main import main\ntry: main(['generate', '--help'])\nexcept SystemExit: pass",
+        "from hybridflow.cli.main import main; main(['train', 'missing.toml'])",
+        "from hybridflow.cli.main import main; main(['evaluate', '--run', 'missing'])",
         "from hybridflow.cli.main import main; main(['config', 'missing.toml'])",
     ],
 )

@@ -12,12 +12,18 @@ DOCS = "\n".join(path.read_text("utf-8") for path in sorted((Path(__file__).pare
 PACKAGES = (
     "hybridflow",
     "hybridflow.algorithms",
+    "hybridflow.checkpoint",
     "hybridflow.config",
     "hybridflow.controller",
     "hybridflow.data",
+    "hybridflow.engines",
+    "hybridflow.models",
     "hybridflow.observability",
     "hybridflow.protocol",
     "hybridflow.rewards",
+    "hybridflow.rollout",
+    "hybridflow.trainers",
+    "hybridflow.workers",
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow import __version__
 from hybridflow.cli.main import COMMANDS, Command, main
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, WorkerError
 
 
 @pytest.fixture
@@ -90,6 +90,20 @@ def test_any_other_error_keeps_its_traceback(fake_command):
     fake_command(lambda args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         main(["fake"])
+
+
+def test_a_worker_that_fell_over_something_unforeseen_shows_its_traceback(fake_command, capsys):
+    def run(args):
+        try:
+            1 // 0  # noqa: B018
+        except ZeroDivisionError as error:
+            raise WorkerError("Actor.update failed on worker actor/0: ZeroDivisionError") from error
+
+    fake_command(run)
+    assert main(["fake"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback")
+    assert shown.endswith("error: Actor.update failed on worker actor/0: ZeroDivisionError\n")
 
 
 def test_ctrl_c_is_status_130(fake_command, capsys):

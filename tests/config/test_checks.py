@@ -38,6 +38,11 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller='adaptive' steers the KL in the reward"),
         ([*ADAPTIVE, "algorithm.kl_coef=0"], "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive'"),
         (
+            ["actor.old_log_probs_from=rollout", "rollout.top_p=0.9"],
+            "actor.old_log_probs_from='rollout' with rollout.top_p=0.9 compares probabilities under different "
+            "distributions; use old_log_probs_from = 'trainer', or sample from the whole one",
+        ),
+        (
             ["memory.max_tokens_per_micro_batch=1023"],
             "memory.max_tokens_per_micro_batch=1023 cannot hold one sequence of data.max_prompt_length=512 and "
             "data.max_response_length=512; use at least 1024",
@@ -68,6 +73,7 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
         ["algorithm.kl_in_loss=true"],
         ADAPTIVE,
         ["memory.max_tokens_per_micro_batch=1024"],
+        ["actor.old_log_probs_from=rollout", "rollout.temperature=0.5"],
         ["algorithm.advantage=gae", "critic.warmup_steps=5"],
         ["algorithm.advantage=gae", "critic.warmup_steps=4", "trainer.total_steps=5"],
         ["trainer.val_every=5", "data.val_files=['val.parquet']"],
@@ -84,6 +90,7 @@ def test_what_fits_together_passes(overrides):
         (["data.train_batch_size=8", "actor.mini_batch_size=8"], True),
         (["data.train_batch_size=8", "actor.mini_batch_size=4"], False),
         (["actor.epochs=2"], False),
+        (["actor.old_log_probs_from=rollout"], False),
     ],
 )
 def test_an_update_of_one_optimizer_step_is_on_policy(overrides, is_on_policy):

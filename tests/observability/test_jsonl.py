@@ -135,3 +135,11 @@ def test_a_broken_line_is_an_error_that_names_file_and_line(path, line, reason):
     path.write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(DataError, match=rf"metrics.jsonl, line 2: .*{reason}"):
         read_jsonl(path)
+
+
+def test_a_row_that_does_not_fit_on_the_disk_is_a_clear_error_and_the_next_writer_drops_its_part(small_disk):
+    writer = JsonlWriter(small_disk / "metrics.jsonl")
+    writer.log(1, {})
+    with pytest.raises(DataError, match=r"metrics\.jsonl: a row of \d+ characters was not written: .*No space left"):
+        writer.log(2, {"text": "x" * (2 << 20)})
+    assert [row["step"] for row in read_jsonl(JsonlWriter(writer.path).path)] == [1]

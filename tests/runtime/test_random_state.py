@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from hybridflow.runtime import capture_random_state, restore_random_state
+from hybridflow.runtime import capture_random_state, restore_random_state, seed_random_state, unchanged_random_state
 
 
 def seed_all(seed: int) -> None:
@@ -81,3 +81,22 @@ def test_states_of_absent_cuda_devices_are_skipped_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         restore_random_state(state)
     assert f"has {count + 1} CUDA devices, this process has {count}" in caplog.text
+
+
+def test_a_seed_starts_every_generator():
+    seed_random_state(7)
+    first = draw()
+    seed_random_state(7)
+    assert draw() == first
+    seed_random_state(8)
+    second = draw()
+    assert not any(a == b for a, b in zip(first, second, strict=True))
+
+
+def test_a_block_may_draw_without_moving_the_generators():
+    seed_all(3)
+    expected = draw()
+    seed_all(3)
+    with unchanged_random_state():
+        draw()
+    assert draw() == expected

@@ -2,12 +2,9 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hybridflow.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from hybridflow.checkpoint import Checkpoint
+from hybridflow.cli.checkpoint_arguments import find_checkpoint
+from hybridflow.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,29 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from hybridflow.checkpoint import export_model
 
-    checkpoint = _find_checkpoint(args.source, args.step)
+    checkpoint = find_checkpoint(args.source, args.step)
     model_dir = args.model or _model_path(checkpoint.directory.parent.parent)
     export_model(checkpoint, model_dir, args.out, dtype=args.dtype)
     print(f"wrote {args.out} from {checkpoint.directory}")
     return 0
-
-
-def _find_checkpoint(source: Path, step: int | None) -> "Checkpoint":
-    from hybridflow.checkpoint import CheckpointStore, open_checkpoint
-
-    if (source / "checkpoint.json").exists():
-        if step is not None:
-            raise ConfigError(
-                f"--step {step} chooses among the checkpoints of a run, but '{source}' is one; leave --step out."
-            )
-        return open_checkpoint(source.absolute())
-    store = CheckpointStore((source / "checkpoints").absolute())
-    checkpoint = store.latest() if step is None else store.open(step)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"'{source}' is neither a checkpoint nor a run with checkpoints; '{store.directory}' has none."
-        )
-    return checkpoint
 
 
 def _model_path(run_dir: Path) -> Path:

@@ -7,13 +7,14 @@ Nothing heavy is imported before the command is known, so that `hybridflow --hel
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
 from hybridflow import __version__
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability.log import get_logger
 
 
@@ -36,13 +37,15 @@ COMMANDS = {
         "train recipes/countdown_grpo.toml actor.optimizer.lr=1e-5",
     ),
     "generate": Command(
-        "hybridflow.cli.generate", "write responses to the prompts of a file", "generate recipes/countdown_grpo.toml"
+        "hybridflow.cli.generate",
+        "write responses to prompts",
+        'generate recipes/countdown_grpo.toml --prompt "3 17 5 => 9 :"',
     ),
     "evaluate": Command(
-        "hybridflow.cli.evaluate", "score a model on the validation data", "evaluate recipes/countdown_grpo.toml"
+        "hybridflow.cli.evaluate", "score a model on the validation data", "evaluate --run runs/countdown/grpo"
     ),
     "export": Command(
-        "hybridflow.cli.export", "save a checkpoint as a Hugging Face model", "export runs/countdown_grpo exported/"
+        "hybridflow.cli.export", "save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"
     ),
     "config": Command(
         "hybridflow.cli.config", "show a run's configuration, or every key", "config recipes/countdown_grpo.toml"
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except HybridFlowError as error:
+        if isinstance(error, WorkerError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)  # a worker fell over something nobody foresaw
         print(f"error: {error}", file=sys.stderr)
         if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
             get_logger(__name__).debug("where it was raised:", exc_info=error)
@@ -94,7 +99,13 @@ def _run(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     module.add_arguments(command_parser)
-    return module.run(command_parser.parse_args(arguments[1:]))
+    return module.run(_parse(command_parser, arguments[1:]))
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    """Options may stand anywhere between the changes to a recipe, except where a command has commands of its own."""
+    has_commands = any(action.nargs == argparse.PARSER for action in parser._actions)
+    return parser.parse_args(arguments) if has_commands else parser.parse_intermixed_args(arguments)
 
 
 def _main_parser() -> argparse.ArgumentParser:

@@ -75,6 +75,18 @@ def _kl(config: Config) -> Iterator[str]:
         )
 
 
+def _old_log_probs(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    limits = {"temperature": rollout.temperature == 0, "top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1}
+    if config.actor.old_log_probs_from == "rollout" and any(limits.values()):
+        key = next(key for key, limiting in limits.items() if limiting)
+        yield (
+            f"actor.old_log_probs_from='rollout' with rollout.{key}={getattr(rollout, key)} compares probabilities "
+            "under different distributions; use old_log_probs_from = 'trainer', or sample from the whole one "
+            "(temperature above 0, top_k = 0, top_p = 1)"
+        )
+
+
 def _tokens(config: Config) -> Iterator[str]:
     budget, data = config.memory.max_tokens_per_micro_batch, config.data
     longest = data.max_prompt_length + data.max_response_length
@@ -107,4 +119,4 @@ def _validation(config: Config) -> Iterator[str]:
         )
 
 
-SUBJECTS = (_mini_batches, _groups, _kl, _tokens, _critic_warmup, _validation)
+SUBJECTS = (_mini_batches, _groups, _kl, _old_log_probs, _tokens, _critic_warmup, _validation)

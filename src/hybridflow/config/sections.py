@@ -124,6 +124,10 @@ class ActorConfig(Section):
     )
     epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
     policy_loss: PolicyLossName = Field(default="ppo", description="The policy objective.")
+    old_log_probs_from: Literal["trainer", "rollout"] = Field(
+        default="trainer",
+        description="Whose log-probs the ratio compares with: the trainer's, from before the update, or the sampler's.",
+    )
     clip_ratio_low: Fraction = Field(default=0.2, description="The ratio is clipped from below at 1 - this.")
     clip_ratio_high: Annotated[float, Field(ge=0)] = Field(
         default=0.2, description="The ratio is clipped from above at 1 + this."
@@ -263,7 +267,8 @@ class Config(Section):
     @property
     def is_on_policy(self) -> bool:
         """Whether each batch gives exactly one optimizer step, so that the ratio is 1 by definition."""
-        return self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
+        one_step = self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
+        return one_step and self.actor.old_log_probs_from == "trainer"
 
     @property
     def uses_reference(self) -> bool:

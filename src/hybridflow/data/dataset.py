@@ -82,8 +82,9 @@ class RLHFDataset:
     def collate(self, indices: Sequence[int]) -> DataProto:
         """The rows at `indices` as a batch.
 
-        Tensors, (batch, longest prompt of these), padded on the left: `prompts` int64, `prompt_mask` bool. Non-tensors: `raw_prompts` (chat messages), `data_sources`, `ground_truths`,
-        `extra_infos`; the batch owns its copies. `meta_info["pad_token_id"]` is the padding value.
+        Tensors, (batch, longest prompt of these), padded on the left: `prompts` int64, `prompt_mask` bool.
+        Non-tensors: `raw_prompts` (chat messages), `data_sources`, `ground_truths`, `extra_infos`; the batch owns its
+        copies. `meta_info["pad_token_id"]` is the padding value.
         """
         check_indices(indices, len(self))
         prompts, mask = pad_left([self._prompt_ids[i] for i in indices], self._pad_id)

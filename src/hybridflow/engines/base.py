@@ -22,7 +22,10 @@ Both are already divided by the global count, so parts only add up."""
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step: the summed loss and metrics, the gradient norm before clipping, the rate used."""
+    """One optimizer step: the summed loss and metrics, the gradient norm before clipping, the rate used.
+
+    `num_tokens` counts the real tokens of the rows, `num_computed_tokens` also the padding.
+    """
 
     loss: float
     grad_norm: float
@@ -36,11 +39,20 @@ class TrainEngine(Protocol):
     """A model on one rank."""
 
     def forward(self, rows: DataProto, *, with_entropy: bool = False, temperature: float = 1.0) -> Outputs:
-        """Outputs of every row, in order, without gradients. reads input_ids, attention_mask, response_mask."""
+        """Outputs of every row, in order, without gradients; zero behind the response mask.
+
+        Reads input_ids, attention_mask and response_mask. A policy's are those of softmax(logits / temperature);
+        temperature 0, which is greedy sampling, counts as 1.
+        """
         ...
 
-    def update(self, rows: DataProto, loss_function: LossFunction, *, temperature: float = 1.0) -> UpdateResult:
-        """One optimizer step on `rows`. Raises NonFiniteError, with nothing applied, if the loss or gradient is not finite."""
+    def update(
+        self, rows: DataProto, loss_function: LossFunction, *, with_entropy: bool = False, temperature: float = 1.0
+    ) -> UpdateResult:
+        """One optimizer step on `rows`, with `loss_function` called for each part of them.
+
+        Raises NonFiniteError, with nothing applied, if the loss or the gradient is not finite.
+        """
         ...
 
     def all_reduce_sum(self, value: int) -> int:
@@ -56,5 +68,8 @@ class TrainEngine(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken.
+
+        Raises CheckpointError, with nothing loaded, if it is not of this model.
+        """
         ...

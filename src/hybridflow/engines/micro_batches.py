@@ -13,15 +13,17 @@ def plan_micro_batches(lengths: Tensor, max_tokens: int, *, packing: bool) -> li
     """Row indices of each micro-batch, every row exactly once; the same for equal lengths.
 
     lengths: (batch,) real tokens of each row. A micro-batch holds at most `max_tokens` tokens: the sum of its lengths
-    when packing, rows times the longest otherwise. Raises BatchError if a single row is longer than that.
+    when packing, rows times the longest otherwise. Raises BatchError if a single row is longer than that, or empty.
     """
     if not len(lengths):
         return []
-    longest = int(lengths.max())
+    shortest, longest = (int(bound) for bound in lengths.aminmax())
+    if shortest < 1:
+        raise BatchError(f"row {int(lengths.argmin())} has no tokens, its attention_mask is all 0; leave it out.")
     if longest > max_tokens:
         raise BatchError(
-            f"row {int(lengths.argmax())} has {longest} tokens, more than memory.max_tokens_per_micro_batch={max_tokens}; "
-            f"set it to at least {longest}."
+            f"row {int(lengths.argmax())} has {longest} tokens, more than memory.max_tokens_per_micro_batch="
+            f"{max_tokens}; set it to at least {longest}."
         )
     order = torch.argsort(lengths, stable=True)
     micro_batches: list[list[int]] = [[]]

@@ -1,6 +1,7 @@
 """AdamW with decay and no-decay groups, and the learning rate as a pure function of the step."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from hybridflow.config import OptimizerConfig
 
 
-def build_adamw(parameters: dict[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_adamw(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019); tensors of one dimension (norms, biases) are not decayed."""
     decayed = [p for p in parameters.values() if p.ndim > 1]
     kept = [p for p in parameters.values() if p.ndim <= 1]

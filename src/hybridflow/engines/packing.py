@@ -1,6 +1,6 @@
-"""Rows of a batch as one packed sequence without padding, and results back in the padded response layout.
+"""Rows of a batch as the input of one forward call, packed or padded, and results back in the response layout.
 
-Knows the layout of a rollout batch (left-padded prompt, right-padded response), not what is computed on it.
+Knows the layout of a rollout batch (prompt columns, then response columns), not what is computed on it.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan
+from hybridflow.errors import BatchError
+from hybridflow.models import AttentionPlan, PackedPlan, PaddedPlan
 from hybridflow.protocol import DataProto
 
 
@@ -27,7 +28,11 @@ class ModelInput:
     labels: Tensor
     response_mask: Tensor
     num_tokens: int
-    num_computed_tokens: int
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Real tokens and padding."""
+        return self.input_ids.numel()
 
     def to_rows(self, values: Tensor) -> Tensor:
         """(num_response_tokens,) -> (rows, response_len), zero where the mask is off; differentiable."""
@@ -42,48 +47,67 @@ def sequence_lengths(batch: DataProto) -> Tensor:
 
 def pack(batch: DataProto) -> ModelInput:
     """All real tokens of the rows, one row after another. Rows of equal length should be neighbours."""
-    ids, is_real, response_mask = _columns(batch)
+    ids, is_real, response_mask, place = _columns(batch)
     lengths = is_real.sum(-1)
-    position_ids = (is_real.cumsum(-1) - 1)[is_real]
     starts = lengths.cumsum(0) - lengths
-    response_lengths = response_mask.sum(-1)
-    # A response token at offset o of its row is predicted by the hidden state at o - 1.
-    first = starts + lengths - response_lengths - 1
-    offsets = torch.arange(response_mask.shape[1], device=ids.device).expand_as(response_mask)[response_mask]
-    positions = first.repeat_interleave(response_lengths) + offsets
     return ModelInput(
         input_ids=ids[is_real].unsqueeze(0),
-        position_ids=position_ids.unsqueeze(0),
+        position_ids=place[is_real].unsqueeze(0),
         plan=PackedPlan.from_lengths(lengths.tolist()),
-        positions=positions,
-        labels=ids[:, ids.shape[1] - response_mask.shape[1] :][response_mask],
+        positions=_predictors(starts, place, response_mask),
+        labels=_responses(ids, response_mask)[response_mask],
         response_mask=response_mask,
         num_tokens=int(lengths.sum()),
-        num_computed_tokens=int(lengths.sum()),
     )
 
 
 def pad(batch: DataProto) -> ModelInput:
-    """The rows as they are, cut to the columns any of them uses."""
-    ids, is_real, response_mask = _columns(batch)
-    used = is_real.any(0).nonzero()
-    start, stop = int(used[0]), int(used[-1]) + 1
-    prompt_len = ids.shape[1] - response_mask.shape[1]
-    columns = torch.arange(prompt_len - 1 - start, ids.shape[1] - 1 - start, device=ids.device).expand_as(response_mask)
-    rows = torch.arange(len(ids), device=ids.device)[:, None] * (stop - start)
-    real = is_real[:, start:stop]
+    """One row for each, its real tokens moved to the left and padded on the right up to the longest."""
+    ids, is_real, response_mask, place = _columns(batch)
+    lengths = is_real.sum(-1)
+    width = int(lengths.max())
+    columns = torch.arange(width, device=ids.device)
+    input_ids = ids.new_zeros(len(ids), width)
+    input_ids[columns < lengths[:, None]] = ids[is_real]
+    starts = torch.arange(len(ids), device=ids.device) * width
     return ModelInput(
-        input_ids=ids[:, start:stop],
-        position_ids=(real.cumsum(-1) - 1).clamp(min=0),
-        plan=PaddedPlan(real),
-        positions=(rows + columns)[response_mask],
-        labels=ids[:, prompt_len:][response_mask],
+        input_ids=input_ids,
+        position_ids=columns.expand_as(input_ids),
+        plan=PaddedPlan(),
+        positions=_predictors(starts, place, response_mask),
+        labels=_responses(ids, response_mask)[response_mask],
         response_mask=response_mask,
-        num_tokens=int(is_real.sum()),
-        num_computed_tokens=real.numel(),
+        num_tokens=int(lengths.sum()),
     )
 
 
-def _columns(batch: DataProto) -> tuple[Tensor, Tensor, Tensor]:
+def _columns(batch: DataProto) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """input_ids, which are real, which response tokens count, and each real token's place among those of its row.
+
+    Raises BatchError for a response token that is padding itself or follows nothing: no hidden state predicts it.
+    """
     columns = batch.batch
-    return columns["input_ids"], columns["attention_mask"].bool(), columns["response_mask"].bool()
+    ids, is_real, response_mask = (
+        columns["input_ids"],
+        columns["attention_mask"].bool(),
+        columns["response_mask"].bool(),
+    )
+    place = is_real.cumsum(-1) - 1
+    unpredicted = response_mask & ~(_responses(is_real, response_mask) & (_responses(place, response_mask) > 0))
+    if unpredicted.any():
+        row = int(unpredicted.any(-1).nonzero()[0])
+        raise BatchError(
+            f"row {row}: response_mask counts a token that attention_mask calls padding, or that follows no prompt; "
+            "every counted response token must be real and have a real token before it."
+        )
+    return ids, is_real, response_mask, place
+
+
+def _responses(column: Tensor, response_mask: Tensor) -> Tensor:
+    """The response part (rows, response_len) of a column (rows, seq_len)."""
+    return column[:, column.shape[1] - response_mask.shape[1] :]
+
+
+def _predictors(starts: Tensor, place: Tensor, response_mask: Tensor) -> Tensor:
+    """The hidden state just before each counted response token, where row r begins at starts[r]."""
+    return (starts[:, None] + _responses(place, response_mask) - 1)[response_mask]

@@ -1,7 +1,7 @@
 """Float32 parameters under a model that computes in bfloat16.
 
-The optimizer owns the parameters; the model holds their cast. A gradient is added to the parameter in float32
-as soon as it exists, so that accumulation over micro-batches loses nothing; one cast per update brings the model up to date.
+The optimizer owns the parameters; the model holds their cast. A gradient is added to the parameter in float32 as soon
+as it exists, so that accumulation over micro-batches loses nothing; one cast per update brings the model up to date.
 """
 
 import torch
@@ -12,34 +12,36 @@ class MasterParameters:
     """The parameters that learn, by name. They are the model's own where it computes in their dtype already."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
-        self._pairs: list[tuple[Tensor, nn.Parameter]] = []
-        self.by_name: dict[str, nn.Parameter] = {}
+        self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         if compute_dtype != torch.bfloat16:
-            self.by_name = dict(model.named_parameters())
             return
         for name, parameter in model.named_parameters():
             master = nn.Parameter(parameter.detach().clone())
             self.by_name[name] = master
             self._pairs.append((master, parameter))
-        for master, parameter in self._pairs:
             # Parameters only: a buffer, such as the rotary frequencies, keeps its precision.
             parameter.data = parameter.data.to(compute_dtype)
-            parameter.register_post_accumulate_grad_hook(_moves_gradient_to(master))
+            parameter.register_post_accumulate_grad_hook(_GradientTo(master))
 
+    @torch.no_grad()
     def cast(self) -> None:
         """Bring the model's parameters up to date with the masters."""
-        if self._pairs:
-            masters, casts = zip(*self._pairs, strict=True)
-            torch._foreach_copy_([p.data for p in casts], [p.data for p in masters])
+        for master, parameter in self._pairs:
+            parameter.copy_(master)
 
 
-def _moves_gradient_to(master: nn.Parameter):
-    def move(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
+class _GradientTo:
+    """Adds a parameter's new gradient to that of its master."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self.master = master
+
+    def __call__(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        if self.master.grad is None:
+            self.master.grad = gradient.to(self.master.dtype)
         else:
-            master.grad.add_(gradient)
-        parameter.grad = None
-
-    return move
+            self.master.grad.add_(gradient)

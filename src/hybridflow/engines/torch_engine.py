@@ -1,6 +1,8 @@
 """The training engine of one process: plain PyTorch on a Hugging Face model."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -9,21 +11,26 @@ from torch import Tensor
 from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
+from hybridflow.engines.engine_state import require_fitting_state
 from hybridflow.engines.micro_batches import plan_micro_batches
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, pack, pad, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
-from hybridflow.errors import CheckpointError, NonFiniteError
+from hybridflow.errors import ModelError, NonFiniteError
 from hybridflow.models import DTYPES, load_causal_lm, load_value_model
 from hybridflow.protocol import DataProto
 
 Head = Literal["policy", "value"]
 
+MAX_BLAMED = 8
+"""Rows that the report of a refused step lists."""
+
 
 class TorchEngine:
     """A policy (log-probs of response tokens) or a critic (values at response tokens).
 
-    `optimizer` None makes an engine that only computes, as a reference does.
+    `optimizer` None makes an engine that only computes, as a reference does. `total_updates` is where the schedule
+    of the learning rate ends.
     """
 
     def __init__(
@@ -36,22 +43,25 @@ class TorchEngine:
         optimizer: OptimizerConfig | None = None,
         total_updates: int = 1,
     ) -> None:
-        self.head = head
+        self.head: Head = head
         self.memory = memory
+        self.optimizer_config = optimizer
+        self.total_updates = total_updates
+        self.num_updates = 0
         dtype = DTYPES[model.dtype]
         load = load_causal_lm if head == "policy" else load_value_model
         learns_in_float32 = optimizer is not None and dtype == torch.bfloat16
         self.model = load(path, torch.float32 if learns_in_float32 else dtype)
-        if model.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model.train(model.gradient_checkpointing)  # dropout is off either way
-        self.num_updates = 0
-        self.total_updates = total_updates
-        self.optimizer_config = optimizer
+        self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
             self.parameters = dict(self.model.named_parameters())
             return
+        if self.recomputes_activations:
+            # The first is the newer name of the second. Without dropout there is no random state to repeat.
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
+            enable({"use_reentrant": False, "preserve_rng_state": False})
         self.master = MasterParameters(self.model, dtype)
         self.parameters = self.master.by_name
         self.optimizer = build_adamw(self.parameters, optimizer)
@@ -68,24 +78,37 @@ class TorchEngine:
         return results
 
     def update(
-        self, rows: DataProto, loss_function: LossFunction, *, with_entropy: bool = True, temperature: float = 1.0
+        self, rows: DataProto, loss_function: LossFunction, *, with_entropy: bool = False, temperature: float = 1.0
     ) -> UpdateResult:
         if self.optimizer_config is None:
-            raise CheckpointError("this engine has no optimizer; build it with optimizer=... to train it.")
+            raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
         loss, metrics, num_tokens, num_computed = 0.0, {}, 0, 0
+        self.optimizer.zero_grad(set_to_none=True)  # of an update that an error ended
         for indices in self._micro_batches(rows):
-            micro_batch = rows.select_idxs(indices)
-            model_input = self._arrange(micro_batch)
-            share, extra = loss_function(self._compute(model_input, with_entropy, temperature), micro_batch)
-            share.backward()
+            part = rows.select_idxs(indices)
+            model_input = self._arrange(part)
+            with self._training_mode():
+                share, extra = loss_function(self._compute(model_input, with_entropy, temperature), part)
+                share.backward()
             loss += share.item()
             for name, value in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             num_tokens += model_input.num_tokens
             num_computed += model_input.num_computed_tokens
+        learning = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(learning, self.optimizer_config.clip_grad_norm, foreach=True))
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self.optimizer.zero_grad(set_to_none=True)
+            blamed = self._blame(rows, loss_function, with_entropy, temperature)
+            raise NonFiniteError(self._report(loss, norm, blamed))
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
-        grad_norm = self._apply(rows, loss, loss_function, with_entropy, temperature, lr)
-        return UpdateResult(loss, grad_norm, lr, metrics, num_tokens, num_computed)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.master.cast()
+        self.num_updates += 1
+        return UpdateResult(loss, norm, lr, metrics, num_tokens, num_computed)
 
     def all_reduce_sum(self, value: int) -> int:
         return value
@@ -94,25 +117,31 @@ class TorchEngine:
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
+        """As the Protocol says; the tensors are the engine's own, to be written or copied before the next update."""
         state: dict[str, Any] = {
             "num_updates": self.num_updates,
-            "model": {n: p.detach() for n, p in self.parameters.items()},
+            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
         }
         if self.optimizer_config is not None:
-            moments = {n: self.optimizer.state[p] for n, p in self.parameters.items() if p in self.optimizer.state}
-            state["optimizer"] = moments
+            moments = self.optimizer.state
+            state["optimizer"] = {n: dict(moments[p]) for n, p in self.parameters.items() if p in moments}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _require_same_parameters(self.parameters, state["model"])
+        learns = self.optimizer_config is not None
+        require_fitting_state(self.parameters, state, with_optimizer=learns)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["model"][name])
         self.num_updates = state["num_updates"]
-        if self.optimizer_config is not None:
+        if learns:
             self.optimizer.state.clear()
             for name, moments in state["optimizer"].items():
-                self.optimizer.state[self.parameters[name]] = {k: v.clone() for k, v in moments.items()}
+                parameter = self.parameters[name]
+                self.optimizer.state[parameter] = {
+                    key: value.to(parameter, copy=True) if value.ndim else value.clone()
+                    for key, value in moments.items()
+                }
             self.master.cast()
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
@@ -123,17 +152,26 @@ class TorchEngine:
     def _arrange(self, rows: DataProto) -> ModelInput:
         return pack(rows) if self.memory.packing else pad(rows)
 
+    @contextmanager
+    def _training_mode(self) -> Iterator[None]:
+        """transformers recomputes activations in training mode only; nothing else here depends on the mode."""
+        self.model.train(self.recomputes_activations)
+        try:
+            yield
+        finally:
+            self.model.eval()
+
     def _compute(self, inputs: ModelInput, with_entropy: bool, temperature: float) -> Outputs:
         arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan, "use_cache": False}
         if self.head == "value":
             values = self.model(inputs.input_ids, **arguments).logits.flatten()[inputs.positions]
-            return {"values": inputs.to_rows(_at_least_float32(values))}
+            return {"values": inputs.to_rows(values if values.dtype == torch.float64 else values.float())}
         logits = self._response_logits(inputs, arguments)
-        if temperature not in (0.0, 1.0):
-            logits = logits / temperature
+        temperature = temperature or 1.0
         if not with_entropy:
-            return {"log_probs": inputs.to_rows(log_probs_from_logits(logits, inputs.labels))}
-        log_probs, entropies = log_probs_and_entropy_from_logits(logits, inputs.labels)
+            log_probs = log_probs_from_logits(logits, inputs.labels, temperature=temperature)
+            return {"log_probs": inputs.to_rows(log_probs)}
+        log_probs, entropies = log_probs_and_entropy_from_logits(logits, inputs.labels, temperature=temperature)
         return {"log_probs": inputs.to_rows(log_probs), "entropies": inputs.to_rows(entropies)}
 
     def _response_logits(self, inputs: ModelInput, arguments: dict[str, Any]) -> Tensor:
@@ -141,79 +179,31 @@ class TorchEngine:
         if len(inputs.input_ids) == 1:
             return self.model(inputs.input_ids, logits_to_keep=inputs.positions, **arguments).logits[0]
         columns = inputs.input_ids.shape[1]
-        first = int((inputs.positions % columns).min()) if len(inputs.positions) else columns - 1
-        kept = torch.arange(first, columns)
+        rows, places = inputs.positions // columns, inputs.positions % columns
+        first = int(places.min()) if len(places) else columns - 1
+        kept = torch.arange(first, columns, device=places.device)
         logits = self.model(inputs.input_ids, logits_to_keep=kept, **arguments).logits
-        rows, column = inputs.positions // columns, inputs.positions % columns - first
-        return logits[rows, column]
+        return logits[rows, places - first]
 
-    def _apply(
-        self,
-        rows: DataProto,
-        loss: float,
-        loss_function: LossFunction,
-        with_entropy: bool,
-        temperature: float,
-        lr: float,
-    ) -> float:
-        """Clip, step, cast; or refuse with nothing changed. Returns the gradient norm before clipping."""
-        gradients = [p for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(gradients, self.optimizer_config.clip_grad_norm, foreach=True)  # pyright: ignore[reportOptionalMemberAccess]
-        if not (norm.isfinite() and torch.tensor(loss).isfinite()):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(self._report(rows, loss, float(norm), loss_function, with_entropy, temperature))
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.master.cast()
-        self.num_updates += 1
-        return float(norm)
-
-    def _report(
-        self,
-        rows: DataProto,
-        loss: float,
-        norm: float,
-        loss_function: LossFunction,
-        with_entropy: bool,
-        temperature: float,
-    ) -> str:
-        """Which rows are to blame: each is computed again alone."""
+    def _blame(self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float) -> list[str]:
+        """The rows whose loss or gradient is not finite; each is computed again alone."""
         blamed = []
         for index in range(len(rows)):
             row = rows.select_idxs([index])
             share, _ = loss_function(self._compute(self._arrange(row), with_entropy, temperature), row)
             share.backward()
             finite = all(bool(p.grad.isfinite().all()) for p in self.parameters.values() if p.grad is not None)
-            if not (finite and share.isfinite()):
-                row_id = int(row.batch["row_ids"][0]) if "row_ids" in row.batch else index  # pyright: ignore[reportOptionalMemberAccess]
-                blamed.append(f"row {row_id}: loss {share.item()}, gradient {'finite' if finite else 'not finite'}")
             self.optimizer.zero_grad(set_to_none=True)
-        listed = "; ".join(blamed[:8]) + (f"; and {len(blamed) - 8} more" if len(blamed) > 8 else "")
+            if not (finite and share.isfinite()):
+                row_id = int(row.batch["row_ids"][0]) if "row_ids" in row.batch.keys() else index  # noqa: SIM118
+                blamed.append(f"row {row_id}: loss {share.item()}, gradient {'finite' if finite else 'not finite'}")
+        return blamed
+
+    def _report(self, loss: float, norm: float, blamed: list[str]) -> str:
+        listed = "; ".join(blamed[:MAX_BLAMED]) or "none alone, only their sum"
+        more = f"; and {len(blamed) - MAX_BLAMED} more" if len(blamed) > MAX_BLAMED else ""
         return (
-            f"{self.head} update {self.num_updates}: loss {loss}, gradient norm {norm}. The step was refused, nothing was applied. "
-            f"Samples: {listed or 'none alone, only their sum'}. Look at their rewards and log-probs; a lower learning rate "
-            "or float32 compute (model.dtype) often helps."
-        )
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _require_same_parameters(parameters: dict[str, Any], stored: dict[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        if name not in stored:
-            raise CheckpointError(
-                f"the checkpoint has no parameter '{name}'; it is of another model. Check model.path."
-            )
-        if stored[name].shape != parameter.shape:
-            raise CheckpointError(
-                f"parameter '{name}' has shape {tuple(stored[name].shape)} in the checkpoint and {tuple(parameter.shape)} "
-                "in the model; it is of another model. Check model.path."
-            )
-    if extra := sorted(set(stored) - set(parameters)):
-        raise CheckpointError(
-            f"the checkpoint has parameters the model lacks: {', '.join(extra[:5])}. Check model.path."
+            f"{self.head} update {self.num_updates}: loss {loss}, gradient norm {norm}. The step was refused, nothing "
+            f"was applied. Samples: {listed}{more}. Look at their rewards and log-probs; a lower learning rate or "
+            "float32 compute (model.dtype) often helps."
         )

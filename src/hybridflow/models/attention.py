@@ -23,16 +23,17 @@ class AttentionPlan(Protocol):
     """How the queries of one forward call find their keys."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim) -> (1, tokens, heads, head_dim).
+        """The attention of one layer, (batch, tokens, heads, value_dim).
 
-        A padded or decoding plan uses the first dimension as the batch.
+        query (batch, heads, tokens, head_dim); key and value (batch, kv_heads, tokens, head_dim or value_dim), where
+        kv_heads divides heads and each serves a run of neighbouring heads.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """Causal attention within each of several sequences that lie one after another in a single row.
+    """Causal attention within each of several sequences that lie one after another in a single row (batch 1).
 
     `runs` lists neighbouring sequences of one length as (count, length). A run is one batched kernel call on a
     view, so no padding is computed and short sequences do not pay for one call each.
@@ -42,6 +43,7 @@ class PackedPlan:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PackedPlan":
+        """Each length at least 1."""
         runs: list[tuple[int, int]] = []
         for length in lengths:
             if runs and runs[-1][1] == length:
@@ -55,27 +57,21 @@ class PackedPlan:
         for count, length in self.runs:
             stop = start + count * length
             q, k, v = (_as_batch(x[0, :, start:stop], count, length) for x in (query, key, value))
-            out = _causal_attention(q, k, v, scaling)
-            outputs.append(out.transpose(1, 2).reshape(count * length, query.shape[1], query.shape[3]))
+            outputs.append(_causal_attention(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
             start = stop
         return torch.cat(outputs).unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class PaddedPlan:
-    """Causal attention in a padded batch; `is_real` (batch, seq_len) marks the tokens that are not padding."""
+    """Causal attention in rows that are padded on the right.
 
-    is_real: Tensor
+    No real token ever looks at padding, which comes after it, so no mask is needed; what the padding computes is
+    finite and nobody reads it.
+    """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        seq_len = self.is_real.shape[1]
-        causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=query.device).tril()
-        # A padded query sees itself, so that its softmax is over something; nobody reads its output.
-        own = torch.eye(seq_len, dtype=torch.bool, device=query.device)
-        mask = (causal & self.is_real[:, None, None, :]) | own
-        groups = query.shape[1] // key.shape[1]
-        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=groups > 1)
-        return out.transpose(1, 2)
+        return _causal_attention(query, key, value, scaling).transpose(1, 2)
 
 
 def _as_batch(x: Tensor, count: int, length: int) -> Tensor:
@@ -85,7 +81,7 @@ def _as_batch(x: Tensor, count: int, length: int) -> Tensor:
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]
-    if query.device.type == "cpu":  # the fused backward in bfloat16 takes three to six times as long there
+    if query.device.type == "cpu":  # the fused bfloat16 backward is slow there for short sequences
         query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
     return out.to(dtype)
@@ -108,13 +104,15 @@ def _attention(
         raise ModelError(
             "a model loaded by hybridflow was called without attention_plan=...; use PackedPlan or PaddedPlan."
         )
-    if sliding_window is not None or softcap is not None or s_aux is not None:
+    foreign = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "attention_mask": attention_mask}
+    if wanted := [name for name, argument in foreign.items() if argument is not None]:
         raise ModelError(
-            f"{type(module).__name__} uses sliding-window, soft-capped or sink attention, which is not supported; "
-            "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
+            f"{type(module).__name__} uses {' and '.join(wanted)}, but attention over all tokens before is all that is "
+            "supported; use a model with full causal attention such as Llama, Qwen2 or Qwen3."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_plan.attend(module.layer_idx, query, key, value, scale), None  # pyright: ignore[reportArgumentType]
+    layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    return attention_plan.attend(layer, query, key, value, scale), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -4,86 +4,127 @@ No code of the directory is ever executed. Dropout is off: a token's log-probabi
 which pass computed it.
 """
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION
+from hybridflow.models.support import USE_INSTEAD, require_planned_attention, require_supported_config
+from hybridflow.observability import get_logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+HEADS = ("lm_head.", "score.")
+"""Parameters that a policy has and a critic has not, or the other way round."""
+
+logger = get_logger(__name__)
 
 
 def load_causal_lm(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The policy of a directory, in `dtype`, with hybridflow's attention.
 
-    Raises ModelError if the directory is missing, is no causal language model, or its attention cannot be planned.
+    Raises ModelError if the directory is missing, incomplete or damaged, is no causal language model, or its
+    attention cannot be planned.
     """
-    return _load(AutoModelForCausalLM, path, dtype)
+    model, missing = _load(AutoModelForCausalLM, path, dtype)
+    _require_complete(path, missing)
+    return model
 
 
 def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The body of a causal language model with a linear head giving one value per token; a new head starts at zero."""
-    model = _load(AutoModelForTokenClassification, path, dtype, num_labels=1, classifier_dropout=0.0)
-    if "score" not in "".join(_stored_names(Path(path))):
-        with torch.no_grad():
-            for parameter in model.score.parameters():
-                parameter.zero_()
+    """The body of a causal language model with a linear head giving one value per token; a new head starts at zero.
+
+    Raises ModelError as `load_causal_lm` does.
+    """
+    model, missing = _load(AutoModelForTokenClassification, path, dtype, num_labels=1, classifier_dropout=0.0)
+    _require_complete(path, {name for name in missing if not name.startswith("score.")})
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
     return model
 
 
-def _load(auto_class: type, path: str | Path, dtype: torch.dtype, **options: object) -> PreTrainedModel:
+def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: object) -> tuple[PreTrainedModel, set[str]]:
+    """The model, and the names of parameters that the directory does not hold."""
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"'{path}' is no model directory: config.json is missing. Give a local Hugging Face directory as model.path."
+            f"'{path}' is no model directory, it has no config.json; give a local Hugging Face directory as "
+            "model.path (nothing is downloaded)."
         )
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # a missing value head is expected, not a warning
-    transformers_logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **options)
-        model = auto_class.from_pretrained(  # pyright: ignore[reportAttributeAccessIssue]
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with _quiet_transformers():
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **options)
+            require_supported_config(config)
+            model, info = auto_class.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported here, with names and shapes
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        kind = auto_class.__name__.removeprefix("AutoModelFor")
+        reason = "its attention cannot be planned" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
         raise ModelError(
-            f"'{path}' cannot be loaded as a {auto_class.__name__.removeprefix('AutoModelFor')} model: {error}"
+            f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
+            "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
+            f"{USE_INSTEAD}"
         ) from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    _require_plannable_attention(model)
+    for name, stored, wanted in info["mismatched_keys"]:
+        raise ModelError(
+            f"'{path}': {name} has shape {tuple(stored)} in the weights and {tuple(wanted)} by config.json; "
+            "they are of different models, copy both again."
+        )
+    if ignored := sorted(name for name in info["unexpected_keys"] if not name.startswith(HEADS)):
+        logger.warning("%s holds weights that its config.json has no place for: %s", path, _listed(ignored))
+    require_planned_attention(model)
+    _turn_off_dropout(model)
+    return model.eval(), set(info["missing_keys"])
+
+
+def _require_complete(path: str | Path, missing: set[str]) -> None:
+    if missing:
+        raise ModelError(
+            f"'{path}': the weights lack {_listed(sorted(missing))}, which config.json asks for; "
+            "the files are incomplete or of another model, copy them again."
+        )
+
+
+def _turn_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    return model
+        for name, value in vars(module).items():  # rates that are passed to functions, such as attention_dropout
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
-def _require_plannable_attention(model: PreTrainedModel) -> None:
-    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if not getattr(model, "_supports_attention_backend", False) or layer_types != {"full_attention"}:
-        raise ModelError(
-            f"{model.config.model_type} models (layers: {', '.join(sorted(layer_types))}) are not supported; "
-            "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
-        )
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _stored_names(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text())["weight_map"])
-    from safetensors import safe_open
-
-    with safe_open(directory / "model.safetensors", framework="pt") as file:
-        return list(file.keys())
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """A value head that is not stored is no news, and a progress bar for seconds none either."""
+    verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress:
+            transformers_logging.enable_progress_bar()

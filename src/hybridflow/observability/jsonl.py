@@ -30,10 +30,16 @@ class JsonlWriter:
         _drop_torn_line(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; numpy and torch scalars become numbers. Raises DataError for what JSON cannot hold."""
+        """Append one row; numpy and torch scalars become numbers.
+
+        Raises DataError for what JSON cannot hold, and for a row that cannot be written: the disk may be full.
+        """
         line = to_json_line(row)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise DataError(f"{self.path}: a row of {len(line)} characters was not written: {error}.") from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.write({"step": step, **metrics})

@@ -11,13 +11,13 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
 
     logits: (rows, vocabulary). uniforms: (rows,) in [0, 1), one number a row: the token is the first, in order of
     token id, whose cumulative probability exceeds it. Greedy (temperature 0) ignores it; its log-probability is under
-    the untempered distribution. Returns tokens (rows,) int64 and log_probs (rows,) float32.
+    the untempered distribution. Returns tokens (rows,) int64 and log_probs (rows,) float32, or float64 where the
+    logits are; a log-prob that is not finite says that the row's logits were not.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
-        log_probs = logits.log_softmax(-1)
-        best = log_probs.argmax(-1)
-        return best, log_probs.gather(-1, best[:, None]).squeeze(-1).float()
+        log_probs, tokens = logits.log_softmax(-1).max(-1)
+        return tokens, log_probs
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     log_probs = logits.log_softmax(-1)
@@ -25,18 +25,21 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
         log_probs = _restrict(log_probs, sampling.top_k, sampling.top_p).log_softmax(-1)
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1).float()
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)
+    return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
 
 
 def _restrict(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """log_probs with minus infinity outside the top k and outside the nucleus (Holtzman et al., 2020)."""
-    ordered, ids = log_probs.sort(-1, descending=True, stable=True)
+    """log_probs with minus infinity outside the top k and outside the nucleus (Holtzman et al., 2020) of those.
+
+    Among equal probabilities the lower token id comes first.
+    """
+    ordered, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k:
         keep[:, top_k:] = False
     if top_p < 1:
-        probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+        probabilities = ordered.double().masked_fill(~keep, -torch.inf).softmax(-1)
         keep &= probabilities.cumsum(-1) - probabilities < top_p  # the mass before a token, so the first always stays
     kept = torch.zeros_like(keep).scatter(-1, ids, keep)
     return log_probs.masked_fill(~kept, -torch.inf)

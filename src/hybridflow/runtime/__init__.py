@@ -2,7 +2,12 @@
 
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.matmul_peak import measure_peak_flops
-from hybridflow.runtime.random_state import capture_random_state, restore_random_state
+from hybridflow.runtime.random_state import (
+    capture_random_state,
+    restore_random_state,
+    seed_random_state,
+    unchanged_random_state,
+)
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
@@ -15,8 +20,10 @@ __all__ = [
     "fsync_path",
     "measure_peak_flops",
     "restore_random_state",
+    "seed_random_state",
     "set_deterministic",
     "set_num_threads",
+    "unchanged_random_state",
     "uniform",
     "write_bytes_atomically",
     "write_text_atomically",

@@ -2,13 +2,25 @@
 
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime.random_streams import derive_seed
 
 logger = logging.getLogger(__name__)
+
+
+def seed_random_state(seed: int) -> None:
+    """Start all global generators from a seed, so that code which draws from them, a user's reward say, repeats."""
+    import torch
+
+    random.seed(derive_seed(seed, 0))
+    np.random.seed(derive_seed(seed, 1) % 2**32)
+    torch.manual_seed(derive_seed(seed, 2))
 
 
 def capture_random_state() -> dict[str, Any]:
@@ -61,3 +73,13 @@ def restore_random_state(state: dict[str, Any]) -> None:
         )
     for device, device_state in enumerate(cuda[:devices]):
         torch.cuda.set_rng_state(device_state, device)
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """Whatever the block draws from the global generators, afterwards they are where they were."""
+    state = capture_random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)

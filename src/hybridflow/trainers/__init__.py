@@ -1,16 +1,23 @@
 """Trainers: the loops, the stages they are made of, and the one place that builds them."""
 
-from hybridflow.trainers.build import build_sft_trainer, build_trainer, build_validator
+from hybridflow.trainers.build import build_generator, build_sft_trainer, build_trainer, build_validator
+from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.ppo import PPOTrainer
+from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
+from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.validation import Validator, pass_at_k
 
 __all__ = [
     "PPOTrainer",
+    "RunDirectory",
     "SFTTrainer",
+    "TextGenerator",
     "Validator",
+    "build_generator",
     "build_sft_trainer",
     "build_trainer",
     "build_validator",
+    "fit",
     "pass_at_k",
 ]

@@ -1,78 +1,107 @@
-"""The composition root: a configuration becomes pools, groups, data, a run directory and a trainer."""
+"""The composition root: a configuration becomes data, a run directory, pools, groups and a trainer."""
 
-from hybridflow.config import Config
+from typing import TYPE_CHECKING
+
+from hybridflow.checkpoint import Checkpoint
+from hybridflow.config import ActorConfig, Config, CriticConfig
 from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePoolManager, Role, Worker, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models import DTYPES
-from hybridflow.runtime import measure_peak_flops, set_deterministic, set_num_threads
+from hybridflow.runtime import measure_peak_flops, seed_random_state, set_deterministic, set_num_threads
+from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.ppo import PPOTrainer
+from hybridflow.trainers.preconditions import require_files, require_one_rank
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
+from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardWorker, SFTWorker
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def build_trainer(config: Config) -> PPOTrainer:
-    """Everything that `hybridflow train` runs. Raises ConfigError, DataError or ModelError before training starts."""
-    _prepare(config, train_files=True)
-    dataset = _prompts(config, config.data.train_files)
-    loader = BatchLoader(dataset, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle)
+    """Everything that `hybridflow train` runs. Seeds the process; writes nothing yet.
+
+    Raises ConfigError, DataError, ModelError or CheckpointError, the cheap checks first.
+    """
+    require_files(config, "data.train_files")
+    require_one_rank(config)
+    _prepare_process(config)
+    tokenizer = load_tokenizer(config.model.path)
+    prompts = _prompts(config, config.data.train_files, tokenizer)
+    loader = BatchLoader(prompts, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle)
+    validation = _validation_prompts(config, tokenizer) if config.data.val_files else None
     total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
-    actor_steps = max(total_steps - config.critic.warmup_steps, 1)
-    run = RunDirectory(config)
+    if total_steps <= config.critic.warmup_steps:
+        raise ConfigError(
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of the {total_steps} steps that "
+            f"trainer.epochs={config.trainer.epochs} makes; use at most {total_steps - 1}, or train for longer."
+        )
+    run = RunDirectory(config, "train")
+
     groups = _Groups(config)
     actor_rollout = groups.build(
-        Role.ActorRollout, ActorRolloutWorker, total_updates=actor_steps * _updates_per_step(config, "actor")
+        Role.ActorRollout,
+        ActorRolloutWorker,
+        total_updates=(total_steps - config.critic.warmup_steps) * _updates_per_step(config, config.actor),
     )
     rewards = groups.build(Role.Reward, RewardWorker)
+    critic = reference = None
+    if config.uses_critic:
+        critic = groups.build(
+            Role.Critic, CriticWorker, total_updates=total_steps * _updates_per_step(config, config.critic)
+        )
+    if config.uses_reference:
+        reference = groups.build(Role.RefPolicy, ReferenceWorker)
     return PPOTrainer(
         config,
         actor_rollout=actor_rollout,
         rewards=rewards,
+        critic=critic,
+        reference=reference,
         loader=loader,
         total_steps=total_steps,
         run=run,
-        critic=groups.build(Role.Critic, CriticWorker, total_updates=total_steps * _updates_per_step(config, "critic"))
-        if config.uses_critic
-        else None,
-        reference=groups.build(Role.RefPolicy, ReferenceWorker) if config.uses_reference else None,
-        validator=_validator(config, actor_rollout, rewards) if config.data.val_files else None,
-        peak_flops=measure_peak_flops(DTYPES[config.model.dtype]),
+        validator=_validator(config, validation, actor_rollout, rewards) if validation else None,
+        speedometer=_speedometer(config),
     )
 
 
 def build_sft_trainer(config: Config) -> SFTTrainer:
-    """Everything that `hybridflow sft` runs."""
-    _prepare(config, train_files=True)
-    loader = BatchLoader(
-        _examples(config, config.data.train_files),
-        config.sft.batch_size,
-        seed=config.trainer.seed,
-        shuffle=config.data.shuffle,
-    )
+    """Everything that `hybridflow sft` runs; as `build_trainer` otherwise."""
+    require_files(config, "data.train_files")
+    require_one_rank(config)
+    _prepare_process(config)
+    tokenizer = load_tokenizer(config.model.path)
+    examples = _examples(config, config.data.train_files, tokenizer)
+    loader = BatchLoader(examples, config.sft.batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle)
+    validation = None
+    if config.data.val_files:
+        validation = _examples(config, config.data.val_files, tokenizer, config.validation.max_samples)
     total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
-    run = RunDirectory(config)
-    return SFTTrainer(
-        config,
-        policy=_Groups(config).build(Role.Actor, SFTWorker, total_updates=total_steps),
-        loader=loader,
-        total_steps=total_steps,
-        run=run,
-        validation=_examples(config, config.data.val_files) if config.data.val_files else None,
-    )
+    run = RunDirectory(config, "sft")
+    policy = _Groups(config).build(Role.Actor, SFTWorker, total_updates=total_steps)
+    return SFTTrainer(config, policy=policy, loader=loader, total_steps=total_steps, run=run, validation=validation)
 
 
-def build_validator(config: Config, checkpoint: str | None = None) -> Validator:
-    """What `hybridflow evaluate` runs: the model of model.path, or with the weights of a checkpoint directory."""
-    _prepare(config, train_files=False)
-    if not config.data.val_files:
-        raise ConfigError("data.val_files is empty; name the parquet file(s) to evaluate on.")
+def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
+    """What `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
+    require_files(config, "data.val_files")
+    _prepare_process(config)
+    prompts = _validation_prompts(config, load_tokenizer(config.model.path))
     groups = _Groups(config)
-    actor_rollout = groups.build(Role.ActorRollout, ActorRolloutWorker)
-    if checkpoint is not None:
-        actor_rollout.load(checkpoint)
-    return _validator(config, actor_rollout, groups.build(Role.Reward, RewardWorker))
+    rewards = groups.build(Role.Reward, RewardWorker)
+    return _validator(config, prompts, groups.build_actor(checkpoint), rewards)
+
+
+def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
+    """What `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
+    require_files(config)
+    _prepare_process(config)
+    return TextGenerator(config, load_tokenizer(config.model.path), _Groups(config).build_actor(checkpoint))
 
 
 class _Groups:
@@ -91,24 +120,27 @@ class _Groups:
             name=role.value,
         )
 
+    def build_actor(self, checkpoint: Checkpoint | None) -> WorkerGroup:
+        group = self.build(Role.ActorRollout, ActorRolloutWorker)
+        if checkpoint is not None:
+            group.load(str(checkpoint.directory))
+        return group
 
-def _prepare(config: Config, *, train_files: bool) -> None:
-    missing = [key for key, value in (("model.path", config.model.path),) if not value]
-    if train_files and not config.data.train_files:
-        missing.append("data.train_files")
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} must be set; set it in the recipe or as KEY=VALUE on the command line."
-        )
+
+def _prepare_process(config: Config) -> None:
+    """Threads, kernels and global random state, before anything is computed: results depend on them."""
     set_num_threads(config.controller.threads)
     set_deterministic(config.trainer.deterministic)
+    seed_random_state(config.trainer.seed)
 
 
-def _prompts(config: Config, files: tuple[str, ...], max_samples: int = 0) -> RLHFDataset:
+def _prompts(
+    config: Config, files: tuple[str, ...], tokenizer: "PreTrainedTokenizerBase", max_samples: int = 0
+) -> RLHFDataset:
     data = config.data
     return RLHFDataset(
         files,
-        load_tokenizer(config.model.path),
+        tokenizer,
         data.max_prompt_length,
         overlong=data.overlong_prompts,
         chat_template=data.chat_template,
@@ -116,17 +148,27 @@ def _prompts(config: Config, files: tuple[str, ...], max_samples: int = 0) -> RL
     )
 
 
-def _examples(config: Config, files: tuple[str, ...]) -> SFTDataset:
+def _validation_prompts(config: Config, tokenizer: "PreTrainedTokenizerBase") -> RLHFDataset:
+    return _prompts(config, config.data.val_files, tokenizer, config.validation.max_samples)
+
+
+def _examples(
+    config: Config, files: tuple[str, ...], tokenizer: "PreTrainedTokenizerBase", max_samples: int = 0
+) -> SFTDataset:
     data = config.data
-    tokenizer = load_tokenizer(config.model.path)
     return SFTDataset(
-        files, tokenizer, data.max_prompt_length, data.max_response_length, chat_template=data.chat_template
+        files,
+        tokenizer,
+        data.max_prompt_length,
+        data.max_response_length,
+        chat_template=data.chat_template,
+        max_samples=max_samples,
     )
 
 
-def _validator(config: Config, actor_rollout: WorkerGroup, rewards: WorkerGroup) -> Validator:
+def _validator(config: Config, prompts: RLHFDataset, actor_rollout: WorkerGroup, rewards: WorkerGroup) -> Validator:
     return Validator(
-        _prompts(config, config.data.val_files, config.validation.max_samples),
+        prompts,
         actor_rollout,
         rewards,
         batch_size=config.validation.batch_size,
@@ -135,6 +177,15 @@ def _validator(config: Config, actor_rollout: WorkerGroup, rewards: WorkerGroup)
     )
 
 
-def _updates_per_step(config: Config, role: str) -> int:
-    section = config.actor if role == "actor" else config.critic
-    return section.epochs * (config.data.train_batch_size // (section.mini_batch_size or config.data.train_batch_size))
+def _updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:
+    """Optimizer steps in one training step."""
+    prompts = config.data.train_batch_size
+    return section.epochs * (prompts // (section.mini_batch_size or prompts))
+
+
+def _speedometer(config: Config) -> Speedometer:
+    learners = {"actor": Learner(config.actor.epochs, decoder_shape(config.model.path))}
+    if config.uses_critic:
+        critic_shape = decoder_shape(config.critic.model_path or config.model.path, has_lm_head=False)
+        learners["critic"] = Learner(config.critic.epochs, critic_shape)
+    return Speedometer(learners, measure_peak_flops(DTYPES[config.model.dtype]))

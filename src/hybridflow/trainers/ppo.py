@@ -6,32 +6,34 @@
 The controller holds the algorithm; the groups compute. It knows neither models nor where workers run.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
-from hybridflow.checkpoint import Checkpoint, save_state
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.errors import CheckpointError
-from hybridflow.observability import RL_FIGURES, Tracker, get_logger, reduce_lists, timed
+from hybridflow.observability import RL_FIGURES, reduce_lists, timed
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import StopRequest, capture_random_state, restore_random_state
+from hybridflow.runtime import unchanged_random_state
 from hybridflow.trainers.rl_metrics import batch_metrics, samples_of
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.speed import decoder_shape, speed_metrics
+from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import (
     add_advantages,
     mini_batch_rows,
+    needs_old_log_probs,
     needs_token_level_rewards,
+    rollout_as_old_log_probs,
     token_level_rewards,
     with_group_ids,
     with_row_ids,
 )
 from hybridflow.trainers.timed_group import TimedGroup
+from hybridflow.trainers.training_loop import fit
+from hybridflow.trainers.training_state import restore_training, save_training
 from hybridflow.trainers.validation import Validator
-
-logger = get_logger(__name__)
 
 TRAINING_STREAM = 0
 """Second entry of a noise key; validation has its own."""
@@ -52,29 +54,26 @@ class PPOTrainer:
         loader: BatchLoader,
         total_steps: int,
         run: RunDirectory,
+        speedometer: Speedometer,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
         validator: Validator | None = None,
-        peak_flops: float = 0.0,
     ) -> None:
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
-        self.groups = {"actor": actor_rollout, **({"critic": critic} if critic else {})}
+        self.figures = RL_FIGURES
         self.rollout = self.actor = TimedGroup(actor_rollout, self.metrics)
         self.rewards = TimedGroup(rewards, self.metrics)
         self.critic = TimedGroup(critic, self.metrics) if critic else None
         self.reference = TimedGroup(reference, self.metrics) if reference else None
-        self.validator = validator
-        self.peak_flops, self.shape = peak_flops, decoder_shape(config.model.path)
-        algorithm = config.algorithm
-        self.kl_controller = (
-            AdaptiveKLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-            if algorithm.kl_controller == "adaptive"
-            else FixedKLController(algorithm.kl_coef)
-        )
+        self.validator, self.speedometer = validator, speedometer
+        self.kl_controller = _kl_controller(config)
+        self.learning_groups = [actor_rollout, *([critic] if critic else [])]
         self.global_step = 0
         if run.checkpoint:
-            self._resume(run.checkpoint)
+            state = restore_training(run.checkpoint, self.learning_groups, loader)
+            self.kl_controller.load_state_dict(state["kl_controller"])
+            self.global_step = state["global_step"]
 
     # ------------------------------------------------------------------------------------------ the algorithm
 
@@ -86,7 +85,9 @@ class PPOTrainer:
         rollouts = self.rollout.generate_sequences(prompts)  # group_size rows for each prompt, in order
         batch = with_row_ids(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
         batch = batch.union(self.rewards.score(batch))
-        if not config.is_on_policy or algorithm.kl_in_reward:
+        if config.actor.old_log_probs_from == "rollout":
+            batch = batch.union(rollout_as_old_log_probs(batch))
+        elif needs_old_log_probs(config):
             batch = batch.union(self.actor.compute_log_probs(batch))
         if self.reference:
             batch = batch.union(self.reference.compute_ref_log_probs(batch))
@@ -95,17 +96,23 @@ class PPOTrainer:
         if needs_token_level_rewards(algorithm):
             rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
             batch = batch.union(rewards)
-            self.metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl_controller.coef}
+            if algorithm.kl_in_reward:
+                self._steer_kl(kl, num_samples=len(batch))
         batch = batch.union(add_advantages(batch, algorithm))
         if self.critic:
             self._update(self.critic.update_critic, batch, config.critic.mini_batch_size, config.critic.epochs)
         if self.global_step >= config.critic.warmup_steps:
             self._update(self.actor.update_actor, batch, config.actor.mini_batch_size, config.actor.epochs)
-        if algorithm.kl_in_reward:
-            self.kl_controller.update(self.metrics["critic/kl"], len(batch))
         return batch
 
-    def _update(self, update: Any, batch: DataProto, mini_batch_size: int, epochs: int) -> None:
+    def _steer_kl(self, kl: float, num_samples: int) -> None:
+        """The coefficient of this step into the metrics, then that of the next step from this step's KL."""
+        self.metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl_controller.coef}
+        self.kl_controller.update(kl, num_samples)
+
+    def _update(
+        self, update: Callable[[DataProto], DataProto], batch: DataProto, mini_batch_size: int, epochs: int
+    ) -> None:
         """Call an update method with the mini-batches that the controller fixes; take in its metrics."""
         seed_keys = (self.config.trainer.seed, self.global_step)
         batch = batch.select()
@@ -116,95 +123,41 @@ class PPOTrainer:
     # ------------------------------------------------------------------------------------------ the run
 
     def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step; `stop_after` ends earlier, after that step, as a signal does.
+        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
+        fit(self, stop_after)
 
-        Ctrl-C or SIGTERM finishes the step, saves and returns; a second one exits at once.
-        """
-        trainer = self.config.trainer
-        tracker, console = self.run.trackers(self.total_steps, RL_FIGURES, self.run.path.name)
-        try:
-            with StopRequest() as stop:
-                if self.global_step == 0 and trainer.val_before_train:
-                    self._log(tracker, self.validate())
-                while self.global_step < self.total_steps:
-                    self.metrics.clear()
-                    with timed("step", self.metrics):
-                        batch = self.step(self.loader.next_batch())
-                    self.global_step += 1
-                    last = self.global_step in (self.total_steps, stop_after) or stop.requested
-                    self._finish_metrics(batch)
-                    if _is_due(trainer.val_every, self.global_step, self.global_step == self.total_steps):
-                        self.metrics |= self.validate()
-                    samples = samples_of(batch, trainer.log_samples, self.global_step)
-                    for sample in samples:
-                        self.run.samples.write(sample)
-                    self._log(tracker, self.metrics)
-                    console.log_samples(samples)
-                    if _is_due(trainer.save_every, self.global_step, last or stop.requested):
-                        self.save()
-                    if last or stop.requested:
-                        break
-        finally:
-            tracker.close()
-        if self.global_step < self.total_steps:
-            logger.warning(
-                "stopped after step %d of %d; the same command continues from there", self.global_step, self.total_steps
-            )
+    def train_step(self) -> list[Sample]:
+        """The next batch through `step`; fills `metrics`, returns samples to show."""
+        self.metrics.clear()
+        self.metrics["training/epoch"] = self.loader.epoch
+        with timed("step", self.metrics):
+            batch = self.step(self.loader.next_batch())
+        self.global_step += 1
+        self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
+        self.metrics |= self.speedometer.read(self.metrics, batch)
+        return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 
     def validate(self) -> dict[str, float]:
         """The metrics `val/...` of the present weights; empty without validation data."""
         if self.validator is None:
             return {}
-        with timed("validation", self.metrics):
+        with timed("validation", self.metrics), unchanged_random_state():
             metrics, _ = self.validator.run()
         return metrics
 
     def save(self) -> None:
         """Write a checkpoint of everything that reaches a number."""
-        with self.run.store.begin(self.global_step) as directory:
-            for group in self.groups.values():
-                group.save(str(directory))
-            save_state(
-                {
-                    "global_step": self.global_step,
-                    "kl_controller": self.kl_controller.state_dict(),
-                    "loader": self.loader.state_dict(),
-                    "random": capture_random_state(),
-                },
-                directory / "controller",
-            )
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        if missing := set(self.groups) - set(checkpoint.components):
-            raise CheckpointError(
-                f"'{checkpoint.directory}' has no {', '.join(sorted(missing))}; it is of a run with other roles. "
-                "Choose another trainer.run_dir."
-            )
-        for group in self.groups.values():
-            group.load(str(checkpoint.directory))
-        state = checkpoint.load("controller")
-        self.kl_controller.load_state_dict(state["kl_controller"])
-        self.loader.load_state_dict(state["loader"])
-        restore_random_state(state["random"])
-        self.global_step = state["global_step"]
-
-    def _finish_metrics(self, batch: DataProto) -> None:
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
-        self.metrics["training/epoch"] = self.loader.epoch
-        self.metrics |= speed_metrics(
-            self.metrics,
-            shape=self.shape,
-            peak_flops=self.peak_flops,
-            sequence_lens=lengths,
-            num_response_tokens=int(batch.batch["response_mask"].sum()),
-            updates={"actor": self.config.actor.epochs, "critic": self.config.critic.epochs},
+        save_training(
+            self.run,
+            self.global_step,
+            self.learning_groups,
+            self.loader,
+            kl_controller=self.kl_controller.state_dict(),
         )
 
-    def _log(self, tracker: Tracker, metrics: dict[str, Any]) -> None:
-        if metrics:
-            tracker.log(self.global_step, dict(sorted(metrics.items())))
 
-
-def _is_due(every: int, step: int, last: bool) -> bool:
-    return last or (every > 0 and step % every == 0)
+def _kl_controller(config: Config) -> AdaptiveKLController | FixedKLController:
+    algorithm = config.algorithm
+    if algorithm.kl_controller == "adaptive":
+        return AdaptiveKLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    return FixedKLController(algorithm.kl_coef)

@@ -14,15 +14,13 @@ def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, float
     columns = batch.batch
     mask = columns["response_mask"]
     lengths = mask.sum(-1)
-    prompt_lengths = columns["prompt_mask"].sum(-1)
     metrics = {
         **spread("critic/score", columns["scores"].tolist()),
         **spread("response_length", lengths.tolist()),
-        **spread("prompt_length", prompt_lengths.tolist()),
+        **spread("prompt_length", columns["prompt_mask"].sum(-1).tolist()),
         "response_length/clip_ratio": float((lengths >= max_response_length).float().mean()),
         "critic/zero_variance_groups": zero_variance_share(columns["scores"], columns["group_ids"]),
         "reward/error_rate": float(columns["reward_failed"].float().mean()),
-        "perf/num_tokens": int(lengths.sum() + prompt_lengths.sum()),
     }
     for name in ("advantages", "returns", "values"):
         if name in columns:
@@ -32,9 +30,8 @@ def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, float
     if "values" in columns:
         returns, values = columns["returns"][mask], columns["values"][mask]
         metrics["critic/vf_explained_var"] = explained_variance(returns, values)
-    if "entropies" in columns:
+    if "entropies" in columns:  # recomputed before the update: better than what the loss sees between its steps
         metrics["actor/entropy"] = float(masked_mean(columns["entropies"], mask))
-    if "old_log_probs" in columns:
         drift = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
         metrics["rollout/log_prob_drift"] = float(masked_mean(drift, mask))
     return metrics | extra_metrics(batch)
@@ -64,10 +61,9 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
 
 def samples_of(batch: DataProto, count: int, step: int) -> list[dict[str, Any]]:
     """The first row of each of the first `count` prompts, for people to read."""
-    _, first_rows = torch.unique(batch.batch["group_ids"], return_inverse=True)
-    seen: dict[int, int] = {}
-    for row, group in enumerate(first_rows.tolist()):
-        seen.setdefault(group, row)
+    first_rows: dict[int, int] = {}
+    for row, group in enumerate(batch.batch["group_ids"].tolist()):
+        first_rows.setdefault(group, row)
     columns = batch.non_tensor_batch
     return [
         {
@@ -76,7 +72,7 @@ def samples_of(batch: DataProto, count: int, step: int) -> list[dict[str, Any]]:
             "response": columns["solution_texts"][row],
             "score": float(batch.batch["scores"][row]),
         }
-        for row in list(seen.values())[:count]
+        for row in list(first_rows.values())[:count]
     ]
 
 

@@ -1,21 +1,16 @@
-"""The directory of a run: what was asked, what it ran on, what came out, and where it can continue."""
+"""The directory of a run: what was asked, what it ran on, and where it can continue."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
-from hybridflow.errors import CheckpointError
-from hybridflow.observability import (
-    ConsoleTracker,
-    JsonlWriter,
-    MultiTracker,
-    TensorBoardTracker,
-    collect_run_info,
-    get_logger,
-)
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
 from hybridflow.runtime import write_text_atomically
+from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
 
 logger = get_logger(__name__)
 
@@ -23,40 +18,60 @@ logger = get_logger(__name__)
 class RunDirectory:
     """`config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/` of one run.
 
-    `checkpoint` is where the run continues from, None where it starts. What was written after it is dropped, since
-    it will be written again.
+    `checkpoint` is where the run continues from, None where it starts; `step` is how far it is then. Opening one
+    writes nothing; `begin` does. Raises CheckpointError for a newest checkpoint that is damaged or of another run, and
+    for a directory with files in it if `trainer.resume` is "never".
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.path = Path(config.trainer.run_dir)
+    def __init__(self, config: Config, kind: Kind) -> None:
+        self.config, self.path = config, Path(config.trainer.run_dir)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"trainer.run_dir='{self.path}' is a file; choose a directory.")
         if config.trainer.resume == "never" and self.path.is_dir() and any(self.path.iterdir()):
             raise CheckpointError(
-                f"'{self.path}' is not empty and trainer.resume='never'; choose another trainer.run_dir, or resume = 'auto'."
+                f"'{self.path}' is not empty and trainer.resume='never'; "
+                "choose another trainer.run_dir, or resume = 'auto'."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
         self.store = CheckpointStore(self.path / "checkpoints", keep=config.trainer.keep_checkpoints)
+        self.identity = run_identity(config, kind)
         self.checkpoint: Checkpoint | None = self.store.latest()
+        if self.checkpoint:
+            require_same_run(self.checkpoint, self.identity)
         self.step = self.checkpoint.step if self.checkpoint else 0
-        self.metrics = JsonlWriter(self.path / "metrics.jsonl")
-        self.samples = JsonlWriter(self.path / "samples.jsonl")
-        for writer in (self.metrics, self.samples):
-            writer.truncate_after(self.step if self.checkpoint else -1)
-        write_text_atomically(self.path / "config.toml", to_toml(config))
-        write_text_atomically(self.path / "run.json", json.dumps(collect_run_info(), indent=2, sort_keys=True) + "\n")
+
+    def begin(self) -> tuple[JsonlWriter, JsonlWriter]:
+        """Record this start, and open `metrics.jsonl` and `samples.jsonl` without the rows that come again now.
+
+        Raises CheckpointError if the directory cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            writers = JsonlWriter(self.path / "metrics.jsonl"), JsonlWriter(self.path / "samples.jsonl")
+            for writer in writers:
+                writer.truncate_after(self.step if self.checkpoint else -1)
+            self._record_start()
+        except OSError as error:
+            raise CheckpointError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
+        return writers
 
-    def trackers(self, total_steps: int, figures: dict[str, str], title: str) -> tuple[MultiTracker, ConsoleTracker]:
-        """All trackers of the run behind one, and the console, which also shows samples."""
-        console = ConsoleTracker(total_steps, start_step=self.step, figures=figures, title=title)
-        trackers: list[Any] = [self.metrics, console]
-        if "tensorboard" in self.config.trainer.trackers:
-            purge_step = self.step + 1 if self.checkpoint else None
-            trackers.append(TensorBoardTracker(self.path / "tensorboard", purge_step=purge_step))
-        return MultiTracker(trackers), console
+    def starts(self) -> list[dict[str, Any]]:
+        """The starts of this run that `run.json` tells of: when, from which step, with which keys, on what."""
+        file = self.path / "run.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"'{file}' is damaged ({error}); move it away to continue.") from error
 
-    def last_metrics(self) -> dict[str, Any]:
-        """The newest row of metrics.jsonl; empty where there is none."""
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        return json.loads(lines[-1]) if lines else {}
+    def _record_start(self) -> None:
+        """`config.toml` is the newest configuration; `run.json` keeps those of all starts."""
+        start = {
+            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "after_step": self.step,
+            "config": self.identity["config"],
+            **collect_run_info(),
+        }
+        text = json.dumps({"starts": [*self.starts(), start]}, indent=1, ensure_ascii=False)
+        write_text_atomically(self.path / "run.json", f"{text}\n")
+        write_text_atomically(self.path / "config.toml", to_toml(self.config))

@@ -2,20 +2,17 @@
 
 from typing import Any
 
-from hybridflow.checkpoint import Checkpoint, save_state
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader, SFTDataset
-from hybridflow.observability import SFT_FIGURES, get_logger, reduce_lists, timed
+from hybridflow.observability import SFT_FIGURES, reduce_lists, timed
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import StopRequest, capture_random_state, restore_random_state
 from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.stages import with_row_ids
 from hybridflow.trainers.timed_group import TimedGroup
-
-logger = get_logger(__name__)
-
-VALIDATION_BATCH_SIZE = 512
+from hybridflow.trainers.training_loop import fit
+from hybridflow.trainers.training_state import restore_training, save_training
 
 
 class SFTTrainer:
@@ -31,76 +28,51 @@ class SFTTrainer:
         run: RunDirectory,
         validation: SFTDataset | None = None,
     ) -> None:
-        self.config, self.group, self.loader, self.total_steps, self.run = config, policy, loader, total_steps, run
+        self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
-        self.policy = TimedGroup(policy, self.metrics)
+        self.figures = SFT_FIGURES
+        self.group, self.policy = policy, TimedGroup(policy, self.metrics)
         self.validation = validation
         self.global_step = 0
         if run.checkpoint:
-            self._resume(run.checkpoint)
+            self.global_step = restore_training(run.checkpoint, [policy], loader)["global_step"]
 
-    def step(self, examples: DataProto) -> None:
-        """One optimizer step on a batch of examples."""
+    def step(self, examples: DataProto) -> DataProto:
+        """One optimizer step on a batch of examples; returns the batch with its row ids."""
         batch = with_row_ids(examples)
         batch.meta_info["mini_batches"] = [batch.batch["row_ids"].tolist()]
         self.metrics |= reduce_lists(self.policy.update_sft(batch).meta_info["metrics"])
-        self.metrics["perf/num_tokens"] = int(batch.batch["attention_mask"].sum())
+        return batch
 
     def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step; `stop_after` and signals as in `PPOTrainer.fit`."""
-        trainer = self.config.trainer
-        tracker, _ = self.run.trackers(self.total_steps, SFT_FIGURES, self.run.path.name)
-        try:
-            with StopRequest() as stop:
-                while self.global_step < self.total_steps:
-                    self.metrics.clear()
-                    with timed("step", self.metrics):
-                        self.step(self.loader.next_batch())
-                    self.global_step += 1
-                    finished = self.global_step == self.total_steps
-                    self.metrics["training/epoch"] = self.loader.epoch
-                    self.metrics["perf/tokens_per_s"] = self.metrics["perf/num_tokens"] / self.metrics["timing_s/step"]
-                    if finished or (trainer.val_every and self.global_step % trainer.val_every == 0):
-                        self.metrics |= self.validate()
-                    tracker.log(self.global_step, dict(sorted(self.metrics.items())))
-                    last = finished or stop.requested or self.global_step == stop_after
-                    if last or (trainer.save_every and self.global_step % trainer.save_every == 0):
-                        self.save()
-                    if last:
-                        break
-        finally:
-            tracker.close()
-        if self.global_step < self.total_steps:
-            logger.warning(
-                "stopped after step %d of %d; the same command continues from there", self.global_step, self.total_steps
-            )
+        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
+        fit(self, stop_after)
+
+    def train_step(self) -> list[Sample]:
+        """The next batch through `step`; fills `metrics`. There are no samples to show."""
+        self.metrics.clear()
+        self.metrics["training/epoch"] = self.loader.epoch
+        with timed("step", self.metrics):
+            batch = self.step(self.loader.next_batch())
+        self.global_step += 1
+        num_tokens = int(batch.batch["attention_mask"].sum())
+        self.metrics["perf/num_tokens"] = num_tokens
+        self.metrics["perf/tokens_per_s"] = num_tokens / self.metrics["timing_s/step"]
+        return []
 
     def validate(self) -> dict[str, float]:
         """Cross-entropy for each response token of the validation examples; empty without any."""
         if self.validation is None:
             return {}
-        total, count = 0.0, 0
-        for start in range(0, len(self.validation), VALIDATION_BATCH_SIZE):
-            batch = self.validation.collate(range(start, min(start + VALIDATION_BATCH_SIZE, len(self.validation))))
-            log_probs = self.policy.compute_log_probs(batch).batch["old_log_probs"]
-            mask = batch.batch["response_mask"].bool()
-            total, count = total - float(log_probs[mask].double().sum()), count + int(mask.sum())
+        total, count, batch_size = 0.0, 0, self.config.validation.batch_size
+        with timed("validation", self.metrics):
+            for start in range(0, len(self.validation), batch_size):
+                batch = self.validation.collate(range(start, min(start + batch_size, len(self.validation))))
+                mask = batch.batch["response_mask"]
+                log_probs = self.group.compute_log_probs(batch).batch["old_log_probs"][mask]
+                total, count = total - float(log_probs.double().sum()), count + len(log_probs)
         return {"sft/val_loss": total / count}
 
     def save(self) -> None:
         """Write a checkpoint of everything that reaches a number."""
-        with self.run.store.begin(self.global_step) as directory:
-            self.group.save(str(directory))
-            state = {
-                "global_step": self.global_step,
-                "loader": self.loader.state_dict(),
-                "random": capture_random_state(),
-            }
-            save_state(state, directory / "controller")
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        self.group.load(str(checkpoint.directory))
-        state = checkpoint.load("controller")
-        self.loader.load_state_dict(state["loader"])
-        restore_random_state(state["random"])
-        self.global_step = state["global_step"]
+        save_training(self.run, self.global_step, [self.group], self.loader)

@@ -1,49 +1,63 @@
 """How fast a step was: tokens per second, time per token, and the share of the machine's peak that learning used."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.observability import DecoderShape, mfu, per_token_ms, training_flops
+from hybridflow.protocol import DataProto
+
+WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
 
 
-def decoder_shape(model_path: str | Path) -> DecoderShape:
-    """What FLOPs depend on, from a model directory's config.json."""
-    config = json.loads((Path(model_path) / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    return DecoderShape(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        vocab_size=config["vocab_size"],
-        head_dim=config.get("head_dim") or 0,
-    )
+@dataclass(frozen=True)
+class Learner:
+    """A role that learns: its passes over each batch, and what its FLOPs depend on (None: not known)."""
+
+    epochs: int
+    shape: DecoderShape | None
 
 
-def speed_metrics(
-    metrics: dict[str, Any],
-    *,
-    shape: DecoderShape,
-    peak_flops: float,
-    sequence_lens: Sequence[int],
-    num_response_tokens: int,
-    updates: dict[str, int],
-) -> dict[str, float]:
-    """`perf/...`, `timing_per_token_ms/...` and `mfu/<role>` of a step whose `timing_s/...` are in `metrics`.
+class Speedometer:
+    """Reads the speed of a step from its times and its batch. `peak_flops`: of the device, per second; 0: unknown."""
 
-    `updates`: passes over the batch of each role that learned, e.g. {"actor": 1, "critic": 2}.
-    """
-    num_tokens = sum(sequence_lens)
-    handled = dict.fromkeys(("old_log_probs", "ref_log_probs", "values", "update_actor", "update_critic"), num_tokens)
-    speed = per_token_ms(metrics, {"gen": num_response_tokens, **handled})
-    speed["perf/tokens_per_s"] = num_tokens / metrics["timing_s/step"]
-    if "timing_s/gen" in metrics:
-        speed["perf/gen_tokens_per_s"] = num_response_tokens / metrics["timing_s/gen"]
-    for role, epochs in updates.items():
-        seconds = metrics.get(f"timing_s/update_{role}")
-        if seconds:
-            speed[f"mfu/{role}"] = mfu(epochs * training_flops(shape, sequence_lens), seconds, peak_flops)
-    return speed
+    def __init__(self, learners: Mapping[str, Learner], peak_flops: float) -> None:
+        self.learners, self.peak_flops = learners, peak_flops
+
+    def read(self, metrics: Mapping[str, Any], batch: DataProto) -> dict[str, float]:
+        """`perf/...`, `timing_per_token_ms/...` and `mfu/<role>` of a step whose `timing_s/...` are in `metrics`."""
+        sequence_lens = batch.batch["attention_mask"].sum(-1).tolist()
+        num_tokens, num_response_tokens = sum(sequence_lens), int(batch.batch["response_mask"].sum())
+        handled = {"gen": num_response_tokens, **dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)}
+        speed: dict[str, float] = {
+            "perf/num_tokens": num_tokens,
+            "perf/tokens_per_s": num_tokens / metrics["timing_s/step"],
+            "perf/gen_tokens_per_s": num_response_tokens / metrics["timing_s/gen"],
+            **per_token_ms(metrics, handled),
+        }
+        for role, learner in self.learners.items():
+            seconds = metrics.get(f"timing_s/update_{role}")  # absent where the role did not learn, as in a warm-up
+            if seconds and learner.shape:
+                flops = learner.epochs * training_flops(learner.shape, sequence_lens)
+                speed[f"mfu/{role}"] = mfu(flops, seconds, self.peak_flops)
+        return speed
+
+
+def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:
+    """What FLOPs depend on, from a model directory; None where its configuration does not tell it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+    try:
+        return DecoderShape(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            vocab_size=config.vocab_size if has_lm_head else 1,
+            head_dim=getattr(config, "head_dim", None) or 0,
+        )
+    except AttributeError:
+        return None

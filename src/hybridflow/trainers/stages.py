@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms import ADVANTAGES, apply_kl_penalty
-from hybridflow.config import AlgorithmConfig
+from hybridflow.config import AlgorithmConfig, Config
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import derive_seed
 from hybridflow.workers.signature_columns import columns_of, parameters_of
@@ -21,6 +21,21 @@ def with_group_ids(prompts: DataProto) -> DataProto:
 def with_row_ids(batch: DataProto) -> DataProto:
     """The batch with `row_ids`, the name by which mini-batches and padding know a row wherever it is."""
     return batch.union(DataProto.from_dict({"row_ids": torch.arange(len(batch))}))
+
+
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether anything reads log-probs from before the update; where it is on-policy, its ratio does not."""
+    return config.algorithm.kl_in_reward or not config.is_on_policy
+
+
+def rollout_as_old_log_probs(batch: DataProto) -> DataProto:
+    """`old_log_probs` as the rollout engine computed them while it sampled."""
+    return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+
+
+def needs_token_level_rewards(config: AlgorithmConfig) -> bool:
+    """Whether the estimator looks at single tokens; critic-free ones read one score a row."""
+    return "token_level_rewards" in columns_of(ADVANTAGES[config.advantage])
 
 
 def token_level_rewards(batch: DataProto, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
@@ -50,11 +65,6 @@ def add_advantages(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     columns = {name: batch.batch[name] for name in columns_of(estimator)}
     advantages, returns = estimator(**columns, **parameters_of(estimator, config))
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
-
-
-def needs_token_level_rewards(config: AlgorithmConfig) -> bool:
-    """Whether the estimator looks at single tokens; critic-free ones read one score a row."""
-    return "token_level_rewards" in columns_of(ADVANTAGES[config.advantage])
 
 
 def mini_batch_rows(batch: DataProto, mini_batch_size: int, epochs: int, seed_keys: tuple[int, ...]) -> list[list[int]]:

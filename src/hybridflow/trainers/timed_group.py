@@ -13,20 +13,20 @@ STAGES = {
     "compute_ref_log_probs": "ref_log_probs",
     "compute_values": "values",
 }
-"""Method -> name of its stage in `timing_s/<stage>`; other methods are stages of their own name."""
+"""Method -> its stage in `timing_s/<stage>`; a method that is not named here is a stage of its own name."""
 
 
 class TimedGroup:
-    """Forwards every method call to the group and adds its seconds to `timings`."""
+    """Forwards every method call to the group and adds its seconds to `metrics`."""
 
-    def __init__(self, group: WorkerGroup, timings: MutableMapping[str, Any]) -> None:
-        self._group, self._timings = group, timings
+    def __init__(self, group: WorkerGroup, metrics: MutableMapping[str, Any]) -> None:
+        self._group, self._metrics = group, metrics
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._group, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with timed(STAGES.get(name, name), self._timings):
+            with timed(STAGES.get(name, name), self._metrics):
                 return method(*args, **kwargs)
 
         return call

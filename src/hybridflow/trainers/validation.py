@@ -1,6 +1,7 @@
 """Validation: generate on held-out prompts, score, and report accuracy and pass@k. Touches no training state."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,20 +60,12 @@ class Validator:
         return metrics, samples
 
 
-def validation_metrics(samples: list[dict[str, Any]], group_size: int) -> dict[str, float]:
-    """Score, accuracy (a score of at least 1) and, where a prompt has several samples, pass@k; overall and by source."""
-    metrics = _scores("val", samples)
+def validation_metrics(samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
+    """Scores overall and by data source. A sample has `index` of its prompt, `data_source`, `score`."""
+    metrics = _figures("val", samples, group_size)
     for source in sorted({sample["data_source"] for sample in samples}):
         own = [sample for sample in samples if sample["data_source"] == source]
-        metrics |= _scores(f"val/{source}", own)
-        if group_size == 1:
-            continue
-        solved: dict[int, int] = {}
-        for sample in own:
-            solved[sample["index"]] = solved.get(sample["index"], 0) + (sample["score"] >= 1)
-        for k in powers_of_two(group_size):
-            passes = [pass_at_k(group_size, correct, k) for correct in solved.values()]
-            metrics[f"val/{source}/pass@{k}"] = sum(passes) / len(passes)
+        metrics |= _figures(f"val/{source}", own, group_size)
     return metrics
 
 
@@ -86,9 +79,16 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length())]
 
 
-def _scores(prefix: str, samples: list[dict[str, Any]]) -> dict[str, float]:
-    scores = [sample["score"] for sample in samples]
-    return {
-        f"{prefix}/score/mean": sum(scores) / len(scores),
-        f"{prefix}/accuracy": sum(score >= 1 for score in scores) / len(scores),
+def _figures(prefix: str, samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
+    """Mean score, accuracy (a score of at least 1 is correct) and, where a prompt has several samples, pass@k."""
+    correct: dict[int, int] = {}
+    for sample in samples:
+        correct[sample["index"]] = correct.get(sample["index"], 0) + (sample["score"] >= 1)
+    figures = {
+        f"{prefix}/score/mean": sum(sample["score"] for sample in samples) / len(samples),
+        f"{prefix}/accuracy": sum(correct.values()) / len(samples),
     }
+    for k in powers_of_two(group_size) if group_size > 1 else ():
+        passes = [pass_at_k(group_size, number, k) for number in correct.values()]
+        figures[f"{prefix}/pass@{k}"] = sum(passes) / len(passes)
+    return figures

@@ -6,6 +6,7 @@ import torch
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
+from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.engines import TorchEngine
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
@@ -70,7 +71,7 @@ class ActorRolloutWorker(ModelWorker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
-        reads=lambda config: (*MODEL_COLUMNS, "row_ids", *set(actor_columns(config)) - set(MODEL_COLUMNS)),
+        reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
     )
@@ -123,7 +124,7 @@ class ActorRolloutWorker(ModelWorker):
         completions = generate(self.rollout, requests)
         source = torch.arange(len(prompts)).repeat_interleave(how.group_size)
         batch = rollout_batch(
-            columns["prompts"][source], columns["prompt_mask"][source], completions, self.tokenizer.pad_token_id
+            columns["prompts"][source], columns["prompt_mask"][source], completions, pad_token_id(self.tokenizer)
         )
         texts = np.empty(len(completions), dtype=object)
         texts[:] = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)

@@ -26,7 +26,7 @@ class MiniBatch:
 def iterate_mini_batches(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch]:
     """The mini-batches of `batch.meta_info["mini_batches"]` in order, each with its rows in the batch's order.
 
-    Raises BatchError if the batch names none.
+    Raises BatchError if the batch names none, or names rows that no rank holds, or that several do.
     """
     memberships = batch.meta_info.get("mini_batches")
     if not memberships:
@@ -34,6 +34,11 @@ def iterate_mini_batches(batch: DataProto, engine: TrainEngine) -> Iterator[Mini
     row_ids = batch.batch["row_ids"]
     for members in memberships:
         rows = batch.select_idxs(torch.isin(row_ids, torch.as_tensor(members)))
+        if (num_rows := engine.all_reduce_sum(len(rows))) != len(members):
+            raise BatchError(
+                f"a mini-batch names {len(members)} rows, but {num_rows} of the batch carry their row_ids; "
+                "each must be there exactly once."
+            )
         lengths = rows.batch["response_mask"].sum(-1)
         yield MiniBatch(
             rows, engine.all_reduce_sum(int(lengths.sum())), engine.all_reduce_sum(int((lengths > 0).sum()))

@@ -22,7 +22,7 @@ class RewardWorker(Worker):
     )
     def score(self, batch: DataProto) -> DataProto:
         """`scores`, which rows' function failed, and the further numbers it returned for each row."""
-        columns = batch.non_tensor_batch
+        columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         result = self.scorer.score(
             columns["solution_texts"],
             columns["data_sources"],

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hybridflow.errors import BatchError
 from hybridflow.rollout import Completion
 
 
@@ -14,8 +15,13 @@ def rollout_batch(
 ) -> dict[str, Tensor]:
     """The columns of `ROLLOUT_COLUMNS` that are tensors, one row for each completion.
 
-    prompts, prompt_mask: (batch, prompt_len), one row for each completion.
+    prompts, prompt_mask: (batch, prompt_len), one row for each completion. Raises BatchError if there is none.
     """
+    if not completions or len(completions) != len(prompts):
+        raise BatchError(
+            f"{len(completions)} completions for {len(prompts)} prompt rows; give one row for each completion, "
+            "at least one."
+        )
 
     def pad(values: list[list[int]] | list[list[float]], fill: float, dtype: torch.dtype) -> Tensor:
         rows = [torch.tensor(row, dtype=dtype) for row in values]

@@ -1,0 +1,23 @@
+"""`--output FILE`: results as one JSON object per line."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import DataError
+
+
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"also write {what} to this file, as JSON lines")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file anew, whole or not at all. Raises DataError where it cannot be written."""
+    from hybridflow.observability.jsonl import to_json_line
+    from hybridflow.runtime import write_text_atomically
+
+    try:
+        write_text_atomically(path, "".join(map(to_json_line, rows)))
+    except OSError as error:
+        raise DataError(f"--output {path} cannot be written: {error}.") from error

@@ -1,0 +1,24 @@
+"""Train by reinforcement learning: PPO with a critic, or GRPO, as the recipe says.
+
+The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl, samples.jsonl and checkpoints/; the same command
+continues from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a
+second one exits at once.
+"""
+
+import argparse
+
+from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
+from hybridflow.cli.stop_after import add_stop_after
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    add_stop_after(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    from hybridflow.trainers import build_trainer
+
+    build_trainer(config).fit(args.stop_after)
+    return 0

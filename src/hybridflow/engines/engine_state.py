@@ -1,0 +1,38 @@
+"""Whether a stored state fits an engine, said before any of it is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.errors import CheckpointError
+
+CHECK = "it is of another model. Check model.path."
+
+
+def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any], *, with_optimizer: bool) -> None:
+    """Raise CheckpointError unless `state` holds exactly these parameters, and moments of their shapes if asked for."""
+    stored = state["model"]
+    for name, parameter in parameters.items():
+        if name not in stored:
+            raise CheckpointError(f"the checkpoint has no parameter '{name}'; {CHECK}")
+        _require_shape(f"parameter '{name}'", stored[name], parameter)
+    if extra := sorted(set(stored) - set(parameters)):
+        raise CheckpointError(f"the checkpoint has parameters the model lacks: {', '.join(extra[:5])}; {CHECK}")
+    if not with_optimizer:
+        return
+    if "optimizer" not in state:
+        raise CheckpointError("the checkpoint has no optimizer state; it is of a model that did not learn.")
+    for name, moments in state["optimizer"].items():
+        if name not in parameters:
+            raise CheckpointError(f"the checkpoint has optimizer state of '{name}', which the model lacks; {CHECK}")
+        for moment, value in moments.items():
+            if value.ndim:  # the step count has no shape
+                _require_shape(f"{moment} of '{name}'", value, parameters[name])
+
+
+def _require_shape(what: str, stored: Tensor, wanted: Tensor) -> None:
+    if stored.shape != wanted.shape:
+        raise CheckpointError(
+            f"{what} has shape {tuple(stored.shape)} in the checkpoint and {tuple(wanted.shape)} in the model; {CHECK}"
+        )

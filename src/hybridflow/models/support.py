@@ -1,0 +1,54 @@
+"""Which models can be served: those whose every layer asks the plan, and nothing but the plan, for its attention."""
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridflow.errors import ModelError
+from hybridflow.models.attention import PackedPlan
+
+USE_INSTEAD = "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
+
+
+def require_supported_config(config: PretrainedConfig) -> None:
+    """What the configuration alone rules out, before any weights are read."""
+    text = config.get_text_config()
+    kind = config.model_type
+    if any(name.endswith("ForMaskedLM") for name in config.architectures or ()):
+        raise ModelError(f"{kind} models fill in masked tokens, they are no causal language models; {USE_INSTEAD}")
+    layer_types = getattr(text, "layer_types", None)
+    if others := sorted(set(layer_types or ()) - {"full_attention"}):
+        raise ModelError(f"{kind} models with layers of type {', '.join(others)} are not supported; {USE_INSTEAD}")
+    window = getattr(text, "sliding_window", None)
+    if window is not None and not layer_types:
+        raise ModelError(f"{kind} models with sliding_window={window} are not supported; {USE_INSTEAD}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # Its angles depend on the longest sequence of a call: a token's log-prob would depend on its neighbours.
+        raise ModelError(f"{kind} models with rope_type={rope['rope_type']!r} are not supported; {USE_INSTEAD}")
+
+
+def require_planned_attention(model: PreTrainedModel) -> None:
+    """Run two tokens through the model: each layer must ask the plan for its attention, once."""
+    plan = _Recording()
+    zeros = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    try:
+        with torch.no_grad():
+            model(zeros, position_ids=zeros, attention_plan=plan, use_cache=False)
+    except (TypeError, RuntimeError) as error:  # its forward does not take the plan, or its heads do not fit
+        raise ModelError(f"{model.config.model_type} models are not supported ({error}); {USE_INSTEAD}") from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if plan.layers != list(range(num_layers)):
+        raise ModelError(
+            f"{model.config.model_type} models are not supported: of {num_layers} layers {len(plan.layers)} use "
+            f"attention that can be planned; {USE_INSTEAD}"
+        )
+
+
+class _Recording:
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers.append(layer)
+        return PackedPlan(((2, 1),)).attend(layer, query, key, value, scaling)

@@ -1,0 +1,38 @@
+"""Where the figures of a run go, step by step: its files, its console, its trackers."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, Tracker
+from hybridflow.trainers.run_directory import RunDirectory
+
+Sample = dict[str, Any]
+"""A row of samples.jsonl: `step, prompt, response, score`."""
+
+
+class RunLog:
+    """Begins the run's directory and takes the rows of each step. `figures`: what the console shows, label -> name."""
+
+    def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
+        metrics, self._samples = run.begin()
+        self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
+        trackers: list[Tracker] = [metrics, self._console]
+        if "tensorboard" in run.config.trainer.trackers:
+            trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
+        self._trackers = MultiTracker(trackers)
+
+    def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
+        """One row of metrics, none if it is empty, and the samples."""
+        for sample in samples:
+            self._samples.write(sample)
+        if metrics:
+            self._trackers.log(step, dict(sorted(metrics.items())))
+        if samples:
+            self._console.log_samples(samples)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._trackers.close()

@@ -1,0 +1,91 @@
+"""The loop around the steps of any trainer: when it validates, writes, saves and stops. Knows no algorithm."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hybridflow.config import Config
+from hybridflow.observability import get_logger, memory_bytes
+from hybridflow.runtime import StopRequest
+from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_log import RunLog, Sample
+
+logger = get_logger(__name__)
+
+
+class Trainer(Protocol):
+    """What the loop needs of a trainer. `metrics` are those of the present step."""
+
+    config: Config
+    run: RunDirectory
+    total_steps: int
+    global_step: int
+    metrics: dict[str, Any]
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """What the console shows: label -> metric."""
+        ...
+
+    def train_step(self) -> list[Sample]:
+        """Take the next batch, learn from it, count the step, fill `metrics` anew; returns samples to show."""
+        ...
+
+    def validate(self) -> dict[str, float]:
+        """The metrics of the present weights on validation data; empty without any."""
+        ...
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that reaches a number."""
+        ...
+
+
+def fit(trainer: Trainer, stop_after: int | None = None) -> None:
+    """Train from where the trainer is to its last step, or to step `stop_after` if that comes first.
+
+    Ctrl-C or SIGTERM finishes the step, saves and returns; a second one ends the process at once.
+    """
+    how, last_step = trainer.config.trainer, trainer.total_steps
+    if stop_after is not None:
+        last_step = min(last_step, stop_after)
+    if trainer.global_step >= last_step:
+        _say_nothing_is_left(trainer)
+        return
+    log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
+    with log, StopRequest() as stop:
+        if trainer.global_step == 0 and how.val_before_train:
+            log.write(0, trainer.validate())
+        stopping = stop.requested
+        while not stopping:
+            samples = trainer.train_step()
+            step = trainer.global_step
+            if step == trainer.total_steps or _is_due(how.val_every, step):
+                trainer.metrics |= trainer.validate()
+            trainer.metrics |= {f"memory_bytes/{kind}": size for kind, size in memory_bytes().items()}
+            log.write(step, trainer.metrics, samples)  # before saving: a row is lost with its checkpoint, never alone
+            stopping = step >= last_step or stop.requested  # asked once: a later signal stops after the next step
+            if stopping or _is_due(how.save_every, step):
+                trainer.save()
+    if trainer.global_step < trainer.total_steps:
+        logger.warning(
+            "stopped after step %d of %d; the same command continues from there",
+            trainer.global_step,
+            trainer.total_steps,
+        )
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _say_nothing_is_left(trainer: Trainer) -> None:
+    step, total_steps = trainer.global_step, trainer.total_steps
+    if step < total_steps:
+        logger.warning("'%s' is at step %d already: nothing to do before it stops", trainer.run.path, step)
+    else:
+        logger.warning(
+            "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to train on, "
+            "or choose another trainer.run_dir",
+            trainer.run.path,
+            step,
+            total_steps,
+        )

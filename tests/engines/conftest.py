@@ -1,0 +1,43 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+if TYPE_CHECKING:
+    from hybridflow.engines import TorchEngine
+
+
+@pytest.fixture
+def build_engine() -> "Callable[..., TorchEngine]":
+    """`build_engine(directory, "policy", dtype="float64", max_tokens=40)`; further arguments are of the optimizer.
+
+    `learns=False` makes an engine without one.
+    """
+
+    def build(
+        directory: Path,
+        head: Literal["policy", "value"] = "policy",
+        *,
+        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
+        max_tokens: int = 1000,
+        packing: bool = True,
+        gradient_checkpointing: bool = False,
+        learns: bool = True,
+        total_updates: int = 1,
+        **optimizer: Any,
+    ) -> "TorchEngine":
+        # Not before the tests run: the hook that checks shapes wants to see these imported.
+        from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+        from hybridflow.engines import TorchEngine
+
+        return TorchEngine(
+            str(directory),
+            head,
+            model=ModelConfig(path=str(directory), dtype=dtype, gradient_checkpointing=gradient_checkpointing),
+            memory=MemoryConfig(max_tokens_per_micro_batch=max_tokens, packing=packing),
+            optimizer=OptimizerConfig(**({"lr": 0.01} | optimizer)) if learns else None,
+            total_updates=total_updates,
+        )
+
+    return build

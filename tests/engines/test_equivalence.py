@@ -1,0 +1,185 @@
+"""Loss, gradient norm and every parameter after three optimizer steps are the same however a mini-batch is computed.
+
+In float64 throughout, to a relative error of 1e-10: any budget of tokens, packed or padded, with activations
+recomputed or kept, and as a plain loop over rows through the stock attention.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hybridflow.config import Config
+from hybridflow.engines import TorchEngine
+from hybridflow.protocol import DataProto
+from hybridflow.workers.losses import actor_loss, critic_loss
+
+TOLERANCE = 1e-10
+STEPS = 3
+KL_COEF = 0.05
+OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1, "epsilon": 1e-6, "clip_grad_norm": 0.5}
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+HEADS = ["policy", "value"]
+PROMPT_LENS = [3, 1, 5, 2, 4, 3, 1, 6, 2, 3]
+RESPONSE_LENS = [4, 6, 1, 3, 6, 0, 5, 4, 3, 1]  # one row has no response
+
+
+@dataclass(frozen=True)
+class Run:
+    """What three optimizer steps left."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def rows(rollout_rows) -> DataProto:
+    """Rows with every column that the losses read; ratios and values lie on both sides of their clips."""
+    batch = rollout_rows(PROMPT_LENS, RESPONSE_LENS, seed=1)
+    mask = batch.batch["response_mask"]
+    mask[4, 2] = False  # a response with a hole
+    mask[8] = False  # a response that does not count
+    generator = torch.Generator().manual_seed(2)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+
+    columns = {
+        "old_log_probs": -5 + noise(2.0),
+        "ref_log_probs": -5 + noise(2.0),
+        "rollout_log_probs": -5 + noise(2.0),
+        "advantages": noise(1.0),
+        "values": noise(0.5),
+        "returns": noise(1.0),
+    }
+    return batch.union(DataProto.from_dict(columns))
+
+
+def config_of(aggregation: str) -> Config:
+    return Config(
+        actor={"loss_aggregation": aggregation, "entropy_coef": 0.01, "epochs": 2},
+        critic={"loss_aggregation": aggregation},
+        algorithm={"kl_in_loss": True},
+        rollout={"temperature": 0.7},
+    )
+
+
+def loss_of(head: str, aggregation: str, counted: DataProto):
+    """The worker's loss, against the counts of `counted`."""
+    mask = counted.batch["response_mask"]
+    counts = int(mask.sum()), int(mask.any(1).sum())
+    config = config_of(aggregation)
+    return actor_loss(config, KL_COEF, *counts) if head == "policy" else critic_loss(config, *counts)
+
+
+def train(engine: TorchEngine, aggregation: str, rows: DataProto, *, bug: str = "") -> Run:
+    loss = loss_of(engine.head, aggregation, rows)
+    if bug == "local count":
+
+        def loss(outputs, part):
+            return loss_of(engine.head, aggregation, part)(outputs, part)
+
+    if bug == "dropped row":
+        rows = rows.slice(0, len(rows) - 1)
+    results = [engine.update(rows, loss, with_entropy=True, temperature=0.7) for _ in range(STEPS)]
+    parameters = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+    return Run([result.loss for result in results], [result.grad_norm for result in results], parameters)
+
+
+def relative_error(run: Run, reference: Run) -> float:
+    """The largest over losses, gradient norms and parameters (each tensor as a vector)."""
+    assert run.parameters.keys() == reference.parameters.keys()
+    ours, theirs = run.losses + run.grad_norms, reference.losses + reference.grad_norms
+    errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
+    errors += [float((run.parameters[n] - p).norm() / p.norm()) for n, p in reference.parameters.items()]
+    return max(errors)
+
+
+@pytest.fixture
+def engine_of(tiny_model, build_engine, use_float64_throughout):
+    def build(head: str, **options) -> TorchEngine:
+        engine = build_engine(tiny_model("qwen2"), head, dtype="float64", **OPTIMIZER, **options)
+        use_float64_throughout(engine.model)
+        if head == "value":  # a head at zero has no gradient to give to the body
+            with torch.no_grad():
+                engine.parameters["score.weight"].copy_(torch.linspace(-1, 1, 32)[None])
+        return engine
+
+    return build
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("head", HEADS)
+def test_any_split_gives_the_same_training(engine_of, rows, head, aggregation):
+    whole = engine_of(head, packing=False)
+    before = {name: parameter.detach().clone() for name, parameter in whole.parameters.items()}
+    reference = train(whole, aggregation, rows)
+    moved = [float((p - before[name]).norm() / before[name].norm()) for name, p in reference.parameters.items()]
+    assert min(moved) > 1000 * TOLERANCE
+    assert min(reference.grad_norms) > OPTIMIZER["clip_grad_norm"]
+    for (max_tokens, checkpointing), packing in product(
+        [(10, False), (24, False), (1000, False), (24, True)], (True, False)
+    ):
+        engine = engine_of(head, max_tokens=max_tokens, packing=packing, gradient_checkpointing=checkpointing)
+        error = relative_error(train(engine, aggregation, rows), reference)
+        assert error <= TOLERANCE, (max_tokens, packing, checkpointing)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("bug", ["local count", "dropped row"])
+def test_a_planted_bug_would_be_noticed(engine_of, rows, head, aggregation, bug):
+    reference = train(engine_of(head, packing=False), aggregation, rows)
+    assert (
+        relative_error(train(engine_of(head, max_tokens=24), aggregation, rows, bug=bug), reference) > 1000 * TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_training_equals_a_plain_loop_over_rows(tiny_model, build_engine, use_float64_throughout, rows, tied):
+    """The stock attention, one row at a time, torch's AdamW, and the formulas written out."""
+    path = tiny_model("qwen2", tie_word_embeddings=tied)
+    engine = build_engine(path, dtype="float64", max_tokens=24, **OPTIMIZER)
+    use_float64_throughout(engine.model)
+    run = train(engine, "token-mean", rows)
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    use_float64_throughout(model)
+    columns = rows.batch
+    num_tokens = int(columns["response_mask"].sum())
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    kept = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}], lr=0.01, eps=1e-6
+    )
+    losses, norms = [], []
+    for _ in range(STEPS):
+        terms = []
+        for r in range(len(rows)):
+            tokens = columns["input_ids"][r][columns["attention_mask"][r].bool()]
+            log_p = (model(tokens[None]).logits[0] / 0.7).log_softmax(-1)
+            for o in columns["response_mask"][r].nonzero().flatten().tolist():
+                at = PROMPT_LENS[r] + o
+                of_token = log_p[at - 1]
+                log_prob = of_token[tokens[at]]
+                advantage = columns["advantages"][r, o]
+                ratio = (log_prob - columns["old_log_probs"][r, o]).exp()
+                objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+                if advantage < 0:
+                    objective = torch.maximum(objective, 3 * advantage)
+                log_r = columns["ref_log_probs"][r, o] - log_prob
+                kl = log_r.exp() - 1 - log_r
+                entropy = -(of_token.exp() * of_token).sum()
+                terms.append(-objective + KL_COEF * kl - 0.01 * entropy)
+        loss = torch.stack(terms).sum() / num_tokens
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad_norm"])))
+        optimizer.step()
+        losses.append(loss.item())
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert relative_error(run, Run(losses, norms, parameters)) <= TOLERANCE

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from hybridflow.engines.micro_batches import plan_micro_batches
+from hybridflow.errors import BatchError
+
+
+def planned(lengths: list[int], max_tokens: int, *, packing: bool) -> list[list[int]]:
+    return [rows.tolist() for rows in plan_micro_batches(torch.tensor(lengths), max_tokens, packing=packing)]
+
+
+def test_packed_lengths_add_up_to_the_budget():
+    assert planned([4, 2, 3, 5], 9, packing=True) == [[1, 2, 0], [3]]
+
+
+def test_padded_rows_count_as_the_longest():
+    assert planned([4, 2, 3, 5], 9, packing=False) == [[1, 2], [0], [3]]
+    assert planned([4, 2, 3, 5], 20, packing=False) == [[1, 2, 0, 3]]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_row_is_planned_once_within_the_budget(packing):
+    lengths = torch.randint(1, 50, (200,), generator=torch.Generator().manual_seed(0))
+    for max_tokens in (49, 50, 173, 100_000):
+        parts = plan_micro_batches(lengths, max_tokens, packing=packing)
+        assert sorted(torch.cat(parts).tolist()) == list(range(200))
+        for rows in parts:
+            own = lengths[rows]
+            assert (int(own.sum()) if packing else len(own) * int(own.max())) <= max_tokens
+
+
+def test_rows_of_equal_length_are_neighbours_in_their_order():
+    assert planned([2, 1, 2, 1, 2], 100, packing=True) == [[1, 3, 0, 2, 4]]
+
+
+def test_no_rows_are_no_micro_batches():
+    assert plan_micro_batches(torch.zeros(0, dtype=torch.int64), 10, packing=True) == []
+
+
+def test_a_row_longer_than_the_budget_names_itself_and_the_fix():
+    message = "row 1 has 12 tokens, more than memory.max_tokens_per_micro_batch=10; set it to at least 12"
+    with pytest.raises(BatchError, match=message):
+        planned([3, 12, 4], 10, packing=True)
+
+
+def test_a_row_without_tokens_is_an_error():
+    with pytest.raises(BatchError, match="row 2 has no tokens"):
+        planned([3, 4, 0], 10, packing=True)

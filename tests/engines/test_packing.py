@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from hybridflow.engines.packing import pack, pad, sequence_lengths
+from hybridflow.errors import BatchError
+from hybridflow.models import PackedPlan, PaddedPlan
+from hybridflow.protocol import DataProto
+
+# Prompts 11 12 | 13 14 15 | 16, responses 21 22 | 23 | none.
+ROWS = DataProto.from_dict(
+    {
+        "input_ids": torch.tensor([[0, 11, 12, 21, 22], [13, 14, 15, 23, 0], [0, 0, 16, 0, 0]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 0, 1, 0, 0]]),
+        "response_mask": torch.tensor([[True, True], [True, False], [False, False]]),
+    }
+)
+
+
+def with_masks(attention_mask: list[int], response_mask: list[bool]) -> DataProto:
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.tensor([[11, 12, 13, 21, 22, 23]]),
+            "attention_mask": torch.tensor([attention_mask]),
+            "response_mask": torch.tensor([response_mask]),
+        }
+    )
+
+
+def test_packed_rows_lie_one_after_another_without_padding():
+    packed = pack(ROWS)
+    assert packed.input_ids.tolist() == [[11, 12, 21, 22, 13, 14, 15, 23, 16]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]]
+    assert packed.plan == PackedPlan(((2, 4), (1, 1)))
+    assert packed.positions.tolist() == [1, 2, 6]
+    assert packed.labels.tolist() == [21, 22, 23]
+    assert (packed.num_tokens, packed.num_computed_tokens) == (9, 9)
+
+
+def test_padded_rows_are_moved_to_the_left():
+    padded = pad(ROWS)
+    assert padded.input_ids.tolist() == [[11, 12, 21, 22], [13, 14, 15, 23], [16, 0, 0, 0]]
+    assert padded.position_ids.tolist() == [[0, 1, 2, 3]] * 3
+    assert padded.plan == PaddedPlan()
+    assert padded.positions.tolist() == [1, 2, 6]
+    assert padded.labels.tolist() == [21, 22, 23]
+    assert (padded.num_tokens, padded.num_computed_tokens) == (9, 12)
+
+
+def test_a_padded_row_costs_no_more_than_the_longest_even_if_another_prompt_is_longer():
+    rows = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor([[1, 2, 3, 4, 0, 0], [0, 0, 5, 6, 7, 8]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]),
+            "response_mask": torch.tensor([[True, False, False], [True, True, True]]),
+        }
+    )
+    assert pad(rows).input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("arrange", [pack, pad])
+def test_a_response_mask_with_holes_still_finds_its_tokens(arrange):
+    arranged = arrange(with_masks([1, 1, 1, 1, 1, 1], [True, False, True]))
+    assert arranged.labels.tolist() == [21, 23]
+    assert arranged.input_ids.flatten()[arranged.positions].tolist() == [13, 22]
+
+
+@pytest.mark.parametrize("arrange", [pack, pad])
+def test_the_first_counted_token_may_come_later(arrange):
+    arranged = arrange(with_masks([0, 1, 1, 1, 1, 0], [False, True, False]))
+    assert arranged.labels.tolist() == [22]
+    assert arranged.input_ids.flatten()[arranged.positions].tolist() == [21]
+
+
+def test_values_return_to_their_rows_and_gradients_to_the_values():
+    packed = pack(ROWS)
+    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    rows = packed.to_rows(values)
+    assert rows.tolist() == [[1, 2], [3, 0], [0, 0]]
+    (rows * torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [10, 20, 30]
+
+
+def test_lengths_count_real_tokens():
+    assert sequence_lengths(ROWS).tolist() == [4, 4, 1]
+
+
+@pytest.mark.parametrize("arrange", [pack, pad])
+@pytest.mark.parametrize(
+    ("attention_mask", "response_mask"),
+    [([0, 0, 0, 1, 1, 1], [True, True, True]), ([1, 1, 1, 1, 0, 0], [True, True, False])],
+)
+def test_a_counted_token_that_nothing_predicts_is_an_error(arrange, attention_mask, response_mask):
+    with pytest.raises(BatchError, match="row 0: response_mask counts a token that attention_mask calls padding, or"):
+        arrange(with_masks(attention_mask, response_mask))

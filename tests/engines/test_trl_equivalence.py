@@ -1,0 +1,88 @@
+"""Losses and gradients through the whole engine equal those of TRL's GRPO (tests/fixtures/make_trl_grpo_fixture.py)."""
+
+import pytest
+import torch
+
+from hybridflow.config import Config
+from hybridflow.protocol import DataProto
+from hybridflow.workers.losses import actor_loss
+
+AGGREGATION = {
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum",
+}
+SETTINGS = ["grpo", "grpo_kl", "dapo", "dapo_kl", "bnpo_kl", "dr_grpo_kl", "dapo_kl_delta"]
+
+
+@pytest.fixture(scope="module")
+def directory(recorded_grpo, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trl_model")
+    recorded_grpo.build_model().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(recorded_grpo) -> DataProto:
+    recorded = recorded_grpo.tensors
+    masks = recorded["prompt_mask"], recorded["completion_mask"]
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.cat([recorded["prompt_ids"], recorded["completion_ids"]], dim=1),
+            "attention_mask": torch.cat(masks, dim=1),
+            "response_mask": masks[1].bool(),
+            "advantages": recorded["advantages"].double()[:, None],
+            "old_log_probs": recorded["old_log_probs"],
+            "ref_log_probs": recorded["ref_log_probs"],
+            "rollout_log_probs": recorded["old_log_probs"],
+        }
+    )
+
+
+@pytest.fixture
+def relative_errors(recorded_grpo, directory, rows, build_engine, use_float64_throughout):
+    """(of the loss, of the gradient as one vector), for a setting of TRL and options of the engine."""
+
+    def compute(setting: str, counted: DataProto | None = None, **options) -> tuple[float, float]:
+        recorded, settings = recorded_grpo.record, recorded_grpo.record["settings"][setting]
+        config = Config(
+            actor={
+                "epochs": 2,  # old log-probs are read, not taken to be the new ones
+                "loss_aggregation": AGGREGATION[settings["loss_type"]],
+                "clip_ratio_low": recorded["clip"]["epsilon"],
+                "clip_ratio_high": recorded["clip"]["epsilon_high"],
+                "clip_ratio_dual": settings.get("delta"),
+            },
+            algorithm={"kl_in_loss": settings["beta"] > 0},
+        )
+        mask = rows.batch["response_mask"]
+        loss = actor_loss(config, settings["beta"], int(mask.sum()), len(mask))
+        # Without momentum the optimizer's first moment is the gradient.
+        engine = build_engine(directory, dtype="float64", betas=(0.0, 0.999), clip_grad_norm=1e9, **options)
+        use_float64_throughout(engine.model)
+        result = engine.update(rows if counted is None else counted, loss, with_entropy=True)
+        divisor = recorded["max_completion_length"] if settings["loss_type"] == "dr_grpo" else 1
+        expected = recorded_grpo.grads(setting)
+        ours = {name: moments["exp_avg"] / divisor for name, moments in engine.state_dict()["optimizer"].items()}
+        assert ours.keys() == expected.keys()
+        difference = torch.cat([(ours[name] - expected[name]).flatten() for name in expected])
+        size = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+        loss_error = abs(result.loss / divisor - settings["loss"]) / abs(settings["loss"])
+        return loss_error, float(difference.norm() / size)
+
+    return compute
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_tokens": 15}, {"max_tokens": 25, "packing": False, "gradient_checkpointing": True}],
+)
+def test_loss_and_gradient_equal_to_ten_digits(relative_errors, setting, options):
+    assert max(relative_errors(setting, **options)) < 1e-10
+
+
+@pytest.mark.parametrize("setting", ["grpo_kl", "dapo_kl"])
+def test_a_dropped_row_would_be_noticed(relative_errors, rows, setting):
+    assert min(relative_errors(setting, counted=rows.slice(0, 11))) > 1e-3

@@ -1,0 +1,54 @@
+"""The explaining example: it runs, and two runs print the same numbers."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The example as a module, with a warm start of a few steps; what it sets for its process is put back."""
+    spec = importlib.util.spec_from_file_location("grpo_in_one_file", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "WARM_START_STEPS", 5)
+    num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield module
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def test_two_runs_print_the_same_numbers(example, capsys):
+    outputs = []
+    for _ in range(2):
+        example.main(["--steps", "3"])
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    names = [line.partition("loss" if "loss" in line else "score")[0].split() for line in outputs[0].splitlines()[:-1]]
+    assert names == [["warm", "start", "1"], ["warm", "start", "5"], ["step", "1"], ["step", "3"]]
+    last = outputs[0].splitlines()[-1]
+    assert re.fullmatch(r"accuracy 0\.\d{3} -> 0\.\d{3} on 500 held-out prompts in 3 steps", last)
+
+
+def test_another_seed_prints_other_numbers(example, capsys, monkeypatch):
+    example.main(["--steps", "1"])
+    first = capsys.readouterr().out
+    monkeypatch.setattr(example, "SEED", 2)
+    example.main(["--steps", "1"])
+    assert capsys.readouterr().out != first
+
+
+def test_a_response_scores_only_if_it_sorts_the_prompt_and_stops(example):
+    assert example.score([3, 1, 2, 2], [1, 2, 2, 3, example.STOP]) == 1
+    assert example.score([3, 1, 2, 2], [1, 2, 3, 2, example.STOP]) == 0
+    assert example.score([3, 1, 2, 2], [1, 2, 2, 3]) == 0
+    assert example.score([3, 1, 2, 2], [1, 2, 2, 3, 3]) == 0
+
+
+def test_the_example_is_short_enough_to_read():
+    assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 300

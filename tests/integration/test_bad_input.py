@@ -1,0 +1,181 @@
+"""Mistakes and misfortunes are one line on stderr that says what is wrong, status 2, and no traceback."""
+
+import json
+import shutil
+import subprocess
+
+import pyarrow.parquet as pq
+import pytest
+
+from hybridflow.checkpoint import CheckpointStore
+
+REWARDS = """
+def nan(**_):
+    return float("nan")
+
+def none(**_):
+    return None
+
+def raising(**_):
+    raise KeyError("target")
+"""
+
+
+@pytest.fixture
+def refuse(task, tmp_path, hybridflow):
+    """Runs a command that must fail in this way, and returns its message; the run's directory stays away."""
+
+    def run(*changes, command="train", recipe=task / "rl.toml", run_dir=tmp_path / "run"):
+        outcome = hybridflow(command, recipe, f"trainer.run_dir={run_dir}", *changes)
+        assert outcome.status == 2
+        assert outcome.err.startswith("error: ")
+        assert "Traceback" not in outcome.err
+        return outcome.err
+
+    return run
+
+
+@pytest.mark.parametrize("key", ["train_files", "val_files"])
+def test_a_missing_file(key, refuse, tmp_path):
+    assert "missing.parquet: no such file." in refuse(f'data.{key}=["{tmp_path}/missing.parquet"]')
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_file(task, tmp_path, refuse):
+    pq.write_table(pq.read_table(task / "train.parquet").slice(0, 0), tmp_path / "empty.parquet")
+    assert "empty.parquet: the file has no rows." in refuse(f'data.train_files=["{tmp_path}/empty.parquet"]')
+
+
+def test_a_file_that_is_no_parquet(tmp_path, refuse):
+    (tmp_path / "text.parquet").write_text("prompt, answer\n")
+    assert "text.parquet: not a readable parquet file" in refuse(f'data.train_files=["{tmp_path}/text.parquet"]')
+
+
+def test_prompts_longer_than_the_limit(refuse):
+    assert "all 24 prompts are longer than max_prompt_length=5" in refuse("data.max_prompt_length=5")
+    problem = refuse("data.max_prompt_length=5", "data.overlong_prompts=error")
+    assert "train.parquet: row 0: 6 tokens, but max_prompt_length=5" in problem
+
+
+def test_more_prompts_in_a_batch_than_there_are(refuse):
+    assert "train_batch_size=25 is larger than the data set of 24 rows" in refuse("data.train_batch_size=25")
+
+
+def test_sequences_longer_than_the_model_can_take(refuse):
+    problem = refuse("data.max_response_length=251", "memory.max_tokens_per_micro_batch=512")
+    assert "exceed the model's 256 positions" in problem
+
+
+def test_a_tokenizer_without_eos(task, tmp_path, refuse):
+    shutil.copytree(task / "model", tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    del settings["eos_token"]
+    file.write_text(json.dumps(settings))
+    assert "has no EOS token, so no response could end" in refuse(f"model.path={tmp_path}/model")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("nan", "returned nan, which is not a finite number"),
+        ("none", "returned None, which is not a finite number"),
+        ("raising", "raised KeyError: 'target'"),
+        ("absent", "has no function 'absent'; it has nan, none, raising."),
+    ],
+)
+def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    said = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]")
+    assert problem in said
+    if function != "absent":
+        assert "\n  prompt: " in said  # the sample is shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["algorithm.advantage=grop"], "algorithm.advantage: Input should be 'gae' or 'grpo' (got 'grop')"),
+        (["actor.mini_batch_size=3"], "actor.mini_batch_size=3 does not divide data.train_batch_size=8"),
+        (["rollout.group_size=1"], "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare"),
+        (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
+        (["model.path="], "model.path must be set"),
+        (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
+        (["model.path=absent"], "model.path='absent' is no model directory: config.json is missing"),
+        (["algorithm.advantage=gae", "critic.model_path=absent"], "critic.model_path='absent' is no model directory"),
+        (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is no model"),
+        (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor none of the 6 steps"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(changes, problem, refuse, tmp_path):
+    assert problem in refuse(*changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_with_a_key_twice(tmp_path, refuse):
+    (tmp_path / "twice.toml").write_text("[trainer]\nseed = 1\nseed = 2\n")
+    assert "twice.toml, line 3: this key already has a value: each key once: seed = 2" in refuse(
+        recipe=tmp_path / "twice.toml"
+    )
+
+
+def test_a_run_directory_that_is_a_file(task, refuse):
+    assert "rl.toml' is a file; choose a directory." in refuse(run_dir=task / "rl.toml")
+
+
+def test_a_run_directory_with_a_run_where_none_is_wanted(task, refuse):
+    assert "is not empty and trainer.resume='never'" in refuse("trainer.resume=never", run_dir=task)
+
+
+def test_a_run_directory_on_a_read_only_disk(small_disk, refuse):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    assert "run' cannot be written: [Errno 30] Read-only file system" in refuse(run_dir=small_disk / "run")
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_offered(task, tmp_path, hybridflow, refuse):
+    hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.save_every=3")
+    weights = tmp_path / "run" / "checkpoints" / "step_000006" / "actor.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    problem = refuse("trainer.save_every=3")
+    assert "step_000006/actor.safetensors' has 1000 bytes, but was saved with " in problem
+    assert f"The checkpoint before it is valid: '{tmp_path}/run/checkpoints/step_000003'" in problem
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_checkpoint(tiny, task, small_disk, hybridflow, refuse):
+    changes = [*tiny.PPO, "trainer.save_every=1"]
+    problem = refuse(*changes, run_dir=small_disk / "run")
+    assert "the checkpoint of step 2 was not saved: " in problem
+    assert "No space left on device" in problem
+    assert "Earlier checkpoints are untouched, the newest is " in problem
+    assert CheckpointStore(small_disk / "run" / "checkpoints").list() == (1,)
+
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    assert hybridflow("train", task / "rl.toml", f"trainer.run_dir={small_disk}/run", *changes).status == 0
+    rows = [json.loads(line)["step"] for line in (small_disk / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
+    with open(small_disk / "others", "wb") as file:
+        file.write(bytes(984 * 1024))  # 40 KiB are left; 30 steps would need 45 KiB
+    problem = refuse("data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0", run_dir=small_disk / "run")
+    assert "metrics.jsonl: a row of " in problem
+    assert "was not written: [Errno 28] No space left on device" in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--run", "absent"], "'absent/config.toml' is missing, so 'absent' is not the directory of a run."),
+        (["--checkpoint", "absent"], "'absent' is neither a checkpoint nor a run with checkpoints"),
+        (["--step", "3"], "--step 3 chooses among the checkpoints of a run; name the run with --run DIR."),
+        (["data.val_files=[]"], "data.val_files must be set"),
+    ],
+)
+def test_evaluating_what_is_not_there(arguments, problem, task, hybridflow):
+    outcome = hybridflow("evaluate", task / "rl.toml", *arguments)
+    assert outcome.status == 2
+    assert outcome.err.startswith("error: ")
+    assert problem in outcome.err

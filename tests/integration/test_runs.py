@@ -1,0 +1,207 @@
+"""Whole tiny runs: what they write, and what their numbers must be."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+
+from hybridflow.checkpoint import open_checkpoint
+from hybridflow.observability import METRICS, find_metric, read_jsonl
+
+TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_actor", "timing_per_token_ms/gen")
+
+
+@pytest.fixture
+def train(task, tmp_path, hybridflow):
+    """Runs GRPO with changes in a directory `name`; returns the directory."""
+
+    def run(*changes, name="run", command="train"):
+        recipe = task / ("sft.toml" if command == "sft" else "rl.toml")
+        outcome = hybridflow(command, recipe, f"trainer.run_dir={tmp_path / name}", *changes)
+        assert outcome.status == 0, outcome.err
+        return tmp_path / name
+
+    return run
+
+
+def weights(run, step, component="actor"):
+    return open_checkpoint(run / "checkpoints" / f"step_{step:06d}").load(component, "model")
+
+
+def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, train):
+    runs = [
+        train("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1", name="grpo"),
+        train(*tiny.PPO, name="ppo"),
+        train("trainer.total_steps=1", name="sft", command="sft"),
+    ]
+    names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
+    assert [name for name in sorted(names) if find_metric(name) is None] == []
+    found = {id(find_metric(name)) for name in names}
+    assert [name for name, metric in METRICS.items() if id(metric) not in found] == []
+
+
+def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(train):
+    run = train()
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert "val/score/mean" in rows[0]
+    assert "val/score/mean" in rows[6]
+    assert not any("val/score/mean" in row for row in rows[1:6])
+    assert all(name in rows[1] for name in (*TIMES, "mfu/actor", "actor/lr", "memory_bytes/resident"))
+    assert [row["training/epoch"] for row in rows[1:]] == [0, 0, 0, 1, 1, 1]
+    assert rows[1]["response_length/mean"] > 0
+    assert rows[1]["reward/num_words/mean"] > 0
+    samples = read_jsonl(run / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [step for step in range(1, 7) for _ in range(4)]
+    assert set(samples[0]) == {"step", "prompt", "response", "score"}
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000006"]
+
+
+def test_one_optimizer_step_a_batch_is_on_policy(train):
+    for row in read_jsonl(train("trainer.total_steps=2") / "metrics.jsonl")[1:]:
+        assert row["actor/ppo_kl"] == 0.0
+        assert row["actor/clipfrac"] == 0.0
+        assert row["rollout/log_prob_drift"] < 1e-5
+        assert "timing_s/old_log_probs" not in row  # the ratio is 1, whatever they are
+
+
+def test_the_rollouts_log_probs_can_be_the_old_ones(train):
+    row = read_jsonl(train("trainer.total_steps=1", "actor.old_log_probs_from=rollout") / "metrics.jsonl")[1]
+    assert "timing_s/old_log_probs" not in row
+    assert 0 < abs(row["actor/ppo_kl"]) < 1e-5  # the engine's rounding is not the trainer's
+
+
+def test_several_optimizer_steps_a_batch_move_the_ratio(train):
+    row = read_jsonl(train("trainer.total_steps=1", "actor.mini_batch_size=4") / "metrics.jsonl")[1]
+    assert row["actor/ppo_kl"] != 0.0
+    assert "timing_s/old_log_probs" in row
+
+
+def test_only_the_critic_learns_in_its_warm_up(tiny, train):
+    run = train(*tiny.PPO, "trainer.save_every=1", "trainer.keep_checkpoints=9")
+    rows = read_jsonl(run / "metrics.jsonl")[1:]
+    assert ["actor/loss" in row for row in rows] == [False, False, True, True, True, True]
+    assert all("critic/loss" in row for row in rows)
+    start, warm, after = weights(run, 1), weights(run, 2), weights(run, 3)
+    assert all(torch.equal(start[name], warm[name]) for name in start)
+    assert not any(torch.equal(warm[name], after[name]) for name in start)
+    values = weights(run, 1, "critic")["score.weight"], weights(run, 2, "critic")["score.weight"]
+    assert not torch.equal(*values)
+
+
+def test_schedules_reach_to_the_last_update(tiny, train):
+    row = read_jsonl(train(*tiny.PPO) / "metrics.jsonl")[-1]
+    # the actor: 4 steps of 4 updates, 6 of them warm-up; the last one is number 15, counted from 0
+    assert row["actor/lr"] == pytest.approx(1e-3 * (1 - (15 - 6) / (16 - 6)))
+    # the critic: 6 steps of 4 updates, the last one is number 23
+    assert row["critic/lr"] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 23 / 24)))
+
+
+def test_the_kl_in_the_reward_steers_its_coefficient(tiny, train):
+    rows = read_jsonl(train(*tiny.PPO) / "metrics.jsonl")[1:]
+    # The actor is its reference until its first update, in step 3: the KL is 0 and far below its target, so each of
+    # 24 samples on a horizon of 50 takes 0.2 / 50 of the coefficient.
+    assert [row["critic/kl"] for row in rows[:3]] == [0.0, 0.0, 0.0]
+    assert rows[3]["critic/kl"] > 0
+    by_hand = [0.1, 0.1 * 0.904, 0.1 * 0.904**2, 0.1 * 0.904**3]
+    assert [row["critic/kl_coeff"] for row in rows[:4]] == pytest.approx(by_hand)
+    for row in rows[:3]:
+        assert row["critic/rewards/mean"] == pytest.approx(row["critic/score/mean"])
+    assert rows[3]["critic/rewards/mean"] < rows[3]["critic/score/mean"]
+
+
+def test_the_kl_in_the_loss_is_added_with_its_weight(train):
+    run = train("algorithm.kl_in_loss=true", "algorithm.kl_coef=0.5", "trainer.total_steps=3", "actor.optimizer.lr=0.1")
+    rows = read_jsonl(run / "metrics.jsonl")[1:]
+    assert rows[0]["actor/kl_loss"] == 0.0
+    assert rows[2]["actor/kl_loss"] > 0.1
+    for row in rows:
+        assert row["actor/loss"] == pytest.approx(row["actor/policy_loss"] + 0.5 * row["actor/kl_loss"])
+        assert "critic/kl" not in row
+
+
+def test_groups_without_a_difference_teach_grpo_nothing(train, tmp_path):
+    reward = tmp_path / "constant.py"
+    reward.write_text("def score(**_):\n    return 0.5\n")
+    run = train(
+        f"reward.function={reward}:score",
+        "actor.optimizer.weight_decay=0",
+        "trainer.total_steps=2",
+        "trainer.save_every=1",
+    )
+    for row in read_jsonl(run / "metrics.jsonl")[1:]:
+        assert row["critic/zero_variance_groups"] == 1.0
+        assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0.0
+        assert row["actor/loss"] == row["actor/grad_norm"] == 0.0
+    before, after = weights(run, 1), weights(run, 2)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_reward_that_fails_can_count_as_a_score(train, tmp_path):
+    reward = tmp_path / "failing.py"
+    reward.write_text("def score(solution_str, **_):\n    return 1 / (len(solution_str) % 2)\n")
+    run = train(
+        f"reward.function={reward}:score", "reward.on_error=zero", "reward.error_score=-1", "trainer.total_steps=1"
+    )
+    row = read_jsonl(run / "metrics.jsonl")[1]
+    failed = row["reward/error_rate"]
+    assert 0 < failed < 1
+    assert row["critic/score/mean"] == pytest.approx((1 - failed) - failed)
+
+
+def test_validation_changes_no_number_of_training(tiny, task, train):
+    """Not even where the reward draws from the process's random numbers."""
+    noisy = f"reward.function={task}/reward.py:noisy_score"
+    often = train(noisy, "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1", name="often")
+    never = train(noisy, "data.val_files=[]", name="never")
+    training = [
+        [{name: value for name, value in row.items() if not name.startswith("val/")} for row in tiny.metrics_of(run)]
+        for run in (often, never)
+    ]
+    assert training[0][0] == {"step": "0"}
+    assert training[0][1:] == training[1]
+    files = [tiny.results_of(run, 6) for run in (often, never)]
+    assert all(files[0][name] == files[1][name] for name in ("actor.safetensors", "actor.json", "samples"))
+
+
+def test_validation_repeats_itself(train):
+    """The noise of its samples is the same at every step, so only the weights can change its figures."""
+    run = train("actor.optimizer.lr=0", "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1")
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert len({row["val/score/mean"] for row in rows}) == 1
+
+
+def test_sft_learns_and_validates_before_during_and_after(train):
+    run = train("sft.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12", command="sft")
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if "sft/val_loss" in row] == [0, 12, 24]
+    assert rows[0]["sft/val_loss"] > 4 > rows[12]["sft/val_loss"] > rows[24]["sft/val_loss"]
+    assert rows[1]["sft/loss"] > 2 * rows[24]["sft/loss"]
+    assert "timing_s/update_sft" in rows[1]
+    assert "timing_s/validation" in rows[12]
+
+
+def test_the_first_configuration_is_kept_when_a_run_is_resumed(task, train):
+    run = train("trainer.total_steps=1")
+    train("trainer.total_steps=2", "actor.optimizer.lr=1e-4")
+    starts = json.loads((run / "run.json").read_text())["starts"]
+    assert [start["after_step"] for start in starts] == [0, 1]
+    assert [start["config"]["actor.optimizer.lr"] for start in starts] == [1e-3, 1e-4]
+    assert {"started_at", "command", "versions", "git", "hardware"} <= set(starts[0])
+    assert "lr = 0.0001" in (run / "config.toml").read_text()
+
+
+def test_tensorboard_gets_the_rows_too(train):
+    run = train("trainer.total_steps=1", 'trainer.trackers=["tensorboard"]')
+    assert [path.name.startswith("events.out") for path in (run / "tensorboard").iterdir()] == [True]
+
+
+def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog):
+    with caplog.at_level(logging.DEBUG, logger="hybridflow"):
+        train("trainer.total_steps=1", "data.val_files=[]")
+    for method in ("__init__", "generate_sequences", "update_actor", "save"):
+        for when in ("before", "after"):
+            assert f"{when} ActorRolloutWorker.{method}, rank 0: resident " in caplog.text
+    assert " GiB, peak_resident " in caplog.text

@@ -1,0 +1,181 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from hybridflow.errors import ModelError
+from hybridflow.models import PackedPlan, load_causal_lm, load_value_model
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def directory(tiny_model, tmp_path) -> Path:
+    """A model directory that may be damaged."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+
+
+def edit_config(directory: Path, **changes) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(directory: Path, drop: str = "", **changes) -> None:
+    weights = load_file(directory / "model.safetensors") | changes
+    weights.pop(drop, None)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_logits_equal_those_of_eager_attention(tiny_model, family, tied):
+    path = tiny_model(family, tie_word_embeddings=tied)
+    model = load_causal_lm(path)
+    eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    sequences = [torch.arange(3, 3 + length) for length in (5, 1, 4)]
+    with torch.no_grad():
+        logits = model(
+            torch.cat(sequences)[None],
+            position_ids=torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None],
+            attention_plan=PackedPlan.from_lengths([5, 1, 4]),
+        ).logits[0]
+        expected = torch.cat([eager(sequence[None]).logits[0] for sequence in sequences])
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parameters_have_the_dtype_and_rotary_frequencies_stay_float32(tiny_model, dtype):
+    for model in (load_causal_lm(tiny_model(), dtype), load_value_model(tiny_model(), dtype)):
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_dropout_is_off_even_in_training_mode(tmp_path):
+    config = transformers.OPTConfig(
+        vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16,
+        max_position_embeddings=64, dropout=0.5, attention_dropout=0.5, layerdrop=0.5, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    model = load_causal_lm(tmp_path)
+    tokens, positions = torch.tensor([[3, 4, 5]]), torch.tensor([[0, 1, 2]])
+
+    def logits():
+        return model(tokens, position_ids=positions, attention_plan=PackedPlan.from_lengths([3])).logits
+
+    expected = logits()
+    model.train()
+    assert torch.equal(logits(), expected)
+
+
+def test_a_new_value_head_starts_at_zero(tiny_model):
+    model = load_value_model(tiny_model("qwen2"))
+    assert model.score.weight.shape == (1, 32)
+    assert not model.score.weight.any()
+    assert not model.score.bias.any()
+
+
+def test_a_stored_value_head_is_kept(tiny_model, tmp_path):
+    model = load_value_model(tiny_model("qwen2"))
+    with torch.no_grad():
+        model.score.weight.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    assert (load_value_model(tmp_path).score.weight == 0.5).all()
+
+
+def test_a_critic_starts_from_a_reward_model_whose_head_has_no_bias(tmp_path):
+    config = transformers.LlamaConfig(**SMALL, num_labels=1)
+    stored = transformers.LlamaForSequenceClassification(config)
+    stored.save_pretrained(tmp_path)
+    model = load_value_model(tmp_path)
+    assert torch.equal(model.score.weight, stored.score.weight)
+    assert not model.score.bias.any()
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+def test_a_sharded_directory_loads(tiny_model, tmp_path, load):
+    whole = load_causal_lm(tiny_model())
+    whole.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert torch.equal(load(tmp_path).model.norm.weight, whole.model.norm.weight)
+
+
+def test_loading_leaves_the_settings_of_transformers_alone(tiny_model):
+    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    load_value_model(tiny_model())
+    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shutil.rmtree, "it has no config.json; give a local Hugging Face directory"),
+        (lambda path: (path / "config.json").unlink(), "it has no config.json"),
+        (lambda path: (path / "config.json").write_text('{"model_type":'), "not a valid JSON file. The directory must"),
+        (lambda path: (path / "config.json").write_text("{}"), "should have a `model_type` key"),
+        (lambda path: edit_config(path, hidden_size="wide"), "'hidden_size' expected int, got str"),
+        (lambda path: edit_config(path, num_attention_heads=3), r"\(32\) is not a multiple .* heads \(3\)"),
+        (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
+        (lambda path: (path / "model.safetensors").write_bytes(b""), "deserializing header.* The directory must hold"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:9000]),
+            "incomplete metadata.* The directory must hold",
+        ),
+        (
+            lambda path: edit_config(path, intermediate_size=64),
+            r"has shape \(.*48.*\) in the weights and \(.*64.*\) by",
+        ),
+        (lambda path: edit_config(path, num_hidden_layers=3), r"lack model.layers.2.* and 6 more, .* copy them again"),
+        (lambda path: edit_weights(path, drop="model.norm.weight"), "the weights lack model.norm.weight, which"),
+    ],
+)
+def test_a_damaged_directory_is_an_error_with_a_fix(directory, load, damage, message):
+    damage(directory)
+    with pytest.raises(ModelError, match="(?is)" + message) as error:
+        load(directory)
+    assert str(directory) in str(error.value)
+
+
+def test_a_missing_shard_is_an_error(tiny_model, tmp_path):
+    load_causal_lm(tiny_model()).save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"{shard.name}.*shards with their index"):
+        load_value_model(tmp_path)
+
+
+def test_a_critic_is_no_policy(tiny_model, tmp_path):
+    load_value_model(tiny_model("llama")).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"the weights lack lm_head.weight"):
+        load_causal_lm(tmp_path)
+
+
+def test_weights_without_a_place_are_said(directory, caplog):
+    edit_config(directory, num_hidden_layers=1)
+    load_causal_lm(directory)
+    assert "no place for: model.layers.1.input_layernorm.weight" in caplog.text
+
+
+def test_code_in_the_directory_is_not_run(directory):
+    (directory / "evil.py").write_text(f"open('{directory / 'was_run'}', 'w')\nclass Model: pass\nclass Config: pass\n")
+    edit_config(
+        directory, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    )
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_causal_lm(directory)
+    assert not (directory / "was_run").exists()

@@ -1,0 +1,464 @@
+"""What every rollout engine promises; each test runs on each implementation (conftest.ENGINES).
+
+The reference computes one sequence at a time, the whole of it anew for every token, with the stock model, and draws
+tokens by the formulas.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hybridflow.errors import RolloutError
+from hybridflow.models import load_causal_lm
+from hybridflow.rollout import Completion, Request, SamplingParams, generate
+from hybridflow.runtime import uniform
+
+EOS = 1
+PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10], [8, 8]]
+
+
+def requests(sampling: SamplingParams, group_size: int = 2, prompts=PROMPTS) -> list[Request]:
+    return [Request(i, prompt, sampling, group_size, (7, 0, i)) for i, prompt in enumerate(prompts)]
+
+
+def distribution(logits: list[float], sampling: SamplingParams) -> list[float]:
+    """The probabilities that a token is drawn from, one number at a time."""
+    scaled = [logit / (sampling.temperature or 1.0) for logit in logits]
+    largest = max(scaled)
+    weights = [math.exp(value - largest) for value in scaled]
+    ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    total, mass, kept = sum(weights[token] for token in ranked), 0.0, []
+    for token in ranked:
+        if mass < sampling.top_p:
+            kept.append(token)
+        mass += weights[token] / total
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(weights))]
+
+
+def draw(probabilities: list[float], number: float) -> int:
+    """The first token whose cumulative probability exceeds the number."""
+    cumulative = 0.0
+    for token, probability in enumerate(probabilities):
+        cumulative += probability
+        if cumulative > number:
+            return token
+    raise AssertionError(number)
+
+
+def reference_sequence(model, request: Request, index: int) -> tuple[list[int], list[float]]:
+    sampling, tokens, log_probs = request.sampling, [], []
+    for position in range(sampling.max_new_tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, -1].tolist()
+        probabilities = distribution(logits, sampling)
+        token = probabilities.index(max(probabilities))
+        if sampling.temperature:
+            token = draw(probabilities, float(uniform(*request.noise_key, index, position)))
+        tokens.append(token)
+        log_probs.append(math.log(probabilities[token]))
+        if token in sampling.stop_token_ids:
+            break
+    return tokens, log_probs
+
+
+def stock_model(directory, use_float64_throughout):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="sdpa")
+    return use_float64_throughout(model)
+
+
+def serve(engine, between_steps=lambda step: None) -> list[Completion]:
+    """Step until nothing is left; `between_steps` is called with the number of steps so far, from 0."""
+    done, steps = [], 0
+    while engine.has_unfinished():
+        between_steps(steps)
+        engine.step()
+        steps += 1
+        done += engine.finished()
+    return done
+
+
+def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
+    return {(c.request_id, c.index): c for c in completions}
+
+
+# ------------------------------------------------------------------------------------------ what is generated
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(6, temperature=1.0, stop_token_ids=(EOS,)),
+        SamplingParams(6, temperature=0.7),
+        SamplingParams(6, temperature=1.5, top_k=5, stop_token_ids=(3, EOS, 20)),
+        SamplingParams(6, temperature=1.0, top_p=0.6),
+        SamplingParams(6, temperature=0.9, top_k=12, top_p=0.8),
+        SamplingParams(6, temperature=0.0, stop_token_ids=(EOS, 8)),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_and_log_probs_equal_recomputation_one_sequence_at_a_time(
+    build_rollout, tiny_model, use_float64_throughout, sampling, tied
+):
+    directory = tiny_model("qwen2", tie_word_embeddings=tied)
+    engine, stock = build_rollout(directory), stock_model(directory, use_float64_throughout)
+    use_float64_throughout(engine.model)
+    wanted = requests(sampling)
+    for completion, request in zip(generate(engine, wanted), [r for r in wanted for _ in range(2)], strict=True):
+        tokens, log_probs = reference_sequence(stock, request, completion.index)
+        assert completion.token_ids == tokens
+        assert completion.log_probs == pytest.approx(log_probs, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_tokens_equal_those_of_the_models_own_generate(build_rollout, tiny_model, family):
+    stock = AutoModelForCausalLM.from_pretrained(tiny_model(family), attn_implementation="eager")
+    engine = build_rollout(tiny_model(family), "float32")
+    completions = generate(engine, requests(SamplingParams(12, temperature=0.0, stop_token_ids=(EOS,)), group_size=1))
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([prompt])
+        expected = stock.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_completions_come_in_the_order_of_requests_and_of_the_group(build_rollout, tiny_model):
+    wanted = requests(SamplingParams(5, stop_token_ids=tuple(range(20))), group_size=3)
+    names = [(c.request_id, c.index) for c in generate(build_rollout(tiny_model()), wanted[::-1])]
+    assert names == [(i, index) for i in (4, 3, 2, 1, 0) for index in range(3)]
+
+
+def test_every_token_has_a_log_prob_and_a_version(build_rollout, tiny_model):
+    for completion in generate(build_rollout(tiny_model()), requests(SamplingParams(5, stop_token_ids=(*range(20),)))):
+        assert 1 <= len(completion.token_ids) <= 5
+        assert len(completion.token_ids) == len(completion.log_probs) == len(completion.versions)
+        assert all(log_prob < 0 for log_prob in completion.log_probs)
+        assert set(completion.versions) == {0}
+
+
+def test_a_sequence_ends_at_its_first_stop_token_or_at_its_limit(build_rollout, tiny_model):
+    stop_ids = tuple(range(0, 40, 4))
+    completions = generate(build_rollout(tiny_model()), requests(SamplingParams(6, stop_token_ids=stop_ids), 8))
+    reasons = [completion.finish_reason for completion in completions]
+    assert {"stop", "length"} == set(reasons)
+    for completion in completions:
+        stopped = completion.token_ids[-1] in stop_ids
+        assert not any(token in stop_ids for token in completion.token_ids[:-1])
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == 6
+
+
+def test_one_token_is_enough(build_rollout, tiny_model):
+    completions = generate(build_rollout(tiny_model()), requests(SamplingParams(1)))
+    assert [len(completion.token_ids) for completion in completions] == [1] * 10
+
+
+def test_a_prompt_may_fill_the_model_up_to_its_last_position(build_rollout, tiny_model):
+    wanted = [Request(0, [5] * 60, SamplingParams(4)), Request(1, [6], SamplingParams(4))]
+    assert [len(completion.token_ids) for completion in generate(build_rollout(tiny_model()), wanted)] == [4, 4]
+
+
+def test_no_requests_are_no_completions(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    assert generate(engine, []) == []
+    engine.step()
+    assert engine.finished() == []
+
+
+# ------------------------------------------------------------------------------------------ independence
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("max_running_sequences", [2, 5, 1024])
+def test_a_request_gets_the_same_tokens_alone_and_among_others(build_rollout, tiny_model, dtype, max_running_sequences):
+    wanted = requests(SamplingParams(10, stop_token_ids=(EOS, 5, 6, 7)))
+    engine = build_rollout(tiny_model("qwen3"), dtype, max_running_sequences=max_running_sequences)
+    together = by_name(generate(engine, wanted))
+    for request in wanted:
+        for alone in generate(build_rollout(tiny_model("qwen3"), dtype), [request]):
+            other = together[alone.request_id, alone.index]
+            assert alone.token_ids == other.token_ids
+            assert alone.log_probs == pytest.approx(other.log_probs, rel=1e-10 if dtype == "float64" else 1e-4)
+
+
+def test_requests_admitted_while_others_run_get_their_tokens(build_rollout, tiny_model):
+    wanted = requests(SamplingParams(8, stop_token_ids=(EOS, 5)))
+    expected = by_name(generate(build_rollout(tiny_model()), wanted))
+    engine = build_rollout(tiny_model())
+    engine.submit(wanted[0])
+    done = serve(engine, lambda step: engine.submit(wanted[step]) if 1 <= step < 5 else None)
+    assert {name: c.token_ids for name, c in by_name(done).items()} == {n: c.token_ids for n, c in expected.items()}
+
+
+def test_several_sampling_parameters_are_served_at_once(build_rollout, tiny_model):
+    several = [
+        SamplingParams(7, temperature=0.0),
+        SamplingParams(4, temperature=1.3),
+        SamplingParams(9, top_k=3),
+        SamplingParams(9, top_p=0.5, stop_token_ids=(EOS, 9)),
+        SamplingParams(4, temperature=1.3),
+    ]
+    wanted = [
+        Request(i, prompt, sampling, 2, (3, i))
+        for i, (prompt, sampling) in enumerate(zip(PROMPTS, several, strict=True))
+    ]
+    together = generate(build_rollout(tiny_model(), max_running_sequences=6), wanted)
+    alone = [c for request in wanted for c in generate(build_rollout(tiny_model()), [request])]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
+def test_equal_requests_with_different_noise_differ(build_rollout, tiny_model):
+    sampling = SamplingParams(8, temperature=1.5)
+    wanted = [Request(i, [5, 6], sampling, 2, (i // 2, 0)) for i in range(4)]
+    completions = [tuple(c.token_ids) for c in generate(build_rollout(tiny_model()), wanted)]
+    assert completions[:2] == completions[2:4]  # the same noise key
+    assert len(set(completions)) == 4  # another key, another index in the group
+
+
+def test_generating_again_repeats_every_token(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), "float32")
+    wanted = requests(SamplingParams(8, stop_token_ids=(EOS,)))
+    assert generate(engine, wanted) == generate(engine, wanted)
+
+
+# ------------------------------------------------------------------------------------------ requests
+
+
+def test_completions_finished_by_one_step_come_in_the_order_of_submission(build_rollout, tiny_model):
+    long, short = SamplingParams(3, temperature=0.5), SamplingParams(3, temperature=1.0)
+    engine = build_rollout(tiny_model())
+    for request_id, sampling in ((9, long), (4, short), (7, long), (5, short)):
+        engine.submit(Request(request_id, [5, 6], sampling, 2))
+    done = serve(engine)
+    assert [(c.request_id, c.index) for c in done] == [(r, i) for r in (9, 4, 7, 5) for i in (0, 1)]
+
+
+def test_finished_hands_each_completion_over_once(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    engine.submit(Request(0, [5], SamplingParams(1), 3))
+    assert engine.finished() == []
+    engine.step()
+    assert [c.index for c in engine.finished()] == [0, 1, 2]
+    assert engine.finished() == []
+    assert not engine.has_unfinished()
+
+
+def test_no_more_sequences_run_than_fit(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), max_running_sequences=4)
+    for request in requests(SamplingParams(2), group_size=2):
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    assert {c.request_id for c in engine.finished()} == {0, 1}
+    engine.step()
+    assert engine.finished() == []
+    engine.step()
+    assert {c.request_id for c in engine.finished()} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(3, [], SamplingParams(4)), "request 3 has an empty prompt"),
+        (Request(3, [5], SamplingParams(4), 0), "request 3 has group_size=0; it must be at least 1"),
+        (Request(3, [5], SamplingParams(4), 9), r"group_size=9 exceeds rollout\.max_running_sequences=8"),
+        (Request(3, [5] * 61, SamplingParams(4)), "61 prompt tokens and 4 new ones exceed the model's 64 positions"),
+        (Request(3, [5, 40], SamplingParams(4)), r"token ids from 5 to 40; they must be in \[0, 40\)"),
+        (Request(3, [-1, 5], SamplingParams(4)), r"token ids from -1 to 5; they must be in \[0, 40\)"),
+    ],
+)
+def test_a_request_that_can_never_be_served_is_refused(build_rollout, tiny_model, request_, message):
+    engine = build_rollout(tiny_model(), max_running_sequences=8)
+    with pytest.raises(RolloutError, match=message):
+        engine.submit(request_)
+    assert not engine.has_unfinished()
+
+
+def test_an_id_in_use_is_refused_and_free_again_after_it_is_finished(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), max_running_sequences=1)
+    for request_id in (0, 1):
+        engine.submit(Request(request_id, [5], SamplingParams(2)))
+    engine.step()  # 0 runs, 1 waits
+    for request_id in (0, 1):
+        with pytest.raises(RolloutError, match=f"request {request_id} is waiting or running already"):
+            engine.submit(Request(request_id, [6], SamplingParams(2)))
+    assert len(serve(engine)) == 2
+    engine.submit(Request(0, [6], SamplingParams(2)))
+    assert len(serve(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0; it must be at least 1"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, r"top_p=0\.0; valid are"),
+        ({"top_p": 1.01}, "top_p=1.01"),
+        ({"top_p": float("nan")}, "top_p=nan"),
+    ],
+)
+def test_sampling_parameters_are_checked(parameters, message):
+    with pytest.raises(RolloutError, match=message):
+        SamplingParams(**({"max_new_tokens": 4} | parameters))
+
+
+@pytest.mark.parametrize("bad", [Request(7, [], SamplingParams(4)), Request(0, [5], SamplingParams(4))])
+def test_generate_leaves_the_engine_idle_after_an_invalid_or_doubled_request(build_rollout, tiny_model, bad):
+    engine = build_rollout(tiny_model())
+    wanted = requests(SamplingParams(3))
+    with pytest.raises(RolloutError):
+        generate(engine, [*wanted, bad])
+    assert not engine.has_unfinished()
+    assert engine.finished() == []
+    assert len(generate(engine, wanted)) == 10
+
+
+def test_generate_wants_an_idle_engine(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    engine.submit(Request(0, [5], SamplingParams(2)))
+    with pytest.raises(RolloutError, match="generate needs an idle engine"):
+        generate(engine, [Request(1, [5], SamplingParams(2))])
+
+
+# ------------------------------------------------------------------------------------------ abort
+
+
+def test_an_aborted_request_comes_back_with_what_it_has(build_rollout, tiny_model):
+    wanted = requests(SamplingParams(6))
+    expected = by_name(generate(build_rollout(tiny_model()), wanted))
+    engine = build_rollout(tiny_model())
+    for request in wanted:
+        engine.submit(request)
+    for _ in range(2):
+        engine.step()
+    engine.abort(1)
+    engine.abort(3)
+    stopped = engine.finished()
+    assert [(c.request_id, c.index, c.finish_reason) for c in stopped] == [
+        (1, 0, "abort"), (1, 1, "abort"), (3, 0, "abort"), (3, 1, "abort"),
+    ]  # fmt: skip
+    for completion in stopped:
+        assert completion.token_ids == expected[completion.request_id, completion.index].token_ids[:2]
+        assert len(completion.log_probs) == len(completion.versions) == 2
+    others = serve(engine)
+    assert {c.request_id for c in others} == {0, 2, 4}
+    for completion in others:
+        assert completion.token_ids == expected[completion.request_id, completion.index].token_ids
+
+
+def test_a_waiting_request_is_aborted_without_tokens(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), max_running_sequences=2)
+    for request in requests(SamplingParams(3)):
+        engine.submit(request)
+    engine.step()
+    engine.abort(2)
+    assert engine.finished() == [Completion(2, 0, finish_reason="abort"), Completion(2, 1, finish_reason="abort")]
+    assert {c.request_id for c in serve(engine)} == {0, 1, 3, 4}
+
+
+def test_aborting_everything_leaves_nothing_to_do(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), max_running_sequences=4)
+    for request in requests(SamplingParams(3)):
+        engine.submit(request)
+    engine.step()
+    for request_id in range(5):
+        engine.abort(request_id)
+    assert not engine.has_unfinished()
+    assert len(engine.finished()) == 10
+
+
+def test_only_what_is_unfinished_of_a_group_is_aborted(build_rollout, tiny_model):
+    sampling = SamplingParams(8, stop_token_ids=tuple(range(0, 40, 3)))
+    engine = build_rollout(tiny_model())
+    engine.submit(Request(0, [5, 6], sampling, 8))
+    engine.step()
+    engine.step()
+    done = engine.finished()
+    engine.abort(0)
+    stopped = engine.finished()
+    assert done
+    assert stopped
+    assert {c.finish_reason for c in done} == {"stop"}
+    assert {c.finish_reason for c in stopped} == {"abort"}
+    assert sorted(c.index for c in done + stopped) == list(range(8))
+
+
+def test_aborting_what_is_not_there_is_an_error(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    generate(engine, requests(SamplingParams(2)))
+    with pytest.raises(RolloutError, match="request 0 is neither waiting nor running"):
+        engine.abort(0)
+
+
+# ------------------------------------------------------------------------------------------ weights
+
+
+def weights_of(directory, dtype=torch.float64) -> dict[str, torch.Tensor]:
+    return {name: weight.detach() for name, weight in load_causal_lm(directory, dtype).named_parameters()}
+
+
+def test_new_weights_are_used_from_the_next_step_and_stamped(build_rollout, tiny_model):
+    wanted = requests(SamplingParams(5, temperature=0.8))
+    engine = build_rollout(tiny_model())
+    engine.load_weights(weights_of(tiny_model()).items(), version=3)
+    before = by_name(generate(engine, wanted))
+    other = build_rollout(tiny_model(seed=1))
+    after = by_name(generate(other, wanted))
+    for request in wanted:
+        engine.submit(request)
+    new = weights_of(tiny_model(seed=1))
+    done = by_name(serve(engine, lambda step: engine.load_weights(new.items(), version=4) if step == 2 else None))
+    for name, completion in done.items():
+        assert completion.versions == [3, 3, 4, 4, 4]
+        assert completion.token_ids[:2] == before[name].token_ids[:2]
+    assert any(done[name].token_ids != before[name].token_ids for name in done)
+    again = by_name(generate(engine, wanted))
+    assert {name: c.token_ids for name, c in again.items()} == {name: c.token_ids for name, c in after.items()}
+    assert {version for c in again.values() for version in c.versions} == {4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), r"weights are missing: model\.norm\.weight"),
+        (lambda weights: weights.update(extra=torch.zeros(2)), "no weights called extra"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}), r"shape \(7,\), in .* \(32,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_whole(build_rollout, tiny_model, change, message):
+    engine = build_rollout(tiny_model())
+    wanted = requests(SamplingParams(5))
+    before = generate(engine, wanted)
+    weights = weights_of(tiny_model(seed=1))
+    change(weights)
+    with pytest.raises(RolloutError, match=message):
+        engine.load_weights(weights.items(), version=1)
+    assert generate(engine, wanted) == before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_stop_generation_and_can_be_replaced(build_rollout, tiny_model, temperature):
+    engine = build_rollout(tiny_model())
+    wanted = requests(SamplingParams(5, temperature=temperature))
+    before = generate(engine, wanted)
+    weights = weights_of(tiny_model())
+    diverged = weights | {"model.norm.weight": torch.full((32,), torch.nan, dtype=torch.float64)}
+    engine.load_weights(diverged.items(), version=1)
+    with pytest.raises(RolloutError, match="request 0: the model's logits are not finite"):
+        generate(engine, wanted)
+    assert not engine.has_unfinished()
+    engine.load_weights(weights.items(), version=0)
+    assert generate(engine, wanted) == before

@@ -1,0 +1,139 @@
+"""What the embedded engine does beyond the contract: shared weights, each prompt once, finished rows leave."""
+
+import pytest
+import torch
+
+from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.errors import RolloutError
+from hybridflow.models import load_causal_lm
+from hybridflow.protocol import DataProto
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+
+PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
+
+
+def requests(sampling: SamplingParams, group_size: int = 2) -> list[Request]:
+    return [Request(i, prompt, sampling, group_size, (7, i)) for i, prompt in enumerate(PROMPTS)]
+
+
+def as_rows(wanted: list[Request], completions) -> DataProto:
+    """Prompts and responses as the engine that learns reads them."""
+    prompts = [list(request.prompt_ids) for request in wanted for _ in range(request.group_size)]
+    prompt_len = max(map(len, prompts))
+    response_len = max(len(c.token_ids) for c in completions)
+    ids, mask, response_mask = [], [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        left, right = prompt_len - len(prompt), response_len - len(completion.token_ids)
+        ids.append([0] * left + prompt + completion.token_ids + [0] * right)
+        mask.append([0] * left + [1] * (len(prompt) + len(completion.token_ids)) + [0] * right)
+        response_mask.append([True] * len(completion.token_ids) + [False] * right)
+    columns = {"input_ids": ids, "attention_mask": mask, "response_mask": response_mask}
+    return DataProto.from_dict({name: torch.tensor(column) for name, column in columns.items()})
+
+
+def train_engine(directory, dtype, **model) -> TorchEngine:
+    return TorchEngine(
+        str(directory),
+        "policy",
+        model=ModelConfig(dtype=dtype, **model),
+        memory=MemoryConfig(max_tokens_per_micro_batch=64),
+        optimizer=OptimizerConfig(lr=0.05),
+    )
+
+
+def raise_log_probs(outputs, part):
+    return -outputs["log_probs"].sum() / 100, {}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_log_probs_equal_those_of_the_engine_that_learns(tiny_model, use_float64_throughout, temperature):
+    engine = train_engine(tiny_model("qwen2"), "float64")
+    use_float64_throughout(engine.model)
+    wanted = requests(SamplingParams(9, temperature=temperature, stop_token_ids=(1, 5, 6, 7)))
+    for _ in range(2):  # before and after an update
+        completions = generate(EmbeddedRollout(engine.model), wanted)
+        rows = as_rows(wanted, completions)
+        log_probs = engine.forward(rows, temperature=temperature)["log_probs"]
+        for row, completion in zip(log_probs, completions, strict=True):
+            assert completion.log_probs == pytest.approx(row[: len(completion.log_probs)].tolist(), rel=1e-10)
+        engine.update(rows, raise_log_probs, temperature=temperature)
+
+
+def test_weights_are_shared_and_an_update_is_seen_at_once(tiny_model):
+    engine = train_engine(tiny_model(), "float32")
+    rollout = EmbeddedRollout(engine.model)
+    pointers = [parameter.data_ptr() for parameter in engine.model.parameters()]
+    wanted = requests(SamplingParams(6, temperature=0.0))
+    before = generate(rollout, wanted)
+    engine.update(as_rows(wanted, before), lambda outputs, part: (outputs["log_probs"].sum() / 100, {}))
+    rollout.load_weights(engine.weights(), version=engine.num_updates)
+    after = generate(rollout, wanted)
+    assert [parameter.data_ptr() for parameter in engine.model.parameters()] == pointers
+    assert [c.token_ids for c in before] != [c.token_ids for c in after]
+    assert {version for c in after for version in c.versions} == {1}
+    # Loading leaves the parameters trainable.
+    engine.update(as_rows(wanted, after), raise_log_probs)
+    assert engine.num_updates == 2
+
+
+def test_weights_of_another_dtype_are_cast(tiny_model):
+    rollout = EmbeddedRollout(load_causal_lm(tiny_model(), torch.bfloat16))
+    rollout.load_weights(load_causal_lm(tiny_model(seed=1)).named_parameters(), version=1)
+    assert {parameter.dtype for parameter in rollout.model.parameters()} == {torch.bfloat16}
+    assert len(generate(rollout, requests(SamplingParams(3)))) == 8
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_bfloat16_generation_follows_updates_and_stays_close_to_its_engine(tiny_model, temperature):
+    engine = train_engine(tiny_model(), "bfloat16")
+    rollout = EmbeddedRollout(engine.model)
+    wanted = requests(SamplingParams(9, temperature=temperature))
+    for version in range(3):
+        rollout.load_weights(engine.weights(), version=version)
+        completions = generate(rollout, wanted)
+        rows = as_rows(wanted, completions)
+        drift = engine.forward(rows, temperature=temperature)["log_probs"] - torch.tensor(
+            [c.log_probs for c in completions]
+        )
+        assert float(drift.abs().mean()) < 0.03
+        engine.update(rows, raise_log_probs, temperature=temperature)
+
+
+def test_gradient_checkpointing_of_the_engine_changes_no_token(tiny_model):
+    wanted = requests(SamplingParams(6))
+    plain = generate(EmbeddedRollout(train_engine(tiny_model(), "float32").model), wanted)
+    checkpointing = train_engine(tiny_model(), "float32", gradient_checkpointing=True)
+    assert generate(EmbeddedRollout(checkpointing.model), wanted) == plain
+
+
+def test_a_prompt_is_computed_once_for_its_group_and_finished_rows_leave(tiny_model):
+    model = load_causal_lm(tiny_model())
+    shapes: list[tuple[int, ...]] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    sampling = SamplingParams(12, temperature=2.0, stop_token_ids=tuple(range(0, 40, 4)))
+    completions = generate(EmbeddedRollout(model), requests(sampling, group_size=16))
+    assert shapes[0] == (1, 4 + 1 + 3 + 7)
+    assert all(length == 1 for _, length in shapes[1:])
+    rows = [count for count, _ in shapes[1:]]
+    assert rows == sorted(rows, reverse=True)
+    lengths = [len(c.token_ids) for c in completions]
+    running = [sum(length > step for length in lengths) for step in range(1, len(rows) + 1)]
+    assert all(alive <= count < max(alive / 0.75, alive + 1) + 1 for alive, count in zip(running, rows, strict=True))
+
+
+def test_long_prompts_are_computed_in_parts(tiny_model, monkeypatch):
+    wanted = requests(SamplingParams(5))
+    expected = generate(EmbeddedRollout(load_causal_lm(tiny_model(), torch.float64)), wanted)
+    monkeypatch.setattr("hybridflow.rollout.wave.PREFILL_TOKENS", 5)
+    model = load_causal_lm(tiny_model(), torch.float64)
+    lengths: list[int] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    completions = generate(EmbeddedRollout(model), wanted)
+    assert lengths[:3] == [5, 3, 7]
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+
+
+def test_room_for_no_sequence_is_an_error(tiny_model):
+    with pytest.raises(RolloutError, match="max_running_sequences=0; it must be at least 1"):
+        EmbeddedRollout(load_causal_lm(tiny_model()), max_running_sequences=0)

@@ -1,0 +1,127 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.rollout import SamplingParams
+from hybridflow.rollout.sampling import sample_tokens
+from hybridflow.runtime import uniform
+
+LOGITS = torch.tensor([0.0, math.log(2), math.log(5), -math.inf, math.log(2)])  # probabilities .1 .2 .5 0 .2
+ALMOST_ONE = 1 - 2.0**-53
+
+
+def drawn(numbers: list[float], **parameters) -> list[int]:
+    numbers_ = torch.tensor(numbers, dtype=torch.float64)
+    return sample_tokens(LOGITS.double().expand(len(numbers), -1), numbers_, SamplingParams(1, **parameters))[
+        0
+    ].tolist()
+
+
+def log_prob(token: int, **parameters) -> float:
+    """The log-prob that is reported for a token, found by drawing everything."""
+    numbers = torch.arange(0.005, 1, 0.01, dtype=torch.float64)
+    tokens, log_probs = sample_tokens(
+        LOGITS.double().expand(len(numbers), -1), numbers, SamplingParams(1, **parameters)
+    )
+    (value,) = set(log_probs[tokens == token].tolist())
+    return value
+
+
+def test_a_number_picks_the_first_token_whose_cumulative_probability_exceeds_it():
+    assert drawn([0.0, 0.099, 0.101, 0.299, 0.301, 0.799, 0.801, 0.999]) == [0, 0, 1, 1, 2, 2, 4, 4]
+
+
+def test_the_largest_number_picks_the_last_token_that_is_possible():
+    assert drawn([ALMOST_ONE]) == [4]
+    logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
+    number = torch.tensor([ALMOST_ONE], dtype=torch.float64)
+    assert sample_tokens(logits, number, SamplingParams(1))[0].tolist() == [1]
+
+
+def test_the_smallest_number_skips_tokens_without_probability():
+    logits = torch.tensor([[-math.inf, -math.inf, 0.0, 0.0]])
+    assert sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1))[0].tolist() == [2]
+
+
+def test_log_probs_are_those_of_the_distribution_drawn_from():
+    assert log_prob(2) == pytest.approx(math.log(0.5))
+    # At temperature 0.5 the weights .1 .2 .5 .2 are squared: 1 4 25 4 of 34.
+    assert log_prob(2, temperature=0.5) == pytest.approx(math.log(25 / 34))
+    assert log_prob(2, top_k=1) == pytest.approx(0.0)
+    assert log_prob(2, top_k=2) == pytest.approx(math.log(5 / 7))
+    assert log_prob(1, top_p=0.6) == pytest.approx(math.log(2 / 7))
+
+
+def test_top_k_prefers_the_lower_id_among_equals():
+    assert set(drawn([0.0, 0.2, 0.4, 0.8, ALMOST_ONE], top_k=2)) == {1, 2}
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all():
+    numbers = [0.05, 0.15, 0.5, 0.9]
+    assert drawn(numbers, top_k=100) == drawn(numbers) == [0, 1, 2, 4]
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it():
+    numbers = np.linspace(0, ALMOST_ONE, 50).tolist()
+    assert set(drawn(numbers, top_p=0.1)) == {2}
+    assert set(drawn(numbers, top_p=0.5 + 1e-6)) == {1, 2}
+    assert set(drawn(numbers, top_p=0.7 + 1e-6)) == {1, 2, 4}
+    assert set(drawn(numbers, top_p=0.95)) == {0, 1, 2, 4}
+
+
+def test_top_p_counts_within_the_top_k():
+    # Of the top two, .5 and .2, the first has 5/7 of the mass: enough for 0.7, not for 0.72.
+    numbers = np.linspace(0, ALMOST_ONE, 50).tolist()
+    assert set(drawn(numbers, top_k=2, top_p=0.7)) == {2}
+    assert set(drawn(numbers, top_k=2, top_p=0.72)) == {1, 2}
+
+
+def test_greedy_takes_the_most_likely_whatever_the_number_and_reports_the_whole_distribution():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, -1.0]])
+    tokens, log_probs = sample_tokens(logits, torch.tensor([0.9, 0.9]), SamplingParams(1, temperature=0))
+    assert tokens.tolist() == [1, 0]
+    expected = [-math.log(math.exp(-2) + 2), -math.log(1 + math.exp(-2) + math.exp(-3))]
+    assert log_probs.tolist() == pytest.approx(expected)
+
+
+def test_log_probs_are_float32_unless_logits_are_float64():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        logits = torch.zeros(1, 3, dtype=dtype)
+        assert sample_tokens(logits, torch.tensor([0.5]), SamplingParams(1))[1].dtype == expected
+
+
+def test_bfloat16_logits_are_tempered_in_float32():
+    logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.bfloat16)
+    _, log_probs = sample_tokens(logits, torch.tensor([0.99]), SamplingParams(1, temperature=0.3))
+    expected = 4 / 0.3 - math.log(sum(math.exp(x / 0.3) for x in (1, 2, 4)))
+    assert log_probs.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_give_a_log_prob_that_is_not(temperature, bad):
+    logits = torch.tensor([[0.0, bad, 0.0], [0.0, 1.0, 0.0]])
+    _, log_probs = sample_tokens(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature=temperature))
+    assert log_probs.isfinite().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "probabilities"),
+    [
+        ({}, [0.1, 0.2, 0.5, 0.0, 0.2]),
+        ({"temperature": 0.5}, [1 / 34, 4 / 34, 25 / 34, 0.0, 4 / 34]),
+        ({"top_k": 3}, [0.0, 2 / 9, 5 / 9, 0.0, 2 / 9]),
+        ({"top_p": 0.6}, [0.0, 2 / 7, 5 / 7, 0.0, 0.0]),
+    ],
+)
+def test_frequencies_fit_the_probabilities(parameters, probabilities):
+    """Pearson's chi-square test on 20000 draws with the noise of 500 prompts, groups of 4 and 10 tokens."""
+    numbers = uniform(11, np.arange(500)[:, None, None], np.arange(4)[:, None], np.arange(10)).ravel()
+    counts = np.bincount(drawn(numbers.tolist(), **parameters), minlength=5)
+    possible = [i for i, probability in enumerate(probabilities) if probability]
+    assert counts.sum() == counts[possible].sum() == 20000
+    chi_square = sum((counts[i] - 20000 * probabilities[i]) ** 2 / (20000 * probabilities[i]) for i in possible)
+    # The values that 1 in 10000 samples exceeds, for 1, 2 and 3 degrees of freedom.
+    assert chi_square < {1: 15.14, 2: 18.42, 3: 21.11}[len(possible) - 1]

@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+
+from hybridflow.protocol import DataProto
+from hybridflow.trainers.rl_metrics import (
+    batch_metrics,
+    explained_variance,
+    extra_metrics,
+    prompt_text,
+    samples_of,
+    zero_variance_share,
+)
+
+
+def rollouts(**tensors):
+    """Two prompts with two responses each, of 1, 2, 3 and 3 tokens."""
+    lengths = torch.tensor([1, 2, 3, 3])
+    columns = {
+        "prompt_mask": torch.tensor([[False, True]] * 2 + [[True, True]] * 2),
+        "response_mask": torch.arange(3) < lengths[:, None],
+        "scores": torch.tensor([1.0, 0.0, 0.5, 0.5]),
+        "group_ids": torch.tensor([0, 0, 1, 1]),
+        "reward_failed": torch.tensor([False, False, False, True]),
+        "advantages": torch.tensor([[1.0], [-1.0], [0.0], [0.0]]),
+        "returns": torch.tensor([[1.0], [-1.0], [0.0], [0.0]]),
+    }
+    texts = {
+        "raw_prompts": [[{"role": "user", "content": text}] for text in ("p", "p", "q", "q")],
+        "solution_texts": ["a", "b", "c", "d"],
+        "reward_extras": [{"x": 1.0}, {"x": 3.0, "y": 5.0}, {}, {}],
+    }
+    return DataProto.from_dict({**columns, **tensors}, texts)
+
+
+def test_figures_of_a_batch_by_hand():
+    metrics = batch_metrics(rollouts(), max_response_length=3)
+    assert metrics["critic/score/mean"] == 0.5
+    assert metrics["response_length/mean"] == 9 / 4
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/mean"] == 1.5
+    assert metrics["critic/zero_variance_groups"] == 0.5
+    assert metrics["reward/error_rate"] == 0.25
+    assert metrics["critic/advantages/mean"] == pytest.approx((1 - 2) / 9)  # over tokens
+    assert metrics["reward/x/mean"] == 2.0
+    assert "critic/values/mean" not in metrics
+    assert "critic/rewards/mean" not in metrics
+
+
+def test_figures_of_a_critic():
+    values = torch.tensor([[1.0, 9.0, 9.0], [2.0, 2.0, 9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    returns = torch.tensor([[1.0, 9.0, 9.0], [2.0, 4.0, 9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    metrics = batch_metrics(rollouts(values=values, returns=returns, token_level_rewards=returns), 3)
+    assert metrics["critic/values/max"] == 2.0
+    assert metrics["critic/returns/max"] == 4.0
+    # errors 0, 0, 2 and six 0: variance 4/9 - (2/9)^2; returns 1, 2, 4 and six 0: variance 21/9 - (7/9)^2
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - (36 - 4) / (189 - 49))
+    assert metrics["critic/rewards/max"] == 19.0
+
+
+def test_recomputed_log_probs_show_entropy_and_drift():
+    ones = torch.ones(4, 3)
+    metrics = batch_metrics(
+        rollouts(entropies=2 * ones, old_log_probs=-ones, rollout_log_probs=-1.5 * ones), max_response_length=3
+    )
+    assert metrics["actor/entropy"] == 2.0
+    assert metrics["rollout/log_prob_drift"] == 0.5
+
+
+def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():
+    assert math.isnan(explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])))
+    assert explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])) == 1.0
+
+
+def test_a_group_whose_scores_are_equal_has_no_variance():
+    scores, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0]), torch.tensor([7, 7, 3, 3, 4])
+    assert zero_variance_share(scores, groups) == pytest.approx(2 / 3)
+
+
+def test_extras_are_averaged_over_the_rows_that_have_them():
+    assert extra_metrics(rollouts()) == {"reward/x/mean": 2.0, "reward/y/mean": 5.0}
+
+
+def test_samples_are_the_first_response_to_each_prompt():
+    assert samples_of(rollouts(), count=5, step=7) == [
+        {"step": 7, "prompt": "p", "response": "a", "score": 1.0},
+        {"step": 7, "prompt": "q", "response": "c", "score": 0.5},
+    ]
+    assert samples_of(rollouts(), count=1, step=7) == [{"step": 7, "prompt": "p", "response": "a", "score": 1.0}]
+    assert samples_of(rollouts(), count=0, step=7) == []
+
+
+def test_chat_messages_as_one_text():
+    assert prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]) == (
+        "Be brief.\n1 + 1"
+    )

@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import pytest
+
+from hybridflow.checkpoint import Checkpoint
+from hybridflow.config import load_config
+from hybridflow.errors import CheckpointError
+from hybridflow.trainers.run_identity import model_fingerprint, require_same_run, run_identity
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes a model directory; its weights are the given bytes."""
+
+    def write(name="model", weights=b"weights"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+        return tmp_path / name
+
+    return write
+
+
+def identity(model, *overrides, kind="train"):
+    return run_identity(load_config(None, [f"model.path={model}", *overrides]), kind)
+
+
+def continues(before, now):
+    require_same_run(Checkpoint(Path("runs/a/checkpoints/step_000020"), 20, before, ()), now)
+
+
+def test_a_run_continues_itself(model):
+    path = model()
+    continues(identity(path), identity(path))
+
+
+def test_what_may_change_is_logged(model, caplog):
+    path = model()
+    continues(identity(path), identity(path, "trainer.total_steps=9", "actor.optimizer.lr=1e-3"))
+    assert "actor.optimizer.lr was 1e-06 and is 0.001; trainer.total_steps was 0 and is 9" in caplog.text
+
+
+def test_every_difference_of_the_algorithm_is_listed(model):
+    path = model()
+    now = identity(path, "algorithm.norm_by_std=false", "algorithm.kl_in_loss=true", "model.dtype=bfloat16")
+    with pytest.raises(CheckpointError) as caught:
+        continues(identity(path), now)
+    assert str(caught.value) == (
+        "'runs/a/checkpoints/step_000020' is of another run: model.dtype was 'float32' and is 'bfloat16'; "
+        "algorithm.norm_by_std was True and is False; algorithm.kl_in_loss was False and is True. "
+        "Change it back to continue, or choose another trainer.run_dir."
+    )
+
+
+def test_a_model_may_move_but_not_change(model):
+    before = identity(model("here"))
+    continues(before, identity(model("there")))
+    with pytest.raises(CheckpointError, match=r"the model of model\.path is another one than '.*here' held"):
+        continues(before, identity(model("other", b"weight2")))
+
+
+def test_a_reference_of_its_own_belongs_to_the_run(model):
+    path, reference = model(), model("reference", b"other")
+    before = identity(path, "algorithm.kl_in_loss=true", f"reference.model_path={reference}")
+    with pytest.raises(CheckpointError, match=r"the model of reference\.model_path is another one than '.*reference'"):
+        continues(before, identity(path, "algorithm.kl_in_loss=true"))
+
+
+def test_a_supervised_run_does_not_mind_the_algorithm(model):
+    path = model()
+    continues(identity(path, kind="sft"), identity(path, "algorithm.norm_by_std=false", kind="sft"))
+    with pytest.raises(CheckpointError, match="was made by `hybridflow sft`, so `hybridflow train` cannot continue it"):
+        continues(identity(path, kind="sft"), identity(path))
+
+
+def test_a_key_that_did_not_exist_when_it_was_saved_is_no_difference(model):
+    path = model()
+    before = identity(path)
+    del before["config"]["algorithm.gamma"]
+    continues(before, identity(path, "algorithm.gamma=0.5"))
+
+
+def test_the_fingerprint_of_a_big_file_sees_a_change_at_its_start_and_end(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    with open(file, "wb") as handle:
+        handle.truncate(200 << 20)  # a hole: no disk is used
+    whole = model_fingerprint(tmp_path)
+    seen = {whole}
+    for place in (0, 100, (200 << 20) * 63 // 64):
+        with open(file, "r+b") as handle:
+            handle.seek(place)
+            handle.write(b"x")
+        seen.add(model_fingerprint(tmp_path))
+    assert len(seen) == 4

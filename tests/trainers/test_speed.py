@@ -1,0 +1,66 @@
+import json
+
+import pytest
+import torch
+
+from hybridflow.observability import DecoderShape, training_flops
+from hybridflow.protocol import DataProto
+from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
+
+SHAPE = DecoderShape(
+    num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6
+)
+BATCH = DataProto.from_dict(
+    {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]]), "response_mask": torch.tensor([[1, 1], [1, 0]])}
+)
+
+
+def test_speed_follows_from_seconds_and_tokens():
+    times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
+    assert Speedometer({"actor": Learner(3, SHAPE), "critic": Learner(1, SHAPE)}, peak_flops=1e6).read(
+        times, BATCH
+    ) == pytest.approx(
+        {
+            "perf/num_tokens": 6,
+            "perf/tokens_per_s": 3.0,
+            "perf/gen_tokens_per_s": 6.0,
+            "timing_per_token_ms/gen": 500 / 3,
+            "timing_per_token_ms/update_actor": 250 / 6,
+            "mfu/actor": 3 * training_flops(SHAPE, [4, 2]) / (0.25 * 1e6),
+        }
+    )
+
+
+def test_a_role_of_unknown_shape_has_no_utilisation():
+    times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
+    assert "mfu/actor" not in Speedometer({"actor": Learner(1, None)}, peak_flops=1e6).read(times, BATCH)
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    def write(**config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+def test_the_shape_is_read_from_the_models_configuration(model_dir):
+    directory = model_dir(
+        model_type="qwen3",
+        num_hidden_layers=2,
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=10,
+        head_dim=6,
+    )
+    assert decoder_shape(directory) == SHAPE
+    without_head = decoder_shape(directory, has_lm_head=False)
+    assert without_head is not None
+    assert without_head.vocab_size == 1
+
+
+def test_a_configuration_with_other_names_has_no_shape(model_dir):
+    assert decoder_shape(model_dir(model_type="gpt2", n_layer=1, n_embd=8, n_head=2)) is None

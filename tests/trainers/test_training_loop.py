@@ -1,0 +1,143 @@
+"""The loop around the steps, with a trainer that only notes what it is asked to do."""
+
+import os
+import signal
+
+import pytest
+
+from hybridflow.config import load_config
+from hybridflow.observability import read_jsonl
+from hybridflow.trainers import RunDirectory, fit
+
+
+class NotingTrainer:
+    """Notes its calls as texts; `signal_in` is a call during which SIGTERM comes."""
+
+    figures = {"loss": "sft/loss"}  # noqa: RUF012
+
+    def __init__(self, config, total_steps, signal_in=None):
+        self.config, self.total_steps, self.signal_in = config, total_steps, signal_in
+        self.run = RunDirectory(config, "sft")
+        self.global_step = 0
+        self.metrics = {}
+        self.calls = []
+
+    def train_step(self):
+        self.global_step += 1
+        self.metrics.clear()
+        self.metrics["sft/loss"] = 1.0 / self.global_step
+        self._note(f"step {self.global_step}")
+        return [{"step": self.global_step, "prompt": "p", "response": "r", "score": 1.0}]
+
+    def validate(self):
+        self._note(f"validate {self.global_step}")
+        return {"sft/val_loss": 2.0}
+
+    def save(self):
+        self._note(f"save {self.global_step}")
+
+    def _note(self, call):
+        self.calls.append(call)
+        if call == self.signal_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def build(total_steps, *overrides, signal_in=None):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "config.json").write_text("{}")
+        overrides = [f"trainer.run_dir={tmp_path}/run", f"model.path={tmp_path}/model", *overrides]
+        return NotingTrainer(load_config(None, overrides), total_steps, signal_in)
+
+    return build
+
+
+def test_it_validates_before_and_after_and_saves_at_the_end(make, tmp_path):
+    trainer = make(3)
+    fit(trainer)
+    assert trainer.calls == ["validate 0", "step 1", "step 2", "step 3", "validate 3", "save 3"]
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [sorted(row.keys() & {"step", "sft/loss", "sft/val_loss"}) for row in rows] == [
+        ["sft/val_loss", "step"],
+        ["sft/loss", "step"],
+        ["sft/loss", "step"],
+        ["sft/loss", "sft/val_loss", "step"],
+    ]
+    assert [sample["step"] for sample in read_jsonl(tmp_path / "run" / "samples.jsonl")] == [1, 2, 3]
+
+
+def test_validation_and_saving_come_every_so_many_steps(make):
+    trainer = make(
+        5,
+        "data.val_files=['v.parquet']",
+        "trainer.val_every=2",
+        "trainer.save_every=3",
+        "trainer.val_before_train=false",
+    )
+    fit(trainer)
+    assert trainer.calls == [
+        *("step 1", "step 2", "validate 2", "step 3", "save 3", "step 4", "validate 4"),
+        *("step 5", "validate 5", "save 5"),
+    ]
+
+
+def test_stopping_early_saves_and_does_not_validate(make, caplog):
+    trainer = make(5, "trainer.val_before_train=false")
+    fit(trainer, stop_after=2)
+    assert trainer.calls == ["step 1", "step 2", "save 2"]
+    assert "stopped after step 2 of 5; the same command continues from there" in caplog.text
+    fit(trainer, stop_after=3)
+    assert trainer.calls[3:] == ["step 3", "save 3"]
+
+
+def test_a_stop_that_is_reached_already_does_nothing(make, caplog):
+    trainer = make(5)
+    trainer.global_step = 4
+    fit(trainer, stop_after=4)
+    fit(trainer, stop_after=2)
+    fit(trainer, stop_after=0)
+    assert trainer.calls == []
+    assert caplog.text.count("is at step 4 already: nothing to do before it stops") == 3
+
+
+def test_a_stop_behind_the_last_step_is_the_last_step(make):
+    trainer = make(1, "trainer.val_before_train=false")
+    fit(trainer, stop_after=7)
+    assert trainer.calls == ["step 1", "validate 1", "save 1"]
+
+
+def test_a_finished_run_does_nothing_and_writes_nothing(make, tmp_path, caplog):
+    trainer = make(2)
+    trainer.global_step = 2
+    fit(trainer)
+    assert trainer.calls == []
+    assert "is finished: it is at step 2 of 2. Raise trainer.total_steps" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_in_a_step_finishes_it_and_saves(make):
+    trainer = make(5, "trainer.val_before_train=false", signal_in="step 2")
+    fit(trainer)
+    assert trainer.calls == ["step 1", "step 2", "save 2"]
+
+
+def test_a_signal_while_saving_stops_after_the_next_step_which_is_saved(make):
+    trainer = make(5, "trainer.val_before_train=false", "trainer.save_every=2", signal_in="save 2")
+    fit(trainer)
+    assert trainer.calls == ["step 1", "step 2", "save 2", "step 3", "save 3"]
+
+
+def test_a_signal_in_the_first_validation_stops_before_any_step(make):
+    trainer = make(5, signal_in="validate 0")
+    fit(trainer)
+    assert trainer.calls == ["validate 0"]
+
+
+def test_an_error_closes_the_trackers_and_puts_the_signal_handlers_back(make):
+    trainer = make(5)
+    trainer.save = lambda: 1 / 0
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError):
+        fit(trainer, stop_after=1)
+    assert signal.getsignal(signal.SIGTERM) == before

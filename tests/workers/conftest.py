@@ -1,0 +1,47 @@
+"""Worker groups of one or several ranks on a tiny model."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from hybridflow.config import Config, load_config
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
+
+
+@pytest.fixture
+def configure(tiny_model) -> Callable[..., Config]:
+    """A configuration of the tiny model with changes."""
+
+    def build(*overrides: str) -> Config:
+        defaults = [f"model.path={tiny_model()}", "controller.threads=1", "data.max_response_length=6"]
+        return load_config(None, [*defaults, "memory.max_tokens_per_micro_batch=1024", *overrides])
+
+    return build
+
+
+@pytest.fixture
+def group(configure) -> Iterator[Callable[..., WorkerGroup]]:
+    """`group(ActorRolloutWorker, "rollout.group_size=2", num_workers=3)`; undoes what workers set for the process."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+
+    def build(cls: type[Worker], *overrides: str, num_workers: int = 1, **arguments: int) -> WorkerGroup:
+        return WorkerGroup(
+            ResourcePool([num_workers]), ClassWithInitArgs(cls, config=configure(*overrides), **arguments)
+        )
+
+    yield build
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def with_mini_batches() -> Callable[..., object]:
+    """The batch with the rows of each optimizer step, and a weight of the KL."""
+
+    def build(batch, *steps: Sequence[int], kl_coef: float = 0.0):
+        batch = batch.select()
+        batch.meta_info |= {"mini_batches": [list(step) for step in steps], "kl_coef": kl_coef}
+        return batch
+
+    return build

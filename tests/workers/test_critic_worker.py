@@ -1,0 +1,62 @@
+import pytest
+import torch
+
+from hybridflow.errors import WorkerError
+from hybridflow.protocol import DataProto
+from hybridflow.workers import CriticWorker
+
+
+@pytest.fixture
+def trained(group, rollout_rows, with_mini_batches):
+    """A critic after some steps towards returns of 1, and its rows."""
+    rows = rollout_rows([2, 3, 1, 2], [3, 1, 4, 2])
+    critic = group(CriticWorker, "critic.optimizer.lr=1e-2", "critic.value_clip=10")
+    shape = rows.batch["response_mask"].shape
+    losses = []
+    for _ in range(5):
+        batch = rows.union(critic.compute_values(rows)).union(DataProto.from_dict({"returns": torch.ones(shape)}))
+        metrics = critic.update_critic(with_mini_batches(batch, [0, 1, 2, 3])).meta_info["metrics"]
+        losses += metrics["critic/loss"]
+    return critic, rows, losses
+
+
+def test_a_new_critic_values_everything_at_zero(group, rollout_rows):
+    values = group(CriticWorker).compute_values(rollout_rows([2, 1], [3, 2])).batch["values"]
+    assert values.tolist() == [[0.0] * 3] * 2
+
+
+def test_it_learns_the_returns_and_saves_what_it_learned(trained, group, tmp_path):
+    critic, rows, losses = trained
+    assert losses[0] == pytest.approx(0.5)  # (0 - 1)^2 / 2
+    assert losses == sorted(losses, reverse=True)
+    critic.save(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["critic.json", "critic.safetensors"]
+    three = group(CriticWorker, num_workers=3)
+    three.load(str(tmp_path))
+    one_rank, three_ranks = (worker.compute_values(rows).batch["values"] for worker in (critic, three))
+    torch.testing.assert_close(one_rank, three_ranks)
+    mask = rows.batch["response_mask"]
+    assert (one_rank[mask] > 0).all()
+    assert (one_rank[~mask] == 0).all()
+
+
+def test_the_value_at_a_token_is_read_before_it_is_seen(trained):
+    critic, rows, _ = trained
+    changed = rows[:1]
+    last = changed.batch["input_ids"].clone()
+    last[0, -2] = 3 + (last[0, -2] - 2) % 30  # the third and last of three response tokens; the fourth is padding
+    changed.batch["input_ids"] = last
+    assert changed.batch["response_mask"][0].tolist() == [True, True, True, False]
+    assert torch.equal(critic.compute_values(changed).batch["values"], critic.compute_values(rows[:1]).batch["values"])
+
+
+def test_it_may_start_from_a_model_of_its_own(group, tiny_model):
+    group(CriticWorker, f"critic.model_path={tiny_model('llama', seed=5)}")
+
+
+def test_an_update_on_ranks_that_take_turns_is_refused(trained, group, with_mini_batches):
+    critic, rows, _ = trained
+    batch = rows.union(critic.compute_values(rows))
+    batch = batch.union(DataProto.from_dict({"returns": batch.batch["values"].clone()}))
+    with pytest.raises(WorkerError, match=r"needs a collective over its 2 ranks \(sum gradients\)"):
+        group(CriticWorker, num_workers=2).update_critic(with_mini_batches(batch, [0, 1, 2, 3]))

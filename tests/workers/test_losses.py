@@ -1,0 +1,187 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridflow.config import Config
+from hybridflow.protocol import DataProto
+from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss, sft_loss
+
+# Two rows: two tokens and one token. Advantages 1 and -2.
+MASK = torch.tensor([[True, True], [True, False]])
+LOG_PROBS = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]], dtype=torch.float64)
+ENTROPIES = torch.tensor([[0.5, 0.7], [0.9, 9.0]], dtype=torch.float64)
+
+
+def policy_outputs() -> dict[str, Tensor]:
+    return {"log_probs": LOG_PROBS.clone().requires_grad_(), "entropies": ENTROPIES.clone().requires_grad_()}
+
+
+def policy_rows(**columns: list) -> DataProto:
+    defaults = {
+        "advantages": [[1.0], [-2.0]],
+        "rollout_log_probs": [[-1.1, -2.0], [-3.4, 0.0]],
+        "old_log_probs": [[-1.0, -2.5], [-3.1, 0.0]],
+        "ref_log_probs": [[-1.2, -2.0], [-3.0, 0.0]],
+    }
+    tensors = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in (defaults | columns).items()}
+    return DataProto.from_dict({"response_mask": MASK, **tensors})
+
+
+def config(actor: dict | None = None, algorithm: dict | None = None) -> Config:
+    return Config(actor={"epochs": 2, **(actor or {})}, algorithm=algorithm or {})
+
+
+def test_the_policy_loss_and_its_metrics_are_those_of_the_formulas():
+    # Ratios 1, e^0.5 (clipped at 1.2), e^0.1; losses -1, -1.2, 2 * e^0.1.
+    outputs = policy_outputs()
+    loss, metrics = actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)(outputs, policy_rows())
+    expected = (-1 - 1.2 + 2 * math.exp(0.1)) / 3
+    assert loss.item() == pytest.approx(expected)
+    assert metrics == pytest.approx(
+        {
+            "actor/policy_loss": expected,
+            "actor/clipfrac": 1 / 3,
+            "actor/clipfrac_dual": 0.0,
+            "actor/entropy": (0.5 + 0.7 + 0.9) / 3,
+            "actor/ppo_kl": (0 - 0.5 - 0.1) / 3,
+            "rollout/log_prob_drift": (0.1 + 0 + 0.4) / 3,
+        }
+    )
+    loss.backward()
+    assert outputs["log_probs"].grad is not None
+    assert outputs["log_probs"].grad.flatten().tolist() == pytest.approx([-1 / 3, 0, 2 * math.exp(0.1) / 3, 0])
+
+
+def test_on_policy_the_ratio_is_one_and_old_log_probs_are_not_read():
+    rows = policy_rows()
+    del rows.batch["old_log_probs"]
+    on_policy = Config()
+    assert "old_log_probs" not in actor_columns(on_policy)
+    outputs = policy_outputs()
+    loss, metrics = actor_loss(on_policy, 0.0, num_tokens=3, num_sequences=2)(outputs, rows)
+    assert loss.item() == 0.0  # (-1 - 1 + 2) / 3, exactly
+    assert metrics["actor/ppo_kl"] == 0.0
+    loss.backward()
+    assert outputs["log_probs"].grad is not None
+    assert outputs["log_probs"].grad.flatten().tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3, 0])
+
+
+def test_entropy_is_subtracted_and_kl_added_with_their_weights():
+    # k2: half of the squared differences 0.2, 0, 0.
+    settings = config({"entropy_coef": 0.1}, {"kl_in_loss": True, "kl_estimator": "k2"})
+    outputs = policy_outputs()
+    loss, metrics = actor_loss(settings, 0.25, num_tokens=3, num_sequences=2)(outputs, policy_rows())
+    policy = (-1 - 1.2 + 2 * math.exp(0.1)) / 3
+    assert metrics["actor/kl_loss"] == pytest.approx(0.02 / 3)
+    assert loss.item() == pytest.approx(policy - 0.1 * (2.1 / 3) + 0.25 * (0.02 / 3))
+    loss.backward()
+    assert outputs["entropies"].grad is not None
+    assert outputs["entropies"].grad.flatten().tolist() == pytest.approx([-0.1 / 3, -0.1 / 3, -0.1 / 3, 0])
+
+
+def test_entropy_without_weight_gets_no_gradient():
+    outputs = policy_outputs()
+    actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)(outputs, policy_rows())[0].backward()
+    assert outputs["entropies"].grad is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", (-1 - 1.2 + 2 * math.exp(0.1)) / 3),
+        ("seq-mean-token-sum", (-1 - 1.2 + 2 * math.exp(0.1)) / 2),
+        ("seq-mean-token-mean", ((-1 - 1.2) / 2 + 2 * math.exp(0.1)) / 2),
+    ],
+)
+def test_the_aggregation_is_the_configured_one(mode, expected):
+    loss = actor_loss(config({"loss_aggregation": mode}), 0.0, num_tokens=3, num_sequences=2)
+    assert loss(policy_outputs(), policy_rows())[0].item() == pytest.approx(expected)
+
+
+def test_shares_of_the_parts_add_up_to_the_whole():
+    settings = config({"entropy_coef": 0.1, "loss_aggregation": "seq-mean-token-mean"}, {"kl_in_loss": True})
+    loss = actor_loss(settings, 0.25, num_tokens=3, num_sequences=2)
+    whole, whole_metrics = loss(policy_outputs(), policy_rows())
+    parts = []
+    for row in (0, 1):
+        outputs = {name: values[row : row + 1] for name, values in policy_outputs().items()}
+        parts.append(loss(outputs, policy_rows().slice(row, row + 1)))
+    assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item())
+    for name, value in whole_metrics.items():
+        assert sum(metrics[name] for _, metrics in parts) == pytest.approx(value), name
+
+
+def test_a_part_without_counted_tokens_has_loss_zero_and_gradient_zero():
+    rows = policy_rows()
+    rows.batch["response_mask"] = torch.zeros_like(MASK)
+    outputs = policy_outputs()
+    loss, metrics = actor_loss(config({"entropy_coef": 0.1}), 0.0, num_tokens=3, num_sequences=2)(outputs, rows)
+    loss.backward()
+    assert loss.item() == 0
+    assert outputs["log_probs"].grad is not None
+    assert not outputs["log_probs"].grad.any()
+    assert set(metrics.values()) == {0.0}
+
+
+def test_what_lies_behind_the_mask_never_matters():
+    nan = float("nan")
+    rows = policy_rows(
+        old_log_probs=[[-1.0, -2.5], [-3.1, nan]],
+        ref_log_probs=[[-1.2, -2.0], [-3.0, nan]],
+        rollout_log_probs=[[-1.1, -2.0], [-3.4, nan]],
+        advantages=[[1.0, 1.0], [-2.0, nan]],
+    )
+    loss = actor_loss(config(algorithm={"kl_in_loss": True}), 0.25, num_tokens=3, num_sequences=2)
+    outputs = policy_outputs()
+    total, metrics = loss(outputs, rows)
+    total.backward()
+    assert total.item() == pytest.approx(loss(policy_outputs(), policy_rows())[0].item())
+    assert outputs["log_probs"].grad is not None
+    assert outputs["log_probs"].grad.isfinite().all()
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_an_integer_mask_is_a_mask():
+    rows = policy_rows()
+    rows.batch["response_mask"] = MASK.long()
+    loss = actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)
+    assert loss(policy_outputs(), rows)[0].item() == loss(policy_outputs(), policy_rows())[0].item()
+
+
+def test_columns_are_what_the_configuration_needs():
+    plain = ("advantages", "old_log_probs", "response_mask", "rollout_log_probs")
+    assert actor_columns(config()) == plain
+    assert actor_columns(config(algorithm={"kl_in_loss": True})) == tuple(sorted((*plain, "ref_log_probs")))
+    assert actor_columns(Config()) == ("advantages", "response_mask", "rollout_log_probs")
+
+
+def test_the_losses_read_their_declared_columns_and_no_others():
+    for settings in (config(), config(algorithm={"kl_in_loss": True}), Config()):
+        rows = policy_rows().select(batch_keys=list(actor_columns(settings)))
+        actor_loss(settings, 0.1, num_tokens=3, num_sequences=2)(policy_outputs(), rows)
+
+
+def test_the_value_loss_is_the_worse_of_clipped_and_unclipped():
+    # value_clip 0.5. Old values 0, new 1, -0.2, 3 (masked: 9); returns 2, 0, 3.
+    outputs = {"values": torch.tensor([[1.0, -0.2], [3.0, 9.0]], requires_grad=True)}
+    rows = DataProto.from_dict(
+        {
+            "response_mask": MASK,
+            "values": torch.tensor([[0.0, 0.0], [0.0, 0.0]]),
+            "returns": torch.tensor([[2.0, 0.0], [3.0, 0.0]]),
+        }
+    )
+    loss, metrics = critic_loss(Config(), num_tokens=3, num_sequences=2)(outputs, rows)
+    assert loss.item() == pytest.approx((0.5 * 1.5**2 + 0.5 * 0.2**2 + 0.5 * 2.5**2) / 3)
+    assert metrics == pytest.approx({"critic/clipfrac": 2 / 3})
+    by_sequence = critic_loss(Config(critic={"loss_aggregation": "seq-mean-token-sum"}), 3, 2)(outputs, rows)[0]
+    assert by_sequence.item() == pytest.approx(loss.item() * 3 / 2)
+
+
+def test_the_supervised_loss_is_the_mean_cross_entropy_of_the_whole_batch():
+    rows = DataProto.from_dict({"response_mask": MASK})
+    loss, metrics = sft_loss(num_tokens=12)({"log_probs": LOG_PROBS}, rows)
+    assert loss.item() == pytest.approx((1 + 2 + 3) / 12)
+    assert metrics == {}

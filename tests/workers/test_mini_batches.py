@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from hybridflow.errors import BatchError
+from hybridflow.protocol import DataProto
+from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
+
+
+class OneRank:
+    """The part of an engine that mini-batches use, alone in its group."""
+
+    def all_reduce_sum(self, value: int) -> int:
+        return value
+
+
+class FirstOfTwoRanks:
+    """The other rank holds, of each mini-batch: 1 row, with 5 response tokens in 1 sequence."""
+
+    def __init__(self) -> None:
+        self.others = iter([1, 5, 1] * 10)
+
+    def all_reduce_sum(self, value: int) -> int:
+        return value + next(self.others)
+
+
+def batch(row_ids: list[int], mini_batches: list[list[int]] | None) -> DataProto:
+    response_mask = torch.arange(4) < torch.tensor([row_id % 4 for row_id in row_ids])[:, None]
+    meta_info = {} if mini_batches is None else {"mini_batches": mini_batches}
+    return DataProto.from_dict({"row_ids": torch.tensor(row_ids), "response_mask": response_mask}, meta_info=meta_info)
+
+
+def memberships(rows: DataProto, engine) -> list[tuple[list[int], int, int]]:
+    return [
+        (step.rows.batch["row_ids"].tolist(), step.num_tokens, step.num_sequences)
+        for step in iterate_mini_batches(rows, engine)
+    ]
+
+
+def test_rows_and_counts_are_those_that_the_ids_name():
+    rows = batch([7, 2, 4, 9], [[4, 7], [9, 2]])
+    # Row 7 has 3 response tokens, 2 has 2, 9 has 1, and 4 has none, so it is no sequence that counts.
+    assert memberships(rows, OneRank()) == [([7, 4], 3, 1), ([2, 9], 3, 2)]
+
+
+def test_an_epoch_more_visits_the_rows_again():
+    rows = batch([0, 1], [[0, 1], [1], [0]])
+    assert [ids for ids, _, _ in memberships(rows, OneRank())] == [[0, 1], [1], [0]]
+
+
+def test_padded_copies_belong_to_no_mini_batch():
+    rows = batch([3, 5, -1, -1], [[3, 5]])
+    assert memberships(rows, OneRank()) == [([3, 5], 4, 2)]
+
+
+def test_counts_are_those_of_all_ranks():
+    rows = batch([3, 5], [[3, 8], [9, 5]])
+    assert memberships(rows, FirstOfTwoRanks()) == [([3], 8, 2), ([5], 6, 2)]
+
+
+@pytest.mark.parametrize("mini_batches", [None, []])
+def test_a_batch_that_names_none_is_an_error(mini_batches):
+    with pytest.raises(BatchError, match=r"needs meta_info\['mini_batches'\]"):
+        memberships(batch([3], mini_batches), OneRank())
+
+
+@pytest.mark.parametrize(
+    ("row_ids", "members", "message"),
+    [([3, 5], [3, 6], "names 2 rows, but 1 of the batch"), ([3, 3], [3], "names 1 rows, but 2 of the batch")],
+)
+def test_a_row_that_is_missing_or_there_twice_is_an_error(row_ids, members, message):
+    with pytest.raises(BatchError, match=message):
+        memberships(batch(row_ids, [members]), OneRank())
+
+
+def test_metrics_are_averaged_over_steps_and_the_rate_is_the_last():
+    steps = [{"actor/loss": 1.0, "actor/lr": 0.1}, {"actor/loss": 4.0, "actor/lr": 0.2}]
+    assert mean_metrics(steps) == {"actor/loss": 2.5, "actor/lr": 0.2}
