@@ -33,7 +33,7 @@ console = Console()
 def make_everything() -> None:
     """Data, tokenizer and a model with random weights."""
     shutil.rmtree(RUN, ignore_errors=True)
-    write_data(RUN / "data", num_examples=40_000, num_train=8_000, num_test=512, seed=SEED)
+    write_data(RUN / "data", num_examples=45_000, num_train=8_000, num_test=512, seed=SEED)
     num_parameters = write_model(RUN / "model", seed=SEED)
     console.print(f"made a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
 
@@ -68,7 +68,7 @@ def reinforce(config: Config) -> dict[str, Any]:
     plot_curves(
         rows, ["critic/score/mean", "val/accuracy"], curve, title="countdown: reward of samples, greedy accuracy"
     )
-    console.print(f"curve: {curve}   model: hybridflow export {RUN / 'grpo'} DIR")
+    console.print(f"curve: {curve}\nmodel: .venv/bin/hybridflow export {RUN / 'grpo'} DIRECTORY", soft_wrap=True)
     return {
         "before": before["val/accuracy"],
         "after": after["val/accuracy"],

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from hybridflow.data import prompt_row, write_prompt_file, write_sft_file
 
@@ -125,6 +126,7 @@ def write_data(directory: Path, *, num_examples: int, num_train: int, num_test: 
 
 def write_model(directory: Path, *, seed: int, width: int = 256, layers: int = 3, heads: int = 8) -> int:
     """A word-level tokenizer and a Llama model with random weights; returns its number of parameters."""
+    disable_progress_bar()
     specials = ["<pad>", "<eos>", "<unk>"]
     numbers = [str(number) for number in range(-2 * LARGEST, 3 * LARGEST + 1)]
     words = [*specials, "+", "-", "=", "yes", "no", "=>", ":", "<answer>", "</answer>", *numbers]

@@ -8,6 +8,7 @@ import torch
 
 from hybridflow.config import reference_markdown
 from hybridflow.observability import metrics_markdown
+from hybridflow.protocol import FIELDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/*.md"))
@@ -17,15 +18,18 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 @pytest.fixture
-def restores_torch():
-    """A program that trains sets threads and kernels for its whole process."""
+def restores_the_process():
+    """A program that trains sets threads and kernels for its whole process; one may add columns to the glossary."""
+    glossary = dict(FIELDS)
     num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(deterministic)
+    FIELDS.clear()
+    FIELDS.update(glossary)
 
 
-@pytest.mark.usefixtures("restores_torch")
+@pytest.mark.usefixtures("restores_the_process")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,8 @@ from hybridflow.errors import DataError
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: str | Path, title: str = "", smoothing: int = 10
 ) -> None:
-    """Draw each key over `step` into a PNG: faint as it is, bold as the mean of the last `smoothing` points.
+    """Draw each key over `step` into a PNG: faint as it is, bold as the mean of the last `smoothing` points (fewer where
+    there are few).
 
     Rows that lack a key, or have null there, are skipped for it. Raises DataError if no row has any of the keys.
     """
@@ -27,9 +28,8 @@ def plot_curves(
         if points:
             steps, values = zip(*points, strict=True)
             color = f"C{index}"
-            axes.plot(
-                steps, smoothed(values, smoothing), color=color, label=key, marker="o" if len(points) < 10 else None
-            )
+            window = max(1, min(smoothing, len(points) // 5))  # a handful of points is shown as it is
+            axes.plot(steps, smoothed(values, window), color=color, label=key, marker="o" if len(points) < 10 else None)
             axes.plot(steps, values, color=color, alpha=0.25)
     axes.set_xlabel("step")
     axes.set_title(title)
