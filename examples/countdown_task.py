@@ -3,8 +3,8 @@
 A problem is three numbers and a target; the answer uses each number once, with + and -. A response is a list of
 trials, each a running sum and whether it hit, and an answer:
 
-    prompt    17 5 3 => 9 :
-    response  17 + 5 = 22 - 3 = 19 no 17 - 5 = 12 - 3 = 9 yes <answer> 17 - 5 - 3 </answer>
+    prompt    12 5 3 => 10 :
+    response  12 + 5 = 17 - 3 = 14 no 12 + 3 = 15 - 5 = 10 yes <answer> 12 + 3 - 5 </answer>
 
 This file makes everything the demo needs from nothing: problems, a tokenizer with one token a number, a model with
 random weights, and examples of how somebody answers who gives up early.

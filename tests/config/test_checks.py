@@ -106,3 +106,7 @@ def test_a_config_built_in_python_can_be_checked():
     check(Config())
     with pytest.raises(ConfigError, match=r"1 problem\(s\) in the configuration:\n  memory.max_tokens_per_micro_batch"):
         check(Config(data=DataConfig(max_response_length=20000)))
+
+
+def test_a_batch_size_of_any_magnitude_is_checked_at_once():
+    assert load_config(None, ["data.train_batch_size=100000000000"]).data.train_batch_size == 10**11

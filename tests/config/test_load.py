@@ -149,3 +149,10 @@ def test_contradictions_are_found_across_the_recipe_and_the_overrides(tmp_path):
         f"1 problem(s) in {recipe} with overrides:",
         "actor.mini_batch_size=48 does not divide data.train_batch_size=128; use 1, 2, 4, 8, 16, 32, 64 or 128",
     ]
+
+
+def test_values_nested_without_end_are_an_error_and_no_crash(tmp_path):
+    recipe = tmp_path / "deep.toml"
+    recipe.write_text(f"x = {'[' * 3000}")
+    assert "nested too deeply" in problems(recipe)[0]
+    assert problems(None, [f"data.train_files={'[' * 3000}"])

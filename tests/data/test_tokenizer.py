@@ -55,6 +55,13 @@ def test_stop_ids_without_a_generation_config_are_the_tokenizers(char_tokenizer,
     assert stop_token_ids(char_tokenizer()) == (1,)
 
 
+def test_stop_ids_without_a_generation_config_are_those_of_the_model_too(char_tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 5]}')
+    assert stop_token_ids(char_tokenizer(), tmp_path) == (1, 5)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert stop_token_ids(char_tokenizer(), tmp_path) == (1, 7)
+
+
 @pytest.mark.parametrize("content", ["{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}', "[[2]]"])
 def test_a_malformed_generation_config_is_refused(char_tokenizer, tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)

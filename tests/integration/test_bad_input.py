@@ -63,7 +63,7 @@ def test_more_prompts_in_a_batch_than_there_are(refuse):
 
 def test_sequences_longer_than_the_model_can_take(refuse):
     problem = refuse("data.max_response_length=251", "memory.max_tokens_per_micro_batch=512")
-    assert "exceed the model's 256 positions" in problem
+    assert "but the model has 256 positions" in problem
 
 
 def test_a_tokenizer_without_eos(task, tmp_path, refuse):

@@ -55,11 +55,23 @@ def test_rows_behind_the_checkpoint_are_dropped_because_they_come_again(open_run
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")] == [0, 1, 2]
 
 
-def test_rows_of_a_run_that_never_saved_are_dropped(open_run, tmp_path):
+def test_rows_of_a_run_that_never_saved_are_put_aside(open_run, tmp_path):
     metrics, _ = open_run().begin()
     metrics.log(0, {"val/score/mean": 0.0})
     open_run().begin()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl.old")] == [0]
+
+
+def test_a_second_run_in_a_directory_that_is_in_use_is_refused_and_loses_nothing(open_run, tmp_path):
+    run = open_run()
+    metrics, _ = run.begin()
+    metrics.log(1, {"actor/loss": 0.0})
+    with pytest.raises(CheckpointError, match="another process is running"):
+        open_run().begin()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
+    run.end()
+    open_run().begin()
 
 
 def test_every_start_is_kept(open_run):

@@ -39,7 +39,7 @@ COMMANDS = {
     "generate": Command(
         "hybridflow.cli.generate",
         "write responses to prompts",
-        'generate recipes/countdown_grpo.toml --prompt "3 17 5 => 9 :"',
+        'generate recipes/countdown_grpo.toml --prompt "12 5 3 => 10 :"',
     ),
     "evaluate": Command(
         "hybridflow.cli.evaluate", "score a model on the validation data", "evaluate --run runs/countdown/grpo"

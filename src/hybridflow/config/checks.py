@@ -4,6 +4,7 @@ Only the configuration is looked at; what needs a file or a tokenizer is checked
 """
 
 from collections.abc import Iterator
+from math import isqrt
 
 from hybridflow.config.sections import Config
 from hybridflow.errors import ConfigError
@@ -22,13 +23,18 @@ def check(config: Config) -> None:
 
 def _mini_batches(config: Config) -> Iterator[str]:
     train_batch_size = config.data.train_batch_size
-    divisors = [str(n) for n in range(1, train_batch_size + 1) if train_batch_size % n == 0]
-    valid = " or ".join(filter(None, [", ".join(divisors[:-1]), divisors[-1]]))
     for name, size in (("actor", config.actor.mini_batch_size), ("critic", config.critic.mini_batch_size)):
         if size and train_batch_size % size:
+            divisors = _divisors(train_batch_size)
+            valid = " or ".join(filter(None, [", ".join(divisors[:-1]), divisors[-1]]))
             yield (
                 f"{name}.mini_batch_size={size} does not divide data.train_batch_size={train_batch_size}; use {valid}"
             )
+
+
+def _divisors(number: int) -> list[str]:
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return [str(n) for n in sorted({*small, *(number // n for n in small)})]
 
 
 def _groups(config: Config) -> Iterator[str]:

@@ -57,6 +57,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the recipe as UTF-8") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: values are nested too deeply; no key needs more than one array") from error
     except tomllib.TOMLDecodeError as error:
         reason = str(error).replace("Cannot overwrite a value", "this key already has a value: each key once")
         if found := re.search(r" \(at line (\d+), column \d+\)", reason):
@@ -71,7 +73,7 @@ def _override_value(key: str, text: str) -> Any:
         return text  # a text key takes 2024 and true as text too
     try:
         return _tuples(tomllib.loads(f"value = {text}"))["value"] if "\n" not in text else text
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

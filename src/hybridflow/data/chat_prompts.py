@@ -53,7 +53,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self.uses_template = chat_template and bool(tokenizer.chat_template)
         bos = cast(int | None, tokenizer.bos_token_id)
-        begins_with_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+        begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
 
     def text(self, messages: list[dict[str, str]], place: str) -> str:

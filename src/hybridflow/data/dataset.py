@@ -62,7 +62,7 @@ class RLHFDataset:
                 raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
         self.num_dropped = self._limit_length(rows, max_prompt_length, overlong)
         self._fingerprint = fingerprint(
-            [ids, record["data_sources"], record["ground_truths"]]
+            [ids, record["data_sources"], record["ground_truths"], record["extra_infos"]]
             for ids, record in zip(self._prompt_ids, self._records, strict=True)
         )
 
@@ -72,8 +72,13 @@ class RLHFDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the prompts' tokens, data sources and ground truths, in order."""
+        """Hash of the prompts' tokens, data sources, ground truths and extra infos, in order."""
         return self._fingerprint
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompt_ids))
 
     def prompt_ids(self, index: int) -> list[int]:
         """Token ids of one prompt, without padding."""

@@ -59,14 +59,16 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None) -> tuple[int, ...]:
-    """All ids that end a response, ascending: those of `generation_config.json` in `model_path`, and the tokenizer's.
+    """All ids that end a response, ascending: those of the model directory `model_path`, and the tokenizer's.
 
-    The file may be absent; a malformed one is a `DataError`.
+    The directory's are in `generation_config.json`, or in `config.json` where that is absent; a malformed file is a
+    `DataError`.
     """
     stop_ids = {eos_token_id(tokenizer)}
-    file = Path(model_path) / "generation_config.json" if model_path is not None else None
-    if file is not None and file.is_file():
-        stop_ids.update(_read_eos_ids(file))
+    names = ("generation_config.json", "config.json") if model_path is not None else ()
+    files = [file for name in names if (file := Path(model_path or "") / name).is_file()]
+    if files:
+        stop_ids.update(_read_eos_ids(files[0]))
     return tuple(sorted(stop_ids))
 
 

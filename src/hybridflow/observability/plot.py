@@ -10,8 +10,9 @@ from hybridflow.errors import DataError
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: str | Path, title: str = "", smoothing: int = 10
 ) -> None:
-    """Draw each key over `step` into a PNG: faint as it is, bold as the mean of the last `smoothing` points (fewer where
-    there are few).
+    """Draw each key over `step` into a PNG: faint as it is, bold as the mean of the last `smoothing` points.
+
+    A curve of few points is smoothed less, a handful not at all.
 
     Rows that lack a key, or have null there, are skipped for it. Raises DataError if no row has any of the keys.
     """

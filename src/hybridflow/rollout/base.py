@@ -115,7 +115,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
         while engine.has_unfinished():
             engine.step()
             done.update({(c.request_id, c.index): c for c in engine.finished()})
-    except RolloutError:
+    except BaseException:
         for request in requests:
             with suppress(RolloutError):  # finished, or never submitted
                 engine.abort(request.request_id)

@@ -11,7 +11,7 @@ from hybridflow.models import DTYPES
 from hybridflow.runtime import measure_peak_flops, seed_random_state, set_deterministic, set_num_threads
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.ppo import PPOTrainer
-from hybridflow.trainers.preconditions import require_files, require_one_rank
+from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
@@ -32,8 +32,11 @@ def build_trainer(config: Config) -> PPOTrainer:
     _prepare_process(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.data.train_files, tokenizer)
+    require_positions(config, prompts)
     loader = BatchLoader(prompts, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle)
     validation = _validation_prompts(config, tokenizer) if config.data.val_files else None
+    if validation:
+        require_positions(config, validation)
     total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
     if total_steps <= config.critic.warmup_steps:
         raise ConfigError(

@@ -1,9 +1,11 @@
 """What a configuration must have before anything is built from it, said before anything slow begins."""
 
+import json
 from pathlib import Path
 
 from hybridflow.config import Config
-from hybridflow.errors import ConfigError, ModelError
+from hybridflow.data import RLHFDataset
+from hybridflow.errors import ConfigError, DataError, ModelError
 
 
 def require_files(config: Config, *file_keys: str) -> None:
@@ -28,6 +30,17 @@ def require_files(config: Config, *file_keys: str) -> None:
                 f"{key}='{path}' is no model directory: config.json is missing. Give a local Hugging Face directory; "
                 "nothing is downloaded."
             )
+
+
+def require_positions(config: Config, prompts: RLHFDataset) -> None:
+    """Raise DataError if the longest prompt and response together exceed the positions of the policy."""
+    settings = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    positions, longest = settings.get("max_position_embeddings"), prompts.longest_prompt
+    if isinstance(positions, int) and longest + config.data.max_response_length > positions:
+        raise DataError(
+            f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
+            f"but the model has {positions} positions; lower one of the limits."
+        )
 
 
 def require_one_rank(config: Config) -> None:

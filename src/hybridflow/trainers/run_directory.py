@@ -1,9 +1,12 @@
 """The directory of a run: what was asked, what it ran on, and where it can continue."""
 
+import fcntl
 import json
+import os
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
@@ -38,6 +41,7 @@ class RunDirectory:
         if self.checkpoint:
             require_same_run(self.checkpoint, self.identity)
         self.step = self.checkpoint.step if self.checkpoint else 0
+        self._release_lock: weakref.finalize[..., Self] | None = None
 
     def begin(self) -> tuple[JsonlWriter, JsonlWriter]:
         """Record this start, and open `metrics.jsonl` and `samples.jsonl` without the rows that come again now.
@@ -46,6 +50,8 @@ class RunDirectory:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock_directory()
+            self._keep_logs_without_checkpoint()
             writers = JsonlWriter(self.path / "metrics.jsonl"), JsonlWriter(self.path / "samples.jsonl")
             for writer in writers:
                 writer.truncate_after(self.step if self.checkpoint else -1)
@@ -55,6 +61,30 @@ class RunDirectory:
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
         return writers
+
+    def end(self) -> None:
+        """Let another process use the directory."""
+        if self._release_lock is not None:
+            self._release_lock()
+
+    def _lock_directory(self) -> None:
+        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        self._release_lock = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.end()
+            raise CheckpointError(
+                f"another process is running in trainer.run_dir='{self.path}'; choose another, or stop it first."
+            ) from error
+
+    def _keep_logs_without_checkpoint(self) -> None:
+        """A run that starts anew where one has been keeps what that one wrote."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            file = self.path / name
+            if self.checkpoint is None and file.is_file() and file.stat().st_size:
+                file.replace(file.with_name(f"{name}.old"))
+                logger.warning("'%s' is of a run without a checkpoint; it is kept as '%s.old'.", file, name)
 
     def starts(self) -> list[dict[str, Any]]:
         """The starts of this run that `run.json` tells of: when, from which step, with which keys, on what."""

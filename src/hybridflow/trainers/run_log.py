@@ -15,6 +15,7 @@ class RunLog:
     """Begins the run's directory and takes the rows of each step. `figures`: what the console shows, label -> name."""
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
+        self._run = run
         metrics, self._samples = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
         trackers: list[Tracker] = [metrics, self._console]
@@ -36,3 +37,4 @@ class RunLog:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._trackers.close()
+        self._run.end()

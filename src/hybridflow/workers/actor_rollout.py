@@ -130,4 +130,6 @@ class ActorRolloutWorker(ModelWorker):
         texts[:] = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         reasons = np.empty(len(completions), dtype=object)
         reasons[:] = [c.finish_reason for c in completions]
-        return DataProto.from_dict(batch, {"solution_texts": texts, "finish_reasons": reasons})
+        return DataProto.from_dict(
+            batch, {"solution_texts": texts, "finish_reasons": reasons}, {"pad_token_id": pad_token_id(self.tokenizer)}
+        )
