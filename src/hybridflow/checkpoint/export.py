@@ -73,7 +73,9 @@ def _model_without_weights(model_dir: Path) -> Any:
     # Here, so that whoever saves checkpoints does not wait for it.
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     if not (model_dir / "config.json").is_file():
         raise ModelError(
             f"'{model_dir}' is no model directory: config.json is missing. Give the one that training started from."
