@@ -190,3 +190,20 @@ def test_what_is_saved_is_loaded_with_its_optimizer(group, learnable, with_mini_
     third.load(str(tmp_path))
     assert actor.update_actor(update).meta_info == third.update_actor(update).meta_info
     assert torch.equal(*(worker.compute_log_probs(learnable()).batch["old_log_probs"] for worker in (actor, third)))
+
+
+def test_rollout_log_probs_keep_the_precision_of_the_model(group):
+    single, double = group(ActorRolloutWorker, *GROUPS), group(ActorRolloutWorker, *GROUPS, "model.dtype=float64")
+    assert single.generate_sequences(FOUR).batch["rollout_log_probs"].dtype == torch.float32
+    rollouts = double.generate_sequences(FOUR)
+    recomputed = double.compute_log_probs(rollouts).batch["old_log_probs"]
+    assert rollouts.batch["rollout_log_probs"].dtype == torch.float64
+    mask = rollouts.batch["response_mask"]
+    assert (rollouts.batch["rollout_log_probs"] - recomputed)[mask].abs().max() < 1e-6
+
+
+def test_rollouts_are_padded_with_the_same_token_on_any_number_of_ranks(group):
+    for num_workers in (1, 3):
+        rollouts = group(ActorRolloutWorker, *GROUPS, num_workers=num_workers).generate_sequences(FOUR)
+        padding = rollouts.batch["responses"][~rollouts.batch["response_mask"]]
+        assert set(padding.tolist()) <= {rollouts.meta_info["pad_token_id"]}

@@ -51,7 +51,10 @@ def test_the_value_at_a_token_is_read_before_it_is_seen(trained):
 
 
 def test_it_may_start_from_a_model_of_its_own(group, tiny_model):
-    group(CriticWorker, f"critic.model_path={tiny_model('llama', seed=5)}")
+    own = group(CriticWorker, f"critic.model_path={tiny_model('llama', seed=5)}").workers[0].instance.engine
+    shared = group(CriticWorker).workers[0].instance.engine
+    name = next(name for name in own.parameters if "q_proj" in name)
+    assert not torch.equal(own.parameters[name], shared.parameters[name])
 
 
 def test_an_update_on_ranks_that_take_turns_is_refused(trained, group, with_mini_batches):

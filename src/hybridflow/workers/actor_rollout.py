@@ -124,7 +124,11 @@ class ActorRolloutWorker(ModelWorker):
         completions = generate(self.rollout, requests)
         source = torch.arange(len(prompts)).repeat_interleave(how.group_size)
         batch = rollout_batch(
-            columns["prompts"][source], columns["prompt_mask"][source], completions, pad_token_id(self.tokenizer)
+            columns["prompts"][source],
+            columns["prompt_mask"][source],
+            completions,
+            pad_token_id(self.tokenizer),
+            torch.float64 if self.config.model.dtype == "float64" else torch.float32,
         )
         texts = np.empty(len(completions), dtype=object)
         texts[:] = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)

@@ -11,11 +11,16 @@ from hybridflow.rollout import Completion
 
 
 def rollout_batch(
-    prompts: Tensor, prompt_mask: Tensor, completions: Sequence[Completion], pad_token_id: int
+    prompts: Tensor,
+    prompt_mask: Tensor,
+    completions: Sequence[Completion],
+    pad_token_id: int,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """The columns of `ROLLOUT_COLUMNS` that are tensors, one row for each completion.
 
-    prompts, prompt_mask: (batch, prompt_len), one row for each completion. Raises BatchError if there is none.
+    prompts, prompt_mask: (batch, prompt_len), one row for each completion. `dtype` is that of the
+    log-probs. Raises BatchError if there is no completion.
     """
     if not completions or len(completions) != len(prompts):
         raise BatchError(
@@ -37,6 +42,6 @@ def rollout_batch(
         "input_ids": torch.cat([prompts, responses], dim=-1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-        "rollout_log_probs": pad([c.log_probs for c in completions], 0.0, torch.float32),
+        "rollout_log_probs": pad([c.log_probs for c in completions], 0.0, dtype),
         "rollout_versions": pad([c.versions for c in completions], -1, torch.int64),
     }
