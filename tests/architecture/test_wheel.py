@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_a_wheel_builds_with_every_module_the_type_marker_and_the_command(tmp_path):
-    modules = [path.relative_to(ROOT / "src") for path in (ROOT / "src/hybridflow").rglob("*.py")]
+    sources = [path for kind in ("py", "c", "h") for path in (ROOT / "src/hybridflow").rglob(f"*.{kind}")]
+    modules = [path.relative_to(ROOT / "src") for path in sources]
     for file in ["pyproject.toml", "README.md", "LICENSE", "src/hybridflow/py.typed", *(f"src/{m}" for m in modules)]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes((ROOT / file).read_bytes())

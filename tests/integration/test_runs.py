@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridflow.checkpoint import open_checkpoint
+from hybridflow.kernels import use_kernels
 from hybridflow.observability import METRICS, find_metric, read_jsonl
 
 TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_actor", "timing_per_token_ms/gen")
@@ -205,3 +206,22 @@ def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog)
         for when in ("before", "after"):
             assert f"{when} ActorRolloutWorker.{method}, rank 0: resident " in caplog.text
     assert " GiB, peak_resident " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [(), ("algorithm.advantage=gae", "algorithm.kl_in_reward=true")], ids=["grpo", "ppo"]
+)
+def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(changes, train):
+    try:
+        compiled = train(*changes, name="compiled")
+        plain = train(*changes, "controller.compiled_kernels=false", name="plain")
+    finally:
+        use_kernels(True)  # a setting of the process, which other tests share
+    ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (compiled, plain))
+    assert len(ours) == 7  # validation before the first step, and six steps
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert one["critic/score/mean"] == other["critic/score/mean"]  # the same tokens were drawn
+        for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+    pairs = zip(weights(compiled, 6).values(), weights(plain, 6).values(), strict=True)
+    assert 0 < max(float((one - other).abs().max()) for one, other in pairs) < 1e-3

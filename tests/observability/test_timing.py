@@ -1,6 +1,6 @@
 import pytest
 
-from hybridflow.observability import per_token_ms, timed
+from hybridflow.observability import per_token_ms, timed, tokens_per_s
 
 
 def clock(*times):
@@ -32,4 +32,10 @@ def test_a_stage_that_raises_is_timed_too():
 def test_time_per_token_is_in_milliseconds_and_only_of_stages_that_were_timed():
     assert per_token_ms({"timing_s/gen": 3.0, "timing_s/ref": 1.0}, {"gen": 1500, "values": 10, "ref": 0}) == {
         "timing_per_token_ms/gen": 2.0
+    }
+
+
+def test_tokens_per_second_of_the_stages_that_were_timed():
+    assert tokens_per_s({"timing_s/gen": 3.0, "timing_s/reward": 0.0}, {"gen": 1500, "values": 10, "reward": 5}) == {
+        "perf/gen_tokens_per_s": 500.0
     }

@@ -119,7 +119,7 @@ def test_a_prompt_is_computed_once_for_its_group_and_finished_rows_leave(tiny_mo
     assert rows == sorted(rows, reverse=True)
     lengths = [len(c.token_ids) for c in completions]
     running = [sum(length > step for length in lengths) for step in range(1, len(rows) + 1)]
-    assert all(alive <= count < max(alive / 0.75, alive + 1) + 1 for alive, count in zip(running, rows, strict=True))
+    assert all(alive <= count < max(alive / 0.9, alive + 1) + 1 for alive, count in zip(running, rows, strict=True))
 
 
 def test_long_prompts_are_computed_in_parts(tiny_model, monkeypatch):
@@ -137,3 +137,49 @@ def test_long_prompts_are_computed_in_parts(tiny_model, monkeypatch):
 def test_room_for_no_sequence_is_an_error(tiny_model):
     with pytest.raises(RolloutError, match="max_running_sequences=0; it must be at least 1"):
         EmbeddedRollout(load_causal_lm(tiny_model()), max_running_sequences=0)
+
+
+def test_requests_of_different_length_decode_together(tiny_model):
+    model = load_causal_lm(tiny_model())
+    rows: list[int] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[0]))
+    wanted = [Request(i, [5, 6 + i], SamplingParams(3 + 4 * i), noise_key=(0, i)) for i in range(3)]
+    completions = generate(EmbeddedRollout(model), wanted)
+    assert [len(c.token_ids) for c in completions] == [3, 7, 11]
+    assert rows[:3] == [1, 3, 3]  # all prompts in one pass, then a row each
+    alone = [generate(EmbeddedRollout(model), [request])[0].token_ids for request in wanted]
+    assert [c.token_ids for c in completions] == alone
+
+
+def test_weights_that_change_between_two_calls_or_within_one_are_read(tiny_model):
+    model = load_causal_lm(tiny_model())
+    engine, request = EmbeddedRollout(model), Request(0, [5, 6], SamplingParams(6, temperature=0))
+    before = generate(engine, [request])[0].token_ids
+    assert before[1:] != [0] * 5
+    zeroed = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    zeroed["lm_head.weight"].zero_()  # every logit is 0 then, and the first token the largest
+    engine.submit(request)
+    engine.step()
+    engine.load_weights(zeroed.items(), version=1)
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.finished()[0].token_ids == [before[0], 0, 0, 0, 0, 0]
+    with torch.no_grad():
+        model.lm_head.weight.copy_(load_causal_lm(tiny_model()).lm_head.weight)  # in place, as a trainer does
+    assert generate(engine, [request])[0].token_ids == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_there_while_sequences_run_and_change_no_token(tiny_model, dtype):
+    wanted = requests(SamplingParams(6), group_size=2)
+    packed, plain = (
+        EmbeddedRollout(load_causal_lm(tiny_model(), dtype), pack_weights=pack_weights)
+        for pack_weights in (True, False)
+    )
+    assert [c.token_ids for c in generate(packed, wanted)] == [c.token_ids for c in generate(plain, wanted)]
+    for engine, is_packed in ((packed, True), (plain, False)):
+        engine.submit(wanted[0])
+        engine.step()
+        assert (engine._forward._packed is not None) == is_packed
+        engine.abort(wanted[0].request_id)
+        assert engine._forward._packed is None

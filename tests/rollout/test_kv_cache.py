@@ -23,10 +23,12 @@ def test_prefill_attends_as_a_packed_plan_and_keeps_keys_by_row():
     plan, (query, key, value) = prefilled([2, 1, 3], seed=0)
     out = plan.attend(0, query, key, value, SCALING)
     assert torch.equal(out, PackedPlan.from_lengths([2, 1, 3]).attend(0, query, key, value, SCALING))
-    assert plan.keys[0].shape == (3, KV_HEADS, 3, DIM)
-    assert torch.equal(plan.keys[0][0, :, :2], key[0, :, :2])
-    assert torch.equal(plan.values[0][2], value[0, :, 3:])
-    assert not plan.keys[0][1, :, 1:].any()
+    cache = KVCache(torch.device("cpu"))
+    cache.append(plan, torch.tensor([0, 1, 2]), capacity=3)
+    assert cache.keys[0].shape == (3, KV_HEADS, 3, DIM)
+    assert torch.equal(cache.keys[0][0, :, :2], key[0, :, :2])
+    assert torch.equal(cache.values[0][2], value[0, :, 3:])
+    assert not cache.keys[0][1, :, 1:].any()
 
 
 def test_rows_of_a_group_start_from_one_prompt_and_later_rows_keep_the_earlier_ones():
@@ -36,28 +38,34 @@ def test_rows_of_a_group_start_from_one_prompt_and_later_rows_keep_the_earlier_o
     later, (_, later_key, _) = prefilled([3], seed=2)
     cache.append(later, torch.tensor([0]), capacity=6)
     assert cache.lengths.tolist() == [2, 2, 1, 3]
-    assert cache.keys[0].shape == (4, KV_HEADS, DIM, 6)
+    assert cache.keys[0].shape == (4, KV_HEADS, 6, DIM)
     assert cache.values[0].shape == (4, KV_HEADS, 6, DIM)
-    assert torch.equal(cache.keys[0][0, :, :, :2], key[0, :, :2].mT)
+    assert torch.equal(cache.keys[0][0, :, :2], key[0, :, :2])
     assert torch.equal(cache.keys[0][0], cache.keys[0][1])
     assert torch.equal(cache.values[0][2, :, :1], value[0, :, 2:])
-    assert torch.equal(cache.keys[0][3, :, :, :3], later_key[0].mT)
+    assert torch.equal(cache.keys[0][3, :, :3], later_key[0])
 
 
 def test_a_short_later_row_does_not_shrink_the_others():
     cache = KVCache(torch.device("cpu"))
     cache.append(prefilled([5], seed=1)[0], torch.tensor([0]), capacity=9)
     cache.append(prefilled([1], seed=2)[0], torch.tensor([0]), capacity=3)
-    assert cache.keys[0].shape[-1] == cache.values[0].shape[-2] == 9
+    assert cache.keys[0].shape[2] == cache.values[0].shape[2] == cache.capacity == 9
 
 
-def test_kept_rows_move_up():
+def test_kept_rows_take_the_places_they_are_given():
     cache = KVCache(torch.device("cpu"))
     plan, (_, key, _) = prefilled([2, 1, 3], seed=3)
     cache.append(plan, torch.tensor([0, 1, 2]), capacity=4)
     cache.keep(torch.tensor([0, 2]))
     assert cache.lengths.tolist() == [2, 3]
-    assert torch.equal(cache.keys[0][1, :, :, :3], key[0, :, 3:].mT)
+    assert len(cache.keys[0]) == len(cache.values[0]) == 2
+    assert torch.equal(cache.keys[0][0, :, :2], key[0, :, :2])
+    assert torch.equal(cache.keys[0][1, :, :3], key[0, :, 3:])
+    cache.keep(torch.tensor([1, 0]))
+    assert cache.lengths.tolist() == [3, 2]
+    assert torch.equal(cache.keys[0][0, :, :3], key[0, :, 3:])
+    assert torch.equal(cache.keys[0][1, :, :2], key[0, :, :2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

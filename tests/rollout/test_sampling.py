@@ -125,3 +125,26 @@ def test_frequencies_fit_the_probabilities(parameters, probabilities):
     chi_square = sum((counts[i] - 20000 * probabilities[i]) ** 2 / (20000 * probabilities[i]) for i in possible)
     # The values that 1 in 10000 samples exceeds, for 1, 2 and 3 degrees of freedom.
     assert chi_square < {1: 15.14, 2: 18.42, 3: 21.11}[len(possible) - 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_drawing_without_copies_equals_drawing_in_float64(temperature, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(500, 1000, generator=generator)).to(dtype)
+    logits[:, ::7] = -math.inf
+    numbers = torch.rand(500, generator=generator, dtype=torch.float64)
+    tokens, log_probs = sample_tokens(logits, numbers, SamplingParams(1, temperature=temperature))
+    exact_tokens, _ = sample_tokens(logits.double(), numbers, SamplingParams(1, temperature=temperature))
+    assert (tokens == exact_tokens).float().mean() > 0.99  # rounding moves a boundary now and then
+    exact = (logits.double() / (temperature or 1.0)).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    torch.testing.assert_close(log_probs.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_that_is_not_finite_shows_in_the_log_prob(temperature):
+    logits = torch.zeros(3, 600)
+    logits[1, 300] = math.nan
+    logits[2, 300] = math.inf
+    _, log_probs = sample_tokens(logits, torch.full((3,), 0.5), SamplingParams(1, temperature=temperature))
+    assert log_probs.isfinite().tolist() == [True, False, False]

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from hybridflow.observability import DecoderShape, training_flops
+from hybridflow.observability import DecoderShape, forward_flops, training_flops
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
 
@@ -11,7 +11,11 @@ SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6
 )
 BATCH = DataProto.from_dict(
-    {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]]), "response_mask": torch.tensor([[1, 1], [1, 0]])}
+    {
+        "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+        "group_ids": torch.tensor([0, 1]),
+    }
 )
 
 
@@ -24,9 +28,12 @@ def test_speed_follows_from_seconds_and_tokens():
             "perf/num_tokens": 6,
             "perf/tokens_per_s": 3.0,
             "perf/gen_tokens_per_s": 6.0,
+            "perf/update_actor_tokens_per_s": 24.0,
             "timing_per_token_ms/gen": 500 / 3,
             "timing_per_token_ms/update_actor": 250 / 6,
             "mfu/actor": 3 * training_flops(SHAPE, [4, 2]) / (0.25 * 1e6),
+            # Of both groups the prompt, of 2 tokens and of 1; then tokens 3 and 4 of the first row, 2 of the second.
+            "mfu/gen": forward_flops(SHAPE, [4, 2]) / (0.5 * 1e6),
         }
     )
 
@@ -64,3 +71,23 @@ def test_the_shape_is_read_from_the_models_configuration(model_dir):
 
 def test_a_configuration_with_other_names_has_no_shape(model_dir):
     assert decoder_shape(model_dir(model_type="gpt2", n_layer=1, n_embd=8, n_head=2)) is None
+
+
+def test_a_prompt_is_computed_once_for_its_group():
+    batch = DataProto.from_dict(
+        {
+            "attention_mask": torch.ones(3, 5, dtype=torch.int64),
+            "response_mask": torch.ones(3, 2, dtype=torch.bool),
+            "group_ids": torch.tensor([0, 0, 0]),
+        }
+    )
+    speed = Speedometer({"actor": Learner(1, SHAPE)}, 1e6).read({"timing_s/step": 1.0, "timing_s/gen": 1.0}, batch)
+    flops = forward_flops(SHAPE, [5]) * 3 - forward_flops(SHAPE, [3]) * 2
+    assert speed["mfu/gen"] == pytest.approx(flops / 1e6)
+
+
+def test_supervised_training_has_a_speed_without_generation():
+    speed = Speedometer({"sft": Learner(1, SHAPE)}, 1e6).read({"timing_s/step": 2.0, "timing_s/update_sft": 1.0}, BATCH)
+    assert speed["perf/update_sft_tokens_per_s"] == 6.0
+    assert speed["mfu/sft"] == pytest.approx(training_flops(SHAPE, [4, 2]) / 1e6)
+    assert "mfu/gen" not in speed

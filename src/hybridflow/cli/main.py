@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from hybridflow import __version__
 from hybridflow.errors import HybridFlowError, WorkerError
-from hybridflow.observability.log import get_logger
 
 
 class Command(NamedTuple):
@@ -68,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error.__cause__)  # a worker fell over something nobody foresaw
         print(f"error: {error}", file=sys.stderr)
         if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
+            from hybridflow.observability.log import get_logger
+
             get_logger(__name__).debug("where it was raised:", exc_info=error)
         return USAGE_ERROR
     except KeyboardInterrupt:

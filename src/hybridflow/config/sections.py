@@ -73,6 +73,11 @@ class RolloutConfig(Section):
     max_running_sequences: Positive = Field(
         default=1024, description="Sequences decoded together; more wait for a place."
     )
+    pack_weights: bool = Field(
+        default=True,
+        description="On a CPU, generate from a copy of the weights in the order its products read: faster, and the "
+        "weights twice in memory while generating.",
+    )
 
 
 class ValidationConfig(Section):
@@ -235,6 +240,11 @@ class ControllerConfig(Section):
     threads: NonNegative = Field(
         default=0,
         description="Threads per rank; 0 is the number of physical cores. Rounding depends on it.",
+    )
+    compiled_kernels: bool = Field(
+        default=True,
+        description="On a CPU, compute with kernels that the machine's C compiler makes at the first start. "
+        "false, or no compiler: PyTorch's own, slower. Rounding depends on it.",
     )
 
 

@@ -34,6 +34,11 @@ class UpdateResult:
     num_tokens: int
     num_computed_tokens: int
 
+    @property
+    def padding_share(self) -> float:
+        """The share of the computed tokens that was padding; 0 when packed."""
+        return 1 - self.num_tokens / self.num_computed_tokens
+
 
 class TrainEngine(Protocol):
     """A model on one rank."""

@@ -17,7 +17,7 @@ from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, pack, pad, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.errors import ModelError, NonFiniteError
-from hybridflow.models import DTYPES, load_causal_lm, load_value_model
+from hybridflow.models import DTYPES, forward_of, load_causal_lm, load_value_model
 from hybridflow.protocol import DataProto
 
 Head = Literal["policy", "value"]
@@ -52,6 +52,7 @@ class TorchEngine:
         load = load_causal_lm if head == "policy" else load_value_model
         learns_in_float32 = optimizer is not None and dtype == torch.bfloat16
         self.model = load(path, torch.float32 if learns_in_float32 else dtype)
+        self.model_forward = forward_of(self.model)
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -162,9 +163,9 @@ class TorchEngine:
             self.model.eval()
 
     def _compute(self, inputs: ModelInput, with_entropy: bool, temperature: float) -> Outputs:
-        arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan, "use_cache": False}
+        arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan}
         if self.head == "value":
-            values = self.model(inputs.input_ids, **arguments).logits.flatten()[inputs.positions]
+            values = self.model_forward(inputs.input_ids, **arguments).flatten()[inputs.positions]
             return {"values": inputs.to_rows(values if values.dtype == torch.float64 else values.float())}
         logits = self._response_logits(inputs, arguments)
         temperature = temperature or 1.0
@@ -177,12 +178,12 @@ class TorchEngine:
     def _response_logits(self, inputs: ModelInput, arguments: dict[str, Any]) -> Tensor:
         """Logits (num_response_tokens, vocabulary) of the positions that predict a response token, and no others."""
         if len(inputs.input_ids) == 1:
-            return self.model(inputs.input_ids, logits_to_keep=inputs.positions, **arguments).logits[0]
+            return self.model_forward(inputs.input_ids, logits_to_keep=inputs.positions, **arguments)[0]
         columns = inputs.input_ids.shape[1]
         rows, places = inputs.positions // columns, inputs.positions % columns
         first = int(places.min()) if len(places) else columns - 1
         kept = torch.arange(first, columns, device=places.device)
-        logits = self.model(inputs.input_ids, logits_to_keep=kept, **arguments).logits
+        logits = self.model_forward(inputs.input_ids, logits_to_keep=kept, **arguments)
         return logits[rows, places - first]
 
     def _blame(self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float) -> list[str]:

@@ -15,8 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
+from hybridflow.kernels import causal_attention, serves
 
 ATTENTION = "hybridflow"
+
+SHORT = 512
+"""Up to this length the compiled kernel beats PyTorch's blocked attention on a CPU (docs/benchmarks.md)."""
 
 
 class AttentionPlan(Protocol):
@@ -35,8 +39,8 @@ class AttentionPlan(Protocol):
 class PackedPlan:
     """Causal attention within each of several sequences that lie one after another in a single row (batch 1).
 
-    `runs` lists neighbouring sequences of one length as (count, length). A run is one batched kernel call on a
-    view, so no padding is computed and short sequences do not pay for one call each.
+    `runs` lists neighbouring sequences of one length as (count, length). Runs of short sequences share one call of
+    the compiled kernel; another run is one batched call of PyTorch's on a view. No padding is computed.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -53,13 +57,30 @@ class PackedPlan:
         return cls(tuple(runs))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
+        compiled = serves(query) and query.shape[-1] == value.shape[-1]
         outputs, start = [], 0
-        for count, length in self.runs:
-            stop = start + count * length
-            q, k, v = (_as_batch(x[0, :, start:stop], count, length) for x in (query, key, value))
-            outputs.append(_causal_attention(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+        for part in self._parts(compiled):
+            stop = start + sum(count * length for count, length in part)
+            q, k, v = (x[start:stop] for x in (query, key, value))
+            if compiled and part[0][1] <= SHORT:
+                lengths = [length for count, length in part for _ in range(count)]
+                outputs.append(causal_attention(q, k, v, lengths, scaling))
+            else:
+                outputs.append(_run_attention(q, k, v, *part[0], scaling))
             start = stop
-        return torch.cat(outputs).unsqueeze(0)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+    def _parts(self, compiled: bool) -> list[list[tuple[int, int]]]:
+        """The runs of each kernel call."""
+        parts: list[list[tuple[int, int]]] = []
+        for run in self.runs:
+            joins = compiled and parts and max(run[1], parts[-1][0][1]) <= SHORT
+            if joins:
+                parts[-1].append(run)
+            else:
+                parts.append([run])
+        return parts
 
 
 @dataclass(frozen=True)
@@ -74,9 +95,10 @@ class PaddedPlan:
         return _causal_attention(query, key, value, scaling).transpose(1, 2)
 
 
-def _as_batch(x: Tensor, count: int, length: int) -> Tensor:
-    """(heads, count * length, head_dim) -> (count, heads, length, head_dim), a view."""
-    return x.unflatten(1, (count, length)).transpose(0, 1)
+def _run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, scaling: float) -> Tensor:
+    """`count` sequences of one length: (count * length, heads, dim) in and out, a batch in between."""
+    query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
+    return _causal_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -9,8 +9,15 @@ from hybridflow.observability.metrics import flatten, reduce_lists, reduce_metri
 from hybridflow.observability.plot import plot_curves
 from hybridflow.observability.run_info import collect_run_info, git_commit
 from hybridflow.observability.tensorboard import TensorBoardTracker
-from hybridflow.observability.throughput import DecoderShape, flops_per_token, forward_flops, mfu, training_flops
-from hybridflow.observability.timing import per_token_ms, timed
+from hybridflow.observability.throughput import (
+    DecoderShape,
+    flops_per_token,
+    forward_flops,
+    generation_flops,
+    mfu,
+    training_flops,
+)
+from hybridflow.observability.timing import per_token_ms, timed, tokens_per_s
 from hybridflow.observability.tracker import MultiTracker, Tracker
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "flatten",
     "flops_per_token",
     "forward_flops",
+    "generation_flops",
     "get_logger",
     "git_commit",
     "log_memory",
@@ -42,5 +50,6 @@ __all__ = [
     "reduce_metrics",
     "spread",
     "timed",
+    "tokens_per_s",
     "training_flops",
 ]

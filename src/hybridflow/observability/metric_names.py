@@ -39,6 +39,7 @@ METRICS: dict[str, Metric] = {
     "critic/clipfrac": Metric("Share of values whose clipped loss was the larger one.", "sum"),
     "critic/grad_norm": Metric("Gradient norm of the critic before clipping.", "max"),
     "critic/lr": Metric("Learning rate of the critic's last optimizer step.", "last"),
+    "critic/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
     "actor/loss": Metric("Whole loss of the actor: policy loss, entropy bonus, KL term.", "sum"),
     "actor/policy_loss": Metric("The policy objective alone.", "sum"),
     "actor/kl_loss": Metric("KL term in the loss, before its weight.", "sum"),
@@ -63,8 +64,12 @@ METRICS: dict[str, Metric] = {
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage for each token it handled.", "max"),
     "perf/num_tokens": Metric("Tokens of prompts and responses in the step.", "sum"),
     "perf/tokens_per_s": Metric("perf/num_tokens for each second of the step.", "sum"),
-    "perf/gen_tokens_per_s": Metric("Response tokens for each second of generation.", "sum"),
-    "mfu/<role>": Metric("Model FLOPs of a role's update as a share of the device's peak."),
+    "perf/<stage>_tokens_per_s": Metric(
+        "Tokens that a stage handled for each of its seconds: response tokens of gen, all tokens of the others.", "sum"
+    ),
+    "mfu/<role>": Metric(
+        "Model FLOPs of a role's update, attention included, as a share of the device's peak; of gen: of generation."
+    ),
     "memory_bytes/<kind>": Metric(
         "Memory of the controller's process: resident, peak_resident; on CUDA cuda_allocated, cuda_reserved, ...",
         "max",
@@ -79,6 +84,7 @@ METRICS: dict[str, Metric] = {
     "sft/loss": Metric("Cross-entropy for each response token.", "sum"),
     "sft/grad_norm": Metric("Gradient norm before clipping.", "max"),
     "sft/lr": Metric("Learning rate of the step.", "last"),
+    "sft/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
     "sft/val_loss": Metric("Cross-entropy for each response token of the validation data.", "sum"),
 }
 

@@ -45,6 +45,17 @@ def forward_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
     return sum(length * flops_per_token(shape, (length + 1) / 2) for length in sequence_lens)
 
 
+def generation_flops(
+    shape: DecoderShape,
+    prompt_lens: Iterable[int],
+    sequence_lens: Iterable[int],
+    prompt_lens_of_sequences: Iterable[int],
+) -> float:
+    """FLOPs of computing each prompt once and each sequence on from its prompt; one entry for each of them."""
+    repeated = forward_flops(shape, sequence_lens) - forward_flops(shape, prompt_lens_of_sequences)
+    return forward_flops(shape, prompt_lens) + repeated
+
+
 def training_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
     """FLOPs of a forward and a backward pass."""
     return 3.0 * forward_flops(shape, sequence_lens)

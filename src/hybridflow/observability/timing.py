@@ -19,6 +19,15 @@ def timed(
         metrics[name] = metrics.get(name, 0.0) + clock() - start
 
 
+def tokens_per_s(metrics: Mapping[str, Any], num_tokens: Mapping[str, int]) -> dict[str, float]:
+    """`perf/<stage>_tokens_per_s` of each stage in `num_tokens` (stage -> tokens it handled) that was timed."""
+    return {
+        f"perf/{stage}_tokens_per_s": count / seconds
+        for stage, count in num_tokens.items()
+        if (seconds := metrics.get(f"timing_s/{stage}"))
+    }
+
+
 def per_token_ms(metrics: Mapping[str, Any], num_tokens: Mapping[str, int]) -> dict[str, float]:
     """`timing_per_token_ms/<stage>` of each stage in `num_tokens` (stage -> tokens it handled) that was timed."""
     return {

@@ -1,28 +1,37 @@
 """The embedded rollout engine: generation with the trainer's own model and weights, in its process.
 
-Requests wait here until there is room; sequences with equal sampling parameters then decode together in a wave.
+Requests wait here until there is room; sequences that draw alike then decode together in a wave.
 Needs nothing but the model.
 """
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutError
+from hybridflow.models import forward_of
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.wave import Wave
 
 
 class EmbeddedRollout:
-    """Generates with `model`, whose parameters it shares: no copy of the weights is made."""
+    """Generates with `model`, whose parameters it shares.
 
-    def __init__(self, model: PreTrainedModel, *, max_running_sequences: int = 1024) -> None:
+    With `pack_weights`, a CPU generates from a copy of them in the order that its products read; the copy is there
+    while sequences run.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, max_running_sequences: int = 1024, pack_weights: bool = True) -> None:
         if max_running_sequences < 1:
             raise RolloutError(f"max_running_sequences={max_running_sequences}; it must be at least 1.")
         self.model = model
+        self._forward = forward_of(model)
+        self._pack_weights = pack_weights
+        self._is_packed = False  # while it is at work, until the weights change
         self.version = 0
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
@@ -46,6 +55,9 @@ class EmbeddedRollout:
 
     @torch.no_grad()
     def step(self) -> None:
+        if self._pack_weights and not self._is_packed:
+            self._forward.pack_weights()
+            self._is_packed = True
         self._admit()
         self._finish([done for wave in self._running for done in wave.advance(self.version)])
 
@@ -78,20 +90,21 @@ class EmbeddedRollout:
                 )
         for name, tensor in given.items():
             own[name].data = tensor.detach().to(own[name])
+        self._is_packed = False
         self.version = version
 
     def _admit(self) -> None:
-        """Start waiting requests that fit, in order; those with equal sampling parameters share a wave."""
+        """Start waiting requests that fit, in order; those that draw alike, to whatever length, share a wave."""
         room = self.max_running_sequences - sum(wave.num_running for wave in self._running)
-        admitted: dict[SamplingParams, list[Request]] = {}
+        admitted: dict[SamplingParams, list[Request]] = {}  # by what is equal in a wave
         while self._waiting and self._waiting[0].group_size <= room:
             request = self._waiting.popleft()
             room -= request.group_size
-            admitted.setdefault(request.sampling, []).append(request)
+            admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
         for sampling, requests in admitted.items():
             wave = next((wave for wave in self._running if wave.sampling == sampling), None)
             if wave is None:
-                wave = Wave(self.model, sampling)
+                wave = Wave(self._forward, self.model.device, self.model.dtype, sampling)
                 self._running.append(wave)
             wave.admit(requests)
 
@@ -104,6 +117,9 @@ class EmbeddedRollout:
             if not progress.remaining:
                 del self._unfinished[completion.request_id]
         self._running = [wave for wave in self._running if wave.num_running]
+        if not self._unfinished:
+            self._forward.drop_packed_weights()
+            self._is_packed = False
 
 
 class _Progress:

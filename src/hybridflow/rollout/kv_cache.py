@@ -1,20 +1,18 @@
-"""The keys and values of running sequences, and the attention plans that fill and read them.
+"""The keys and values of running sequences, and the attention plans that fill and read them."""
 
-Keys lie transposed, (rows, kv_heads, head_dim, length): one new query against all keys is then a plain matrix product.
-"""
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from hybridflow.kernels import append_and_attend, serves
 from hybridflow.models import PackedPlan
 
 
 class KVCache:
     """One row for each sequence; `lengths` (rows,) counts the tokens it holds. Storage grows as rows are added.
 
-    `keys` and `values` hold one tensor for each layer: (rows, kv_heads, head_dim, capacity) and
-    (rows, kv_heads, capacity, value_dim).
+    `keys` and `values` hold one tensor for each layer: (rows, kv_heads, capacity, dim), contiguous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,47 +20,69 @@ class KVCache:
         self.values: list[Tensor] = []
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row has room for."""
+        return self.keys[0].shape[2] if self.keys else 0
+
     def append(self, prompts: "PrefillPlan", source: Tensor, capacity: int) -> None:
         """Add one row for each entry of `source`, the prompt it starts from.
 
         `capacity`: room for the longest that any of these rows will become; rows that are there keep theirs.
         """
-        lengths = torch.tensor(prompts.lengths, device=source.device)[source]
+        capacity = max(capacity, self.capacity)
+        places = _Places(prompts.lengths, source, first_row=len(self.lengths))
         layers = range(len(prompts.keys))
-        if not self.keys:
-            self.keys = [prompts.keys[i][:0].mT for i in layers]
-            self.values = [prompts.values[i][:0] for i in layers]
-        capacity = max(capacity, self.keys[0].shape[-1])
-        used = int(self.lengths.max()) if len(self.lengths) else 0
-        self.keys = [_grown(self.keys[i].mT, prompts.keys[i], source, capacity, used, transposed=True) for i in layers]
-        self.values = [_grown(self.values[i], prompts.values[i], source, capacity, used) for i in layers]
-        self.lengths = torch.cat([self.lengths, lengths])
+        self.keys = [self._grown(self.keys, i, prompts.keys[i], places, capacity) for i in layers]
+        self.values = [self._grown(self.values, i, prompts.values[i], places, capacity) for i in layers]
+        self.lengths = torch.cat([self.lengths, places.lengths])
 
     def keep(self, rows: Tensor) -> None:
-        """Drop every row that is not listed; the listed ones move up in their order."""
-        self.keys = [keys[rows] for keys in self.keys]
-        self.values = [values[rows] for values in self.values]
+        """Drop every row that is not listed; row i is now what row rows[i] was. Only rows that move are copied."""
+        used = int(self.lengths[rows].max()) if len(rows) else 0
+        places = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
+        for storage in (self.keys, self.values):
+            for layer, x in enumerate(storage):
+                tokens = x[:, :, :used]
+                tokens.index_copy_(0, places, tokens[rows[places]])
+                storage[layer] = x[: len(rows)]
         self.lengths = self.lengths[rows]
 
+    def _grown(self, storage: list[Tensor], layer: int, packed: Tensor, places: "_Places", capacity: int) -> Tensor:
+        """The rows of a layer, then those that start from `packed` (tokens, kv_heads, dim) at `places`."""
+        heads, dim = packed.shape[1:]
+        grown = _room(packed, (places.first_row + len(places.lengths), heads, capacity, dim))
+        if storage and places.first_row:
+            used = int(self.lengths.max())
+            grown[: places.first_row, :, :used] = storage[layer][:, :, :used]
+        grown.transpose(1, 2)[places.rows, places.positions] = packed[places.tokens]
+        return grown
 
-def _grown(old: Tensor, new: Tensor, source: Tensor, capacity: int, used: int, *, transposed: bool = False) -> Tensor:
-    """The rows of `old`, up to `used` tokens, then those of new[source]; both (rows, kv_heads, tokens, dim).
 
-    The result has room for `capacity` tokens; `transposed` says that these lie along the last axis in memory.
-    """
-    rows, (_, heads, length, dim) = len(old) + len(source), new.shape
-    shape = (rows, heads, dim, capacity) if transposed else (rows, heads, capacity, dim)
-    storage = new.new_zeros(shape)
-    by_token = storage.mT if transposed else storage
-    by_token[: len(old), :, :used] = old[:, :, :used]
-    by_token[len(old) :, :, :length] = new[source]
-    return storage
+class _Places:
+    """Which token of the packed prompts goes where: `tokens`, `rows` and `positions` are parallel."""
+
+    def __init__(self, prompt_lengths: Sequence[int], source: Tensor, first_row: int) -> None:
+        prompts = torch.tensor(prompt_lengths, device=source.device)
+        starts = prompts.cumsum(0) - prompts
+        self.first_row = first_row
+        self.lengths = prompts[source]
+        row = torch.arange(len(source), device=source.device).repeat_interleave(self.lengths)
+        ends = self.lengths.cumsum(0)
+        self.positions = torch.arange(len(row), device=source.device) - (ends - self.lengths)[row]
+        self.tokens = starts[source][row] + self.positions
+        self.rows = first_row + row
+
+
+def _room(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for keys or values. A weight of 0 times what nobody wrote must be 0 where attention is PyTorch's own."""
+    return like.new_empty(shape) if serves(like) else like.new_zeros(shape)
 
 
 class PrefillPlan:
     """Packed causal attention over prompts that also keeps their keys and values.
 
-    `keys` and `values` by layer: (prompts, kv_heads, prompt_len, dim), padded on the right.
+    `keys` and `values` by layer: (tokens, kv_heads, dim), the prompts one after another.
     """
 
     def __init__(self, lengths: list[int]) -> None:
@@ -72,12 +92,8 @@ class PrefillPlan:
         self._packed = PackedPlan.from_lengths(lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        self.keys[layer], self.values[layer] = self._as_rows(key), self._as_rows(value)
+        self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
         return self._packed.attend(layer, query, key, value, scaling)
-
-    def _as_rows(self, packed: Tensor) -> Tensor:
-        rows = [x.transpose(0, 1) for x in packed[0].split(self.lengths, dim=1)]
-        return pad_sequence(rows, batch_first=True).transpose(1, 2)
 
 
 class DecodePlan:
@@ -88,20 +104,33 @@ class DecodePlan:
 
     def __init__(self, cache: KVCache, num_rows: int) -> None:
         self.cache = cache
-        self.rows = torch.arange(num_rows, device=cache.lengths.device)
+        self.num_rows = num_rows
         self.ends = cache.lengths[:num_rows].clone()
-        self.used = int(self.ends.max()) + 1
-        self.unseen = torch.arange(self.used, device=self.ends.device) > self.ends[:, None]
+        self.longest = int(self.ends.max())
+        self._rows = torch.arange(num_rows, device=cache.lengths.device)
+        self._unseen: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.rows, :, :, self.ends] = key[:, :, 0]
-        values[self.rows, :, self.ends] = value[:, :, 0]
-        rows, heads, _, head_dim = query.shape
-        kv_heads = key.shape[1]
+        query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+        if serves(query) and query.shape[-1] == value.shape[-1]:
+            out = append_and_attend(query, key, value, keys, values, self.ends, self.longest, scaling)
+            return out.unsqueeze(1)
+        return self._attend_by_products(query, key, value, keys, values, scaling).unsqueeze(1)
+
+    def _attend_by_products(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> Tensor:
+        """By two matrix products on the padded rows, (rows, heads, dim)."""
+        keys[self._rows, :, self.ends] = key
+        values[self._rows, :, self.ends] = value
+        (rows, heads, head_dim), kv_heads, used = query.shape, key.shape[1], self.longest + 1
         grouped = (query * scaling).reshape(rows * kv_heads, heads // kv_heads, head_dim)
-        scores = torch.bmm(grouped, keys[:rows].flatten(0, 1)[..., : self.used]).view(rows, heads, self.used)
-        scores = scores.masked_fill_(self.unseen[:, None], -torch.inf)
+        scores = torch.bmm(grouped, keys[:rows].flatten(0, 1)[:, :used].mT).view(rows, heads, used)
+        if self._unseen is None:
+            self._unseen = torch.arange(used, device=self.ends.device) > self.ends[:, None]
+        scores = scores.masked_fill_(self._unseen[:, None], -torch.inf)
         weights = scores.softmax(-1, dtype=None if scores.dtype == torch.float64 else torch.float32).to(scores.dtype)
-        out = torch.bmm(weights.view(rows * kv_heads, -1, self.used), values[:rows].flatten(0, 1)[:, : self.used])
-        return out.view(rows, 1, heads, -1)
+        return torch.bmm(weights.view(rows * kv_heads, -1, used), values[:rows].flatten(0, 1)[:, :used]).view(
+            rows, heads, -1
+        )

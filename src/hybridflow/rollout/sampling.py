@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hybridflow.kernels import draw, serves
 from hybridflow.rollout.base import SamplingParams
 
 
@@ -14,6 +15,8 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
     the untempered distribution. Returns tokens (rows,) int64 and log_probs (rows,) float32, or float64 where the
     logits are; a log-prob that is not finite says that the row's logits were not.
     """
+    if serves(logits) and not (sampling.temperature and (sampling.top_k or sampling.top_p < 1)):
+        return draw(logits, uniforms, sampling.temperature)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0:
         log_probs, tokens = logits.log_softmax(-1).max(-1)

@@ -3,20 +3,22 @@
 A prompt is computed once for its whole group; finished rows leave when enough of them wait.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
 
 from hybridflow.errors import RolloutError
+from hybridflow.models import Forward
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.kv_cache import DecodePlan, KVCache, PrefillPlan
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.runtime import uniform
 
-COMPACT_BELOW = 0.75
+COMPACT_BELOW = 0.9
 """Finished rows are removed once less than this share of the rows is still running."""
 
 PREFILL_TOKENS = 16384
@@ -24,80 +26,88 @@ PREFILL_TOKENS = 16384
 
 
 class Wave:
-    """Requests with equal sampling parameters: a sequence is one row of the cache and of every tensor below."""
+    """Requests that draw alike: a sequence is one row of the cache and of every tensor below.
 
-    def __init__(self, model: PreTrainedModel, sampling: SamplingParams) -> None:
-        self.model, self.sampling = model, sampling
+    Rows end at their own `max_new_tokens`; all else of their sampling parameters is equal.
+    """
+
+    def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, sampling: SamplingParams) -> None:
+        self.forward, self.sampling = forward, sampling
         self.num_running = 0
-        device, width = model.device, sampling.max_new_tokens
-        log_prob_dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         self._cache = KVCache(device)
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._names: list[tuple[int, int]] = []  # (request_id, index in the group)
-        self._rows = {
-            "uniforms": torch.zeros(0, width, dtype=torch.float64, device=device),
-            "tokens": torch.zeros(0, width, dtype=torch.int64, device=device),
-            "log_probs": torch.zeros(0, width, dtype=log_prob_dtype, device=device),
-            "versions": torch.zeros(0, width, dtype=torch.int64, device=device),
-            "counts": torch.zeros(0, dtype=torch.int64, device=device),
-            "running": torch.zeros(0, dtype=torch.bool, device=device),
+        # (rows, width + 1): what rows that ended still compute lands behind their ends, at most in the last column.
+        self._columns = {
+            "uniforms": torch.zeros(0, 1, dtype=torch.float64, device=device),
+            "tokens": torch.zeros(0, 1, dtype=torch.int64, device=device),
+            "log_probs": torch.zeros(0, 1, dtype=torch.promote_types(dtype, torch.float32), device=device),
         }
+        self._versions: list[int] = []  # of each step
+        self._starts = torch.zeros(0, dtype=torch.int64, device=device)  # the step of a row's first token
+        self._counts = torch.zeros(0, dtype=torch.int64, device=device)
+        self._limits = torch.zeros(0, dtype=torch.int64, device=device)
+        self._is_running = torch.zeros(0, dtype=torch.bool, device=device)
         self._first_logits: list[Tensor] = []  # of rows that were admitted and have no token yet
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Compute each prompt once and give every sequence of its group a row."""
+        longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
         for part in _parts_of_prompts(requests):
-            self._prefill(part)
+            self._prefill(part, capacity=longest)
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
-        positions = np.arange(self.sampling.max_new_tokens)[None]
+        device = self._counts.device
+        limits = [request.sampling.max_new_tokens for request in requests for _ in range(request.group_size)]
+        self._limits = torch.cat([self._limits, torch.tensor(limits, device=device)])
+        width, old = int(self._limits.max()), len(self._counts)
+        self._columns = {
+            name: pad(column, (0, width + 1 - column.shape[1], 0, len(limits)))
+            for name, column in self._columns.items()
+        }
+        positions = np.arange(width)[None]
         uniforms = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], positions) for r in requests]
-        for name, rows in self._rows.items():
-            if name == "uniforms":
-                new = torch.from_numpy(np.concatenate(uniforms)).to(rows)
-            else:
-                new = rows.new_full((sum(map(len, uniforms)), *rows.shape[1:]), name == "running")
-            self._rows[name] = torch.cat([rows, new])
-        self.num_running += sum(map(len, uniforms))
+        self._columns["uniforms"][old:, :width] = torch.from_numpy(np.concatenate(uniforms)).to(device)
+        self._counts = pad(self._counts, (0, len(limits)))
+        self._starts = pad(self._starts, (0, len(limits)), value=len(self._versions))
+        self._is_running = pad(self._is_running, (0, len(limits)), value=True)
+        self.num_running += len(limits)
 
     def advance(self, version: int) -> list[Completion]:
         """One more token for every running row; the completions that this finishes."""
         logits = self._next_logits()
-        rows = self._rows
-        width = self.sampling.max_new_tokens
-        next_uniforms = rows["uniforms"].gather(1, rows["counts"].clamp(max=width - 1)[:, None]).squeeze(1)
-        tokens, log_probs = sample_tokens(logits, next_uniforms, self.sampling)
-        live = rows["running"].nonzero().flatten()
-        self._require_finite(log_probs, live)
-        places = rows["counts"][live]
-        rows["tokens"][live, places] = tokens[live]
-        rows["log_probs"][live, places] = log_probs[live]
-        rows["versions"][live, places] = version
-        rows["counts"][live] += 1
-        stopped = torch.isin(tokens, self._stop_ids)
-        ended = (rows["running"] & (stopped | (rows["counts"] >= width))).nonzero().flatten()
-        return self._finish(ended, stopped)
+        columns, place = self._columns, self._counts[:, None]
+        tokens, log_probs = sample_tokens(logits, columns["uniforms"].gather(1, place).squeeze(1), self.sampling)
+        self._require_finite(log_probs)
+        columns["tokens"].scatter_(1, place, tokens[:, None])
+        columns["log_probs"].scatter_(1, place, log_probs[:, None])
+        self._versions.append(version)
+        self._counts += self._is_running
+        ended, stopped = self._counts >= self._limits, None
+        if len(self._stop_ids):
+            stopped = torch.isin(tokens, self._stop_ids)
+            ended |= stopped
+        return self._finish((ended & self._is_running).nonzero().flatten(), stopped)
 
     def abort(self, request_id: int) -> list[Completion]:
         """The running sequences of a request, with what they have; they end here."""
-        chosen = torch.tensor([name == request_id for name, _ in self._names], device=self._rows["running"].device)
-        ended = (self._rows["running"] & chosen).nonzero().flatten()
-        return self._finish(ended, None)
+        is_chosen = [name == request_id for name, _ in self._names]
+        chosen = torch.tensor(is_chosen, dtype=torch.bool, device=self._counts.device)
+        return self._finish((self._is_running & chosen).nonzero().flatten(), None, aborted=True)
 
-    def _prefill(self, requests: Sequence[Request]) -> None:
-        device = self._rows["counts"].device
+    def _prefill(self, requests: Sequence[Request], capacity: int) -> None:
+        device = self._counts.device
         lengths = [len(request.prompt_ids) for request in requests]
         plan = PrefillPlan(lengths)
         tokens = torch.tensor([token for request in requests for token in request.prompt_ids], device=device)
-        logits = self.model(
+        logits = self.forward(
             tokens[None],
             position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
             attention_plan=plan,
-            use_cache=False,
             logits_to_keep=torch.tensor(lengths, device=device).cumsum(0) - 1,
-        ).logits[0]
+        )[0]
         group_sizes = torch.tensor([request.group_size for request in requests], device=device)
         source = torch.arange(len(requests), device=device).repeat_interleave(group_sizes)
-        self._cache.append(plan, source, capacity=max(lengths) + self.sampling.max_new_tokens)
+        self._cache.append(plan, source, capacity)
         self._first_logits.append(logits[source])
 
     def _next_logits(self) -> Tensor:
@@ -105,45 +115,54 @@ class Wave:
         first, self._first_logits = self._first_logits, []
         num_old = len(self._names) - sum(map(len, first))
         if not num_old:
-            return torch.cat(first)
-        last = (self._rows["counts"][:num_old] - 1)[:, None]
+            return first[0] if len(first) == 1 else torch.cat(first)
+        last = (self._counts[:num_old] - 1)[:, None]
         lengths = self._cache.lengths[:num_old]
-        logits = self.model(
-            self._rows["tokens"][:num_old].gather(1, last),
+        logits = self.forward(
+            self._columns["tokens"][:num_old].gather(1, last),
             position_ids=lengths[:, None],
             attention_plan=DecodePlan(self._cache, num_old),
-            use_cache=False,
-        ).logits[:, -1]
-        lengths += self._rows["running"][:num_old]
+        )[:, -1]
+        lengths += self._is_running[:num_old]
         return torch.cat([logits, *first]) if first else logits
 
-    def _finish(self, ended: Tensor, stopped: Tensor | None) -> list[Completion]:
+    def _finish(self, ended: Tensor, stopped: Tensor | None, *, aborted: bool = False) -> list[Completion]:
         """The completions of rows that end here; `stopped` says for every row whether it drew a stop token."""
         if not len(ended):
             return []
-        counts, stops = self._rows["counts"].tolist(), None if stopped is None else stopped.tolist()
-        tokens, log_probs, versions = (self._rows[name][ended].tolist() for name in ("tokens", "log_probs", "versions"))
+        starts, counts = self._starts[ended].tolist(), self._counts[ended].tolist()
+        stops = [False] * len(counts) if stopped is None else stopped[ended].tolist()
+        columns = [self._columns[name][ended].tolist() for name in ("tokens", "log_probs")]
         done = []
         for i, row in enumerate(ended.tolist()):
-            (request_id, index), count = self._names[row], counts[row]
-            reason: FinishReason = "abort" if stops is None else "stop" if stops[row] else "length"
-            done.append(
-                Completion(request_id, index, tokens[i][:count], log_probs[i][:count], versions[i][:count], reason)
-            )
-        self._rows["running"][ended] = False
+            (request_id, index), count = self._names[row], counts[i]
+            reason: FinishReason = "abort" if aborted else "stop" if stops[i] else "length"
+            tokens, log_probs = (column[i][:count] for column in columns)
+            versions = self._versions[starts[i] : starts[i] + count]
+            done.append(Completion(request_id, index, tokens, log_probs, versions, reason))
+        self._is_running[ended] = False
         self.num_running -= len(done)
         if self.num_running < COMPACT_BELOW * len(self._names):
-            self._keep(self._rows["running"].nonzero().flatten())
+            self._remove_finished()
         return done
 
-    def _keep(self, rows: Tensor) -> None:
+    def _remove_finished(self) -> None:
+        """Running rows from the end take the places of finished ones, so that few rows move."""
+        running = self._is_running.nonzero().flatten()
+        rows = torch.arange(len(running), device=running.device)
+        rows[~self._is_running[: len(running)]] = running[running >= len(running)]
         self._cache.keep(rows)
-        self._rows = {name: values[rows] for name, values in self._rows.items()}
+        self._columns = {name: column[rows] for name, column in self._columns.items()}
+        self._starts, self._counts, self._limits = (x[rows] for x in (self._starts, self._counts, self._limits))
+        self._is_running = self._is_running[rows]
         self._names = [self._names[row] for row in rows.tolist()]
 
-    def _require_finite(self, log_probs: Tensor, live: Tensor) -> None:
-        if not bool((finite := log_probs[live].isfinite()).all()):
-            row = int(live[~finite][0])
+    def _require_finite(self, log_probs: Tensor) -> None:
+        if math.isfinite(float(log_probs.sum())):
+            return
+        bad = self._is_running & ~log_probs.isfinite()
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
             raise RolloutError(
                 f"request {self._names[row][0]}: the model's logits are not finite, so no token can be sampled. Its "
                 "weights have diverged: resume from an earlier checkpoint with a lower learning rate."

@@ -1,5 +1,6 @@
 """What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
 
+from hybridflow.runtime.allocator import keep_freed_memory
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.matmul_peak import measure_peak_flops
 from hybridflow.runtime.random_state import (
@@ -18,6 +19,7 @@ __all__ = [
     "count_physical_cores",
     "derive_seed",
     "fsync_path",
+    "keep_freed_memory",
     "measure_peak_flops",
     "restore_random_state",
     "seed_random_state",

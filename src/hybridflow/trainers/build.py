@@ -7,8 +7,15 @@ from hybridflow.config import ActorConfig, Config, CriticConfig
 from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePoolManager, Role, Worker, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
+from hybridflow.kernels import use_kernels
 from hybridflow.models import DTYPES
-from hybridflow.runtime import measure_peak_flops, seed_random_state, set_deterministic, set_num_threads
+from hybridflow.runtime import (
+    keep_freed_memory,
+    measure_peak_flops,
+    seed_random_state,
+    set_deterministic,
+    set_num_threads,
+)
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.ppo import PPOTrainer
 from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
@@ -69,7 +76,7 @@ def build_trainer(config: Config) -> PPOTrainer:
         total_steps=total_steps,
         run=run,
         validator=_validator(config, validation, actor_rollout, rewards) if validation else None,
-        speedometer=_speedometer(config),
+        speedometer=_speedometer(config, _learners(config)),
     )
 
 
@@ -87,7 +94,15 @@ def build_sft_trainer(config: Config) -> SFTTrainer:
     total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
     run = RunDirectory(config, "sft")
     policy = _Groups(config).build(Role.Actor, SFTWorker, total_updates=total_steps)
-    return SFTTrainer(config, policy=policy, loader=loader, total_steps=total_steps, run=run, validation=validation)
+    return SFTTrainer(
+        config,
+        policy=policy,
+        loader=loader,
+        total_steps=total_steps,
+        run=run,
+        validation=validation,
+        speedometer=_speedometer(config, {"sft": Learner(1, decoder_shape(config.model.path))}),
+    )
 
 
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
@@ -131,8 +146,10 @@ class _Groups:
 
 
 def _prepare_process(config: Config) -> None:
-    """Threads, kernels and global random state, before anything is computed: results depend on them."""
+    """Memory, threads, kernels and global random state, before anything is computed: results depend on them."""
+    keep_freed_memory()
     set_num_threads(config.controller.threads)
+    use_kernels(config.controller.compiled_kernels)
     set_deterministic(config.trainer.deterministic)
     seed_random_state(config.trainer.seed)
 
@@ -186,9 +203,13 @@ def _updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> in
     return section.epochs * (prompts // (section.mini_batch_size or prompts))
 
 
-def _speedometer(config: Config) -> Speedometer:
+def _learners(config: Config) -> dict[str, Learner]:
     learners = {"actor": Learner(config.actor.epochs, decoder_shape(config.model.path))}
     if config.uses_critic:
         critic_shape = decoder_shape(config.critic.model_path or config.model.path, has_lm_head=False)
         learners["critic"] = Learner(config.critic.epochs, critic_shape)
+    return learners
+
+
+def _speedometer(config: Config, learners: dict[str, Learner]) -> Speedometer:
     return Speedometer(learners, measure_peak_flops(DTYPES[config.model.dtype]))

@@ -9,6 +9,7 @@ from hybridflow.observability import SFT_FIGURES, reduce_lists, timed
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import with_row_ids
 from hybridflow.trainers.timed_group import TimedGroup
 from hybridflow.trainers.training_loop import fit
@@ -26,13 +27,14 @@ class SFTTrainer:
         loader: BatchLoader,
         total_steps: int,
         run: RunDirectory,
+        speedometer: Speedometer,
         validation: SFTDataset | None = None,
     ) -> None:
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
         self.figures = SFT_FIGURES
         self.group, self.policy = policy, TimedGroup(policy, self.metrics)
-        self.validation = validation
+        self.validation, self.speedometer = validation, speedometer
         self.global_step = 0
         if run.checkpoint:
             self.global_step = restore_training(run.checkpoint, [policy], loader)["global_step"]
@@ -55,9 +57,7 @@ class SFTTrainer:
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch())
         self.global_step += 1
-        num_tokens = int(batch.batch["attention_mask"].sum())
-        self.metrics["perf/num_tokens"] = num_tokens
-        self.metrics["perf/tokens_per_s"] = num_tokens / self.metrics["timing_s/step"]
+        self.metrics |= self.speedometer.read(self.metrics, batch)
         return []
 
     def validate(self) -> dict[str, float]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observability import DecoderShape, mfu, per_token_ms, training_flops
+from hybridflow.observability import DecoderShape, generation_flops, mfu, per_token_ms, tokens_per_s, training_flops
 from hybridflow.protocol import DataProto
 
-WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
+WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor", "update_sft")
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Speedometer:
         self.learners, self.peak_flops = learners, peak_flops
 
     def read(self, metrics: Mapping[str, Any], batch: DataProto) -> dict[str, float]:
-        """`perf/...`, `timing_per_token_ms/...` and `mfu/<role>` of a step whose `timing_s/...` are in `metrics`."""
+        """`perf/...`, `timing_per_token_ms/...` and `mfu/...` of a step whose `timing_s/...` are in `metrics`."""
         sequence_lens = batch.batch["attention_mask"].sum(-1).tolist()
         num_tokens, num_response_tokens = sum(sequence_lens), int(batch.batch["response_mask"].sum())
         handled = {"gen": num_response_tokens, **dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)}
         speed: dict[str, float] = {
             "perf/num_tokens": num_tokens,
             "perf/tokens_per_s": num_tokens / metrics["timing_s/step"],
-            "perf/gen_tokens_per_s": num_response_tokens / metrics["timing_s/gen"],
+            **tokens_per_s(metrics, handled),
             **per_token_ms(metrics, handled),
         }
         for role, learner in self.learners.items():
@@ -41,7 +41,17 @@ class Speedometer:
             if seconds and learner.shape:
                 flops = learner.epochs * training_flops(learner.shape, sequence_lens)
                 speed[f"mfu/{role}"] = mfu(flops, seconds, self.peak_flops)
+        actor = self.learners.get("actor")
+        if actor and actor.shape and "timing_s/gen" in metrics:
+            flops = _flops_of_generation(actor.shape, batch, sequence_lens)
+            speed["mfu/gen"] = mfu(flops, metrics["timing_s/gen"], self.peak_flops)
         return speed
+
+
+def _flops_of_generation(shape: DecoderShape, batch: DataProto, sequence_lens: list[int]) -> float:
+    prompt_lens = (batch.batch["attention_mask"].sum(-1) - batch.batch["response_mask"].sum(-1)).tolist()
+    of_groups = dict(zip(batch.batch["group_ids"].tolist(), prompt_lens, strict=True))
+    return generation_flops(shape, of_groups.values(), sequence_lens, prompt_lens)
 
 
 def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:

@@ -40,7 +40,11 @@ class ActorRolloutWorker(ModelWorker):
             optimizer=config.actor.optimizer,
             total_updates=total_updates,
         )
-        self.rollout = EmbeddedRollout(self.engine.model, max_running_sequences=config.rollout.max_running_sequences)
+        self.rollout = EmbeddedRollout(
+            self.engine.model,
+            max_running_sequences=config.rollout.max_running_sequences,
+            pack_weights=config.rollout.pack_weights,
+        )
         self._sync_weights()
 
     @register(
@@ -89,7 +93,7 @@ class ActorRolloutWorker(ModelWorker):
                     "actor/loss": result.loss,
                     "actor/grad_norm": result.grad_norm,
                     "actor/lr": result.lr,
-                    "actor/padding_computed": 1 - result.num_tokens / result.num_computed_tokens,
+                    "actor/padding_computed": result.padding_share,
                     **result.metrics,
                 }
             )

@@ -44,6 +44,7 @@ class CriticWorker(ModelWorker):
                     "critic/loss": result.loss,
                     "critic/grad_norm": result.grad_norm,
                     "critic/lr": result.lr,
+                    "critic/padding_computed": result.padding_share,
                     **result.metrics,
                 }
             )

@@ -6,7 +6,8 @@ from hybridflow.checkpoint import load_state, save_state
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Execute, Worker, register
 from hybridflow.engines import TorchEngine
-from hybridflow.runtime import set_deterministic, set_num_threads
+from hybridflow.kernels import use_kernels
+from hybridflow.runtime import keep_freed_memory, set_deterministic, set_num_threads
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """What any model reads of a rollout batch."""
@@ -19,8 +20,10 @@ class ModelWorker(Worker):
     engine: TorchEngine
 
     def prepare_process(self, config: Config) -> None:
-        """Threads and kernels, before a model is built: results depend on both."""
+        """Memory, threads and kernels, before a model is built: results depend on both."""
+        keep_freed_memory()
         set_num_threads(config.controller.threads)
+        use_kernels(config.controller.compiled_kernels)
         set_deterministic(config.trainer.deterministic)
 
     @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)

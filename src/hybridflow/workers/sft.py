@@ -32,7 +32,14 @@ class SFTWorker(ModelWorker):
         steps = []
         for mini_batch in iterate_mini_batches(batch, self.engine):
             result = self.engine.update(mini_batch.rows, sft_loss(mini_batch.num_tokens))
-            steps.append({"sft/loss": result.loss, "sft/grad_norm": result.grad_norm, "sft/lr": result.lr})
+            steps.append(
+                {
+                    "sft/loss": result.loss,
+                    "sft/grad_norm": result.grad_norm,
+                    "sft/lr": result.lr,
+                    "sft/padding_computed": result.padding_share,
+                }
+            )
         return DataProto(meta_info={"metrics": mean_metrics(steps)})
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("old_log_probs",))

@@ -1,0 +1,135 @@
+"""Generation throughput: hybridflow's embedded engine against transformers' generate and vLLM, on CPU.
+
+workloads (exact lengths, sampled at temperature 1 from the whole vocabulary, no token ends a response):
+  small      model of 3.4M parameters, 256 prompts of 20 tokens, 64 new tokens each
+  long_tail  the same model and prompts, responses of median 32, one in ten 256
+  100M       model of 100M parameters, 64 prompts of 20 tokens, 32 new tokens each
+
+Every side computes each workload in bfloat16 and in float32; the better dtype of each counts. With five repeats it
+takes some 15 minutes on two idle cores, most of it transformers on the long tail.
+"""
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from support.arguments import names_in, parser_of
+from support.environments import python_of
+from support.errors import BenchmarkError
+from support.limits import Peaks, generation_flops
+from support.models import write_model
+from support.report import Row, figure, print_rows, print_sides, print_table
+from support.rounds import Measurements, alternate
+from support.side import Side
+from support.workloads import PROMPT_LEN, WORKLOADS, Workload, build_workload
+
+from hybridflow.runtime import count_physical_cores, set_num_threads
+from hybridflow.trainers.speed import decoder_shape
+
+PEERS = ("transformers", "vllm")
+DTYPES = ("bfloat16", "float32")
+MAKE_TARGET = "bench-rollout"
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", choices=WORKLOADS, help="this workload alone (default: all)")
+    parser.add_argument(
+        "--peers", type=names_in(PEERS), default=PEERS, metavar="A,B", help=f"peers (default: {','.join(PEERS)})"
+    )
+    args = parser.parse_args()
+    for peer in args.peers:
+        python_of(peer, MAKE_TARGET)  # what is missing is said before anything is measured
+    threads = set_num_threads(count_physical_cores())
+    peaks = Peaks()
+    rows: list[Row] = []
+    workloads = [build_workload(name) for name in ([args.only] if args.only else WORKLOADS)]
+    with tempfile.TemporaryDirectory() as directory:
+        for model in dict.fromkeys(workload.model for workload in workloads):
+            path = Path(directory) / model
+            num_parameters = write_model(path, model)
+            print(f"model {model}: {num_parameters:,} parameters", flush=True)
+            with ExitStack() as stack:
+                sides = [
+                    stack.enter_context(
+                        Side(
+                            *(system, dtype),
+                            task="rollout",
+                            threads=threads,
+                            directory=Path(directory),
+                            make_target=MAKE_TARGET,
+                            path=str(path),
+                        )
+                    )
+                    for dtype in DTYPES
+                    for system in ("hybridflow", *args.peers)
+                ]
+                print_sides(sides, threads)
+                for workload in workloads:
+                    if workload.model == model:
+                        rows += measure(workload, sides, path, peaks, args.repeats)
+    print_rows("rollout", rows)
+
+
+def measure(workload: Workload, sides: list[Side], path: Path, peaks: Peaks, repeats: int) -> list[Row]:
+    """Run one workload on all sides, print its table, return its rows."""
+
+    def ask(side: Side, number: int) -> dict[str, float]:
+        return side.ask(prompts=workload.prompts, new_tokens=workload.new_tokens, number=number)
+
+    peaks.measure(DTYPES)
+    measurements = alternate(sides, ask, repeats, workload.name)
+    peaks.measure(DTYPES)
+    shape = decoder_shape(path)
+    assert shape is not None, "models.py writes models whose shape is known"
+    flops = generation_flops(shape, PROMPT_LEN, workload.new_tokens)
+    num_tokens = sum(workload.new_tokens)
+    limits = {dtype: num_tokens / (flops / peaks.flops_per_s[dtype]) for dtype in DTYPES}
+    rates = {
+        (side.system, side.dtype): num_tokens / median(result["seconds"] for result in results)
+        for side, results in measurements.items()
+    }
+    _print_sides(workload, measurements, rates, limits)
+    return _rows(workload, rates, limits)
+
+
+def _rows(workload: Workload, rates: dict[tuple[str, str], float], limits: dict[str, float]) -> list[Row]:
+    """Each peer's best dtype against our best, then dtype by dtype."""
+    suffix = "" if workload.name == "small" else f"_{workload.name}"
+    best = {system: max(DTYPES, key=lambda dtype: rates[system, dtype]) for system in {system for system, _ in rates}}
+    rows = []
+    for peer in (peer for peer in PEERS if peer in best):
+        pairs = [("", best["hybridflow"], best[peer]), *((f"_{dtype}", dtype, dtype) for dtype in DTYPES)]
+        for name, our_dtype, peer_dtype in pairs:
+            ours, theirs = rates["hybridflow", our_dtype], rates[peer, peer_dtype]
+            rows.append(Row(f"{peer}{suffix}{name}", "tokens/s", ours, theirs, limits[our_dtype], ours / theirs))
+    return rows
+
+
+def _print_sides(
+    workload: Workload,
+    measurements: Measurements,
+    rates: dict[tuple[str, str], float],
+    limits: dict[str, float],
+) -> None:
+    lines = []
+    for side, results in measurements.items():
+        seconds, rate = [result["seconds"] for result in results], rates[side.system, side.dtype]
+        spread = f"{median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+        lines.append((side.name, spread, figure(rate), f"{rate / limits[side.dtype]:.1%}"))
+    lengths = workload.new_tokens
+    print_table(
+        f"{workload.name}: {len(lengths)} prompts of {PROMPT_LEN} tokens, responses of median {median(lengths):g}, at "
+        f"most {max(lengths)} tokens, {sum(lengths):,} in all",
+        ("side", "seconds, median", "tokens/s", "of the matrix product's limit"),
+        lines,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,40 @@
+"""hybridflow's embedded engine: a request gives prompts and the length of each response, the reply the seconds."""
+
+import time
+
+import torch
+from support.counting import require_lengths
+from support.serve import Channel
+
+import hybridflow
+from hybridflow.models import DTYPES, load_causal_lm
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+from hybridflow.runtime import keep_freed_memory, set_num_threads
+
+
+def main() -> None:
+    channel = Channel()
+    keep_freed_memory()  # as a run does
+    threads = set_num_threads(channel.options["threads"])
+    dtype = DTYPES[channel.options["dtype"]]
+    engine = EmbeddedRollout(load_causal_lm(channel.options["path"], dtype))
+    channel.ready(threads, hybridflow=hybridflow.__version__, torch=torch.__version__)
+    for request in channel.requests():
+        channel.reply(seconds=measure(engine, **request))
+
+
+def measure(engine: EmbeddedRollout, prompts: list[list[int]], new_tokens: list[int], number: int) -> float:
+    """Seconds to sample exactly `new_tokens` tokens for each prompt; `number` changes what is drawn."""
+    requests = [
+        Request(i, prompt, SamplingParams(max_new_tokens=count), noise_key=(0, number, i))
+        for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))
+    ]
+    start = time.perf_counter()
+    completions = generate(engine, requests)
+    seconds = time.perf_counter() - start
+    require_lengths([len(completion.token_ids) for completion in completions], new_tokens)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""TRL's GRPOTrainer in its own training loop, held before each step until a request asks for it.
+
+The reply gives seconds of the step, of generation and of training, and the most memory held so far. A request with
+`record` (a file) also has the step's samples, loss, log-probs and gradient norm written there.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from safetensors.torch import save_file
+from support.counting import require_lengths
+from support.grpo_task import ENDLESS_STEPS, GROUP_SIZE, LEARNING_RATE, NEW_TOKENS, PROMPT_LEN, PROMPTS_PER_STEP, score
+from support.serve import Channel, peak_resident_bytes
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class WatchedTrainer(GRPOTrainer):
+    """GRPOTrainer that keeps of each step what is asked for: when its parts ended, and its tensors."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.watched: dict[str, Any] = {}
+        super().__init__(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = super()._generate(*args, **kwargs)
+        self.watched["generation_s"] = time.perf_counter() - start
+        return result
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super()._prepare_inputs(*args, **kwargs)
+        self.watched |= {"inputs": inputs, "training_began": time.perf_counter()}
+        return inputs
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self.watched["log_probs"] = result[0].detach()
+        return result
+
+    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super()._compute_loss(*args, **kwargs)
+        self.watched["loss"] = loss.detach()
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.watched["grad_norm"] = torch.as_tensor(norm)
+        return norm
+
+
+class OnRequest(TrainerCallback):
+    """Waits for a request before each step and replies after it; the training ends when nothing more is asked."""
+
+    def __init__(self, channel: Channel, watched: dict[str, Any]) -> None:
+        self.channel, self.watched = channel, watched
+        self.requests: Iterator[dict[str, Any]] = channel.requests()
+        self.request: dict[str, Any] = {}
+        self.start = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        request = next(self.requests, None)
+        if request is None:
+            raise SystemExit(0)  # the training loop has no other way out before its first step
+        self.request = request
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        end = time.perf_counter()
+        inputs = self.watched["inputs"]
+        num_rows = PROMPTS_PER_STEP * GROUP_SIZE
+        require_lengths(inputs["prompt_mask"].sum(-1).tolist(), [PROMPT_LEN] * num_rows)
+        require_lengths(inputs["completion_mask"].sum(-1).tolist(), [NEW_TOKENS] * num_rows)
+        if "record" in self.request:
+            record(self.watched, self.request["record"])
+        self.channel.reply(
+            seconds=end - self.start,
+            generation_s=self.watched["generation_s"],
+            training_s=end - self.watched["training_began"],
+            num_tokens=int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()),
+            peak_resident_bytes=peak_resident_bytes(),
+        )
+
+
+def record(watched: dict[str, Any], file: str) -> None:
+    """Of one step, (rows, tokens): prompt_ids, completion_ids, log_probs; (rows,): advantages; loss, grad_norm."""
+    tensors = {name: watched["inputs"][name] for name in ("prompt_ids", "completion_ids", "advantages")}
+    tensors |= {name: watched[name] for name in ("log_probs", "loss", "grad_norm")}
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """TRL's reward function: the score of each response."""
+    return [score(ids) for ids in completion_ids]
+
+
+def main() -> None:
+    channel = Channel()
+    torch.set_num_threads(channel.options["threads"])
+    path = channel.options["path"]
+    prompts = json.loads(Path(channel.options["prompts"]).read_text())
+    num_rows = PROMPTS_PER_STEP * GROUP_SIZE
+    trainer = WatchedTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir="trl",
+            use_cpu=True,
+            bf16=channel.options["dtype"] == "bfloat16",
+            per_device_train_batch_size=num_rows,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing=False,
+            num_generations=GROUP_SIZE,
+            num_iterations=1,
+            max_completion_length=NEW_TOKENS,
+            generation_kwargs={"min_new_tokens": NEW_TOKENS, "top_k": 0},
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            max_steps=ENDLESS_STEPS,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+    trainer.add_callback(OnRequest(channel, trainer.watched))
+    channel.ready(torch.get_num_threads(), trl=trl.__version__, torch=torch.__version__)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

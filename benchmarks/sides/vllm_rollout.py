@@ -1,0 +1,44 @@
+"""vLLM on CPU, its engine in this process: a request gives prompts and the length of each response, the reply the
+seconds."""
+
+import time
+
+import torch
+import vllm
+from support.counting import require_lengths
+from support.serve import Channel
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    channel = Channel()
+    llm = LLM(
+        channel.options["path"],
+        dtype=channel.options["dtype"],
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=256,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+    channel.ready(torch.get_num_threads(), vllm=vllm.__version__, torch=torch.__version__)
+    for request in channel.requests():
+        channel.reply(seconds=measure(llm, **request))
+
+
+def measure(llm: LLM, prompts: list[list[int]], new_tokens: list[int], number: int) -> float:
+    """Seconds to sample exactly `new_tokens` tokens for each prompt; the engine's state makes each round (`number`)
+    draw other ones."""
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    sampling = [
+        SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, detokenize=False) for count in new_tokens
+    ]
+    start = time.perf_counter()
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    require_lengths([len(output.outputs[0].token_ids) for output in outputs], new_tokens)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Where the Python of each system is. Peers have environments of their own, made by the benchmark's make target."""
+
+import sys
+from pathlib import Path
+
+from support.errors import BenchmarkError
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+ENVIRONMENTS = {"trl": "trl", "transformers": "trl", "vllm": "vllm"}
+"""Peer -> directory under `.bench`; TRL's environment has the transformers that it is measured with."""
+
+VARIABLES = {
+    "vllm": {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+}
+"""Environment variables that a system needs."""
+
+
+def python_of(system: str, make_target: str) -> Path:
+    """The interpreter that has `system`, "hybridflow" being this one. Raises BenchmarkError if it is missing."""
+    if system == "hybridflow":
+        return Path(sys.executable)
+    python = ROOT / ".bench" / ENVIRONMENTS[system] / "bin" / "python"
+    if not python.exists():
+        raise BenchmarkError(
+            f"{system} has no environment, {python.relative_to(ROOT)} is missing; `make {make_target}` makes it."
+        )
+    return python

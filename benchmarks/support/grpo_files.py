@@ -1,0 +1,68 @@
+"""What both sides of a GRPO step start from, written into one directory: model, prompts, recipe."""
+
+import json
+from pathlib import Path
+
+from hybridflow.data import prompt_row, write_prompt_file
+from support import grpo_task as task
+from support.models import MODELS, write_model, write_tokenizer
+from support.workloads import draw_prompts
+
+RECIPE = """
+[model]
+path = "{directory}/model"
+
+[data]
+train_files = ["{directory}/prompts.parquet"]
+train_batch_size = {prompts_per_step}
+max_prompt_length = {prompt_len}
+max_response_length = {new_tokens}
+
+[rollout]
+group_size = {group_size}
+
+[memory]
+max_tokens_per_micro_batch = {num_tokens}
+
+[algorithm]
+advantage = "grpo"
+
+[actor.optimizer]
+lr = {learning_rate}
+
+[reward]
+function = "{reward_file}:reward"
+
+[controller]
+threads = {threads}
+
+[trainer]
+run_dir = "{directory}/run"
+total_steps = {total_steps}
+"""
+
+
+def write_task(directory: Path, threads: int) -> None:
+    """`model/`, the same prompts as `prompts.parquet` and `prompts.json`, and hybridflow's `recipe.toml`."""
+    write_model(directory / "model", "small")
+    write_tokenizer(directory / "model", MODELS["small"]["vocab_size"])
+    prompts = [" ".join(map(str, ids)) for ids in draw_prompts("small", task.NUM_PROMPTS, task.PROMPT_LEN)]
+    rows = [
+        prompt_row(data_source="benchmark", prompt=prompt, ground_truth="", split="train", index=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    write_prompt_file(directory / "prompts.parquet", rows)
+    (directory / "prompts.json").write_text(json.dumps(prompts))
+    recipe = RECIPE.format(
+        directory=directory,
+        prompts_per_step=task.PROMPTS_PER_STEP,
+        prompt_len=task.PROMPT_LEN,
+        new_tokens=task.NEW_TOKENS,
+        group_size=task.GROUP_SIZE,
+        num_tokens=task.PROMPTS_PER_STEP * task.GROUP_SIZE * (task.PROMPT_LEN + task.NEW_TOKENS),
+        learning_rate=task.LEARNING_RATE,
+        reward_file=task.__file__,
+        threads=threads,
+        total_steps=task.ENDLESS_STEPS,
+    )
+    (directory / "recipe.toml").write_text(recipe)

@@ -1,0 +1,61 @@
+"""The models that are measured: random Llamas, written once for all sides, and the small one's tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {
+        "vocab_size": 83,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "100M": {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+}
+MAX_POSITIONS = 512
+
+
+def write_model(directory: Path, name: str) -> int:
+    """One of MODELS with random weights, float32; returns its number of parameters. No token ends a response."""
+    disable_progress_bar()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **MODELS[name],
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(directory)
+    return model.num_parameters()
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Each token's word is its id as a number, but for 0, which pads.
+
+    A tokenizer must have an EOS; this one's lies behind the model's vocabulary, so that it is never drawn.
+    """
+    words = {"<pad>": 0, **{str(token): token for token in range(1, vocab_size)}, "<eos>": vocab_size}
+    tokenizer = Tokenizer(WordLevel(words))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(directory)

@@ -1,0 +1,11 @@
+"""Fused CPU kernels, compiled on first use with the machine's C compiler; each has an equal in plain PyTorch.
+
+Knows tensors, not models: what is worth fusing in a decoder, forward and backward.
+"""
+
+from hybridflow.kernels.attention import append_and_attend, causal_attention
+from hybridflow.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.kernels.library import serves, use_kernels
+from hybridflow.kernels.sampling import draw
+
+__all__ = ["append_and_attend", "causal_attention", "draw", "rms_norm", "rotary", "serves", "silu_mul", "use_kernels"]

@@ -1,0 +1,59 @@
+"""Attention where PyTorch's own is slow on a CPU: one new token for each row, and many short sequences."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hybridflow.kernels.library import call
+
+
+def append_and_attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, ends: Tensor, longest: int, scaling: float
+) -> Tensor:
+    """Put each row's new key and value at its end in the cache, then attend to all that it holds.
+
+    query (rows, heads, dim); key and value (rows, kv_heads, dim), where kv_heads divides heads; keys and values
+    (at least rows, kv_heads, capacity, dim), contiguous, are written; ends (rows,) int64 are the tokens a row held
+    before, at most `longest`. Returns (rows, heads, dim). Only for tensors that `serves` approves; no gradient.
+    """
+    rows, heads, dim = query.shape
+    kv_heads, capacity = keys.shape[1:3]
+    query, key, value = (x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (query, key, value))
+    out = torch.empty(query.shape, dtype=query.dtype)
+    sizes = (rows, heads, kv_heads, dim, capacity, longest + 1, query.stride(0), key.stride(0), value.stride(0))
+    call("append_and_attend", query.dtype, query, key, value, keys, values, ends, out, *sizes, scaling)
+    return out
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scaling: float) -> Tensor:
+    """Causal attention within each of several sequences that lie one after another.
+
+    query (tokens, heads, dim); key and value (tokens, kv_heads, dim), where kv_heads divides heads; the lengths add up
+    to tokens. Returns (tokens, heads, dim), differentiable. Time is quadratic in the lengths without the blocking
+    that long sequences want. Only for tensors that `serves` approves.
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return _CausalAttention.apply(query, key, value, starts, max(lengths), scaling)
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, starts, longest, scaling):
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        tokens, heads, dim = query.shape
+        out, log_normaliser = torch.empty_like(query), query.new_empty(tokens, heads, dtype=torch.float32)
+        ctx.sizes = (len(starts) - 1, heads, key.shape[1], dim, longest, scaling)
+        call("causal_attention", query.dtype, query, key, value, out, log_normaliser, starts, *ctx.sizes)
+        ctx.save_for_backward(query, key, value, out, log_normaliser, starts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        query, key, value, out, log_normaliser, starts = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        inputs = (grad_out.contiguous(), query, key, value, out, log_normaliser)
+        call("causal_attention_backward", query.dtype, *inputs, *grads, starts, *ctx.sizes)
+        return *grads, None, None, None

@@ -1,0 +1,357 @@
+/* The kernels for one element type: T, UP (to float), DOWN (from float) and NAME are set by kernels.c. */
+
+/* out = weight * x / sqrt(mean(x^2) + eps) for each row; inverse_rms (rows,) is kept for the backward pass. */
+void NAME(rms_norm)(const T *x, const T *weight, T *out, float *inverse_rms, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for schedule(static) if (rows * width > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *in = x + row * width;
+        T *to = out + row * width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; i++) squares += UP(in[i]) * UP(in[i]);
+        float scale = 1.0f / sqrtf(squares / (float)width + eps);
+        inverse_rms[row] = scale;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] = DOWN(UP(in[i]) * scale * UP(weight[i]));
+    }
+}
+
+/* grad_weight (chunks, width) is summed over rows within each chunk of rows; the caller adds up the chunks. */
+void NAME(rms_norm_backward)(const T *grad_out, const T *x, const T *weight, const float *inverse_rms, T *grad_x,
+                             float *grad_weight, int64_t rows, int64_t width, int64_t chunks) {
+    int64_t chunk_rows = (rows + chunks - 1) / chunks;
+#pragma omp parallel for schedule(static) if (rows * width > SMALL)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        float *sums = grad_weight + chunk * width;
+        memset(sums, 0, width * sizeof(float));
+        int64_t end = (chunk + 1) * chunk_rows < rows ? (chunk + 1) * chunk_rows : rows;
+        for (int64_t row = chunk * chunk_rows; row < end; row++) {
+            const T *in = x + row * width, *from = grad_out + row * width;
+            T *to = grad_x + row * width;
+            float scale = inverse_rms[row], projection = 0;
+#pragma omp simd reduction(+ : projection)
+            for (int64_t i = 0; i < width; i++) projection += UP(from[i]) * UP(weight[i]) * UP(in[i]);
+            projection *= scale * scale / (float)width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) {
+                float g = UP(from[i]), value = UP(in[i]);
+                sums[i] += g * value * scale;
+                to[i] = DOWN(scale * (g * UP(weight[i]) - value * projection));
+            }
+        }
+    }
+}
+
+/* Rotary embedding (Su et al., 2021) of x (tokens, heads, dim) with strides, into out, which is contiguous.
+ * cos and sin: (tokens, dim / 2). direction 1 rotates, -1 rotates back, which is the backward pass. */
+void NAME(rotary)(const T *x, T *out, const float *cos, const float *sin, int64_t tokens, int64_t heads, int64_t dim,
+                  int64_t token_stride, int64_t head_stride, float direction) {
+    int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (tokens * heads * dim > SMALL)
+    for (int64_t token = 0; token < tokens; token++) {
+        const float *c = cos + token * half, *s = sin + token * half;
+        for (int64_t head = 0; head < heads; head++) {
+            const T *in = x + token * token_stride + head * head_stride;
+            T *to = out + (token * heads + head) * dim;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float first = UP(in[i]), second = UP(in[i + half]), sine = direction * s[i];
+                to[i] = DOWN(first * c[i] - second * sine);
+                to[i + half] = DOWN(second * c[i] + first * sine);
+            }
+        }
+    }
+}
+
+/* out = gate * sigmoid(gate) * up, (rows, width); gate and up with a row stride. */
+void NAME(silu_mul)(const T *gate, const T *up, T *out, int64_t rows, int64_t width, int64_t stride) {
+#pragma omp parallel for schedule(static) if (rows * width > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *from = gate + row * stride, *factor = up + row * stride;
+        T *to = out + row * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float g = UP(from[i]);
+            to[i] = DOWN(g * sigmoid(g) * UP(factor[i]));
+        }
+    }
+}
+
+void NAME(silu_mul_backward)(const T *grad_out, const T *gate, const T *up, T *grad_gate, T *grad_up, int64_t count) {
+#pragma omp parallel for simd schedule(static) if (count > SMALL)
+    for (int64_t i = 0; i < count; i++) {
+        float g = UP(gate[i]), from = UP(grad_out[i]), s = sigmoid(g);
+        grad_gate[i] = DOWN(from * UP(up[i]) * s * (1.0f + g * (1.0f - s)));
+        grad_up[i] = DOWN(from * g * s);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------- decoding, one token a row */
+
+/* A token for each row of logits (rows, vocabulary): the first whose cumulative share of the sum of
+ * exp(logit * inverse_temperature) exceeds the row's uniform number, or the first largest where `greedy`. log_probs is
+ * the log of its share, NaN where a logit is. The vocabulary is read twice and never written. */
+void NAME(draw)(const T *logits, const double *uniforms, int64_t *tokens, float *log_probs, int64_t rows,
+                int64_t vocabulary, int64_t greedy, float inverse_temperature) {
+#pragma omp parallel if (rows * vocabulary > SMALL)
+    {
+        int64_t num_blocks = (vocabulary + BLOCK - 1) / BLOCK;
+        float *sums = malloc(num_blocks * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const T *in = logits + row * vocabulary;
+            float largest = UP(in[0]);
+#pragma omp simd reduction(max : largest)
+            for (int64_t i = 0; i < vocabulary; i++) largest = UP(in[i]) > largest ? UP(in[i]) : largest;
+            double total = 0;
+            for (int64_t block = 0; block < num_blocks; block++) {
+                int64_t end = (block + 1) * BLOCK < vocabulary ? (block + 1) * BLOCK : vocabulary;
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = block * BLOCK; i < end; i++)
+                    sum += fast_exp((UP(in[i]) - largest) * inverse_temperature);
+                sums[block] = sum;
+                total += sum;
+            }
+            double threshold = uniforms[row] * total, before = 0;
+            int64_t token = 0, block = 0;
+            if (greedy) {
+                while (token < vocabulary - 1 && UP(in[token]) != largest) token++;
+            } else {
+                while (block < num_blocks - 1 && before + sums[block] <= threshold) before += sums[block++];
+                for (int64_t i = block * BLOCK; i < vocabulary; i++) { /* a share of 0 is never drawn */
+                    float share = fast_exp((UP(in[i]) - largest) * inverse_temperature);
+                    before += share;
+                    if (share > 0) token = i;
+                    if (before > threshold && share > 0) break;
+                }
+            }
+            tokens[row] = token;
+            log_probs[row] = (UP(in[token]) - largest) * inverse_temperature - (float)log(total);
+        }
+        free(sums);
+    }
+}
+
+/* Ask for the cache lines of a vector that the next row will read: memory is what decoding waits for. */
+INLINE void NAME(prefetch)(const T *x, const int dim) {
+    for (int i = 0; i < dim; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i, 0, 2);
+}
+
+/* `ahead`: elements from these keys and values to those that are read next. */
+INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *out, float *scores, int64_t num_keys,
+                             const int dim, float scaling, int64_t ahead) {
+    float scaled[dim], sums[dim];
+    for (int i = 0; i < dim; i++) scaled[i] = UP(query[i]) * scaling;
+    for (int64_t start = 0; start < num_keys; start += LANES) {
+        int count = num_keys - start < LANES ? (int)(num_keys - start) : LANES;
+        float partial[LANES][LANES];
+        for (int j = 0; j < count; j++) {
+            const T *key = keys + (start + j) * dim;
+            NAME(prefetch)(key + ahead, dim);
+            float lanes[LANES] = {0};
+            int i = 0;
+            for (; i + LANES <= dim; i += LANES)
+                for (int lane = 0; lane < LANES; lane++) lanes[lane] += scaled[i + lane] * UP(key[i + lane]);
+            for (; i < dim; i++) lanes[0] += scaled[i] * UP(key[i]);
+            for (int lane = 0; lane < LANES; lane++) partial[j][lane] = lanes[lane];
+        }
+        for (int j = 0; j < count; j++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int lane = 0; lane < LANES; lane++) sum += partial[j][lane];
+            scores[start + j] = sum;
+        }
+    }
+    float largest = scores[0], total = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t j = 0; j < num_keys; j++) largest = scores[j] > largest ? scores[j] : largest;
+#pragma omp simd reduction(+ : total)
+    for (int64_t j = 0; j < num_keys; j++) {
+        scores[j] = fast_exp(scores[j] - largest);
+        total += scores[j];
+    }
+    for (int i = 0; i < dim; i++) sums[i] = 0;
+    for (int64_t j = 0; j < num_keys; j++) {
+        const T *value = values + j * dim;
+        NAME(prefetch)(value + ahead, dim);
+        float weight = scores[j];
+#pragma omp simd
+        for (int i = 0; i < dim; i++) sums[i] += weight * UP(value[i]);
+    }
+    for (int i = 0; i < dim; i++) out[i] = DOWN(sums[i] / total);
+}
+
+/* Put each row's new key and value behind those in the cache, then attend to all.
+ * query, out (rows, heads, dim); key, value (rows, kv_heads, dim); all but out with a row stride;
+ * keys, values (rows, kv_heads, capacity, dim); ends (rows,): tokens in the cache before this one. */
+void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *keys, T *values, const int64_t *ends,
+                             T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t capacity,
+                             int64_t longest, int64_t query_stride, int64_t key_stride, int64_t value_stride,
+                             float scaling) {
+    int64_t group = heads / kv_heads;
+#pragma omp parallel if (rows * heads * dim * longest > SMALL)
+    {
+        float *scores = malloc((longest + LANES) * sizeof(float));
+#pragma omp for schedule(dynamic, 8)
+        for (int64_t task = 0; task < rows * kv_heads; task++) {
+            int64_t row = task / kv_heads, kv = task % kv_heads, end = ends[row];
+            const T *queries = query + row * query_stride + kv * group * dim;
+            T *own_keys = keys + task * capacity * dim, *own_values = values + task * capacity * dim;
+            memcpy(own_keys + end * dim, key + row * key_stride + kv * dim, dim * sizeof(T));
+            memcpy(own_values + end * dim, value + row * value_stride + kv * dim, dim * sizeof(T));
+            for (int64_t head = 0; head < group; head++) {
+                T *to = out + (task * group + head) * dim;
+#define ATTEND(DIM) \
+    NAME(attend_one)(queries + head * dim, own_keys, own_values, to, scores, end + 1, DIM, scaling, capacity * dim)
+                WITH_CONSTANT_DIM(dim, ATTEND)
+#undef ATTEND
+            }
+        }
+        free(scores);
+    }
+}
+
+/* ----------------------------------------------------------------------- causal attention of short packed sequences */
+
+/* x (length, dim) of one head with a token stride, as float: by token, and transposed with `padded` tokens a row. */
+INLINE void NAME(unpack)(const T *x, int64_t stride, float *by_token, float *transposed, int64_t length, int64_t padded,
+                         const int dim) {
+    for (int64_t t = 0; t < length; t++)
+        for (int i = 0; i < dim; i++) by_token[t * dim + i] = UP(x[t * stride + i]);
+    if (!transposed) return;
+    for (int i = 0; i < dim; i++) {
+        for (int64_t t = 0; t < length; t++) transposed[i * padded + t] = by_token[t * dim + i];
+        for (int64_t t = length; t < padded; t++) transposed[i * padded + t] = 0;
+    }
+}
+
+INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
+                             float *scratch, int64_t length, int64_t heads, int64_t kv_heads, const int dim,
+                             float scaling) {
+    int64_t padded = (length + LANES - 1) / LANES * LANES;
+    float *k = scratch, *kt = k + length * dim, *v = kt + padded * dim, *scores = v + length * dim;
+    NAME(unpack)(key, kv_heads * dim, k, kt, length, padded, dim);
+    NAME(unpack)(value, kv_heads * dim, v, NULL, length, padded, dim);
+    for (int64_t head = 0; head < heads / kv_heads; head++) {
+        for (int64_t t = 0; t < length; t++) {
+            const T *from = query + t * heads * dim + head * dim;
+            float scaled[dim], sums[dim], total = 0;
+            for (int i = 0; i < dim; i++) scaled[i] = UP(from[i]) * scaling;
+            scores_of(scaled, kt, scores, (t + LANES) / LANES * LANES, padded, dim);
+            float largest = scores[0];
+#pragma omp simd reduction(max : largest)
+            for (int64_t j = 0; j <= t; j++) largest = scores[j] > largest ? scores[j] : largest;
+#pragma omp simd reduction(+ : total)
+            for (int64_t j = 0; j <= t; j++) {
+                scores[j] = fast_exp(scores[j] - largest);
+                total += scores[j];
+            }
+            for (int i = 0; i < dim; i++) sums[i] = 0;
+            for (int64_t j = 0; j <= t; j++)
+#pragma omp simd
+                for (int i = 0; i < dim; i++) sums[i] += scores[j] * v[j * dim + i];
+            T *to = out + t * heads * dim + head * dim;
+            for (int i = 0; i < dim; i++) to[i] = DOWN(sums[i] / total);
+            log_normaliser[t * heads + head] = largest + logf(total);
+        }
+    }
+}
+
+/* query, out (tokens, heads, dim); key, value (tokens, kv_heads, dim); starts (sequences + 1,) token at which each
+ * sequence begins, and the end; log_normaliser (tokens, heads) is kept for the backward pass. */
+void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
+                            const int64_t *starts, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim,
+                            int64_t longest, float scaling) {
+    int64_t group = heads / kv_heads;
+#pragma omp parallel
+    {
+        float *scratch = malloc((3 * dim + 1) * (longest + LANES) * sizeof(float));
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < sequences * kv_heads; task++) {
+            int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start, kv = task % kv_heads;
+            int64_t q_place = (start * heads + kv * group) * dim, k_place = (start * kv_heads + kv) * dim;
+#define CAUSAL(DIM)                                                                       \
+    NAME(causal_one)(query + q_place, key + k_place, value + k_place, out + q_place,      \
+                     log_normaliser + start * heads + kv * group, scratch, length, heads, \
+                     kv_heads, DIM, scaling)
+            WITH_CONSTANT_DIM(dim, CAUSAL)
+#undef CAUSAL
+        }
+        free(scratch);
+    }
+}
+
+INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T *key, const T *value, const T *out,
+                                      const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
+                                      float *scratch, int64_t length, int64_t heads, int64_t kv_heads, const int dim,
+                                      float scaling) {
+    int64_t padded = (length + LANES - 1) / LANES * LANES;
+    float *k = scratch, *kt = k + length * dim, *v = kt + padded * dim, *vt = v + length * dim;
+    float *grad_k = vt + padded * dim, *grad_v = grad_k + length * dim;
+    float *scores = grad_v + length * dim, *grads = scores + padded;
+    NAME(unpack)(key, kv_heads * dim, k, kt, length, padded, dim);
+    NAME(unpack)(value, kv_heads * dim, v, vt, length, padded, dim);
+    memset(grad_k, 0, 2 * length * dim * sizeof(float));
+    for (int64_t head = 0; head < heads / kv_heads; head++) {
+        for (int64_t t = 0; t < length; t++) {
+            int64_t place = (t * heads + head) * dim;
+            float scaled[dim], from[dim], sums[dim], dot = 0, normaliser = log_normaliser[t * heads + head];
+            int64_t covered = (t + LANES) / LANES * LANES;
+            for (int i = 0; i < dim; i++) {
+                scaled[i] = UP(query[place + i]) * scaling;
+                from[i] = UP(grad_out[place + i]);
+                sums[i] = 0;
+            }
+#pragma omp simd reduction(+ : dot)
+            for (int i = 0; i < dim; i++) dot += from[i] * UP(out[place + i]);
+            scores_of(scaled, kt, scores, covered, padded, dim);
+            scores_of(from, vt, grads, covered, padded, dim);
+#pragma omp simd
+            for (int64_t j = 0; j <= t; j++) {
+                scores[j] = fast_exp(scores[j] - normaliser);
+                grads[j] = scores[j] * (grads[j] - dot);
+            }
+            for (int64_t j = 0; j <= t; j++) {
+                float weight = scores[j], grad = grads[j];
+#pragma omp simd
+                for (int i = 0; i < dim; i++) {
+                    sums[i] += grad * k[j * dim + i];
+                    grad_k[j * dim + i] += grad * scaled[i];
+                    grad_v[j * dim + i] += weight * from[i];
+                }
+            }
+            for (int i = 0; i < dim; i++) grad_query[place + i] = DOWN(sums[i] * scaling);
+        }
+    }
+    for (int64_t t = 0; t < length; t++)
+        for (int i = 0; i < dim; i++) {
+            grad_key[t * kv_heads * dim + i] = DOWN(grad_k[t * dim + i]);
+            grad_value[t * kv_heads * dim + i] = DOWN(grad_v[t * dim + i]);
+        }
+}
+
+/* As causal_attention; grad_out and grad_query as query, grad_key and grad_value as key. */
+void NAME(causal_attention_backward)(const T *grad_out, const T *query, const T *key, const T *value, const T *out,
+                                     const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
+                                     const int64_t *starts, int64_t sequences, int64_t heads, int64_t kv_heads,
+                                     int64_t dim, int64_t longest, float scaling) {
+    int64_t group = heads / kv_heads;
+#pragma omp parallel
+    {
+        float *scratch = malloc((6 * dim + 2) * (longest + LANES) * sizeof(float));
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t task = 0; task < sequences * kv_heads; task++) {
+            int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start, kv = task % kv_heads;
+            int64_t q_place = (start * heads + kv * group) * dim, k_place = (start * kv_heads + kv) * dim;
+#define BACKWARD(DIM)                                                                                  \
+    NAME(causal_backward_one)(grad_out + q_place, query + q_place, key + k_place, value + k_place,     \
+                              out + q_place, log_normaliser + start * heads + kv * group,              \
+                              grad_query + q_place, grad_key + k_place, grad_value + k_place, scratch, \
+                              length, heads, kv_heads, DIM, scaling)
+            WITH_CONSTANT_DIM(dim, BACKWARD)
+#undef BACKWARD
+        }
+        free(scratch);
+    }
+}

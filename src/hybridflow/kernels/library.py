@@ -1,0 +1,134 @@
+"""The compiled kernels: built once per machine into the user's cache, loaded once per process.
+
+Knows how C becomes functions, not what they compute. Without a compiler there is no library, which is no error:
+PyTorch's own kernels compute the same, slower.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridflow.observability import get_logger
+
+SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "kernels_of_type.h")]
+FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+X86_FLAGS = ("-march=native", "-mprefer-vector-width=512")
+OTHER_FLAGS = ("-mcpu=native",)
+BUILD_TIMEOUT_S = 120
+
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_enabled = True
+_functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+logger = get_logger(__name__)
+
+
+def use_kernels(enabled: bool) -> None:
+    """Compute with the compiled kernels where there are any, which is the default, or with PyTorch's own only."""
+    global _enabled
+    _enabled = enabled
+
+
+def serves(x: Tensor) -> bool:
+    """Whether compiled kernels compute on tensors like `x`: float32 or bfloat16 on a CPU, with a compiler at hand."""
+    return _enabled and x.device.type == "cpu" and x.dtype in _SUFFIXES and _library() is not None
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float) -> None:
+    """Call a kernel of this element type. Tensors go as pointers: the caller answers for shapes and contiguity."""
+    function = _functions.get((name, dtype)) or _function(name, dtype, arguments)
+    function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+
+def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float, ...]) -> Callable[..., None]:
+    """The kernel, told the types of its arguments once."""
+    function = getattr(_library(), f"{name}_{_SUFFIXES[dtype]}")
+    types = {int: ctypes.c_int64, float: ctypes.c_float}
+    function.argtypes = [types.get(type(argument), ctypes.c_void_p) for argument in arguments]
+    function.restype = None
+    _functions[name, dtype] = function
+    return function
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The kernels, compiled if this machine has not done so yet; None, said once, where they cannot be."""
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
+        path = _cached(compiler)
+        if path is not None:
+            return ctypes.CDLL(str(path))
+        with tempfile.TemporaryDirectory() as directory:
+            return ctypes.CDLL(str(_compile(compiler, Path(directory) / "kernels.so")))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last: CC that no shell could read
+        output = getattr(error, "stderr", None) or str(error)
+        logger.warning(
+            "no compiled CPU kernels (%s): PyTorch's own are used, which are slower. Install a C compiler with OpenMP, "
+            "such as gcc, or name one in CC.",
+            " ".join(output.split())[:200],
+        )
+        return None
+
+
+def _cached(compiler: list[str]) -> Path | None:
+    """The library in the user's cache; None where the cache is not this user's own or cannot be written."""
+    try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # the second: there is no home
+        return None
+    path = directory / f"kernels-{_fingerprint(compiler)}.so"
+    if not _is_private(directory) or (path.exists() and not _is_private(path)):
+        return None
+    if not path.exists():
+        if not os.access(directory, os.W_OK):
+            return None
+        with tempfile.TemporaryDirectory(dir=directory) as beside:
+            os.replace(_compile(compiler, Path(beside) / "kernels.so"), path)
+    return path
+
+
+def _is_private(path: Path) -> bool:
+    """Whether nobody else can have written here: what is loaded from it runs as this user."""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _compile(compiler: list[str], output: Path) -> Path:
+    command = [*compiler, *_flags(), str(SOURCES[0]), "-o", str(output), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    output.chmod(0o700)  # whatever the umask: a file that others can write would not be trusted
+    return output
+
+
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, *(X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else OTHER_FLAGS))
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    """Changes with the sources, the compiler and the processor, which `native` code is made for."""
+    version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
+    parts = [*(source.read_bytes() for source in SOURCES), repr((compiler, _flags())).encode(), version, _processor()]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> bytes:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)})).encode()

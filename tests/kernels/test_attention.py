@@ -1,0 +1,97 @@
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from hybridflow.kernels import append_and_attend, causal_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+HEADS = [(4, 4, 64), (8, 2, 32), (6, 3, 20), (1, 1, 128), (2, 1, 16)]
+
+
+def draw(*shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exact_attention(query, key, value, lengths, scaling):
+    """One sequence at a time in float64."""
+    outs = []
+    for q, k, v in zip(*(x.double().split(lengths) for x in (query, key, value)), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_packed_attention_and_its_gradients_equal_one_sequence_at_a_time(heads, kv_heads, dim, dtype):
+    lengths = [1, 17, 16, 3, 38, 1, 33]
+    tokens = sum(lengths)
+    inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
+    weights = draw(tokens, heads, dim, dtype=dtype, seed=9)
+    leaves = [x.requires_grad_() for x in inputs]
+    ours = causal_attention(*leaves, lengths, 0.3)
+    exact = exact_attention(*leaves, lengths, 0.3)
+    pairs = [(ours.detach(), exact.detach())]
+    pairs += list(
+        zip(
+            torch.autograd.grad(ours, leaves, weights),
+            torch.autograd.grad(exact, leaves, weights.double()),
+            strict=True,
+        )
+    )
+    for mine, theirs in pairs:
+        assert mine.dtype == dtype
+        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_a_new_token_attends_to_its_row_of_the_cache_and_is_added_to_it(heads, kv_heads, dim, dtype):
+    ends, capacity = [0, 5, 31, 40, 16], 41
+    rows = len(ends)
+    keys, values = (draw(rows, kv_heads, capacity, dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    query, key, value = (draw(rows, n, dim, dtype=dtype, seed=n) for n in (heads, kv_heads, kv_heads))
+    before = keys.clone()
+    out = append_and_attend(query, key, value, keys, values, torch.tensor(ends), max(ends), 0.3)
+    for row, end in enumerate(ends):
+        assert torch.equal(keys[row, :, end], key[row])
+        assert torch.equal(values[row, :, end], value[row])
+        assert torch.equal(keys[row, :, :end], before[row, :, :end])
+        assert torch.equal(keys[row, :, end + 1 :], before[row, :, end + 1 :])
+        past = (x[row, :, : end + 1].double()[None] for x in (keys, values))
+        q = query[row].double()[None, :, None]
+        exact = scaled_dot_product_attention(q, *past, scale=0.3, enable_gqa=True)[0, :, 0]
+        assert float((out[row].double() - exact).norm() / exact.norm()) < TOLERANCE[dtype]
+
+
+def test_memory_beyond_a_row_is_never_read():
+    keys, values = (torch.full((2, 1, 8, 16), torch.nan) for _ in range(2))
+    keys[:, :, :3], values[:, :, :3] = 1.0, 2.0
+    one = torch.ones(2, 1, 16)
+    out = append_and_attend(one, one, 2 * one, keys, values, torch.tensor([3, 2]), 3, 1.0)
+    torch.testing.assert_close(out, 2 * one)
+
+
+def test_a_large_score_neither_overflows_nor_loses_the_rest():
+    query, key = torch.full((2, 1, 16), 30.0), torch.full((2, 1, 16), 30.0)
+    key[0] = 0
+    value = torch.stack([torch.zeros(1, 16), torch.ones(1, 16)])
+    torch.testing.assert_close(causal_attention(query, key, value, [2], 1.0), value)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads_or_on_the_neighbours():
+    lengths = [30, 7, 45]
+    query, key, value = (draw(82, 4, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = causal_attention(query, key, value, lengths, 0.2)
+        torch.set_num_threads(2)
+        double = causal_attention(query, key, value, lengths, 0.2)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(single, double)
+    alone = causal_attention(query[30:37], key[30:37], value[30:37], [7], 0.2)
+    assert torch.equal(alone, single[30:37])

@@ -1,0 +1,126 @@
+import pytest
+import torch
+
+from hybridflow.kernels import rms_norm, rotary, serves, silu_mul, use_kernels
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture
+def only_pytorch():
+    use_kernels(False)
+    yield
+    use_kernels(True)
+
+
+def rms_norm_of(x, weight):
+    return rms_norm(x, weight, 1e-5)
+
+
+def rotary_of(x, angles):
+    return rotary(x, angles.detach().cos(), angles.detach().sin())
+
+
+CASES = {
+    "rms_norm": (rms_norm_of, (130, 36), (36,)),
+    "rms_norm of heads": (rms_norm_of, (9, 5, 16), (16,)),
+    "rms_norm of many rows": (rms_norm_of, (1000, 64), (64,)),
+    "rotary": (rotary_of, (150, 3, 12), (150, 6)),
+    "rotary of many tokens": (rotary_of, (900, 4, 64), (900, 32)),
+    "silu_mul": (silu_mul, (33, 45), (33, 45)),
+    "silu_mul of many": (silu_mul, (300, 200), (300, 200)),
+}
+
+
+def values_and_gradients(function, inputs, weights):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    learning = leaves[:1] if function is rotary_of else leaves  # angles do not learn
+    return [out.detach(), *torch.autograd.grad(out, learning, weights.to(out.dtype))]
+
+
+def relative_error(ours, exact):
+    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+
+
+def inputs_of(shapes, dtype, second_dtype):
+    generator = torch.Generator().manual_seed(0)
+    first, second = (2 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return first.to(dtype), second.to(second_dtype), torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_equal_those_of_pytorch_in_float64(name, dtype):
+    function, *shapes = CASES[name]
+    angles = torch.float32 if function is rotary_of else dtype
+    first, second, weights = inputs_of(shapes, dtype, angles)
+    weights = weights.to(dtype)
+    assert serves(first)
+    ours = values_and_gradients(function, (first, second), weights)
+    exact = values_and_gradients(function, (first.double(), second.double()), weights)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.dtype == dtype
+        assert relative_error(mine, theirs) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_do_not_depend_on_the_number_of_threads(name):
+    function, *shapes = CASES[name]
+    first, second, weights = inputs_of(shapes, torch.float32, torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = values_and_gradients(function, (first, second), weights)
+        torch.set_num_threads(2)
+        double = values_and_gradients(function, (first, second), weights)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(single, double, strict=True))
+
+
+def test_rms_norm_by_hand():
+    x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(rms_norm(x, weight, 0.0), torch.tensor([[3 / 12.5**0.5, 8 / 12.5**0.5]]))
+
+
+def test_a_quarter_turn_moves_the_first_half_to_the_second():
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    turned = rotary(x, torch.zeros(1, 2), torch.ones(1, 2))
+    torch.testing.assert_close(turned, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))
+
+
+def test_silu_mul_by_hand_at_its_extremes():
+    gate = torch.tensor([0.0, 1.0, -200.0, 200.0])
+    wanted = torch.tensor([0.0, 2 / (1 + 2.718281828**-1), 0.0, 400.0])
+    torch.testing.assert_close(silu_mul(gate, torch.full((4,), 2.0)), wanted)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_nan_stays_a_nan(dtype):
+    x = torch.ones(2, 32, dtype=dtype)
+    x[0, 3] = torch.nan
+    assert rms_norm(x, torch.ones(32, dtype=dtype), 1e-6)[0].isnan().all()
+    assert silu_mul(x, x).isnan().sum() == 1
+    assert rotary(x[:, None], torch.ones(2, 16), torch.zeros(2, 16))[0, 0, 3].isnan()
+
+
+def test_inputs_that_are_not_contiguous_are_read_in_place(only_pytorch):
+    x = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
+    heads, cos, sin = x[:, 32:64].unflatten(1, (2, 16)), torch.rand(7, 8), torch.rand(7, 8)
+    expected = rotary(heads, cos, sin)
+    use_kernels(True)
+    torch.testing.assert_close(rotary(heads, cos, sin), expected)
+    torch.testing.assert_close(rotary(heads.transpose(1, 2).contiguous().transpose(1, 2), cos, sin), expected)
+
+
+def test_without_kernels_nothing_is_served(only_pytorch):
+    assert not serves(torch.ones(1))
+    torch.testing.assert_close(silu_mul(torch.ones(1), torch.ones(1)), torch.tensor([0.7310586]))
+
+
+def test_a_weight_that_is_not_contiguous_is_read_by_its_strides():
+    x, weight = torch.ones(2, 8), torch.arange(16.0)[::2].requires_grad_()
+    torch.testing.assert_close(rms_norm(x, weight, 0.0), weight.expand(2, 8))
+    (gradient,) = torch.autograd.grad(rms_norm(x, weight, 0.0).sum(), weight)
+    torch.testing.assert_close(gradient, torch.full((8,), 2.0))

@@ -1,0 +1,64 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hybridflow.kernels import serves
+
+PROGRAM = """
+import logging, sys, torch
+from hybridflow.kernels import serves, rms_norm
+print(serves(torch.ones(2)), rms_norm(torch.full((1, 2), 3.0), torch.ones(2), 0.0).tolist())
+"""
+
+
+def run(tmp_path, **environment):
+    """A new process with a cache of its own, since a process builds at most once."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
+    return subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_kernels_are_built_once_into_a_private_directory_of_the_cache(tmp_path):
+    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    directory = tmp_path / "hybridflow"
+    assert directory.stat().st_mode & 0o077 == 0
+    (built,) = directory.iterdir()
+    modified = built.stat().st_mtime_ns
+    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    assert [path.stat().st_mtime_ns for path in directory.iterdir()] == [modified]
+
+
+def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
+    done = run(tmp_path, CC="no-such-compiler")
+    assert done.stdout == "False [[1.0, 1.0]]\n"
+    assert "no compiled CPU kernels" in done.stderr
+    assert "Install a C compiler" in done.stderr
+
+
+@pytest.mark.parametrize("compiler", ["false", "\x27gcc"])
+def test_a_compiler_that_fails_is_no_compiler(tmp_path, compiler):
+    done = run(tmp_path, CC=compiler)
+    assert done.stdout == "False [[1.0, 1.0]]\n"
+    assert "no compiled CPU kernels" in done.stderr
+
+
+def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
+    directory = tmp_path / "hybridflow"
+    directory.mkdir()
+    directory.chmod(0o770)
+    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    assert not list(directory.iterdir())
+
+
+def test_a_cache_that_cannot_be_made_is_no_error(tmp_path):
+    (tmp_path / "hybridflow").write_text("in the way")
+    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+
+
+def test_float64_and_integers_are_left_to_pytorch():
+    assert serves(torch.ones(1))
+    assert serves(torch.ones(1, dtype=torch.bfloat16))
+    assert not serves(torch.ones(1, dtype=torch.float64))
+    assert not serves(torch.ones(1, dtype=torch.int64))
