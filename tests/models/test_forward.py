@@ -4,6 +4,7 @@ import torch
 from hybridflow.kernels import use_kernels
 from hybridflow.models import PackedPlan, PaddedPlan, forward_of, load_causal_lm, load_value_model
 from hybridflow.models.forward import FusedForward, OwnForward
+from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 
 LENGTHS = [5, 9, 9, 2]
 VARIANTS = {
@@ -108,21 +109,53 @@ def test_angles_grow_with_the_positions_asked_for(tiny_model):
         torch.testing.assert_close(forward(**inputs), OwnForward(model)(**inputs))
 
 
+def decoded(forward, steps=3):
+    """Logits of the last of LENGTHS, then of a few tokens after each."""
+    cache, plan = KVCache(torch.device("cpu")), PrefillPlan(LENGTHS)
+    logits = [forward(**{**packed_input(), "attention_plan": plan}, logits_to_keep=torch.tensor(LENGTHS).cumsum(0) - 1)]
+    cache.append(plan, torch.arange(len(LENGTHS)), max(LENGTHS) + steps)
+    for step in range(steps):
+        logits.append(forward.decode(torch.tensor([3, 1, 39, 7]) - step % 2, DecodePlan(cache, 4))[None])
+        cache.lengths += 1
+    return torch.cat(logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_weights_give_the_same_logits_until_they_are_dropped(variant, dtype, tiny_model):
+def test_the_compiled_decoder_gives_the_logits_of_the_models_own_pass(variant, dtype, tiny_model):
     family, config = VARIANTS[variant]
-    model = load_causal_lm(tiny_model(family, **config), dtype)
+    exact_model, model = (load_causal_lm(tiny_model(family, **config), d) for d in (torch.float64, dtype))
     forward = forward_of(model)
     with torch.no_grad():
-        expected = forward(**packed_input())
+        exact = decoded(OwnForward(exact_model))
+        uncompiled = error(decoded(forward), exact)
         forward.pack_weights()
-        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 0.03}
-        torch.testing.assert_close(forward(**packed_input()), expected, **tolerance)
+        assert error(decoded(forward), exact) < max(1.5 * uncompiled, 2e-6)
+
+
+def test_the_copy_is_read_until_it_is_dropped(tiny_model):
+    model = load_causal_lm(tiny_model())
+    forward = forward_of(model)
+    with torch.no_grad():
+        forward.pack_weights()
         model.lm_head.weight.zero_()
-        assert forward(**packed_input()).any()  # the copy is read
+        assert decoded(forward)[1:].any()
         forward.drop_packed_weights()
-        assert not forward(**packed_input()).any()
+        assert not decoded(forward)[1:].any()
+
+
+def test_a_row_decodes_to_the_same_bits_whatever_its_neighbours(tiny_model):
+    forward = forward_of(load_causal_lm(tiny_model("qwen3")))
+    tokens = torch.arange(1, 31)
+    with torch.no_grad():
+        forward.pack_weights()
+        cache, plan = KVCache(torch.device("cpu")), PrefillPlan([30])
+        inputs = {"input_ids": tokens[None], "position_ids": torch.arange(30)[None], "attention_plan": plan}
+        forward(**inputs)
+        cache.append(plan, torch.zeros(30, dtype=torch.int64), 31)
+        every = forward.decode(tokens, DecodePlan(cache, 30))
+        for count in (1, 7, 13):
+            assert torch.equal(forward.decode(tokens[:count], DecodePlan(cache, count)), every[:count])
 
 
 def test_gradients_are_of_the_models_own_weights_while_a_copy_is_there(tiny_model):
@@ -148,4 +181,11 @@ def test_a_layer_that_is_more_than_a_product_is_called_and_never_copied(tiny_mod
     forward = forward_of(model)
     with torch.no_grad():
         forward.pack_weights()
-        torch.testing.assert_close(forward(**packed_input()), OwnForward(model)(**packed_input()))
+        torch.testing.assert_close(decoded(forward), decoded(OwnForward(model)))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_angles_that_depend_on_the_length_are_left_to_the_models_own_pass(kind, tiny_model):
+    model = load_causal_lm(tiny_model())
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
+    assert isinstance(forward_of(model), OwnForward)

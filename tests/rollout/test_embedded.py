@@ -141,12 +141,13 @@ def test_room_for_no_sequence_is_an_error(tiny_model):
 
 def test_requests_of_different_length_decode_together(tiny_model):
     model = load_causal_lm(tiny_model())
-    rows: list[int] = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[0]))
+    engine, rows = EmbeddedRollout(model), []
+    decode = engine._forward.decode
+    engine._forward.decode = lambda tokens, plan: [rows.append(len(tokens)), decode(tokens, plan)][1]
     wanted = [Request(i, [5, 6 + i], SamplingParams(3 + 4 * i), noise_key=(0, i)) for i in range(3)]
-    completions = generate(EmbeddedRollout(model), wanted)
+    completions = generate(engine, wanted)
     assert [len(c.token_ids) for c in completions] == [3, 7, 11]
-    assert rows[:3] == [1, 3, 3]  # all prompts in one pass, then a row each
+    assert rows == [3, 3, 2, 2, 2, 2, 1, 1, 1, 1]
     alone = [generate(EmbeddedRollout(model), [request])[0].token_ids for request in wanted]
     assert [c.token_ids for c in completions] == alone
 
@@ -180,6 +181,6 @@ def test_packed_weights_are_there_while_sequences_run_and_change_no_token(tiny_m
     for engine, is_packed in ((packed, True), (plain, False)):
         engine.submit(wanted[0])
         engine.step()
-        assert (engine._forward._packed is not None) == is_packed
+        assert (engine._forward._decoder is not None) == is_packed
         engine.abort(wanted[0].request_id)
-        assert engine._forward._packed is None
+        assert engine._forward._decoder is None

@@ -4,8 +4,22 @@ Knows tensors, not models: what is worth fusing in a decoder, forward and backwa
 """
 
 from hybridflow.kernels.attention import append_and_attend, causal_attention
+from hybridflow.kernels.decoder import Decoder, DecoderLayer
 from hybridflow.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.kernels.library import serves, use_kernels
+from hybridflow.kernels.linear import PackedLinear
 from hybridflow.kernels.sampling import draw
 
-__all__ = ["append_and_attend", "causal_attention", "draw", "rms_norm", "rotary", "serves", "silu_mul", "use_kernels"]
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "PackedLinear",
+    "append_and_attend",
+    "causal_attention",
+    "draw",
+    "rms_norm",
+    "rotary",
+    "serves",
+    "silu_mul",
+    "use_kernels",
+]

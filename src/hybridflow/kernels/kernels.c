@@ -1,12 +1,15 @@
 /* Fused CPU kernels, once for float and once for bfloat16. Arithmetic is float32 throughout.
  *
  * Every output element is computed whole by one thread in a fixed order: results do not depend on the number of threads.
- * Tensors are contiguous unless a stride (in elements) is given. Checks are the caller's affair (operations.py).
+ * Tensors are contiguous unless a stride (in elements) is given. Checks are the caller's affair, the modules beside this.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16 /* floats in one wide register */
@@ -29,9 +32,9 @@ INLINE bfloat16 to_bfloat16(float x) { /* round to nearest even; NaN stays NaN *
     return (bfloat16)(x != x ? 0x7fc0 : rounded);
 }
 
-/* exp(x) to about 1e-7, 0 below -87; without a call, so that loops over it become vector code (Cephes, S. Moshier). */
+/* exp(x) to about 1e-7, 0 below -87, infinite above 88; without a call, so that loops over it become vector code (Cephes, S. Moshier). */
 INLINE float fast_exp(float x) {
-    float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x; /* NaN stays NaN */
     float n = __builtin_rintf(clamped * 1.44269504088896341f);
     float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -44,7 +47,7 @@ INLINE float fast_exp(float x) {
     int32_t bits = ((int32_t)n + 127) << 23;
     float scale;
     memcpy(&scale, &bits, sizeof scale);
-    return x < -87.0f ? 0.0f : p * scale;
+    return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p * scale;
 }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
@@ -69,18 +72,82 @@ INLINE void scores_of(const float *query, const float *transposed, float *scores
         default: call((int)(dim));   \
     }
 
+/* A matrix product works on TILE rows and PANEL columns at a time, with their sums in registers: TILE * PANEL / VECTOR of
+ * them, and there are 32 or 16. A vector holds VECTOR items of 32 bits: a float, or two neighbouring bfloat16. */
+#if defined(__AVX512F__)
+#define VECTOR 16
+#define TILE 12
+#elif defined(__AVX__)
+#define VECTOR 8
+#define TILE 6
+#else
+#define VECTOR 4
+#define TILE 6
+#endif
+#define PANEL (2 * VECTOR)
+#define ROW_BLOCK (10 * TILE) /* rows of one thread's task */
+
+typedef float floats __attribute__((vector_size(4 * VECTOR)));
+typedef uint32_t items __attribute__((vector_size(4 * VECTOR)));
+
+INLINE items load_items(const void *from) {
+    items loaded;
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+INLINE items repeat_item(const void *from) {
+    uint32_t item;
+    memcpy(&item, from, sizeof item);
+    return (items){0} + item;
+}
+
+INLINE float sum_of(floats x) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int lane = 0; lane < VECTOR; lane++) sum += x[lane];
+    return sum;
+}
+
+/* The values of items, a vector for each place in an item. */
+INLINE void split_float32(items x, floats *values) { values[0] = (floats)x; }
+
+INLINE void split_bfloat16(items x, floats *values) {
+    values[0] = (floats)(x << 16);
+    values[1] = (floats)(x & 0xffff0000u);
+}
+
+/* sum + the product of the values in each item */
+INLINE floats multiply_add_float32(floats sum, items a, items b) { return sum + (floats)a * (floats)b; }
+
+INLINE floats multiply_add_bfloat16(floats sum, items a, items b) {
+#ifdef __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    floats x[2], y[2];
+    split_bfloat16(a, x);
+    split_bfloat16(b, y);
+    return sum + x[0] * y[0] + x[1] * y[1];
+#endif
+}
+
 #define T float
+#define ITEM 1 /* values in 32 bits */
 #define UP(x) (x)
 #define DOWN(x) (x)
 #define NAME(f) f##_float32
 #include "kernels_of_type.h"
+#include "decoder_of_type.h"
 #undef T
+#undef ITEM
 #undef UP
 #undef DOWN
 #undef NAME
 
 #define T bfloat16
+#define ITEM 2
 #define UP(x) from_bfloat16(x)
 #define DOWN(x) to_bfloat16(x)
 #define NAME(f) f##_bfloat16
 #include "kernels_of_type.h"
+#include "decoder_of_type.h"

@@ -1,19 +1,21 @@
 /* The kernels for one element type: T, UP (to float), DOWN (from float) and NAME are set by kernels.c. */
 
-/* out = weight * x / sqrt(mean(x^2) + eps) for each row; inverse_rms (rows,) is kept for the backward pass. */
+/* to = weight * in / sqrt(mean(in^2) + eps); returns the factor. */
+INLINE float NAME(norm_row)(const T *in, const T *weight, T *to, int64_t width, float eps) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) squares += UP(in[i]) * UP(in[i]);
+    float scale = 1.0f / sqrtf(squares / (float)width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) to[i] = DOWN(UP(in[i]) * scale * UP(weight[i]));
+    return scale;
+}
+
+/* norm_row of each row; inverse_rms (rows,) is kept for the backward pass. */
 void NAME(rms_norm)(const T *x, const T *weight, T *out, float *inverse_rms, int64_t rows, int64_t width, float eps) {
 #pragma omp parallel for schedule(static) if (rows * width > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *in = x + row * width;
-        T *to = out + row * width;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; i++) squares += UP(in[i]) * UP(in[i]);
-        float scale = 1.0f / sqrtf(squares / (float)width + eps);
-        inverse_rms[row] = scale;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) to[i] = DOWN(UP(in[i]) * scale * UP(weight[i]));
-    }
+    for (int64_t row = 0; row < rows; row++)
+        inverse_rms[row] = NAME(norm_row)(x + row * width, weight, out + row * width, width, eps);
 }
 
 /* grad_weight (chunks, width) is summed over rows within each chunk of rows; the caller adds up the chunks. */
@@ -42,24 +44,26 @@ void NAME(rms_norm_backward)(const T *grad_out, const T *x, const T *weight, con
     }
 }
 
+/* Turn each pair (i, i + half) by its angle, or back where direction is -1, which is the backward pass. */
+INLINE void NAME(turn)(const T *in, T *to, const float *cos, const float *sin, int64_t half, float direction) {
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float first = UP(in[i]), second = UP(in[i + half]), sine = direction * sin[i];
+        to[i] = DOWN(first * cos[i] - second * sine);
+        to[i + half] = DOWN(second * cos[i] + first * sine);
+    }
+}
+
 /* Rotary embedding (Su et al., 2021) of x (tokens, heads, dim) with strides, into out, which is contiguous.
- * cos and sin: (tokens, dim / 2). direction 1 rotates, -1 rotates back, which is the backward pass. */
+ * cos and sin: (tokens, dim / 2). */
 void NAME(rotary)(const T *x, T *out, const float *cos, const float *sin, int64_t tokens, int64_t heads, int64_t dim,
                   int64_t token_stride, int64_t head_stride, float direction) {
     int64_t half = dim / 2;
 #pragma omp parallel for schedule(static) if (tokens * heads * dim > SMALL)
     for (int64_t token = 0; token < tokens; token++) {
-        const float *c = cos + token * half, *s = sin + token * half;
-        for (int64_t head = 0; head < heads; head++) {
-            const T *in = x + token * token_stride + head * head_stride;
-            T *to = out + (token * heads + head) * dim;
-#pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                float first = UP(in[i]), second = UP(in[i + half]), sine = direction * s[i];
-                to[i] = DOWN(first * c[i] - second * sine);
-                to[i + half] = DOWN(second * c[i] + first * sine);
-            }
-        }
+        for (int64_t head = 0; head < heads; head++)
+            NAME(turn)(x + token * token_stride + head * head_stride, out + (token * heads + head) * dim,
+                       cos + token * half, sin + token * half, half, direction);
     }
 }
 
@@ -141,27 +145,16 @@ INLINE void NAME(prefetch)(const T *x, const int dim) {
 /* `ahead`: elements from these keys and values to those that are read next. */
 INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *out, float *scores, int64_t num_keys,
                              const int dim, float scaling, int64_t ahead) {
-    float scaled[dim], sums[dim];
-    for (int i = 0; i < dim; i++) scaled[i] = UP(query[i]) * scaling;
-    for (int64_t start = 0; start < num_keys; start += LANES) {
-        int count = num_keys - start < LANES ? (int)(num_keys - start) : LANES;
-        float partial[LANES][LANES];
-        for (int j = 0; j < count; j++) {
-            const T *key = keys + (start + j) * dim;
-            NAME(prefetch)(key + ahead, dim);
-            float lanes[LANES] = {0};
-            int i = 0;
-            for (; i + LANES <= dim; i += LANES)
-                for (int lane = 0; lane < LANES; lane++) lanes[lane] += scaled[i + lane] * UP(key[i + lane]);
-            for (; i < dim; i++) lanes[0] += scaled[i] * UP(key[i]);
-            for (int lane = 0; lane < LANES; lane++) partial[j][lane] = lanes[lane];
-        }
-        for (int j = 0; j < count; j++) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int lane = 0; lane < LANES; lane++) sum += partial[j][lane];
-            scores[start + j] = sum;
-        }
+    const int chunk = VECTOR * ITEM, whole = dim / chunk * chunk;
+    for (int64_t j = 0; j < num_keys; j++) {
+        const T *key = keys + j * dim;
+        NAME(prefetch)(key + ahead, dim);
+        floats sums = {0};
+        float rest = 0;
+        for (int i = 0; i < whole; i += chunk)
+            sums = NAME(multiply_add)(sums, load_items(query + i), load_items(key + i));
+        for (int i = whole; i < dim; i++) rest += UP(query[i]) * UP(key[i]);
+        scores[j] = (sum_of(sums) + rest) * scaling;
     }
     float largest = scores[0], total = 0;
 #pragma omp simd reduction(max : largest)
@@ -171,18 +164,45 @@ INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *
         scores[j] = fast_exp(scores[j] - largest);
         total += scores[j];
     }
-    for (int i = 0; i < dim; i++) sums[i] = 0;
-    for (int64_t j = 0; j < num_keys; j++) {
-        const T *value = values + j * dim;
-        NAME(prefetch)(value + ahead, dim);
-        float weight = scores[j];
-#pragma omp simd
-        for (int i = 0; i < dim; i++) sums[i] += weight * UP(value[i]);
+    for (int start = 0; start < whole; start += 4 * chunk) { /* what is summed stays in registers */
+        const int count = (whole - start < 4 * chunk ? whole - start : 4 * chunk) / chunk;
+        floats sums[4][ITEM] = {0};
+        for (int64_t j = 0; j < num_keys; j++) {
+            const T *value = values + j * dim + start;
+            if (start == 0) NAME(prefetch)(value + ahead, dim);
+#pragma GCC unroll 4
+            for (int c = 0; c < count; c++) {
+                floats parts[ITEM];
+                NAME(split)(load_items(value + c * chunk), parts);
+                for (int p = 0; p < ITEM; p++) sums[c][p] += scores[j] * parts[p];
+            }
+        }
+        for (int c = 0; c < count; c++)
+            for (int i = 0; i < chunk; i++) out[start + c * chunk + i] = DOWN(sums[c][i % ITEM][i / ITEM] / total);
     }
-    for (int i = 0; i < dim; i++) out[i] = DOWN(sums[i] / total);
+    for (int i = whole; i < dim; i++) {
+        float sum = 0;
+        for (int64_t j = 0; j < num_keys; j++) sum += scores[j] * UP(values[j * dim + i]);
+        out[i] = DOWN(sum / total);
+    }
 }
 
-/* Put each row's new key and value behind those in the cache, then attend to all.
+/* Put a new key and value behind the first `end` of a row's cache (capacity, dim), then attend to all with `group` heads:
+ * queries and out (group, dim). */
+static void NAME(append_and_attend_one)(const T *queries, const T *key, const T *value, T *keys, T *values, T *out,
+                                        float *scores, int64_t end, int64_t group, int64_t capacity, int64_t dim,
+                                        float scaling) {
+    memcpy(keys + end * dim, key, dim * sizeof(T));
+    memcpy(values + end * dim, value, dim * sizeof(T));
+    for (int64_t head = 0; head < group; head++) {
+#define ATTEND(DIM) \
+    NAME(attend_one)(queries + head * dim, keys, values, out + head * dim, scores, end + 1, DIM, scaling, capacity * dim)
+        WITH_CONSTANT_DIM(dim, ATTEND)
+#undef ATTEND
+    }
+}
+
+/* append_and_attend_one for every row and key-value head.
  * query, out (rows, heads, dim); key, value (rows, kv_heads, dim); all but out with a row stride;
  * keys, values (rows, kv_heads, capacity, dim); ends (rows,): tokens in the cache before this one. */
 void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *keys, T *values, const int64_t *ends,
@@ -195,18 +215,11 @@ void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *ke
         float *scores = malloc((longest + LANES) * sizeof(float));
 #pragma omp for schedule(dynamic, 8)
         for (int64_t task = 0; task < rows * kv_heads; task++) {
-            int64_t row = task / kv_heads, kv = task % kv_heads, end = ends[row];
-            const T *queries = query + row * query_stride + kv * group * dim;
-            T *own_keys = keys + task * capacity * dim, *own_values = values + task * capacity * dim;
-            memcpy(own_keys + end * dim, key + row * key_stride + kv * dim, dim * sizeof(T));
-            memcpy(own_values + end * dim, value + row * value_stride + kv * dim, dim * sizeof(T));
-            for (int64_t head = 0; head < group; head++) {
-                T *to = out + (task * group + head) * dim;
-#define ATTEND(DIM) \
-    NAME(attend_one)(queries + head * dim, own_keys, own_values, to, scores, end + 1, DIM, scaling, capacity * dim)
-                WITH_CONSTANT_DIM(dim, ATTEND)
-#undef ATTEND
-            }
+            int64_t row = task / kv_heads, kv = task % kv_heads, place = task * capacity * dim;
+            NAME(append_and_attend_one)(query + row * query_stride + kv * group * dim,
+                                        key + row * key_stride + kv * dim, value + row * value_stride + kv * dim,
+                                        keys + place, values + place, out + task * group * dim, scores, ends[row],
+                                        group, capacity, dim, scaling);
         }
         free(scores);
     }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridflow.observability import get_logger
 
-SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "kernels_of_type.h")]
+SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "kernels_of_type.h", "decoder_of_type.h")]
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 X86_FLAGS = ("-march=native", "-mprefer-vector-width=512")
 OTHER_FLAGS = ("-mcpu=native",)
@@ -29,7 +29,7 @@ BUILD_TIMEOUT_S = 120
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _enabled = True
-_functions: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
+_functions: dict[tuple[str, torch.dtype], Callable[..., int]] = {}
 logger = get_logger(__name__)
 
 
@@ -44,18 +44,22 @@ def serves(x: Tensor) -> bool:
     return _enabled and x.device.type == "cpu" and x.dtype in _SUFFIXES and _library() is not None
 
 
-def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float) -> None:
-    """Call a kernel of this element type. Tensors go as pointers: the caller answers for shapes and contiguity."""
+def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> int:
+    """Call a kernel of this element type. Tensors go as pointers: the caller answers for shapes and contiguity.
+
+    Arguments keep the types of the first call, but for None, which is a pointer to nothing. What it returns is an
+    integer where the kernel returns one.
+    """
     function = _functions.get((name, dtype)) or _function(name, dtype, arguments)
-    function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
+    return function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
 
 
-def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float, ...]) -> Callable[..., None]:
+def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float | None, ...]) -> Callable[..., int]:
     """The kernel, told the types of its arguments once."""
     function = getattr(_library(), f"{name}_{_SUFFIXES[dtype]}")
     types = {int: ctypes.c_int64, float: ctypes.c_float}
     function.argtypes = [types.get(type(argument), ctypes.c_void_p) for argument in arguments]
-    function.restype = None
+    function.restype = ctypes.c_int64
     _functions[name, dtype] = function
     return function
 
@@ -67,7 +71,7 @@ def _library() -> ctypes.CDLL | None:
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
         path = _cached(compiler)
         if path is not None:
-            return ctypes.CDLL(str(path))
+            return _load(path, compiler)
         with tempfile.TemporaryDirectory() as directory:
             return ctypes.CDLL(str(_compile(compiler, Path(directory) / "kernels.so")))
     except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last: CC that no shell could read
@@ -78,6 +82,15 @@ def _library() -> ctypes.CDLL | None:
             " ".join(output.split())[:200],
         )
         return None
+
+
+def _load(path: Path, compiler: list[str]) -> ctypes.CDLL:
+    """The library in the cache, built once more if it is broken."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_cached(compiler) or path))
 
 
 def _cached(compiler: list[str]) -> Path | None:

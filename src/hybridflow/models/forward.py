@@ -3,8 +3,8 @@
     tokens ──embed──> ┌ norm ─ projections ─ rotary ─ attention (the plan's) ─┐+ ┌ norm ─ gated MLP ┐+ ──> norm ─> head
                       └───────────────────────── each layer ──────────────────┘  └──────────────────┘
 
-The fused pass reads the same parameters and computes the same mathematics as the model's own; training and generation
-both use it.
+The fused pass reads the same parameters and computes the same mathematics as the model's own, for learning and for
+prompts. On a CPU one token more for each row is a single call of the compiled decoder.
 """
 
 from typing import Any, Protocol
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hybridflow.kernels import rms_norm, rotary, silu_mul
+from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
 from hybridflow.models.attention import AttentionPlan
-from hybridflow.models.packed_weights import PackedWeights
+from hybridflow.models.decoder import decoder_of
+from hybridflow.models.kv_cache import DecodePlan
+from hybridflow.models.support import has_angles_of_length
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
 """By `model_type`: pre-norm layers of full attention with rotary embeddings and a gated SiLU, biases where they are."""
@@ -39,8 +41,15 @@ class Forward(Protocol):
         """
         ...
 
+    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+        """Logits (rows, vocabulary) of what follows tokens (rows,), which come next in the rows of the plan.
+
+        Their keys and values are added to its cache. No gradient.
+        """
+        ...
+
     def pack_weights(self) -> None:
-        """Copy the weights into the layout that is fastest to generate with; passes without gradient read the copy.
+        """Copy the weights into the layout that is fastest to decode with; `decode` reads the copy.
 
         Call it again when the weights have changed.
         """
@@ -77,6 +86,9 @@ class OwnForward:
         logits = self.model(input_ids, **arguments).logits
         return logits if logits_to_keep is None else logits[:, logits_to_keep]
 
+    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+        return _decode(self, tokens, plan)
+
     def pack_weights(self) -> None: ...
 
     def drop_packed_weights(self) -> None: ...
@@ -91,14 +103,20 @@ class FusedForward:
         self._head: Any = model.lm_head if _is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._packed: PackedWeights | None = None
+        self._decoder: Decoder | None = None
 
     def pack_weights(self) -> None:
-        self._packed = None  # its memory first
-        self._packed = PackedWeights.of(self._body, self._head, self._epsilon)
+        self._decoder = None  # its memory first
+        self._decoder = decoder_of(self._body, self._head, self._epsilon)
 
     def drop_packed_weights(self) -> None:
-        self._packed = None
+        self._decoder = None
+
+    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+        if self._decoder is None:
+            return _decode(self, tokens, plan)
+        cache, angles = plan.cache, self._angles_up_to(plan.longest)
+        return self._decoder(tokens, plan.ends, plan.longest, cache.keys, cache.values, *angles)
 
     def __call__(
         self,
@@ -110,22 +128,18 @@ class FusedForward:
     ) -> Tensor:
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
-        packed = None if torch.is_grad_enabled() else self._packed
         recompute = self.model.training  # as the models of transformers do: nothing else depends on the mode
         hidden = self._body.embed_tokens(input_ids).flatten(0, 1)
         for index in range(len(self._body.layers)):
             arguments = (index, hidden, cos, sin, attention_plan, batch)
-            if packed:
-                hidden = packed.layers[index](*arguments)
-            elif recompute:
+            if recompute:
                 hidden = checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = self._layer(*arguments)
         if logits_to_keep is not None:
             hidden = hidden.view(batch, tokens, -1)[:, logits_to_keep].flatten(0, 1)
         hidden = self._norm(hidden, self._body.norm)
-        logits = packed.head(hidden) if packed else self._head(hidden)
-        return logits.view(batch, -1, self._head.out_features)
+        return self._head(hidden).view(batch, -1, self._head.out_features)
 
     def _layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
         """One decoder layer on hidden (batch * tokens, width)."""
@@ -149,14 +163,22 @@ class FusedForward:
         return rms_norm(x, module.weight, self._epsilon)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, head_dim / 2) each, from a table that grows with the positions asked for."""
-        needed = int(positions.max()) + 1
-        if self._angles is None or len(self._angles[0]) < needed:
-            size = 1 << (needed - 1).bit_length()
-            dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-            self._angles = _angles(self._body, torch.arange(size, device=positions.device), dtype)
-        cos, sin = self._angles
+        """(tokens, head_dim / 2) each."""
+        cos, sin = self._angles_up_to(int(positions.max()))
         return cos[positions], sin[positions]
+
+    def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
+        """cos and sin (at least position + 1, head_dim / 2), from a table that grows with the positions asked for."""
+        if self._angles is None or len(self._angles[0]) <= position:
+            size = 1 << position.bit_length()
+            dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+            self._angles = _angles(self._body, torch.arange(size, device=self.model.device), dtype)
+        return self._angles
+
+
+def _decode(forward: Forward, tokens: Tensor, plan: DecodePlan) -> Tensor:
+    """As one token each of a batch."""
+    return forward(tokens[:, None], position_ids=plan.ends[:, None], attention_plan=plan)[:, -1]
 
 
 @torch.no_grad()
@@ -181,6 +203,8 @@ def _is_causal_lm(model: PreTrainedModel) -> bool:
 def _is_fusable(model: PreTrainedModel) -> bool:
     config = model.config
     if config.model_type not in FUSED_FAMILIES or config.hidden_act not in ("silu", "swish"):
+        return False
+    if has_angles_of_length(config):
         return False
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)

@@ -22,10 +22,15 @@ def require_supported_config(config: PretrainedConfig) -> None:
     window = getattr(text, "sliding_window", None)
     if window is not None and not layer_types:
         raise ModelError(f"{kind} models with sliding_window={window} are not supported; {USE_INSTEAD}")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        # Its angles depend on the longest sequence of a call: a token's log-prob would depend on its neighbours.
-        raise ModelError(f"{kind} models with rope_type={rope['rope_type']!r} are not supported; {USE_INSTEAD}")
+    if has_angles_of_length(text):
+        rope_type = text.rope_parameters["rope_type"]
+        raise ModelError(f"{kind} models with rope_type={rope_type!r} are not supported; {USE_INSTEAD}")
+
+
+def has_angles_of_length(config: PretrainedConfig) -> bool:
+    """Whether rotary angles depend on the longest sequence of a call, and so a token's log-prob on its neighbours."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("rope_type") in ("dynamic", "longrope")
 
 
 def require_planned_attention(model: PreTrainedModel) -> None:

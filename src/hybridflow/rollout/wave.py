@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from hybridflow.errors import RolloutError
 from hybridflow.models import Forward
+from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
-from hybridflow.rollout.kv_cache import DecodePlan, KVCache, PrefillPlan
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.runtime import uniform
 
@@ -117,13 +117,9 @@ class Wave:
         if not num_old:
             return first[0] if len(first) == 1 else torch.cat(first)
         last = (self._counts[:num_old] - 1)[:, None]
-        lengths = self._cache.lengths[:num_old]
-        logits = self.forward(
-            self._columns["tokens"][:num_old].gather(1, last),
-            position_ids=lengths[:, None],
-            attention_plan=DecodePlan(self._cache, num_old),
-        )[:, -1]
-        lengths += self._is_running[:num_old]
+        tokens = self._columns["tokens"][:num_old].gather(1, last).squeeze(1)
+        logits = self.forward.decode(tokens, DecodePlan(self._cache, num_old))
+        self._cache.lengths[:num_old] += self._is_running[:num_old]
         return torch.cat([logits, *first]) if first else logits
 
     def _finish(self, ended: Tensor, stopped: Tensor | None, *, aborted: bool = False) -> list[Completion]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hybridflow.models import PackedPlan
-from hybridflow.rollout.kv_cache import DecodePlan, KVCache, PrefillPlan
+from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 
 HEADS, KV_HEADS, DIM, SCALING = 4, 2, 3, 0.4
 

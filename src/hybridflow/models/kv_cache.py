@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.kernels import append_and_attend, serves
-from hybridflow.models import PackedPlan
+from hybridflow.models.attention import PackedPlan
 
 
 class KVCache:

@@ -1,0 +1,105 @@
+"""A decoder that makes one token for each row in a single call: between its steps there is no Python to wait for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridflow.kernels.library import call
+from hybridflow.kernels.linear import PackedLinear
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The weights of one pre-norm layer: attention with rotary angles, then the gated MLP.
+
+    `qkv` makes queries, keys and values; the norms of heads (head_dim,) are None where a family has none.
+    """
+
+    norm: Tensor
+    qkv: PackedLinear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: PackedLinear
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    def tensors(self) -> list[Tensor | None]:
+        """In the order of the C struct."""
+        return [
+            *(self.norm, self.qkv.weight, self.qkv.bias, self.query_norm, self.key_norm, self.out.weight),
+            *(self.out.bias, self.mlp_norm, self.gate_up.weight, self.gate_up.bias, self.down.weight, self.down.bias),
+        ]
+
+
+class Decoder:
+    """Embedding (vocabulary, width), layers, last norm and head, of one dtype; `heads` counts those of queries.
+
+    Each step rounds to the dtype as it does where PyTorch computes it.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        norm: Tensor,
+        head: PackedLinear,
+        *,
+        heads: int,
+        head_dim: int,
+        epsilon: float,
+        scaling: float,
+    ) -> None:
+        self._tensors = [tensor for layer in layers for tensor in layer.tensors()]  # alive while their addresses are
+        self._layers = _addresses(self._tensors)
+        self._outer = (embedding, norm, head.weight, head.bias)
+        qkv, mlp, self._vocabulary = layers[0].qkv.out_features, layers[0].down.in_features, head.out_features
+        width = head.in_features
+        self._kv_heads = (qkv // head_dim - heads) // 2
+        self._sizes = (len(layers), width, heads, self._kv_heads, head_dim, mlp, self._vocabulary)
+        self._scratch_size = 2 * width + qkv + heads * head_dim + mlp
+        self._constants = (float(epsilon), float(scaling))
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        ends: Tensor,
+        longest: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """Logits (rows, vocabulary) of what follows `tokens` (rows,), each at position ends (rows,) of its row.
+
+        Their keys and values are added to the cache: by layer (at least rows, kv_heads, capacity, head_dim),
+        contiguous, of which each row has its first `ends`, at most `longest`. cos and sin: (positions, head_dim / 2),
+        float32.
+        """
+        rows, dtype = len(tokens), keys[0].dtype
+        logits = torch.empty(rows, self._vocabulary, dtype=dtype)
+        scratch = torch.empty(rows * self._scratch_size, dtype=dtype)
+        cache = (_addresses(keys), _addresses(values))
+        call(
+            *(
+                "decode",
+                dtype,
+                tokens.contiguous(),
+                ends,
+                self._layers,
+                *self._outer,
+                *cache,
+                cos,
+                sin,
+                scratch,
+                logits,
+            ),
+            *(rows, *self._sizes, keys[0].shape[2], longest, *self._constants),
+        )
+        return logits
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> Tensor:
+    return torch.tensor([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
