@@ -124,3 +124,17 @@ def test_a_weight_that_is_not_contiguous_is_read_by_its_strides():
     torch.testing.assert_close(rms_norm(x, weight, 0.0), weight.expand(2, 8))
     (gradient,) = torch.autograd.grad(rms_norm(x, weight, 0.0).sum(), weight)
     torch.testing.assert_close(gradient, torch.full((8,), 2.0))
+
+
+def test_dtypes_that_differ_and_integer_constants_are_taken_as_pytorch_takes_them():
+    x, half = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.full((4, 8), 0.5)
+    torch.testing.assert_close(silu_mul(x, half.bfloat16()), silu_mul(x, half))
+    torch.testing.assert_close(silu_mul(x, half[:1]), silu_mul(x, half))
+    assert torch.equal(rms_norm(torch.ones(2, 4), torch.ones(4), 0), torch.ones(2, 4))
+    turned = rotary(x.view(4, 2, 4), torch.zeros(4, 2, dtype=torch.float64), torch.ones(4, 2, dtype=torch.float64))
+    torch.testing.assert_close(turned, rotary(x.view(4, 2, 4), torch.zeros(4, 2), torch.ones(4, 4)[:, ::2]))
+
+
+def test_a_weight_of_another_width_is_refused():
+    with pytest.raises(RuntimeError, match="size"):
+        rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6)

@@ -7,6 +7,7 @@ from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import RolloutError
 from hybridflow.models import load_causal_lm
+from hybridflow.models.kv_cache import KVCache
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 
@@ -107,18 +108,32 @@ def test_gradient_checkpointing_of_the_engine_changes_no_token(tiny_model):
     assert generate(EmbeddedRollout(checkpointing.model), wanted) == plain
 
 
-def test_a_prompt_is_computed_once_for_its_group_and_finished_rows_leave(tiny_model):
-    model = load_causal_lm(tiny_model())
-    shapes: list[tuple[int, ...]] = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+def decoded_rows(engine: EmbeddedRollout) -> list[int]:
+    """A list that gets the number of rows of each decoding step."""
+    rows, decode = [], engine._forward.decode
+
+    def recording(tokens, plan):
+        rows.append(len(tokens))
+        return decode(tokens, plan)
+
+    engine._forward.decode = recording
+    return rows
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_prompt_is_computed_once_for_its_group_and_finished_rows_leave(tiny_model, compiled):
+    engine = EmbeddedRollout(load_causal_lm(tiny_model()), pack_weights=compiled)
+    prompts: list[tuple[int, ...]] = []
+    engine.model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: prompts.append(tuple(inputs[0].shape)))
+    rows = decoded_rows(engine)
     sampling = SamplingParams(12, temperature=2.0, stop_token_ids=tuple(range(0, 40, 4)))
-    completions = generate(EmbeddedRollout(model), requests(sampling, group_size=16))
-    assert shapes[0] == (1, 4 + 1 + 3 + 7)
-    assert all(length == 1 for _, length in shapes[1:])
-    rows = [count for count, _ in shapes[1:]]
+    completions = generate(engine, requests(sampling, group_size=16))
+    assert prompts[0] == (1, 4 + 1 + 3 + 7)
+    assert prompts[1:] == ([] if compiled else [(count, 1) for count in rows])
     assert rows == sorted(rows, reverse=True)
     lengths = [len(c.token_ids) for c in completions]
     running = [sum(length > step for length in lengths) for step in range(1, len(rows) + 1)]
+    assert len(rows) == max(lengths) - 1 > 3
     assert all(alive <= count < max(alive / 0.9, alive + 1) + 1 for alive, count in zip(running, rows, strict=True))
 
 
@@ -141,9 +156,8 @@ def test_room_for_no_sequence_is_an_error(tiny_model):
 
 def test_requests_of_different_length_decode_together(tiny_model):
     model = load_causal_lm(tiny_model())
-    engine, rows = EmbeddedRollout(model), []
-    decode = engine._forward.decode
-    engine._forward.decode = lambda tokens, plan: [rows.append(len(tokens)), decode(tokens, plan)][1]
+    engine = EmbeddedRollout(model)
+    rows = decoded_rows(engine)
     wanted = [Request(i, [5, 6 + i], SamplingParams(3 + 4 * i), noise_key=(0, i)) for i in range(3)]
     completions = generate(engine, wanted)
     assert [len(c.token_ids) for c in completions] == [3, 7, 11]
@@ -184,3 +198,106 @@ def test_packed_weights_are_there_while_sequences_run_and_change_no_token(tiny_m
         assert (engine._forward._decoder is not None) == is_packed
         engine.abort(wanted[0].request_id)
         assert engine._forward._decoder is None
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def breaks_at(function, call):
+    """`function`, that raises at its `call`-th call."""
+    calls = iter(range(call))
+
+    def broken(*args, **kwargs):
+        if next(calls, None) is None:
+            raise Broken
+        return function(*args, **kwargs)
+
+    return broken
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_after_an_error_in_a_prompt_the_engine_goes_on_with_the_same_tokens(tiny_model, monkeypatch, call):
+    monkeypatch.setattr("hybridflow.rollout.wave.PREFILL_TOKENS", 4)
+    sampling = [SamplingParams(5), SamplingParams(5, temperature=0.5)]
+    wanted = [Request(i, [3 + i] * (1 + i), sampling[i % 2], 2, (0, i)) for i in range(5)]
+    expected = generate(EmbeddedRollout(load_causal_lm(tiny_model())), wanted)
+    engine = EmbeddedRollout(load_causal_lm(tiny_model()))
+    for request in wanted[:2]:
+        engine.submit(request)
+    engine.step()
+    for request in wanted[2:]:
+        engine.submit(request)
+    append = KVCache.append
+    monkeypatch.setattr(KVCache, "append", breaks_at(append, call))
+    with pytest.raises(Broken):
+        engine.step()
+    monkeypatch.setattr(KVCache, "append", append)
+    done = []
+    while engine.has_unfinished():
+        engine.step()
+        done += engine.finished()
+    done.sort(key=lambda c: (c.request_id, c.index))
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
+    for mine, theirs in zip(done, expected, strict=True):
+        assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
+
+
+def test_an_error_in_one_wave_loses_nothing_of_another(tiny_model):
+    engine = EmbeddedRollout(load_causal_lm(tiny_model()))
+    engine.submit(Request(0, [5], SamplingParams(2)))
+    engine.submit(Request(1, [5], SamplingParams(2, temperature=0.5)))
+    engine.step()
+    decode = engine._forward.decode
+    engine._forward.decode = breaks_at(decode, 1)
+    with pytest.raises(Broken):
+        engine.step()
+    (first,) = engine.finished()
+    assert (first.request_id, len(first.token_ids)) == (0, 2)
+    engine._forward.decode = decode
+    engine.step()
+    (second,) = engine.finished()
+    assert (second.request_id, len(second.token_ids)) == (1, 2)
+    assert not engine.has_unfinished()
+
+
+def test_a_call_that_failed_leaves_the_engine_idle(tiny_model):
+    engine = EmbeddedRollout(load_causal_lm(tiny_model()))
+    wanted = requests(SamplingParams(6))
+    expected = generate(engine, wanted)
+    decode = engine._forward.decode
+    engine._forward.decode = breaks_at(decode, 2)
+    with pytest.raises(Broken):
+        generate(engine, wanted)
+    assert not engine.has_unfinished()
+    engine._forward.decode = decode
+    assert generate(engine, wanted) == expected
+
+
+def test_weights_that_diverged_and_came_back_cost_no_token(tiny_model):
+    model = load_causal_lm(tiny_model())
+    engine, request = EmbeddedRollout(model), Request(0, [5, 6], SamplingParams(6))
+    expected = generate(engine, [request])[0].token_ids
+    good = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    bad = {name: torch.full_like(weight, torch.nan) for name, weight in good.items()}
+    engine.submit(request)
+    for step in range(6):
+        if step == 3:
+            engine.load_weights(bad.items(), version=1)
+            with pytest.raises(RolloutError, match="not finite"):
+                engine.step()
+            engine.load_weights(good.items(), version=2)
+        engine.step()
+    assert engine.finished()[0].token_ids == expected
+
+
+def test_weights_that_are_not_contiguous_generate_the_same(tiny_model):
+    model = load_causal_lm(tiny_model())
+    request = Request(0, [5, 6], SamplingParams(8, temperature=0))
+    expected = generate(EmbeddedRollout(model), [request])[0]
+    strided = {name: x.detach().T.contiguous().T if x.dim() == 2 else x for name, x in model.named_parameters()}
+    engine = EmbeddedRollout(load_causal_lm(tiny_model(seed=1)))
+    engine.load_weights(strided.items(), version=0)
+    completion = generate(engine, [request])[0]
+    assert completion.token_ids == expected.token_ids
+    assert completion.log_probs == pytest.approx(expected.log_probs, abs=1e-5)

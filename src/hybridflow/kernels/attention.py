@@ -23,7 +23,7 @@ def append_and_attend(
     query, key, value = (x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (query, key, value))
     out = torch.empty(query.shape, dtype=query.dtype)
     sizes = (rows, heads, kv_heads, dim, capacity, longest + 1, query.stride(0), key.stride(0), value.stride(0))
-    call("append_and_attend", query.dtype, query, key, value, keys, values, ends, out, *sizes, scaling)
+    call("append_and_attend", query.dtype, query, key, value, keys, values, ends, out, *sizes, float(scaling))
     return out
 
 
@@ -35,7 +35,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequenc
     that long sequences want. Only for tensors that `serves` approves.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    return _CausalAttention.apply(query, key, value, starts, max(lengths), scaling)
+    return _CausalAttention.apply(query, key, value, starts, max(lengths), float(scaling))
 
 
 class _CausalAttention(torch.autograd.Function):

@@ -13,7 +13,7 @@ ROW_CHUNKS = 64
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + epsilon) over the last axis (Zhang and Sennrich, 2019); x (..., width)."""
-    if serves(x) and weight.dtype == x.dtype:
+    if serves(x) and weight.dtype == x.dtype and weight.shape == x.shape[-1:]:
         return _RMSNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _normed(x, weight, epsilon)[1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
@@ -24,7 +24,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos and sin: (tokens, dim / 2), float32, or float64 with x in float64.
     """
-    if serves(x):
+    if serves(x) and cos.dtype == sin.dtype == torch.float32:
         return _Rotary.apply(x, cos, sin) if torch.is_grad_enabled() else _turned(x, cos, sin, 1.0)
     first, second = x.to(cos.dtype).chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
@@ -33,7 +33,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, 2020), for equal shapes."""
-    if serves(gate):
+    if serves(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         return _SiluMul.apply(gate, up) if torch.is_grad_enabled() else _gated(gate, up)
     return silu(gate) * up
 
@@ -44,13 +44,14 @@ def _normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, 
     width = x.shape[-1]
     rows = x.numel() // width
     out, inverse_rms = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-    call("rms_norm", x.dtype, x, weight, out, inverse_rms, rows, width, epsilon)
+    call("rms_norm", x.dtype, x, weight, out, inverse_rms, rows, width, float(epsilon))
     return x, out, inverse_rms
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
+    cos, sin = cos.contiguous(), sin.contiguous()
     call("rotary", x.dtype, x, out, cos, sin, *x.shape, x.stride(0), x.stride(1), direction)
     return out
 

@@ -118,6 +118,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _compile(compiler: list[str], output: Path) -> Path:
+    logger.info("compiling the CPU kernels, which takes some seconds")
     command = [*compiler, *_flags(), str(SOURCES[0]), "-o", str(output), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
     output.chmod(0o700)  # whatever the umask: a file that others can write would not be trusted

@@ -33,9 +33,10 @@ class KVCache:
         capacity = max(capacity, self.capacity)
         places = _Places(prompts.lengths, source, first_row=len(self.lengths))
         layers = range(len(prompts.keys))
-        self.keys = [self._grown(self.keys, i, prompts.keys[i], places, capacity) for i in layers]
-        self.values = [self._grown(self.values, i, prompts.values[i], places, capacity) for i in layers]
-        self.lengths = torch.cat([self.lengths, places.lengths])
+        compiled = all(_is_compiled(prompts.keys[i], prompts.values[i]) for i in layers)
+        keys = [self._grown(self.keys, i, prompts.keys[i], places, capacity, compiled) for i in layers]
+        values = [self._grown(self.values, i, prompts.values[i], places, capacity, compiled) for i in layers]
+        self.keys, self.values, self.lengths = keys, values, torch.cat([self.lengths, places.lengths])
 
     def keep(self, rows: Tensor) -> None:
         """Drop every row that is not listed; row i is now what row rows[i] was. Only rows that move are copied."""
@@ -48,10 +49,14 @@ class KVCache:
                 storage[layer] = x[: len(rows)]
         self.lengths = self.lengths[rows]
 
-    def _grown(self, storage: list[Tensor], layer: int, packed: Tensor, places: "_Places", capacity: int) -> Tensor:
+    def _grown(
+        self, storage: list[Tensor], layer: int, packed: Tensor, places: "_Places", capacity: int, compiled: bool
+    ) -> Tensor:
         """The rows of a layer, then those that start from `packed` (tokens, kv_heads, dim) at `places`."""
         heads, dim = packed.shape[1:]
-        grown = _room(packed, (places.first_row + len(places.lengths), heads, capacity, dim))
+        shape = (places.first_row + len(places.lengths), heads, capacity, dim)
+        # In PyTorch's own attention a weight of 0 times what nobody wrote must be 0.
+        grown = packed.new_empty(shape) if compiled else packed.new_zeros(shape)
         if storage and places.first_row:
             used = int(self.lengths.max())
             grown[: places.first_row, :, :used] = storage[layer][:, :, :used]
@@ -74,9 +79,9 @@ class _Places:
         self.rows = first_row + row
 
 
-def _room(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory for keys or values. A weight of 0 times what nobody wrote must be 0 where attention is PyTorch's own."""
-    return like.new_empty(shape) if serves(like) else like.new_zeros(shape)
+def _is_compiled(keys: Tensor, values: Tensor) -> bool:
+    """Whether a compiled kernel attends to these, which reads nothing that was not written."""
+    return serves(keys) and keys.shape[-1] == values.shape[-1]
 
 
 class PrefillPlan:
@@ -113,7 +118,7 @@ class DecodePlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-        if serves(query) and query.shape[-1] == value.shape[-1]:
+        if _is_compiled(key, value):
             out = append_and_attend(query, key, value, keys, values, self.ends, self.longest, scaling)
             return out.unsqueeze(1)
         return self._attend_by_products(query, key, value, keys, values, scaling).unsqueeze(1)

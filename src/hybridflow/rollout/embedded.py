@@ -59,7 +59,12 @@ class EmbeddedRollout:
             self._forward.pack_weights()
             self._is_packed = True
         self._admit()
-        self._finish([done for wave in self._running for done in wave.advance(self.version)])
+        done: list[Completion] = []
+        try:
+            for wave in self._running:
+                done += wave.advance(self.version)
+        finally:  # an error in one wave loses nothing of another
+            self._finish(done)
 
     def finished(self) -> list[Completion]:
         done, self._finished = self._finished, []
@@ -97,16 +102,20 @@ class EmbeddedRollout:
         """Start waiting requests that fit, in order; those that draw alike, to whatever length, share a wave."""
         room = self.max_running_sequences - sum(wave.num_running for wave in self._running)
         admitted: dict[SamplingParams, list[Request]] = {}  # by what is equal in a wave
-        while self._waiting and self._waiting[0].group_size <= room:
-            request = self._waiting.popleft()
+        for request in self._waiting:
             room -= request.group_size
+            if room < 0:
+                break
             admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
         for sampling, requests in admitted.items():
             wave = next((wave for wave in self._running if wave.sampling == sampling), None)
-            if wave is None:
-                wave = Wave(self._forward, self.model.device, self.model.dtype, sampling)
-                self._running.append(wave)
+            is_new = wave is None
+            wave = wave or Wave(self._forward, self.model.device, self.model.dtype, sampling)
             wave.admit(requests)
+            if is_new:
+                self._running.append(wave)
+            started = {request.request_id for request in requests}
+            self._waiting = deque(request for request in self._waiting if request.request_id not in started)
 
     def _finish(self, completions: list[Completion]) -> None:
         """Hand over what one step, or an abort, finished."""
