@@ -114,7 +114,7 @@ def step_flops(model: Path) -> float:
     assert shape is not None, "models.py writes models whose shape is known"
     new_tokens = [task.NEW_TOKENS] * (task.PROMPTS_PER_STEP * task.GROUP_SIZE)
     generation = generation_flops(shape, task.PROMPT_LEN, new_tokens, task.GROUP_SIZE)
-    return generation + update_flops(shape, task.PROMPT_LEN, new_tokens)
+    return generation + update_flops(shape, task.PROMPT_LEN, new_tokens, task.GROUP_SIZE)
 
 
 def _medians(side: Side, results: list[dict[str, Any]], limit_s: float) -> Step:

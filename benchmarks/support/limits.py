@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hybridflow.models import DTYPES
-from hybridflow.observability import DecoderShape, forward_flops, training_flops
+from hybridflow.observability import DecoderShape, forward_flops
 from hybridflow.runtime import measure_peak_flops
 
 PEAK_SIZES = (1024, 2048)
@@ -29,8 +29,8 @@ class Peaks:
 def generation_flops(shape: DecoderShape, prompt_len: int, new_tokens: Sequence[int], group_size: int = 1) -> float:
     """Forward FLOPs that generation needs. `new_tokens`: one length for each response.
 
-    Each `group_size` responses share a prompt, which is computed once. Logits are needed where a token is drawn, and
-    the last token of a response is never read.
+    Each `group_size` responses share a prompt, which need be computed only once. Logits are needed where a token is
+    drawn, and the last token of a response is never read.
     """
     body = _without_lm_head(shape)
     whole = forward_flops(body, _positions_read(prompt_len, new_tokens))
@@ -38,10 +38,9 @@ def generation_flops(shape: DecoderShape, prompt_len: int, new_tokens: Sequence[
     return whole - num_repeated_prompts * forward_flops(body, [prompt_len]) + _lm_head_flops(shape, sum(new_tokens))
 
 
-def update_flops(shape: DecoderShape, prompt_len: int, new_tokens: Sequence[int]) -> float:
-    """FLOPs of a forward and a backward pass over prompts and responses, with logits of response tokens only."""
-    body = training_flops(_without_lm_head(shape), _positions_read(prompt_len, new_tokens))
-    return body + 3.0 * _lm_head_flops(shape, sum(new_tokens))
+def update_flops(shape: DecoderShape, prompt_len: int, new_tokens: Sequence[int], group_size: int = 1) -> float:
+    """FLOPs that a forward and a backward pass need: of the same positions, a backward pass being two forward ones."""
+    return 3.0 * generation_flops(shape, prompt_len, new_tokens, group_size)
 
 
 def _without_lm_head(shape: DecoderShape) -> DecoderShape:

@@ -22,6 +22,7 @@ def build_engine() -> "Callable[..., TorchEngine]":
         dtype: Literal["float32", "bfloat16", "float64"] = "float32",
         max_tokens: int = 1000,
         packing: bool = True,
+        share_prompts: bool = True,
         gradient_checkpointing: bool = False,
         learns: bool = True,
         total_updates: int = 1,
@@ -35,7 +36,7 @@ def build_engine() -> "Callable[..., TorchEngine]":
             str(directory),
             head,
             model=ModelConfig(path=str(directory), dtype=dtype, gradient_checkpointing=gradient_checkpointing),
-            memory=MemoryConfig(max_tokens_per_micro_batch=max_tokens, packing=packing),
+            memory=MemoryConfig(max_tokens_per_micro_batch=max_tokens, packing=packing, share_prompts=share_prompts),
             optimizer=OptimizerConfig(**({"lr": 0.01} | optimizer)) if learns else None,
             total_updates=total_updates,
         )

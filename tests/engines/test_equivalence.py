@@ -1,7 +1,7 @@
 """Loss, gradient norm and every parameter after three optimizer steps are the same however a mini-batch is computed.
 
-In float64 throughout, to a relative error of 1e-10: any budget of tokens, packed or padded, with activations
-recomputed or kept, and as a plain loop over rows through the stock attention.
+In float64 throughout, to a relative error of 1e-10: any budget of tokens, packed or padded, prompts shared or not, with
+activations recomputed or kept, and as a plain loop over rows through the stock attention.
 """
 
 from dataclasses import dataclass
@@ -57,6 +57,17 @@ def rows(rollout_rows) -> DataProto:
         "returns": noise(1.0),
     }
     return batch.union(DataProto.from_dict(columns))
+
+
+@pytest.fixture(scope="module")
+def groups(rows) -> DataProto:
+    """The same, where three prompts have two to four responses each, not all neighbours."""
+    columns = rows.batch.clone()
+    prompt_len = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
+    for row, same_as in ((3, 0), (5, 0), (9, 0), (8, 2), (7, 6)):
+        for name in ("input_ids", "attention_mask"):
+            columns[name][row, :prompt_len] = columns[name][same_as, :prompt_len]
+    return DataProto.from_dict(dict(columns))
 
 
 def config_of(aggregation: str) -> Config:
@@ -127,6 +138,19 @@ def test_any_split_gives_the_same_training(engine_of, rows, head, aggregation):
         engine = engine_of(head, max_tokens=max_tokens, packing=packing, gradient_checkpointing=checkpointing)
         error = relative_error(train(engine, aggregation, rows), reference)
         assert error <= TOLERANCE, (max_tokens, packing, checkpointing)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_prompt_shared_by_its_responses_gives_the_same_training(engine_of, groups, head):
+    reference = train(engine_of(head, packing=False), "token-mean", groups)
+    for max_tokens, checkpointing in ((12, False), (24, False), (1000, False), (24, True)):
+        for share_prompts in (True, False):
+            options = {"max_tokens": max_tokens, "gradient_checkpointing": checkpointing}
+            engine = engine_of(head, share_prompts=share_prompts, **options)
+            assert relative_error(train(engine, "token-mean", groups), reference) <= TOLERANCE, options
+    result = engine_of(head).update(groups, loss_of(head, "token-mean", groups), with_entropy=True)
+    assert result.saved_share > 0.1
+    assert result.padding_share == 0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

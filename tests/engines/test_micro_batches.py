@@ -46,3 +46,21 @@ def test_a_row_longer_than_the_budget_names_itself_and_the_fix():
 def test_a_row_without_tokens_is_an_error():
     with pytest.raises(BatchError, match="row 2 has no tokens"):
         planned([3, 4, 0], 10, packing=True)
+
+
+def test_rows_of_one_prompt_are_neighbours_and_their_prompt_counts_once():
+    lengths, families, shared = (torch.tensor(x) for x in ([7, 5, 6, 9, 6], [0, 1, 0, 1, 2], [4, 4, 4, 4, 5]))
+    arguments = {"packing": True, "families": families, "shared": shared}
+
+    def rows(max_tokens: int) -> list[list[int]]:
+        return [part.tolist() for part in plan_micro_batches(lengths, max_tokens, **arguments)]
+
+    assert rows(100) == [[4, 2, 0, 1, 3]]  # families in order of their longest
+    assert rows(15) == [[4, 2, 0], [1, 3]]  # 6 + 6 + 3 and 5 + 5
+    assert rows(14) == [[4, 2], [0, 1], [3]]  # a prompt is computed again where its rows part
+
+
+def test_rows_of_different_prompts_are_planned_as_without_families():
+    lengths = torch.randint(1, 9, (50,), generator=torch.Generator().manual_seed(0))
+    alone = plan_micro_batches(lengths, 20, packing=True, families=torch.arange(50), shared=lengths - 1)
+    assert [part.tolist() for part in alone] == planned(lengths.tolist(), 20, packing=True)

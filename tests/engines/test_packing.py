@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from hybridflow.engines.packing import pack, pad, sequence_lengths
+from hybridflow.engines.packing import pack, pad, prompt_families, sequence_lengths
 from hybridflow.errors import BatchError
-from hybridflow.models import PackedPlan, PaddedPlan
+from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan
 from hybridflow.protocol import DataProto
 
 # Prompts 11 12 | 13 14 15 | 16, responses 21 22 | 23 | none.
@@ -93,3 +93,55 @@ def test_lengths_count_real_tokens():
 def test_a_counted_token_that_nothing_predicts_is_an_error(arrange, attention_mask, response_mask):
     with pytest.raises(BatchError, match="row 0: response_mask counts a token that attention_mask calls padding, or"):
         arrange(with_masks(attention_mask, response_mask))
+
+
+# Prompts 11 12 13 | the same | 11 12 | the same | 14 | the same, responses 21 22 | 23 | 24 | none | 25 | 26.
+GROUPS = DataProto.from_dict(
+    {
+        "input_ids": torch.tensor(
+            [[11, 12, 13, 21, 22], [11, 12, 13, 23, 0], [0, 11, 12, 24, 0], [7, 11, 12, 0, 0]]
+            + [[0, 0, 14, 25, 0], [0, 0, 14, 26, 0]]
+        ),
+        "attention_mask": torch.tensor(
+            [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 0, 0]] + 2 * [[0, 0, 1, 1, 0]]
+        ),
+        "response_mask": torch.tensor(
+            [[True, True], [True, False], [True, False], [False, False], [True, False], [True, False]]
+        ),
+    }
+)
+
+
+def test_neighbours_share_their_prompt_but_for_its_last_token():
+    packed = pack(GROUPS)
+    assert packed.input_ids.tolist() == [[11, 12, 13, 21, 22, 13, 23, 11, 12, 24, 12, 14, 25, 14, 26]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 1, 0, 1, 0, 1]]
+    assert packed.plan == SharedPromptPlan(((2, 3, 2), (1, 2, 1), (2,), (2,)))
+    assert packed.positions.tolist() == [2, 3, 5, 8, 11, 13]
+    assert packed.labels.tolist() == [21, 22, 23, 24, 25, 26]
+    assert (packed.num_tokens, packed.num_computed_tokens, packed.num_padding_tokens) == (18, 15, 0)
+
+
+def test_prompts_that_are_not_shared_are_packed_whole():
+    packed = pack(GROUPS, share_prompts=False)
+    assert packed.plan == PackedPlan(((1, 5), (1, 4), (1, 3), (3, 2)))
+    assert packed.num_computed_tokens == 18
+    assert pack(GROUPS.select_idxs([0, 2, 1])).plan == PackedPlan(((1, 5), (1, 3), (1, 4)))  # no neighbours
+
+
+def test_rows_with_one_prompt_are_a_family():
+    families, shared = prompt_families(GROUPS)
+    assert families.tolist() == [0, 0, 1, 1, 2, 2]
+    assert shared.tolist() == [2, 2, 1, 1, 0, 0]
+
+
+def test_a_row_without_a_prompt_shares_nothing():
+    rows = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor([[0, 5, 6], [0, 5, 7]]),
+            "attention_mask": torch.tensor([[0, 1, 1]] * 2),
+            "response_mask": torch.tensor([[False, True]] * 2),
+        }
+    )
+    assert pack(rows).input_ids.tolist() == [[5, 6, 5, 7]]
+    assert pack(rows).positions.tolist() == [0, 2]

@@ -31,7 +31,7 @@ def test_packed_attention_and_its_gradients_equal_one_sequence_at_a_time(heads, 
     inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
     weights = draw(tokens, heads, dim, dtype=dtype, seed=9)
     leaves = [x.requires_grad_() for x in inputs]
-    ours = causal_attention(*leaves, lengths, 0.3)
+    ours = causal_attention(*leaves, [[length] for length in lengths], 0.3)
     exact = exact_attention(*leaves, lengths, 0.3)
     pairs = [(ours.detach(), exact.detach())]
     pairs += list(
@@ -43,6 +43,33 @@ def test_packed_attention_and_its_gradients_equal_one_sequence_at_a_time(heads, 
     )
     for mine, theirs in pairs:
         assert mine.dtype == dtype
+        assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+def test_branches_of_a_trunk_equal_sequences_that_repeat_it(heads, kv_heads, dim, dtype):
+    families = [[17, 3, 1, 20], [1, 2, 2], [5], [16, 16]]
+    tokens = sum(map(sum, families))
+    inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
+    leaves = [x.requires_grad_() for x in inputs]
+    weights = draw(tokens, heads, dim, dtype=dtype, seed=9)
+    repeated, lengths, counted, start = [], [], [], 0
+    for trunk, *branches in families:
+        place = start + trunk
+        for i, branch in enumerate(branches or [0]):
+            repeated += [*range(start, start + trunk), *range(place, place + branch)]
+            lengths.append(trunk + branch)
+            counted += [i == 0] * trunk + [True] * branch
+            place += branch
+        start = place
+    ours = causal_attention(*leaves, families, 0.3)
+    exact = exact_attention(*(x[repeated] for x in leaves), lengths, 0.3)[counted]
+    order = [token for token, is_counted in zip(repeated, counted, strict=True) if is_counted]
+    grads = torch.autograd.grad(ours, leaves, weights)
+    exact_grads = torch.autograd.grad(exact, leaves, weights[order].double())
+    assert float((ours[order].detach().double() - exact.detach()).norm() / exact.detach().norm()) < TOLERANCE[dtype]
+    for mine, theirs in zip(grads, exact_grads, strict=True):
         assert float((mine.double() - theirs.double()).norm() / theirs.double().norm()) < TOLERANCE[dtype]
 
 
@@ -78,20 +105,20 @@ def test_a_large_score_neither_overflows_nor_loses_the_rest():
     query, key = torch.full((2, 1, 16), 30.0), torch.full((2, 1, 16), 30.0)
     key[0] = 0
     value = torch.stack([torch.zeros(1, 16), torch.ones(1, 16)])
-    torch.testing.assert_close(causal_attention(query, key, value, [2], 1.0), value)
+    torch.testing.assert_close(causal_attention(query, key, value, [[2]], 1.0), value)
 
 
 def test_bits_do_not_depend_on_the_number_of_threads_or_on_the_neighbours():
-    lengths = [30, 7, 45]
+    families = [[30], [7], [35, 4, 6]]
     query, key, value = (draw(82, 4, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        single = causal_attention(query, key, value, lengths, 0.2)
+        single = causal_attention(query, key, value, families, 0.2)
         torch.set_num_threads(2)
-        double = causal_attention(query, key, value, lengths, 0.2)
+        double = causal_attention(query, key, value, families, 0.2)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(single, double)
-    alone = causal_attention(query[30:37], key[30:37], value[30:37], [7], 0.2)
+    alone = causal_attention(query[30:37], key[30:37], value[30:37], [[7]], 0.2)
     assert torch.equal(alone, single[30:37])

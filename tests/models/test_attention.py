@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import ModelError
-from hybridflow.models import PackedPlan, PaddedPlan, load_causal_lm
+from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan, load_causal_lm
 
 SCALING = 0.3
 
@@ -49,6 +49,26 @@ def test_a_packed_sequence_attends_to_itself_alone(lengths, kv_heads):
         expected = by_hand(query[0, :, own], key[0, :, own], value[0, :, own])
         torch.testing.assert_close(out[0, own], expected, rtol=1e-12, atol=1e-14)
         start += length
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("short", [512, 4, 1])
+def test_a_branch_attends_to_its_trunk_and_to_itself(monkeypatch, short, kv_heads, dtype):
+    monkeypatch.setattr("hybridflow.models.shared_prompts.SHORT", short)
+    families = ((3, 1, 2), (2,), (1, 4, 1, 1))
+    query, key, value = random_layer(sum(map(sum, families)), kv_heads, dtype)
+    out = SharedPromptPlan(families).attend(0, query, key, value, SCALING)
+    tolerance = {"rtol": 1e-12, "atol": 1e-14} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    start = 0
+    for trunk, *branches in families:
+        place = start + trunk
+        for branch in branches or [0]:
+            own = [*range(start, start + trunk), *range(place, place + branch)]
+            expected = by_hand(*(x[0, :, own].double() for x in (query, key, value)))
+            torch.testing.assert_close(out[0, own].double(), expected, **tolerance)
+            place += branch
+        start = place
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

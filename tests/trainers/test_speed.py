@@ -81,9 +81,11 @@ def test_a_prompt_is_computed_once_for_its_group():
             "group_ids": torch.tensor([0, 0, 0]),
         }
     )
-    speed = Speedometer({"actor": Learner(1, SHAPE)}, 1e6).read({"timing_s/step": 1.0, "timing_s/gen": 1.0}, batch)
+    times = {"timing_s/step": 1.0, "timing_s/gen": 1.0, "timing_s/update_actor": 1.0}
+    speed = Speedometer({"actor": Learner(1, SHAPE)}, 1e6).read(times, batch)
     flops = forward_flops(SHAPE, [5]) * 3 - forward_flops(SHAPE, [3]) * 2
     assert speed["mfu/gen"] == pytest.approx(flops / 1e6)
+    assert speed["mfu/actor"] == pytest.approx(3 * flops / 1e6)
 
 
 def test_supervised_training_has_a_speed_without_generation():

@@ -121,6 +121,10 @@ class MemoryConfig(Section):
         default=True,
         description="Concatenate sequences without padding; false pads each micro-batch: slower, equal results.",
     )
+    share_prompts: bool = Field(
+        default=True,
+        description="When packing, compute a prompt once for all its responses in a micro-batch: faster, equal results.",
+    )
 
 
 class ActorConfig(Section):

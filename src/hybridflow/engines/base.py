@@ -24,7 +24,8 @@ Both are already divided by the global count, so parts only add up."""
 class UpdateResult:
     """One optimizer step: the summed loss and metrics, the gradient norm before clipping, the rate used.
 
-    `num_tokens` counts the real tokens of the rows, `num_computed_tokens` also the padding.
+    `num_tokens` counts the real tokens of the rows, `num_computed_tokens` what was computed for them: a shared prompt
+    once, and `num_padding_tokens`.
     """
 
     loss: float
@@ -33,11 +34,17 @@ class UpdateResult:
     metrics: dict[str, float]
     num_tokens: int
     num_computed_tokens: int
+    num_padding_tokens: int
 
     @property
     def padding_share(self) -> float:
         """The share of the computed tokens that was padding; 0 when packed."""
-        return 1 - self.num_tokens / self.num_computed_tokens
+        return self.num_padding_tokens / self.num_computed_tokens
+
+    @property
+    def saved_share(self) -> float:
+        """The share of the rows' tokens that was not computed, since a neighbour has the same prompt."""
+        return 1 - (self.num_computed_tokens - self.num_padding_tokens) / self.num_tokens
 
 
 class TrainEngine(Protocol):

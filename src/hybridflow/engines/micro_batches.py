@@ -1,6 +1,7 @@
 """Which rows are computed together: micro-batches by a budget of tokens.
 
-Knows lengths only. Rows of similar length meet, so that packed runs are long and padded rows are short of padding.
+Knows lengths, and which rows have a prompt in common. Rows of similar length meet, so that packed runs are long and
+padded rows are short of padding; rows of one prompt are neighbours.
 """
 
 import torch
@@ -9,11 +10,15 @@ from torch import Tensor
 from hybridflow.errors import BatchError
 
 
-def plan_micro_batches(lengths: Tensor, max_tokens: int, *, packing: bool) -> list[Tensor]:
-    """Row indices of each micro-batch, every row exactly once; the same for equal lengths.
+def plan_micro_batches(
+    lengths: Tensor, max_tokens: int, *, packing: bool, families: Tensor | None = None, shared: Tensor | None = None
+) -> list[Tensor]:
+    """Row indices of each micro-batch, every row exactly once; the same for equal lengths and families.
 
     lengths: (batch,) real tokens of each row. A micro-batch holds at most `max_tokens` tokens: the sum of its lengths
-    when packing, rows times the longest otherwise. Raises BatchError if a single row is longer than that, or empty.
+    when packing, rows times the longest otherwise. families (batch,), packing only: rows with equal numbers have
+    their first `shared` (batch,) tokens in common, which count once in a micro-batch; None is no such rows. Raises
+    BatchError if a single row is longer than the budget, or empty.
     """
     if not len(lengths):
         return []
@@ -26,11 +31,18 @@ def plan_micro_batches(lengths: Tensor, max_tokens: int, *, packing: bool) -> li
             f"{max_tokens}; set it to at least {longest}."
         )
     order = torch.argsort(lengths, stable=True)
+    if families is not None:
+        longest_of = torch.zeros_like(families).scatter_reduce(0, families, lengths, "amax")
+        order = order[torch.argsort(families[order], stable=True)]
+        order = order[torch.argsort(longest_of[families[order]], stable=True)]
+    saved = torch.zeros_like(lengths)
+    if families is not None and shared is not None:
+        saved[1:] = shared[order][1:] * (families[order][1:] == families[order][:-1])
     micro_batches: list[list[int]] = [[]]
     used = 0
-    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    for row, length, saving in zip(order.tolist(), lengths[order].tolist(), saved.tolist(), strict=True):
         rows = micro_batches[-1]
-        would_use = used + length if packing else (len(rows) + 1) * length
+        would_use = used + length - saving if packing else (len(rows) + 1) * length
         if rows and would_use > max_tokens:
             micro_batches.append([row])
             used = length

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import BatchError
-from hybridflow.models import AttentionPlan, PackedPlan, PaddedPlan
+from hybridflow.models import AttentionPlan, PackedPlan, PaddedPlan, SharedPromptPlan
 from hybridflow.protocol import DataProto
 
 
@@ -28,10 +28,11 @@ class ModelInput:
     labels: Tensor
     response_mask: Tensor
     num_tokens: int
+    num_padding_tokens: int = 0
 
     @property
     def num_computed_tokens(self) -> int:
-        """Real tokens and padding."""
+        """What the model computes: a shared prompt once, and padding."""
         return self.input_ids.numel()
 
     def to_rows(self, values: Tensor) -> Tensor:
@@ -45,19 +46,26 @@ def sequence_lengths(batch: DataProto) -> Tensor:
     return batch.batch["attention_mask"].sum(-1)
 
 
-def pack(batch: DataProto) -> ModelInput:
-    """All real tokens of the rows, one row after another. Rows of equal length should be neighbours."""
+def pack(batch: DataProto, *, share_prompts: bool = True) -> ModelInput:
+    """All real tokens of the rows, one row after another. Rows of equal length should be neighbours.
+
+    With `share_prompts`, neighbours with the same prompt share one copy of it, but for its last token: that predicts
+    the first token of each response, so each row keeps its own.
+    """
     ids, is_real, response_mask, place = _columns(batch)
-    lengths = is_real.sum(-1)
-    starts = lengths.cumsum(0) - lengths
+    prefix_lens = shared_prefix_lengths(batch) if share_prompts else torch.zeros_like(ids[:, 0])
+    is_repeated = (place < prefix_lens[:, None]) & is_real
+    kept = is_real & ~is_repeated
+    lengths = kept.sum(-1)
+    starts = lengths.cumsum(0) - lengths - is_repeated.sum(-1)  # where the row would begin with its prompt
     return ModelInput(
-        input_ids=ids[is_real].unsqueeze(0),
-        position_ids=place[is_real].unsqueeze(0),
-        plan=PackedPlan.from_lengths(lengths.tolist()),
+        input_ids=ids[kept].unsqueeze(0),
+        position_ids=place[kept].unsqueeze(0),
+        plan=_plan(lengths.tolist(), prefix_lens.tolist()),
         positions=_predictors(starts, place, response_mask),
         labels=_responses(ids, response_mask)[response_mask],
         response_mask=response_mask,
-        num_tokens=int(lengths.sum()),
+        num_tokens=int(is_real.sum()),
     )
 
 
@@ -78,7 +86,47 @@ def pad(batch: DataProto) -> ModelInput:
         labels=_responses(ids, response_mask)[response_mask],
         response_mask=response_mask,
         num_tokens=int(lengths.sum()),
+        num_padding_tokens=input_ids.numel() - int(lengths.sum()),
     )
+
+
+def prompt_families(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """For each row a number, (batch,), equal for equal prompts; and how many tokens of the prompt can be shared."""
+    prompts = _prompts(batch)
+    families: dict[bytes, int] = {}
+    numbers = [families.setdefault(row.tobytes(), len(families)) for row in prompts.cpu().numpy()]
+    return torch.tensor(numbers, device=prompts.device), ((prompts >= 0).sum(-1) - 1).clamp(min=0)
+
+
+def shared_prefix_lengths(batch: DataProto) -> Tensor:
+    """Tokens that each row has in common with the row before it, (batch,): its prompt but for the last token, or 0."""
+    prompts = _prompts(batch)
+    is_same = (prompts[1:] == prompts[:-1]).all(-1)
+    shared = ((prompts >= 0).sum(-1) - 1).clamp(min=0)
+    return shared * torch.cat([is_same.new_zeros(1), is_same])
+
+
+def _prompts(batch: DataProto) -> Tensor:
+    """The prompt columns, -1 where they are padding."""
+    width = batch.batch["input_ids"].shape[1] - batch.batch["response_mask"].shape[1]
+    is_real = batch.batch["attention_mask"][:, :width].bool()
+    return batch.batch["input_ids"][:, :width].masked_fill(~is_real, -1)
+
+
+def _plan(lengths: list[int], prefix_lens: list[int]) -> AttentionPlan:
+    """`lengths` of rows without what they share, `prefix_lens`, with the row before."""
+    if not any(prefix_lens):
+        return PackedPlan.from_lengths(lengths)
+    families: list[list[int]] = []
+    for row, (length, prefix_len) in enumerate(zip(lengths, prefix_lens, strict=True)):
+        if prefix_len:
+            families[-1].append(length)
+        elif row + 1 < len(lengths) and prefix_lens[row + 1]:
+            trunk = prefix_lens[row + 1]
+            families.append([trunk, length - trunk])
+        else:
+            families.append([length])
+    return SharedPromptPlan(tuple(map(tuple, families)))
 
 
 def _columns(batch: DataProto) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.engine_state import require_fitting_state
 from hybridflow.engines.micro_batches import plan_micro_batches
 from hybridflow.engines.optimizer import build_adamw, learning_rate
-from hybridflow.engines.packing import ModelInput, pack, pad, sequence_lengths
+from hybridflow.engines.packing import ModelInput, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.errors import ModelError, NonFiniteError
 from hybridflow.models import DTYPES, forward_of, load_causal_lm, load_value_model
@@ -83,7 +83,8 @@ class TorchEngine:
     ) -> UpdateResult:
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
-        loss, metrics, num_tokens, num_computed = 0.0, {}, 0, 0
+        loss, metrics = 0.0, {}
+        counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
         self.optimizer.zero_grad(set_to_none=True)  # of an update that an error ended
         for indices in self._micro_batches(rows):
             part = rows.select_idxs(indices)
@@ -94,8 +95,7 @@ class TorchEngine:
             loss += share.item()
             for name, value in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-            num_tokens += model_input.num_tokens
-            num_computed += model_input.num_computed_tokens
+            counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
         learning = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(learning, self.optimizer_config.clip_grad_norm, foreach=True))
         if not (math.isfinite(norm) and math.isfinite(loss)):
@@ -109,7 +109,7 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.master.cast()
         self.num_updates += 1
-        return UpdateResult(loss, norm, lr, metrics, num_tokens, num_computed)
+        return UpdateResult(loss, norm, lr, metrics, **counts)
 
     def all_reduce_sum(self, value: int) -> int:
         return value
@@ -146,12 +146,13 @@ class TorchEngine:
             self.master.cast()
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
-        return plan_micro_batches(
-            sequence_lengths(rows), self.memory.max_tokens_per_micro_batch, packing=self.memory.packing
-        )
+        packing = self.memory.packing
+        families, shared = prompt_families(rows) if packing and self.memory.share_prompts else (None, None)
+        budget = self.memory.max_tokens_per_micro_batch
+        return plan_micro_batches(sequence_lengths(rows), budget, packing=packing, families=families, shared=shared)
 
     def _arrange(self, rows: DataProto) -> ModelInput:
-        return pack(rows) if self.memory.packing else pad(rows)
+        return pack(rows, share_prompts=self.memory.share_prompts) if self.memory.packing else pad(rows)
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:

@@ -27,33 +27,40 @@ def append_and_attend(
     return out
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scaling: float) -> Tensor:
-    """Causal attention within each of several sequences that lie one after another.
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, families: Sequence[Sequence[int]], scaling: float
+) -> Tensor:
+    """Causal attention within sequences that lie one after another, where families of them share a beginning.
 
-    query (tokens, heads, dim); key and value (tokens, kv_heads, dim), where kv_heads divides heads; the lengths add up
-    to tokens. Returns (tokens, heads, dim), differentiable. Time is quadratic in the lengths without the blocking
-    that long sequences want. Only for tensors that `serves` approves.
+    A family lists lengths: of a trunk, then of branches, each of which goes on where the trunk ends and sees no other
+    branch; `[[length], ...]` are plain sequences. query (tokens, heads, dim); key and value (tokens, kv_heads, dim),
+    where kv_heads divides heads; the lengths, each at least 1, add up to tokens. Returns (tokens, heads, dim),
+    differentiable. Time is quadratic in the lengths without the blocking that long sequences want. Only for tensors
+    that `serves` approves.
     """
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    return _CausalAttention.apply(query, key, value, starts, max(lengths), float(scaling))
+    starts = torch.tensor([0, *(length for family in families for length in family)]).cumsum(0)
+    family_starts = torch.tensor([0, *map(len, families)]).cumsum(0)
+    longest = max(family[0] + max(family[1:], default=0) for family in families)
+    return _CausalAttention.apply(query, key, value, starts, family_starts, longest, float(scaling))
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, starts, longest, scaling):
+    def forward(ctx, query, key, value, starts, family_starts, longest, scaling):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         tokens, heads, dim = query.shape
         out, log_normaliser = torch.empty_like(query), query.new_empty(tokens, heads, dtype=torch.float32)
-        ctx.sizes = (len(starts) - 1, heads, key.shape[1], dim, longest, scaling)
-        call("causal_attention", query.dtype, query, key, value, out, log_normaliser, starts, *ctx.sizes)
-        ctx.save_for_backward(query, key, value, out, log_normaliser, starts)
+        ctx.places = (starts, family_starts)
+        ctx.sizes = (len(family_starts) - 1, heads, key.shape[1], dim, longest, scaling)
+        call("causal_attention", query.dtype, query, key, value, out, log_normaliser, *ctx.places, *ctx.sizes)
+        ctx.save_for_backward(query, key, value, out, log_normaliser)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        query, key, value, out, log_normaliser, starts = ctx.saved_tensors
+        query, key, value, out, log_normaliser = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (query, key, value)]
         inputs = (grad_out.contiguous(), query, key, value, out, log_normaliser)
-        call("causal_attention_backward", query.dtype, *inputs, *grads, starts, *ctx.sizes)
-        return *grads, None, None, None
+        call("causal_attention_backward", query.dtype, *inputs, *grads, *ctx.places, *ctx.sizes)
+        return *grads, None, None, None, None

@@ -225,69 +225,80 @@ void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *ke
     }
 }
 
-/* ----------------------------------------------------------------------- causal attention of short packed sequences */
+/* ---------------------------------------------------------------------- causal attention of short packed sequences */
 
-/* x (length, dim) of one head with a token stride, as float: by token, and transposed with `padded` tokens a row. */
-INLINE void NAME(unpack)(const T *x, int64_t stride, float *by_token, float *transposed, int64_t length, int64_t padded,
-                         const int dim) {
+/* Sequences come in families: the first is a trunk, each other one goes on where the trunk ends, and none sees another. A
+ * sequence of its own is a family of one. `longest`: tokens of the longest trunk with a branch. */
+
+/* `length` tokens of one head as float, put behind `before` that are there: x (length, dim) with a token stride, by token
+ * and transposed with `padded` tokens a row. */
+INLINE void NAME(unpack)(const T *x, int64_t stride, float *by_token, float *transposed, int64_t before, int64_t length,
+                         int64_t padded, const int dim) {
     for (int64_t t = 0; t < length; t++)
-        for (int i = 0; i < dim; i++) by_token[t * dim + i] = UP(x[t * stride + i]);
+        for (int i = 0; i < dim; i++) by_token[(before + t) * dim + i] = UP(x[t * stride + i]);
     if (!transposed) return;
+    int64_t end = before + length, covered = (end + LANES - 1) / LANES * LANES;
     for (int i = 0; i < dim; i++) {
-        for (int64_t t = 0; t < length; t++) transposed[i * padded + t] = by_token[t * dim + i];
-        for (int64_t t = length; t < padded; t++) transposed[i * padded + t] = 0;
+        for (int64_t t = before; t < end; t++) transposed[i * padded + t] = by_token[t * dim + i];
+        for (int64_t t = end; t < covered; t++) transposed[i * padded + t] = 0;
     }
 }
 
+/* One family and key-value head. starts: of each sequence, and the end; all tensors begin at the family's first token. */
 INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
-                             float *scratch, int64_t length, int64_t heads, int64_t kv_heads, const int dim,
-                             float scaling) {
-    int64_t padded = (length + LANES - 1) / LANES * LANES;
-    float *k = scratch, *kt = k + length * dim, *v = kt + padded * dim, *scores = v + length * dim;
-    NAME(unpack)(key, kv_heads * dim, k, kt, length, padded, dim);
-    NAME(unpack)(value, kv_heads * dim, v, NULL, length, padded, dim);
-    for (int64_t head = 0; head < heads / kv_heads; head++) {
-        for (int64_t t = 0; t < length; t++) {
-            const T *from = query + t * heads * dim + head * dim;
-            float scaled[dim], sums[dim], total = 0;
-            for (int i = 0; i < dim; i++) scaled[i] = UP(from[i]) * scaling;
-            scores_of(scaled, kt, scores, (t + LANES) / LANES * LANES, padded, dim);
-            float largest = scores[0];
+                             float *scratch, const int64_t *starts, int64_t sequences, int64_t longest, int64_t heads,
+                             int64_t kv_heads, const int dim, float scaling) {
+    int64_t padded = (longest + LANES - 1) / LANES * LANES;
+    float *k = scratch, *kt = k + padded * dim, *v = kt + padded * dim, *scores = v + padded * dim;
+    for (int64_t sequence = 0; sequence < sequences; sequence++) {
+        int64_t first = starts[sequence] - starts[0], length = starts[sequence + 1] - starts[sequence];
+        int64_t before = sequence ? starts[1] - starts[0] : 0, kv_place = first * kv_heads * dim;
+        NAME(unpack)(key + kv_place, kv_heads * dim, k, kt, before, length, padded, dim);
+        NAME(unpack)(value + kv_place, kv_heads * dim, v, NULL, before, length, padded, dim);
+        for (int64_t head = 0; head < heads / kv_heads; head++) {
+            for (int64_t t = 0; t < length; t++) {
+                int64_t place = (first + t) * heads + head, last = before + t;
+                float scaled[dim], sums[dim], total = 0;
+                for (int i = 0; i < dim; i++) scaled[i] = UP(query[place * dim + i]) * scaling;
+                scores_of(scaled, kt, scores, (last + LANES) / LANES * LANES, padded, dim);
+                float largest = scores[0];
 #pragma omp simd reduction(max : largest)
-            for (int64_t j = 0; j <= t; j++) largest = scores[j] > largest ? scores[j] : largest;
+                for (int64_t j = 0; j <= last; j++) largest = scores[j] > largest ? scores[j] : largest;
 #pragma omp simd reduction(+ : total)
-            for (int64_t j = 0; j <= t; j++) {
-                scores[j] = fast_exp(scores[j] - largest);
-                total += scores[j];
-            }
-            for (int i = 0; i < dim; i++) sums[i] = 0;
-            for (int64_t j = 0; j <= t; j++)
+                for (int64_t j = 0; j <= last; j++) {
+                    scores[j] = fast_exp(scores[j] - largest);
+                    total += scores[j];
+                }
+                for (int i = 0; i < dim; i++) sums[i] = 0;
+                for (int64_t j = 0; j <= last; j++)
 #pragma omp simd
-                for (int i = 0; i < dim; i++) sums[i] += scores[j] * v[j * dim + i];
-            T *to = out + t * heads * dim + head * dim;
-            for (int i = 0; i < dim; i++) to[i] = DOWN(sums[i] / total);
-            log_normaliser[t * heads + head] = largest + logf(total);
+                    for (int i = 0; i < dim; i++) sums[i] += scores[j] * v[j * dim + i];
+                for (int i = 0; i < dim; i++) out[place * dim + i] = DOWN(sums[i] / total);
+                log_normaliser[place] = largest + logf(total);
+            }
         }
     }
 }
 
-/* query, out (tokens, heads, dim); key, value (tokens, kv_heads, dim); starts (sequences + 1,) token at which each
- * sequence begins, and the end; log_normaliser (tokens, heads) is kept for the backward pass. */
+/* query, out (tokens, heads, dim); key, value (tokens, kv_heads, dim); starts (sequences + 1,): token at which each
+ * sequence begins, and the end; family_starts (families + 1,): sequence at which each family begins, and the end;
+ * log_normaliser (tokens, heads) is kept for the backward pass. */
 void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
-                            const int64_t *starts, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim,
-                            int64_t longest, float scaling) {
+                            const int64_t *starts, const int64_t *family_starts, int64_t families, int64_t heads,
+                            int64_t kv_heads, int64_t dim, int64_t longest, float scaling) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel
     {
         float *scratch = malloc((3 * dim + 1) * (longest + LANES) * sizeof(float));
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t task = 0; task < sequences * kv_heads; task++) {
-            int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start, kv = task % kv_heads;
-            int64_t q_place = (start * heads + kv * group) * dim, k_place = (start * kv_heads + kv) * dim;
-#define CAUSAL(DIM)                                                                       \
-    NAME(causal_one)(query + q_place, key + k_place, value + k_place, out + q_place,      \
-                     log_normaliser + start * heads + kv * group, scratch, length, heads, \
-                     kv_heads, DIM, scaling)
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < families * kv_heads; task++) {
+            int64_t family = task / kv_heads, kv = task % kv_heads;
+            const int64_t *own_starts = starts + family_starts[family];
+            int64_t sequences = family_starts[family + 1] - family_starts[family];
+            int64_t q_head = *own_starts * heads + kv * group, k_head = *own_starts * kv_heads + kv;
+#define CAUSAL(DIM)                                                                                             \
+    NAME(causal_one)(query + q_head * dim, key + k_head * dim, value + k_head * dim, out + q_head * dim,        \
+                     log_normaliser + q_head, scratch, own_starts, sequences, longest, heads, kv_heads, DIM, scaling)
             WITH_CONSTANT_DIM(dim, CAUSAL)
 #undef CAUSAL
         }
@@ -295,73 +306,85 @@ void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out
     }
 }
 
+INLINE void NAME(store_gradients)(const float *from, T *to, int64_t stride, int64_t length, const int dim) {
+    for (int64_t t = 0; t < length; t++)
+        for (int i = 0; i < dim; i++) to[t * stride + i] = DOWN(from[t * dim + i]);
+}
+
 INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T *key, const T *value, const T *out,
                                       const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
-                                      float *scratch, int64_t length, int64_t heads, int64_t kv_heads, const int dim,
-                                      float scaling) {
-    int64_t padded = (length + LANES - 1) / LANES * LANES;
-    float *k = scratch, *kt = k + length * dim, *v = kt + padded * dim, *vt = v + length * dim;
-    float *grad_k = vt + padded * dim, *grad_v = grad_k + length * dim;
-    float *scores = grad_v + length * dim, *grads = scores + padded;
-    NAME(unpack)(key, kv_heads * dim, k, kt, length, padded, dim);
-    NAME(unpack)(value, kv_heads * dim, v, vt, length, padded, dim);
-    memset(grad_k, 0, 2 * length * dim * sizeof(float));
-    for (int64_t head = 0; head < heads / kv_heads; head++) {
-        for (int64_t t = 0; t < length; t++) {
-            int64_t place = (t * heads + head) * dim;
-            float scaled[dim], from[dim], sums[dim], dot = 0, normaliser = log_normaliser[t * heads + head];
-            int64_t covered = (t + LANES) / LANES * LANES;
-            for (int i = 0; i < dim; i++) {
-                scaled[i] = UP(query[place + i]) * scaling;
-                from[i] = UP(grad_out[place + i]);
-                sums[i] = 0;
-            }
-#pragma omp simd reduction(+ : dot)
-            for (int i = 0; i < dim; i++) dot += from[i] * UP(out[place + i]);
-            scores_of(scaled, kt, scores, covered, padded, dim);
-            scores_of(from, vt, grads, covered, padded, dim);
-#pragma omp simd
-            for (int64_t j = 0; j <= t; j++) {
-                scores[j] = fast_exp(scores[j] - normaliser);
-                grads[j] = scores[j] * (grads[j] - dot);
-            }
-            for (int64_t j = 0; j <= t; j++) {
-                float weight = scores[j], grad = grads[j];
-#pragma omp simd
+                                      float *scratch, const int64_t *starts, int64_t sequences, int64_t longest,
+                                      int64_t heads, int64_t kv_heads, const int dim, float scaling) {
+    int64_t padded = (longest + LANES - 1) / LANES * LANES, trunk = starts[1] - starts[0];
+    float *k = scratch, *kt = k + padded * dim, *v = kt + padded * dim, *vt = v + padded * dim;
+    float *grad_k = vt + padded * dim, *grad_v = grad_k + padded * dim;
+    float *scores = grad_v + padded * dim, *grads = scores + padded;
+    for (int64_t sequence = 0; sequence < sequences; sequence++) {
+        int64_t first = starts[sequence] - starts[0], length = starts[sequence + 1] - starts[sequence];
+        int64_t before = sequence ? trunk : 0, kv_place = first * kv_heads * dim;
+        NAME(unpack)(key + kv_place, kv_heads * dim, k, kt, before, length, padded, dim);
+        NAME(unpack)(value + kv_place, kv_heads * dim, v, vt, before, length, padded, dim);
+        memset(grad_k + before * dim, 0, length * dim * sizeof(float));
+        memset(grad_v + before * dim, 0, length * dim * sizeof(float));
+        for (int64_t head = 0; head < heads / kv_heads; head++) {
+            for (int64_t t = 0; t < length; t++) {
+                int64_t place = (first + t) * heads + head, last = before + t;
+                int64_t covered = (last + LANES) / LANES * LANES;
+                float scaled[dim], from[dim], sums[dim], dot = 0, normaliser = log_normaliser[place];
                 for (int i = 0; i < dim; i++) {
-                    sums[i] += grad * k[j * dim + i];
-                    grad_k[j * dim + i] += grad * scaled[i];
-                    grad_v[j * dim + i] += weight * from[i];
+                    scaled[i] = UP(query[place * dim + i]) * scaling;
+                    from[i] = UP(grad_out[place * dim + i]);
+                    sums[i] = 0;
                 }
+#pragma omp simd reduction(+ : dot)
+                for (int i = 0; i < dim; i++) dot += from[i] * UP(out[place * dim + i]);
+                scores_of(scaled, kt, scores, covered, padded, dim);
+                scores_of(from, vt, grads, covered, padded, dim);
+#pragma omp simd
+                for (int64_t j = 0; j <= last; j++) {
+                    scores[j] = fast_exp(scores[j] - normaliser);
+                    grads[j] = scores[j] * (grads[j] - dot);
+                }
+                for (int64_t j = 0; j <= last; j++) {
+                    float weight = scores[j], grad = grads[j];
+#pragma omp simd
+                    for (int i = 0; i < dim; i++) {
+                        sums[i] += grad * k[j * dim + i];
+                        grad_k[j * dim + i] += grad * scaled[i];
+                        grad_v[j * dim + i] += weight * from[i];
+                    }
+                }
+                for (int i = 0; i < dim; i++) grad_query[place * dim + i] = DOWN(sums[i] * scaling);
             }
-            for (int i = 0; i < dim; i++) grad_query[place + i] = DOWN(sums[i] * scaling);
         }
+        if (!sequence) continue; /* the branches add to the gradients of the trunk */
+        NAME(store_gradients)(grad_k + before * dim, grad_key + kv_place, kv_heads * dim, length, dim);
+        NAME(store_gradients)(grad_v + before * dim, grad_value + kv_place, kv_heads * dim, length, dim);
     }
-    for (int64_t t = 0; t < length; t++)
-        for (int i = 0; i < dim; i++) {
-            grad_key[t * kv_heads * dim + i] = DOWN(grad_k[t * dim + i]);
-            grad_value[t * kv_heads * dim + i] = DOWN(grad_v[t * dim + i]);
-        }
+    NAME(store_gradients)(grad_k, grad_key, kv_heads * dim, trunk, dim);
+    NAME(store_gradients)(grad_v, grad_value, kv_heads * dim, trunk, dim);
 }
 
 /* As causal_attention; grad_out and grad_query as query, grad_key and grad_value as key. */
 void NAME(causal_attention_backward)(const T *grad_out, const T *query, const T *key, const T *value, const T *out,
                                      const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
-                                     const int64_t *starts, int64_t sequences, int64_t heads, int64_t kv_heads,
-                                     int64_t dim, int64_t longest, float scaling) {
+                                     const int64_t *starts, const int64_t *family_starts, int64_t families,
+                                     int64_t heads, int64_t kv_heads, int64_t dim, int64_t longest, float scaling) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel
     {
         float *scratch = malloc((6 * dim + 2) * (longest + LANES) * sizeof(float));
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t task = 0; task < sequences * kv_heads; task++) {
-            int64_t start = starts[task / kv_heads], length = starts[task / kv_heads + 1] - start, kv = task % kv_heads;
-            int64_t q_place = (start * heads + kv * group) * dim, k_place = (start * kv_heads + kv) * dim;
-#define BACKWARD(DIM)                                                                                  \
-    NAME(causal_backward_one)(grad_out + q_place, query + q_place, key + k_place, value + k_place,     \
-                              out + q_place, log_normaliser + start * heads + kv * group,              \
-                              grad_query + q_place, grad_key + k_place, grad_value + k_place, scratch, \
-                              length, heads, kv_heads, DIM, scaling)
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < families * kv_heads; task++) {
+            int64_t family = task / kv_heads, kv = task % kv_heads;
+            const int64_t *own_starts = starts + family_starts[family];
+            int64_t sequences = family_starts[family + 1] - family_starts[family];
+            int64_t q_place = (*own_starts * heads + kv * group) * dim, k_place = (*own_starts * kv_heads + kv) * dim;
+#define BACKWARD(DIM)                                                                                            \
+    NAME(causal_backward_one)(grad_out + q_place, query + q_place, key + k_place, value + k_place, out + q_place, \
+                              log_normaliser + *own_starts * heads + kv * group, grad_query + q_place,           \
+                              grad_key + k_place, grad_value + k_place, scratch, own_starts, sequences, longest,  \
+                              heads, kv_heads, DIM, scaling)
             WITH_CONSTANT_DIM(dim, BACKWARD)
 #undef BACKWARD
         }

@@ -3,6 +3,7 @@
 from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan
 from hybridflow.models.forward import Forward, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
+from hybridflow.models.shared_prompts import SharedPromptPlan
 
 __all__ = [
     "DTYPES",
@@ -10,6 +11,7 @@ __all__ = [
     "Forward",
     "PackedPlan",
     "PaddedPlan",
+    "SharedPromptPlan",
     "forward_of",
     "load_causal_lm",
     "load_value_model",

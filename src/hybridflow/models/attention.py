@@ -64,10 +64,10 @@ class PackedPlan:
             stop = start + sum(count * length for count, length in part)
             q, k, v = (x[start:stop] for x in (query, key, value))
             if compiled and part[0][1] <= SHORT:
-                lengths = [length for count, length in part for _ in range(count)]
-                outputs.append(causal_attention(q, k, v, lengths, scaling))
+                sequences = [[length] for count, length in part for _ in range(count)]
+                outputs.append(causal_attention(q, k, v, sequences, scaling))
             else:
-                outputs.append(_run_attention(q, k, v, *part[0], scaling))
+                outputs.append(run_attention(q, k, v, *part[0], scaling))
             start = stop
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
@@ -92,20 +92,23 @@ class PaddedPlan:
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return _causal_attention(query, key, value, scaling).transpose(1, 2)
+        return pytorch_attention(query, key, value, scaling).transpose(1, 2)
 
 
-def _run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, scaling: float) -> Tensor:
+def run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, scaling: float) -> Tensor:
     """`count` sequences of one length: (count * length, heads, dim) in and out, a batch in between."""
     query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-    return _causal_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
+    return pytorch_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def pytorch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor | None = None) -> Tensor:
+    """PyTorch's attention, (batch, heads, tokens, dim): of each query to the keys that are `seen`; None is causal."""
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]
     if query.device.type == "cpu":  # the fused bfloat16 backward is slow there for short sequences
         query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=groups > 1
+    )
     return out.to(dtype)
 
 

@@ -40,6 +40,9 @@ METRICS: dict[str, Metric] = {
     "critic/grad_norm": Metric("Gradient norm of the critic before clipping.", "max"),
     "critic/lr": Metric("Learning rate of the critic's last optimizer step.", "last"),
     "critic/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
+    "critic/shared_prompts": Metric(
+        "Share of the update's tokens that were not computed, as a prompt is once for all."
+    ),
     "actor/loss": Metric("Whole loss of the actor: policy loss, entropy bonus, KL term.", "sum"),
     "actor/policy_loss": Metric("The policy objective alone.", "sum"),
     "actor/kl_loss": Metric("KL term in the loss, before its weight.", "sum"),
@@ -50,6 +53,7 @@ METRICS: dict[str, Metric] = {
     "actor/grad_norm": Metric("Gradient norm of the actor before clipping.", "max"),
     "actor/lr": Metric("Learning rate of the actor's last optimizer step.", "last"),
     "actor/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
+    "actor/shared_prompts": Metric("Share of the update's tokens that were not computed, as a prompt is once for all."),
     "rollout/log_prob_drift": Metric("Mean of |old_log_probs - rollout_log_probs|: trainer against engine.", "sum"),
     **_spread("prompt_length", "Tokens of a prompt"),
     **_spread("response_length", "Tokens of a response"),

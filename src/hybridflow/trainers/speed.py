@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observability import DecoderShape, generation_flops, mfu, per_token_ms, tokens_per_s, training_flops
+from hybridflow.observability import DecoderShape, forward_flops, generation_flops, mfu, per_token_ms, tokens_per_s
 from hybridflow.protocol import DataProto
 
 WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor", "update_sft")
@@ -39,16 +39,20 @@ class Speedometer:
         for role, learner in self.learners.items():
             seconds = metrics.get(f"timing_s/update_{role}")  # absent where the role did not learn, as in a warm-up
             if seconds and learner.shape:
-                flops = learner.epochs * training_flops(learner.shape, sequence_lens)
+                forward = _flops_of_sequences(learner.shape, batch, sequence_lens)
+                flops = learner.epochs * 3.0 * forward  # a backward pass is two forward passes
                 speed[f"mfu/{role}"] = mfu(flops, seconds, self.peak_flops)
         actor = self.learners.get("actor")
         if actor and actor.shape and "timing_s/gen" in metrics:
-            flops = _flops_of_generation(actor.shape, batch, sequence_lens)
+            flops = _flops_of_sequences(actor.shape, batch, sequence_lens)
             speed["mfu/gen"] = mfu(flops, metrics["timing_s/gen"], self.peak_flops)
         return speed
 
 
-def _flops_of_generation(shape: DecoderShape, batch: DataProto, sequence_lens: list[int]) -> float:
+def _flops_of_sequences(shape: DecoderShape, batch: DataProto, sequence_lens: list[int]) -> float:
+    """Of one pass over the batch, where a prompt need be computed only once for its group."""
+    if "group_ids" not in batch.batch.keys():  # noqa: SIM118
+        return forward_flops(shape, sequence_lens)
     prompt_lens = (batch.batch["attention_mask"].sum(-1) - batch.batch["response_mask"].sum(-1)).tolist()
     of_groups = dict(zip(batch.batch["group_ids"].tolist(), prompt_lens, strict=True))
     return generation_flops(shape, of_groups.values(), sequence_lens, prompt_lens)

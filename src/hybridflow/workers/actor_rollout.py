@@ -94,6 +94,7 @@ class ActorRolloutWorker(ModelWorker):
                     "actor/grad_norm": result.grad_norm,
                     "actor/lr": result.lr,
                     "actor/padding_computed": result.padding_share,
+                    "actor/shared_prompts": result.saved_share,
                     **result.metrics,
                 }
             )

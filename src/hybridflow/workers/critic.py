@@ -45,6 +45,7 @@ class CriticWorker(ModelWorker):
                     "critic/grad_norm": result.grad_norm,
                     "critic/lr": result.lr,
                     "critic/padding_computed": result.padding_share,
+                    "critic/shared_prompts": result.saved_share,
                     **result.metrics,
                 }
             )

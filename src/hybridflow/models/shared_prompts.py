@@ -1,0 +1,59 @@
+"""Packed rows that share a prompt: it is computed once, and each response goes on from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from hybridflow.kernels import causal_attention, serves
+from hybridflow.models.attention import SHORT, pytorch_attention, run_attention
+
+
+@dataclass(frozen=True)
+class SharedPromptPlan:
+    """Causal attention of families of sequences that lie one after another in a single row (batch 1).
+
+    A family lists lengths, each at least 1: of a trunk, then of branches, each of which attends to the trunk and to
+    itself; a sequence of its own is a family of one.
+    """
+
+    families: tuple[tuple[int, ...], ...]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
+        compiled = serves(query) and query.shape[-1] == value.shape[-1]
+        outputs, start = [], 0
+        for is_short, part in groupby(self.families, lambda family: compiled and _longest(family) <= SHORT):
+            families = list(part)
+            stop = start + sum(map(sum, families))
+            own = [x[start:stop] for x in (query, key, value)]
+            if is_short:
+                outputs.append(causal_attention(*own, families, scaling))
+            else:
+                outputs += _attend_by_family(*own, families, scaling)
+            start = stop
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+
+def _longest(family: Sequence[int]) -> int:
+    return family[0] + max(family[1:], default=0)
+
+
+def _attend_by_family(
+    query: Tensor, key: Tensor, value: Tensor, families: Sequence[Sequence[int]], scaling: float
+) -> list[Tensor]:
+    """(length, heads, dim) of each sequence, by PyTorch's attention."""
+    outputs, start = [], 0
+    for trunk, *branches in families:
+        begin, start = start, start + trunk
+        outputs.append(run_attention(query[begin:start], key[begin:start], value[begin:start], 1, trunk, scaling))
+        for branch in branches:
+            stop = start + branch
+            keys, values = (torch.cat([x[begin : begin + trunk], x[start:stop]]) for x in (key, value))
+            seen = torch.ones(branch, trunk + branch, dtype=torch.bool, device=query.device).tril(trunk)
+            q, k, v = (x.transpose(0, 1)[None] for x in (query[start:stop], keys, values))
+            outputs.append(pytorch_attention(q, k, v, scaling, seen)[0].transpose(0, 1))
+            start = stop
+    return outputs
