@@ -123,7 +123,7 @@ class MemoryConfig(Section):
     )
     share_prompts: bool = Field(
         default=True,
-        description="When packing, compute a prompt once for all its responses in a micro-batch: faster, equal results.",
+        description="When packing, compute a prompt once for its responses in a micro-batch: faster, equal results.",
     )
 
 

@@ -52,6 +52,10 @@ INLINE float fast_exp(float x) {
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
+/* The row size of a transposed head: whole vectors, and an odd number of them, since rows that lie a power of two apart
+ * would share a few places in the cache. */
+INLINE int64_t padded_tokens(int64_t longest) { return ((longest + LANES - 1) / LANES | 1) * LANES; }
+
 /* scores[j] = sum_i query[i] * transposed[i * stride + j] for j < num_keys, a whole number of LANES. */
 INLINE void scores_of(const float *query, const float *transposed, float *scores, int64_t num_keys, int64_t stride,
                       const int dim) {

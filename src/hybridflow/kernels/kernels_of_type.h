@@ -248,7 +248,7 @@ INLINE void NAME(unpack)(const T *x, int64_t stride, float *by_token, float *tra
 INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
                              float *scratch, const int64_t *starts, int64_t sequences, int64_t longest, int64_t heads,
                              int64_t kv_heads, const int dim, float scaling) {
-    int64_t padded = (longest + LANES - 1) / LANES * LANES;
+    int64_t padded = padded_tokens(longest);
     float *k = scratch, *kt = k + padded * dim, *v = kt + padded * dim, *scores = v + padded * dim;
     for (int64_t sequence = 0; sequence < sequences; sequence++) {
         int64_t first = starts[sequence] - starts[0], length = starts[sequence + 1] - starts[sequence];
@@ -289,7 +289,7 @@ void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out
     int64_t group = heads / kv_heads;
 #pragma omp parallel
     {
-        float *scratch = malloc((3 * dim + 1) * (longest + LANES) * sizeof(float));
+        float *scratch = malloc((3 * dim + 1) * padded_tokens(longest) * sizeof(float));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < families * kv_heads; task++) {
             int64_t family = task / kv_heads, kv = task % kv_heads;
@@ -315,7 +315,7 @@ INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T
                                       const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
                                       float *scratch, const int64_t *starts, int64_t sequences, int64_t longest,
                                       int64_t heads, int64_t kv_heads, const int dim, float scaling) {
-    int64_t padded = (longest + LANES - 1) / LANES * LANES, trunk = starts[1] - starts[0];
+    int64_t padded = padded_tokens(longest), trunk = starts[1] - starts[0];
     float *k = scratch, *kt = k + padded * dim, *v = kt + padded * dim, *vt = v + padded * dim;
     float *grad_k = vt + padded * dim, *grad_v = grad_k + padded * dim;
     float *scores = grad_v + padded * dim, *grads = scores + padded;
@@ -373,7 +373,7 @@ void NAME(causal_attention_backward)(const T *grad_out, const T *query, const T 
     int64_t group = heads / kv_heads;
 #pragma omp parallel
     {
-        float *scratch = malloc((6 * dim + 2) * (longest + LANES) * sizeof(float));
+        float *scratch = malloc((6 * dim + 2) * padded_tokens(longest) * sizeof(float));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < families * kv_heads; task++) {
             int64_t family = task / kv_heads, kv = task % kv_heads;

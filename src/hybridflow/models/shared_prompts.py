@@ -28,11 +28,11 @@ class SharedPromptPlan:
         for is_short, part in groupby(self.families, lambda family: compiled and _longest(family) <= SHORT):
             families = list(part)
             stop = start + sum(map(sum, families))
-            own = [x[start:stop] for x in (query, key, value)]
+            q, k, v = (x[start:stop] for x in (query, key, value))
             if is_short:
-                outputs.append(causal_attention(*own, families, scaling))
+                outputs.append(causal_attention(q, k, v, families, scaling))
             else:
-                outputs += _attend_by_family(*own, families, scaling)
+                outputs += _attend_by_family(q, k, v, families, scaling)
             start = stop
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
