@@ -75,7 +75,7 @@ class RolloutConfig(Section):
     )
     pack_weights: bool = Field(
         default=True,
-        description="On a CPU, generate from a copy of the weights in the order its products read: faster, and the "
+        description="On a CPU, decode from a copy of the weights in the order that a compiled call reads: faster, and the "
         "weights twice in memory while generating.",
     )
 
