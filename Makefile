@@ -8,7 +8,7 @@ VLLM := 0.32.0
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
 
-.PHONY: help setup demo demo-control test fix bench-rollout bench-grpo_step
+.PHONY: help setup demo demo-control test fix bench-rollout bench-grpo_step bench-compiled_kernels
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -47,6 +47,9 @@ bench-rollout: $(STAMP) $(TRL_STAMP) $(VLLM_STAMP) ## generation against transfo
 
 bench-grpo_step: $(STAMP) $(TRL_STAMP) ## one GRPO step against TRL; ARGS="--help" for more
 	$(BIN)/python benchmarks/grpo_step.py $(ARGS)
+
+bench-compiled_kernels: $(STAMP) ## compiled kernels and shared prompts against PyTorch's own; ARGS="--help" for more
+	$(BIN)/python benchmarks/compiled_kernels.py $(ARGS)
 
 $(TRL_STAMP):
 	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl

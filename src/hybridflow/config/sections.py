@@ -75,8 +75,8 @@ class RolloutConfig(Section):
     )
     pack_weights: bool = Field(
         default=True,
-        description="On a CPU, decode from a copy of the weights in the order that a compiled call reads: faster, and the "
-        "weights twice in memory while generating.",
+        description="On a CPU, decode in one compiled call from a copy of the weights in the order it reads: faster, "
+        "with the weights twice in memory while generating.",
     )
 
 
