@@ -189,3 +189,19 @@ def test_angles_that_depend_on_the_length_are_left_to_the_models_own_pass(kind, 
     model = load_causal_lm(tiny_model())
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
     assert isinstance(forward_of(model), OwnForward)
+
+
+def test_an_embedding_that_is_more_than_a_lookup_is_called_and_never_copied(tiny_model):
+    model = load_causal_lm(tiny_model())
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    scaled = Scaled(*model.model.embed_tokens.weight.shape)
+    scaled.weight = model.model.embed_tokens.weight
+    model.model.embed_tokens = scaled
+    forward = forward_of(model)
+    with torch.no_grad():
+        forward.pack_weights()
+        torch.testing.assert_close(decoded(forward), decoded(OwnForward(model)))

@@ -10,6 +10,7 @@ from hybridflow.models import load_causal_lm
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+from hybridflow.rollout.wave import Wave
 
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
 
@@ -216,48 +217,76 @@ def breaks_at(function, call):
     return broken
 
 
+BREAKABLE = [
+    *((EmbeddedRollout, name) for name in ("_admit", "_finish")),
+    *((Wave, name) for name in ("admit", "_prefill", "_next_logits", "_require_finite", "_finish", "_remove_finished")),
+    *((KVCache, name) for name in ("append", "_grown", "keep")),
+    (torch.Tensor, "scatter_"),
+    (torch.Tensor, "index_copy_"),
+]
+
+
+@pytest.mark.parametrize("place", BREAKABLE, ids=lambda place: f"{place[0].__name__}.{place[1]}")
 @pytest.mark.parametrize("call", range(3))
-def test_after_an_error_in_a_prompt_the_engine_goes_on_with_the_same_tokens(tiny_model, monkeypatch, call):
+@pytest.mark.parametrize("then", ["go on", "abort"])
+def test_after_an_error_anywhere_in_a_step_every_request_gets_its_tokens(tiny_model, monkeypatch, place, call, then):
     monkeypatch.setattr("hybridflow.rollout.wave.PREFILL_TOKENS", 4)
-    sampling = [SamplingParams(5), SamplingParams(5, temperature=0.5)]
-    wanted = [Request(i, [3 + i] * (1 + i), sampling[i % 2], 2, (0, i)) for i in range(5)]
-    expected = generate(EmbeddedRollout(load_causal_lm(tiny_model())), wanted)
-    engine = EmbeddedRollout(load_causal_lm(tiny_model()))
-    for request in wanted[:2]:
+    sampling = [SamplingParams(n, temperature=t) for n, t in ((2, 1.0), (5, 0.5), (4, 1.0), (7, 0.5), (3, 1.0))]
+    wanted = [Request(i, [3 + i] * (1 + i), sampling[i], 2, (0, i)) for i in range(5)]
+    expected = {i: generate(EmbeddedRollout(load_causal_lm(tiny_model())), [wanted[i]]) for i in range(5)}
+    engine, done, errors = EmbeddedRollout(load_causal_lm(tiny_model())), [], 0
+    for request in wanted[:3]:
         engine.submit(request)
     engine.step()
-    for request in wanted[2:]:
-        engine.submit(request)
-    append = KVCache.append
-    monkeypatch.setattr(KVCache, "append", breaks_at(append, call))
-    with pytest.raises(Broken):
-        engine.step()
-    monkeypatch.setattr(KVCache, "append", append)
-    done = []
+    done += engine.finished()
+    owner, name = place
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, breaks_at(getattr(owner, name), call))
+        for request in wanted[3:]:
+            engine.submit(request)
+        while engine.has_unfinished() and not errors:
+            try:
+                engine.step()
+            except Broken:
+                errors += 1
+            done += engine.finished()
+    if then == "abort" and errors:
+        engine.abort(3)
+        done += engine.finished()
+        assert [(c.index, c.finish_reason) for c in done if c.request_id == 3 and c.finish_reason == "abort"]
+        done, expected[3] = [c for c in done if c.request_id != 3], []
     while engine.has_unfinished():
         engine.step()
         done += engine.finished()
+    assert errors or call
     done.sort(key=lambda c: (c.request_id, c.index))
-    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
-    for mine, theirs in zip(done, expected, strict=True):
-        assert mine.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
+    assert [c.token_ids for c in done] == [c.token_ids for group in expected.values() for c in group]
 
 
-def test_an_error_in_one_wave_loses_nothing_of_another(tiny_model):
-    engine = EmbeddedRollout(load_causal_lm(tiny_model()))
-    engine.submit(Request(0, [5], SamplingParams(2)))
-    engine.submit(Request(1, [5], SamplingParams(2, temperature=0.5)))
-    engine.step()
-    decode = engine._forward.decode
-    engine._forward.decode = breaks_at(decode, 1)
-    with pytest.raises(Broken):
+def test_tokens_that_are_made_again_carry_the_version_that_made_them(tiny_model):
+    engine, other = (EmbeddedRollout(load_causal_lm(tiny_model(seed=seed))) for seed in (0, 1))
+    request = Request(0, [5, 6], SamplingParams(4))
+    expected = generate(other, [request])[0]
+    engine.submit(request)
+    advance = Wave.advance
+    try:
+        Wave.advance = breaks_at(advance, 0)
+        with pytest.raises(Broken):
+            engine.step()
+    finally:
+        Wave.advance = advance
+    engine.load_weights(other.model.named_parameters(), version=7)
+    while engine.has_unfinished():
         engine.step()
-    (first,) = engine.finished()
-    assert (first.request_id, len(first.token_ids)) == (0, 2)
-    engine._forward.decode = decode
-    engine.step()
-    (second,) = engine.finished()
-    assert (second.request_id, len(second.token_ids)) == (1, 2)
+    (completion,) = engine.finished()
+    assert (completion.token_ids, completion.versions) == (expected.token_ids, [7] * 4)
+
+
+@pytest.mark.parametrize("key", [(1.5,), ("a",), (None,), ()])
+def test_a_noise_key_that_is_none_is_refused_at_once(tiny_model, key):
+    engine = EmbeddedRollout(load_causal_lm(tiny_model()))
+    with pytest.raises(RolloutError, match="request 1 has noise_key"):
+        engine.submit(Request(1, [5], SamplingParams(2), noise_key=key))
     assert not engine.has_unfinished()
 
 
@@ -281,12 +310,12 @@ def test_weights_that_diverged_and_came_back_cost_no_token(tiny_model):
     good = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     bad = {name: torch.full_like(weight, torch.nan) for name, weight in good.items()}
     engine.submit(request)
-    for step in range(6):
-        if step == 3:
-            engine.load_weights(bad.items(), version=1)
-            with pytest.raises(RolloutError, match="not finite"):
-                engine.step()
-            engine.load_weights(good.items(), version=2)
+    engine.step()
+    engine.load_weights(bad.items(), version=1)
+    with pytest.raises(RolloutError, match="not finite"):
+        engine.step()
+    engine.load_weights(good.items(), version=2)
+    while engine.has_unfinished():
         engine.step()
     assert engine.finished()[0].token_ids == expected
 

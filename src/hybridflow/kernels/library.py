@@ -26,6 +26,7 @@ FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fopenmp
 X86_FLAGS = ("-march=native", "-mprefer-vector-width=512")
 OTHER_FLAGS = ("-mcpu=native",)
 BUILD_TIMEOUT_S = 120
+DIGEST_SIZE = hashlib.sha256().digest_size
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _enabled = True
@@ -69,11 +70,11 @@ def _library() -> ctypes.CDLL | None:
     """The kernels, compiled if this machine has not done so yet; None, said once, where they cannot be."""
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
-        path = _cached(compiler)
-        if path is not None:
-            return _load(path, compiler)
-        with tempfile.TemporaryDirectory() as directory:
-            return ctypes.CDLL(str(_compile(compiler, Path(directory) / "kernels.so")))
+        try:
+            library = _from_cache(compiler)
+        except (OSError, subprocess.SubprocessError):  # a full disk, or one that nothing runs from
+            library = None
+        return library or _from_temporary_directory(compiler)
     except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last: CC that no shell could read
         output = getattr(error, "stderr", None) or str(error)
         logger.warning(
@@ -84,31 +85,37 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _load(path: Path, compiler: list[str]) -> ctypes.CDLL:
-    """The library in the cache, built once more if it is broken."""
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink(missing_ok=True)
-        return ctypes.CDLL(str(_cached(compiler) or path))
+def _from_temporary_directory(compiler: list[str]) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as directory:
+        return ctypes.CDLL(str(_compile(compiler, Path(directory) / "kernels.so")))
 
 
-def _cached(compiler: list[str]) -> Path | None:
-    """The library in the user's cache; None where the cache is not this user's own or cannot be written."""
+def _from_cache(compiler: list[str]) -> ctypes.CDLL | None:
+    """The library in the user's cache, built if it is missing or damaged; None where that is not this user's own."""
     try:
         directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # the second: there is no home
+    except RuntimeError:  # there is no home
         return None
     path = directory / f"kernels-{_fingerprint(compiler)}.so"
     if not _is_private(directory) or (path.exists() and not _is_private(path)):
         return None
-    if not path.exists():
-        if not os.access(directory, os.W_OK):
-            return None
+    if not (path.exists() and _is_whole(path)):
         with tempfile.TemporaryDirectory(dir=directory) as beside:
-            os.replace(_compile(compiler, Path(beside) / "kernels.so"), path)
-    return path
+            built = _compile(compiler, Path(beside) / "kernels.so")
+            with built.open("r+b") as file:  # behind the library, where no loader looks
+                digest = hashlib.sha256(file.read()).digest()
+                file.write(digest)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(built, path)
+    return ctypes.CDLL(str(path))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library ends with its digest: a loader dies of half a file."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-DIGEST_SIZE]).digest() == content[-DIGEST_SIZE:]
 
 
 def _is_private(path: Path) -> bool:

@@ -9,9 +9,9 @@ from hybridflow.kernels import Decoder, DecoderLayer, PackedLinear, serves
 
 
 def decoder_of(body: Any, head: Any, epsilon: float) -> Decoder | None:
-    """None where nothing compiled serves it, or where a layer is more than a product: an adapter must be called."""
+    """None where nothing compiled serves it, or a layer is more than a product or a lookup: adapters must be called."""
     products = [module for layer in body.layers for name, module in layer.named_modules() if name.endswith("_proj")]
-    if not all(_is_packable(module) for module in [*products, head]):
+    if type(body.embed_tokens) is not nn.Embedding or not all(_is_packable(module) for module in [*products, head]):
         return None
     attention = body.layers[0].self_attn
     return Decoder(

@@ -74,7 +74,8 @@ class RolloutEngine(Protocol):
     def step(self) -> None:
         """Advance every running sequence by one token, admitting waiting requests first.
 
-        Raises RolloutError if the model's logits are not finite.
+        Raises RolloutError if the model's logits are not finite. After any error, requests that are not finished start
+        again from their prompts and get the tokens that they would have got.
         """
         ...
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import AlgorithmError, RolloutError
 from hybridflow.models import forward_of
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.wave import Wave
+from hybridflow.runtime import derive_seed
 
 
 class EmbeddedRollout:
@@ -36,8 +37,8 @@ class EmbeddedRollout:
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
         self._running: list[Wave] = []
-        self._finished: list[Completion] = []
-        self._unfinished: dict[int, _Progress] = {}
+        self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
+        self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
 
     def submit(self, request: Request) -> None:
@@ -47,7 +48,7 @@ class EmbeddedRollout:
             )
         _require_servable(request, self.model, self.max_running_sequences)
         self._waiting.append(request)
-        self._unfinished[request.request_id] = _Progress(self._num_submitted, request.group_size)
+        self._unfinished[request.request_id] = _Progress(request, self._num_submitted)
         self._num_submitted += 1
 
     def has_unfinished(self) -> bool:
@@ -55,30 +56,33 @@ class EmbeddedRollout:
 
     @torch.no_grad()
     def step(self) -> None:
-        if self._pack_weights and not self._is_packed:
-            self._forward.pack_weights()
-            self._is_packed = True
-        self._admit()
-        done: list[Completion] = []
         try:
-            for wave in self._running:
-                done += wave.advance(self.version)
-        finally:  # an error in one wave loses nothing of another
-            self._finish(done)
+            if self._pack_weights and not self._is_packed:
+                self._forward.pack_weights()
+                self._is_packed = True
+            self._admit()
+            self._finish([done for wave in self._running for done in wave.advance(self.version)])
+        except BaseException:
+            self._start_again()
+            raise
 
     def finished(self) -> list[Completion]:
-        done, self._finished = self._finished, []
-        return done
+        done, self._finished = self._finished, {}
+        return list(done.values())
 
     def abort(self, request_id: int) -> None:
         if request_id not in self._unfinished:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
-        stopped = [done for wave in self._running for done in wave.abort(request_id)]
-        for request in self._waiting:
-            if request.request_id == request_id:
-                stopped += [Completion(request_id, i, finish_reason="abort") for i in range(request.group_size)]
-        self._waiting = deque(request for request in self._waiting if request.request_id != request_id)
-        self._finish(stopped)
+        try:
+            stopped = [done for wave in self._running for done in wave.abort(request_id)]
+            for request in self._waiting:
+                if request.request_id == request_id:
+                    stopped += [Completion(request_id, i, finish_reason="abort") for i in range(request.group_size)]
+            self._waiting = deque(request for request in self._waiting if request.request_id != request_id)
+            self._finish(stopped)
+        except BaseException:
+            self._start_again()
+            raise
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Share the given tensors' memory; where the model is the trainer's own they are its own already."""
@@ -102,43 +106,60 @@ class EmbeddedRollout:
         """Start waiting requests that fit, in order; those that draw alike, to whatever length, share a wave."""
         room = self.max_running_sequences - sum(wave.num_running for wave in self._running)
         admitted: dict[SamplingParams, list[Request]] = {}  # by what is equal in a wave
-        for request in self._waiting:
+        while self._waiting and self._waiting[0].group_size <= room:
+            request = self._waiting.popleft()
             room -= request.group_size
-            if room < 0:
-                break
             admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
         for sampling, requests in admitted.items():
             wave = next((wave for wave in self._running if wave.sampling == sampling), None)
-            is_new = wave is None
-            wave = wave or Wave(self._forward, self.model.device, self.model.dtype, sampling)
-            wave.admit(requests)
-            if is_new:
+            if wave is None:
+                wave = Wave(self._forward, self.model.device, self.model.dtype, sampling)
                 self._running.append(wave)
-            started = {request.request_id for request in requests}
-            self._waiting = deque(request for request in self._waiting if request.request_id not in started)
+            wave.admit(requests)
 
     def _finish(self, completions: list[Completion]) -> None:
         """Hand over what one step, or an abort, finished."""
-        self._finished += sorted(completions, key=lambda c: (self._unfinished[c.request_id].place, c.index))
-        for completion in completions:
+        for completion in sorted(completions, key=lambda c: (self._unfinished[c.request_id].place, c.index)):
             progress = self._unfinished[completion.request_id]
-            progress.remaining -= 1
-            if not progress.remaining:
-                del self._unfinished[completion.request_id]
+            if completion.index in progress.finished:  # before its request was started again
+                continue
+            self._finished[completion.request_id, completion.index] = completion
+            progress.finished.add(completion.index)
+        for request_id in {completion.request_id for completion in completions}:
+            if self._unfinished[request_id].is_complete():
+                del self._unfinished[request_id]
         self._running = [wave for wave in self._running if wave.num_running]
         if not self._unfinished:
             self._forward.drop_packed_weights()
             self._is_packed = False
 
+    def _start_again(self) -> None:
+        """After an error at any point: nothing runs, and every request without all its completions waits.
+
+        Its tokens will be the same: noise is a matter of request, index and position.
+        """
+        self._running = []
+        self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
+        self._waiting = deque(progress.request for progress in self._unfinished.values())
+        self._is_packed = False
+
 
 class _Progress:
-    """A request's place in the order of submission, and how many of its sequences are not finished."""
+    """A request, its place in the order of submission, and the indices of its sequences that are finished."""
 
-    def __init__(self, place: int, remaining: int) -> None:
-        self.place, self.remaining = place, remaining
+    def __init__(self, request: Request, place: int) -> None:
+        self.request, self.place = request, place
+        self.finished: set[int] = set()
+
+    def is_complete(self) -> bool:
+        return len(self.finished) == self.request.group_size
 
 
 def _require_servable(request: Request, model: PreTrainedModel, max_running_sequences: int) -> None:
+    try:
+        derive_seed(*request.noise_key)
+    except AlgorithmError as error:
+        raise RolloutError(f"request {request.request_id} has noise_key={request.noise_key!r}: {error}") from error
     name, prompt_len, new = f"request {request.request_id}", len(request.prompt_ids), request.sampling.max_new_tokens
     if not prompt_len:
         raise RolloutError(f"{name} has an empty prompt; give it at least one token.")

@@ -28,7 +28,8 @@ PREFILL_TOKENS = 16384
 class Wave:
     """Requests that draw alike: a sequence is one row of the cache and of every tensor below.
 
-    Rows end at their own `max_new_tokens`; all else of their sampling parameters is equal.
+    Rows end at their own `max_new_tokens`; all else of their sampling parameters is equal. After an error in a method a
+    wave is of no more use: its requests start again in another.
     """
 
     def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, sampling: SamplingParams) -> None:
@@ -51,16 +52,10 @@ class Wave:
         self._first_logits: list[Tensor] = []  # of rows that were admitted and have no token yet
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Compute each prompt once and give every sequence of its group a row; after an error all is as before."""
+        """Compute each prompt once and give every sequence of its group a row."""
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
-        num_waiting = len(self._first_logits)
-        try:
-            for part in _parts_of_prompts(requests):
-                self._prefill(part, capacity=longest)
-        except BaseException:
-            del self._first_logits[num_waiting:]
-            self._cache.keep(torch.arange(len(self._names), device=self._counts.device))
-            raise
+        for part in _parts_of_prompts(requests):
+            self._prefill(part, capacity=longest)
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
         device = self._counts.device
         limits = [request.sampling.max_new_tokens for request in requests for _ in range(request.group_size)]
@@ -79,14 +74,11 @@ class Wave:
         self.num_running += len(limits)
 
     def advance(self, version: int) -> list[Completion]:
-        """One more token for every running row; the completions that this finishes. After an error all is as before."""
-        num_old = len(self._names) - sum(map(len, self._first_logits))  # the others have no token yet
-        logits = self._next_logits(num_old)
+        """One more token for every running row; the completions that this finishes."""
+        logits = self._next_logits()
         columns, place = self._columns, self._counts[:, None]
         tokens, log_probs = sample_tokens(logits, columns["uniforms"].gather(1, place).squeeze(1), self.sampling)
         self._require_finite(log_probs)
-        self._cache.lengths[:num_old] += self._is_running[:num_old]
-        self._first_logits.clear()
         columns["tokens"].scatter_(1, place, tokens[:, None])
         columns["log_probs"].scatter_(1, place, log_probs[:, None])
         self._versions.append(version)
@@ -119,14 +111,17 @@ class Wave:
         self._cache.append(plan, source, capacity)
         self._first_logits.append(logits[source])
 
-    def _next_logits(self, num_old: int) -> Tensor:
+    def _next_logits(self) -> Tensor:
         """Logits (rows, vocabulary) of the next token: of new rows from their prompts, of the others by one pass."""
+        first, self._first_logits = self._first_logits, []
+        num_old = len(self._names) - sum(map(len, first))
         if not num_old:
-            return torch.cat(self._first_logits) if len(self._first_logits) > 1 else self._first_logits[0]
+            return first[0] if len(first) == 1 else torch.cat(first)
         last = (self._counts[:num_old] - 1)[:, None]
         tokens = self._columns["tokens"][:num_old].gather(1, last).squeeze(1)
         logits = self.forward.decode(tokens, DecodePlan(self._cache, num_old))
-        return torch.cat([logits, *self._first_logits]) if self._first_logits else logits
+        self._cache.lengths[:num_old] += self._is_running[:num_old]
+        return torch.cat([logits, *first]) if first else logits
 
     def _finish(self, ended: Tensor, stopped: Tensor | None, *, aborted: bool = False) -> list[Completion]:
         """The completions of rows that end here; `stopped` says for every row whether it drew a stop token."""
