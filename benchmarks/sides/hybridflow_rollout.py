@@ -9,12 +9,13 @@ from support.serve import Channel
 import hybridflow
 from hybridflow.models import DTYPES, load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
-from hybridflow.runtime import keep_freed_memory, set_num_threads
+from hybridflow.runtime import bound_shape_caches, keep_freed_memory, set_num_threads
 
 
 def main() -> None:
     channel = Channel()
     keep_freed_memory()  # as a run does
+    bound_shape_caches()
     threads = set_num_threads(channel.options["threads"])
     dtype = DTYPES[channel.options["dtype"]]
     engine = EmbeddedRollout(load_causal_lm(channel.options["path"], dtype))

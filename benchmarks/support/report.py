@@ -45,7 +45,7 @@ def print_rows(benchmark: str, rows: Sequence[Row]) -> None:
     header = ("name", "unit", "ours", "peer", "limit", "ratio")
     cells = [(row.name, row.unit, *map(figure, (row.ours, row.peer, row.limit, row.ratio))) for row in rows]
     print_table(f"{benchmark} (ratio: how many times better than the peer)", header, cells)
-    print(f"\ncommand: python benchmarks/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
+    print(f"\ncommand: .venv/bin/python benchmarks/{shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
     print(json.dumps({"benchmark": benchmark, "rows": [_rounded(row) for row in rows]}), flush=True)
 
 

@@ -51,6 +51,14 @@ def test_the_time_left_counts_neither_earlier_steps_nor_the_first_validation(fil
     assert [line.partition("left ")[2] for line in file.getvalue().splitlines()] == ["", "0:00:08"]
 
 
+def test_the_time_left_follows_the_recent_steps(file, clock):
+    tracker = ConsoleTracker(100, console=Console(file=file), clock=clock)
+    for step in range(1, 51):
+        clock.now += 1.0 if step <= 30 else 5.0
+        tracker.log(step, {})
+    assert file.getvalue().splitlines()[-1] == "step 50/100  left 0:04:10"
+
+
 def test_the_last_step_has_no_time_left_and_an_unknown_total_has_none(file, clock):
     ConsoleTracker(1, console=Console(file=file), clock=clock).log(1, {})
     ConsoleTracker(0, console=Console(file=file), clock=clock).log(3, {})

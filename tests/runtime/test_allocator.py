@@ -1,7 +1,10 @@
+import os
 import subprocess
 import sys
 
 import pytest
+
+from hybridflow.runtime import bound_shape_caches
 
 PROGRAM = """
 import ctypes, sys, torch
@@ -29,3 +32,46 @@ def free_bytes_held(mode: str) -> int:
 
 def test_memory_that_was_freed_stays_in_the_process():
     assert free_bytes_held("returned") < 90e6 < free_bytes_held("kept")
+
+
+SHAPES = """
+import ctypes, os, sys, torch
+from hybridflow.runtime import bound_shape_caches
+for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.pop(name, None)
+if sys.argv[1] == "bounded":
+    bound_shape_caches()
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Mallinfo2
+weight = torch.ones(32, 32, dtype=torch.bfloat16)
+for rows in range(1, 301):
+    if rows == 101:
+        before = mallinfo2().h
+    torch.nn.functional.linear(torch.ones(rows, 32, dtype=torch.bfloat16), weight)
+print(mallinfo2().h - before)
+"""
+
+
+def growth(mode: str) -> int:
+    """Bytes in use that 200 products add, each of another shape."""
+    done = subprocess.run([sys.executable, "-c", SHAPES, mode], capture_output=True, text=True, check=False)
+    if "mallinfo2" in done.stderr:
+        pytest.skip("not glibc 2.33 or newer")
+    return int(done.stdout)
+
+
+def test_products_of_ever_new_shapes_do_not_make_a_process_grow():
+    unbounded = growth("unbounded")
+    if unbounded < 5e6:
+        pytest.skip("this PyTorch keeps nothing for a shape")
+    assert growth("bounded") < 0.1 * unbounded
+
+
+def test_the_environment_has_the_last_word(monkeypatch):
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    bound_shape_caches()
+    assert (os.environ["LRU_CACHE_CAPACITY"], os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) == ("7", "32")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")

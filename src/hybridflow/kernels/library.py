@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridflow.errors import ModelError
 from hybridflow.observability import get_logger
 
 SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "kernels_of_type.h", "decoder_of_type.h")]
@@ -57,6 +58,8 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None)
 
 def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float | None, ...]) -> Callable[..., int]:
     """The kernel, told the types of its arguments once."""
+    if _library() is None:
+        raise ModelError(f"{name} needs the compiled kernels, which this machine lacks; ask `serves` first.")
     function = getattr(_library(), f"{name}_{_SUFFIXES[dtype]}")
     types = {int: ctypes.c_int64, float: ctypes.c_float}
     function.argtypes = [types.get(type(argument), ctypes.c_void_p) for argument in arguments]

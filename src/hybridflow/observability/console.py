@@ -1,6 +1,7 @@
 """What a run shows on a terminal: progress, a few figures, a few samples. Elsewhere one plain line for each step."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,9 @@ RL_FIGURES = {
     "s/step": "timing_s/step",
 }
 SFT_FIGURES = {"loss": "sft/loss", "validation loss": "sft/val_loss", "s/step": "timing_s/step"}
+
+RECENT_STEPS = 20
+"""The time left is told from the mean of so many steps: enough for those that also validate or save."""
 
 
 class ConsoleTracker:
@@ -43,14 +47,15 @@ class ConsoleTracker:
         self.console = console or Console()
         self._clock = clock
         self._step = self._start_step = start_step
-        self._started_at = clock()
+        self._times = deque([(start_step, clock())], maxlen=RECENT_STEPS + 1)  # (step, when it was done)
         self._values: dict[str, float] = {}
         self._samples: tuple[Mapping[str, Any], ...] = ()
         self._live: Live | None = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step <= self._start_step:
-            self._started_at = self._clock()  # validation before the first step is no measure of a step
+            self._times.clear()  # validation before the first step is no measure of a step
+        self._times.append((step, self._clock()))
         self._step = step
         self._values.update({label: metrics[name] for label, name in self.figures.items() if name in metrics})
         if self.console.is_terminal:
@@ -105,11 +110,12 @@ class ConsoleTracker:
         return "".join(f"  {label} {_number(value)}" for label, value in self._values.items())
 
     def _remaining(self) -> str:
-        """Time left, from the mean time of the steps seen; empty where it is not known."""
-        done, left = self._step - self._start_step, self.total_steps - self._step
-        if done <= 0 or left <= 0:
+        """Time left, from the mean time of recent steps; empty where it is not known."""
+        (first, begin), (last, end) = self._times[0], self._times[-1]
+        left = self.total_steps - self._step
+        if last <= first or left <= 0:
             return ""
-        return f"  left {timedelta(seconds=round((self._clock() - self._started_at) / done * left))}"
+        return f"  left {timedelta(seconds=round((end - begin) / (last - first) * left))}"
 
 
 def one_line(text: str, width: int) -> str:

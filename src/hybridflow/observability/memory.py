@@ -26,7 +26,8 @@ def memory_bytes() -> dict[str, int]:
     if statm.exists():
         sizes["resident"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
-    sizes["peak_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit  # of less often updated counters
+    sizes["peak_resident"] = max(peak, sizes.get("resident", 0))
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         sizes["cuda_allocated"] = torch.cuda.memory_allocated()

@@ -1,6 +1,6 @@
 """What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
 
-from hybridflow.runtime.allocator import keep_freed_memory
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.matmul_peak import measure_peak_flops
 from hybridflow.runtime.random_state import (
@@ -15,6 +15,7 @@ from hybridflow.runtime.threads import count_physical_cores, set_deterministic, 
 
 __all__ = [
     "StopRequest",
+    "bound_shape_caches",
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",

@@ -1,10 +1,12 @@
-"""How the C allocator treats freed memory."""
+"""How much memory this process holds on to: what it freed, and what was made for the shapes of a step."""
 
 import ctypes
+import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEEP_BYTES = 2**31 - 1
 _MMAP_BYTES = 2**25  # the largest that glibc takes
+_SHAPES = 32
 
 
 def keep_freed_memory() -> bool:
@@ -17,3 +19,14 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES) and mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))
+
+
+def bound_shape_caches() -> None:
+    """Keep the code of few shapes of matrix product, unless the environment says how many; before the first product.
+
+    oneDNN and PyTorch's layer above it make code for each shape, and keep a thousand of them by default. The number of
+    tokens of a training step is new in nearly every step, so that bfloat16 training would grow by some 10 MiB a step
+    up to gigabytes. Within a step all layers share their few shapes.
+    """
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, str(_SHAPES))

@@ -10,6 +10,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.kernels import use_kernels
 from hybridflow.models import DTYPES
 from hybridflow.runtime import (
+    bound_shape_caches,
     keep_freed_memory,
     measure_peak_flops,
     seed_random_state,
@@ -148,6 +149,7 @@ class _Groups:
 def _prepare_process(config: Config) -> None:
     """Memory, threads, kernels and global random state, before anything is computed: results depend on them."""
     keep_freed_memory()
+    bound_shape_caches()
     set_num_threads(config.controller.threads)
     use_kernels(config.controller.compiled_kernels)
     set_deterministic(config.trainer.deterministic)

@@ -7,7 +7,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Execute, Worker, register
 from hybridflow.engines import TorchEngine
 from hybridflow.kernels import use_kernels
-from hybridflow.runtime import keep_freed_memory, set_deterministic, set_num_threads
+from hybridflow.runtime import bound_shape_caches, keep_freed_memory, set_deterministic, set_num_threads
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """What any model reads of a rollout batch."""
@@ -22,6 +22,7 @@ class ModelWorker(Worker):
     def prepare_process(self, config: Config) -> None:
         """Memory, threads and kernels, before a model is built: results depend on both."""
         keep_freed_memory()
+        bound_shape_caches()
         set_num_threads(config.controller.threads)
         use_kernels(config.controller.compiled_kernels)
         set_deterministic(config.trainer.deterministic)
