@@ -1,5 +1,6 @@
 """What the embedded engine does beyond the contract: shared weights, each prompt once, finished rows leave."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,8 @@ from hybridflow.models import load_causal_lm
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
-from hybridflow.rollout.wave import Wave
+from hybridflow.rollout.wave import Wave, _uniforms
+from hybridflow.runtime import uniform
 
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
 
@@ -330,3 +332,28 @@ def test_weights_that_are_not_contiguous_generate_the_same(tiny_model):
     completion = generate(engine, [request])[0]
     assert completion.token_ids == expected.token_ids
     assert completion.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
+def test_noise_is_that_of_each_requests_own_key():
+    keys = [(3, 0, 1), (3, 0, 2), (7,), (-1, 2**64 - 5), (2, 5)]
+    wanted = [Request(i, [5], SamplingParams(4), 1 + i % 3, key) for i, key in enumerate(keys)]
+    expected = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], np.arange(6)[None]) for r in wanted]
+    assert np.array_equal(_uniforms(wanted, 6), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_compiled_generation_has_the_same_bits_alone_in_company_and_with_any_number_of_threads(
+    tiny_model, family, dtype
+):
+    engine = EmbeddedRollout(load_causal_lm(tiny_model(family), dtype))
+    wanted = requests(SamplingParams(9, stop_token_ids=(1, 5)), group_size=3)
+    together, threads = generate(engine, wanted), torch.get_num_threads()
+    alone = [completion for request in wanted for completion in generate(engine, [request])]
+    assert alone == together
+    narrow = EmbeddedRollout(engine.model, max_running_sequences=4)
+    try:
+        torch.set_num_threads(1)
+        assert generate(narrow, wanted) == together
+    finally:
+        torch.set_num_threads(threads)

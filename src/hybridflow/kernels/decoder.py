@@ -52,15 +52,16 @@ class Decoder:
         epsilon: float,
         scaling: float,
     ) -> None:
+        self.layers, self.head, self.heads, self.head_dim = list(layers), head, heads, head_dim
+        self.epsilon, self.scaling = float(epsilon), float(scaling)
         self._tensors = [tensor for layer in layers for tensor in layer.tensors()]  # alive while their addresses are
         self._layers = _addresses(self._tensors)
         self._outer = (embedding, norm, head.weight, head.bias)
         qkv, mlp, self._vocabulary = layers[0].qkv.out_features, layers[0].down.in_features, head.out_features
         width = head.in_features
-        self._kv_heads = (qkv // head_dim - heads) // 2
-        self._sizes = (len(layers), width, heads, self._kv_heads, head_dim, mlp, self._vocabulary)
+        self.kv_heads = (qkv // head_dim - heads) // 2
+        self._sizes = (len(layers), width, heads, self.kv_heads, head_dim, mlp, self._vocabulary)
         self._scratch_size = 2 * width + qkv + heads * head_dim + mlp
-        self._constants = (float(epsilon), float(scaling))
 
     def __call__(
         self,
@@ -96,7 +97,7 @@ class Decoder:
                 scratch,
                 logits,
             ),
-            *(rows, *self._sizes, keys[0].shape[2], longest, *self._constants),
+            *(rows, *self._sizes, keys[0].shape[2], longest, self.epsilon, self.scaling),
         )
         return logits
 

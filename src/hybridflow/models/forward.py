@@ -49,7 +49,7 @@ class Forward(Protocol):
         ...
 
     def pack_weights(self) -> None:
-        """Copy the weights into the layout that is fastest to decode with; `decode` reads the copy.
+        """Copy the weights into the layout that is fastest to generate with; passes without gradient read the copy.
 
         Call it again when the weights have changed.
         """
@@ -129,17 +129,21 @@ class FusedForward:
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
         recompute = self.model.training  # as the models of transformers do: nothing else depends on the mode
+        packed = None if torch.is_grad_enabled() else self._decoder
         hidden = self._body.embed_tokens(input_ids).flatten(0, 1)
         for index in range(len(self._body.layers)):
             arguments = (index, hidden, cos, sin, attention_plan, batch)
-            if recompute:
+            if packed:
+                hidden = _packed_layer(packed, *arguments)
+            elif recompute:
                 hidden = checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = self._layer(*arguments)
         if logits_to_keep is not None:
             hidden = hidden.view(batch, tokens, -1)[:, logits_to_keep].flatten(0, 1)
         hidden = self._norm(hidden, self._body.norm)
-        return self._head(hidden).view(batch, -1, self._head.out_features)
+        logits = packed.head(hidden) if packed else self._head(hidden)
+        return logits.view(batch, -1, self._head.out_features)
 
     def _layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
         """One decoder layer on hidden (batch * tokens, width)."""
@@ -187,6 +191,22 @@ def _angles(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     like = torch.zeros((), dtype=dtype, device=positions.device)
     cos, sin = (x[0, :, : x.shape[-1] // 2].contiguous() for x in body.rotary_emb(like, positions[None]))
     return cos, sin
+
+
+def _packed_layer(
+    decoder: Decoder, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
+) -> Tensor:
+    """One decoder layer without gradient on packed weights: what the decoder computes, for many tokens of a row."""
+    layer, epsilon = decoder.layers[index], decoder.epsilon
+    projected = layer.qkv(rms_norm(hidden, layer.norm, epsilon)).unflatten(1, (-1, decoder.head_dim))
+    query, key, value = projected.split([decoder.heads, decoder.kv_heads, decoder.kv_heads], dim=1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query, key = rms_norm(query, layer.query_norm, epsilon), rms_norm(key, layer.key_norm, epsilon)
+    query, key = rotary(query, cos, sin), rotary(key, cos, sin)
+    query, key, value = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (query, key, value))
+    attended = plan.attend(index, query, key, value, decoder.scaling)
+    hidden = layer.out(attended.reshape(len(hidden), -1), hidden)
+    return layer.down(layer.gate_up(rms_norm(hidden, layer.mlp_norm, epsilon)), hidden)
 
 
 def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:

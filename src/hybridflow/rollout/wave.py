@@ -5,6 +5,7 @@ A prompt is computed once for its whole group; finished rows leave when enough o
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -65,9 +66,7 @@ class Wave:
             name: pad(column, (0, width + 1 - column.shape[1], 0, len(limits)))
             for name, column in self._columns.items()
         }
-        positions = np.arange(width)[None]
-        uniforms = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], positions) for r in requests]
-        self._columns["uniforms"][old:, :width] = torch.from_numpy(np.concatenate(uniforms)).to(device)
+        self._columns["uniforms"][old:, :width] = torch.from_numpy(_uniforms(requests, width)).to(device)
         self._counts = pad(self._counts, (0, len(limits)))
         self._starts = pad(self._starts, (0, len(limits)), value=len(self._versions))
         self._is_running = pad(self._is_running, (0, len(limits)), value=True)
@@ -164,6 +163,17 @@ class Wave:
                 f"request {self._names[row][0]}: the model's logits are not finite, so no token can be sampled. Its "
                 "weights have diverged: resume from an earlier checkpoint with a lower learning rate."
             )
+
+
+def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
+    """The noise of each sequence's tokens, (sequences, width), from its request's key, its index and the position."""
+    positions, parts = np.arange(width), []
+    for _, alike in groupby(requests, lambda request: len(request.noise_key)):
+        sequences = [(request.noise_key, index) for request in alike for index in range(request.group_size)]
+        keys = zip(*(key for key, _ in sequences), strict=True)
+        columns = [np.array([number % 2**64 for number in column], dtype=np.uint64)[:, None] for column in keys]
+        parts.append(uniform(*columns, np.array([index for _, index in sequences])[:, None], positions))
+    return np.concatenate(parts)
 
 
 def _parts_of_prompts(requests: Sequence[Request]) -> Iterator[list[Request]]:
