@@ -34,7 +34,7 @@ PRODUCTS = ((256, 768), (256, 1536), (768, 256), (768, 4608))
 """Inputs and outputs of linear layers of the models that are measured."""
 LENGTHS = (38, 128, 256, 384, 512, 768, 1024)
 ATTENTION_TOKENS, HEADS, HEAD_DIM = 9728, 4, 64
-GROUPS = ((32, 6, 32), (16, 64, 64), (6, 200, 100))
+GROUPS = ((32, 6, 32), (16, 64, 64), (6, 200, 100), (2, 300, 300), (1, 1000, 200))
 """Prompts, tokens of a prompt, tokens of a response."""
 GROUP_SIZE = 8
 ENOUGH_S = 0.02

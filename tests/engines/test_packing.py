@@ -3,7 +3,7 @@ import torch
 
 from hybridflow.engines.packing import pack, pad, prompt_families, sequence_lengths
 from hybridflow.errors import BatchError
-from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan
+from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan, sharing_pays
 from hybridflow.protocol import DataProto
 
 # Prompts 11 12 | 13 14 15 | 16, responses 21 22 | 23 | none.
@@ -132,9 +132,26 @@ def test_prompts_that_are_not_shared_are_packed_whole():
 
 
 def test_rows_with_one_prompt_are_a_family():
-    families, shared = prompt_families(GROUPS)
+    families, shared = prompt_families(GROUPS, compiled=True)
     assert families.tolist() == [0, 0, 1, 1, 2, 2]
     assert shared.tolist() == [2, 2, 1, 1, 0, 0]
+
+
+def test_without_compiled_attention_short_prompts_are_not_shared():
+    assert prompt_families(GROUPS, compiled=False)[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert pack(GROUPS, compiled=False).plan == pack(GROUPS, share_prompts=False).plan
+
+
+def test_a_row_that_does_not_pay_is_whole_between_rows_that_share():
+    ids = torch.ones(4, 305, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[1:, 290:] = 0
+    rows = DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 280:].bool()})
+    shared_prompts = pack(rows, compiled=False)
+    assert shared_prompts.plan == SharedPromptPlan(((279, 26, 11, 11, 11),))
+    lengths, shared = torch.tensor([600, 600, 600, 500]), torch.tensor([400, 299, 20, 20])
+    assert sharing_pays(shared, lengths, compiled=True).tolist() == [True, False, False, True]
+    assert sharing_pays(shared, lengths, compiled=False).tolist() == [True, False, False, False]
 
 
 def test_a_row_without_a_prompt_shares_nothing():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import BatchError
-from hybridflow.models import AttentionPlan, PackedPlan, PaddedPlan, SharedPromptPlan
+from hybridflow.models import AttentionPlan, PackedPlan, PaddedPlan, SharedPromptPlan, sharing_pays
 from hybridflow.protocol import DataProto
 
 
@@ -46,14 +46,15 @@ def sequence_lengths(batch: DataProto) -> Tensor:
     return batch.batch["attention_mask"].sum(-1)
 
 
-def pack(batch: DataProto, *, share_prompts: bool = True) -> ModelInput:
+def pack(batch: DataProto, *, share_prompts: bool = True, compiled: bool = True) -> ModelInput:
     """All real tokens of the rows, one row after another. Rows of equal length should be neighbours.
 
-    With `share_prompts`, neighbours with the same prompt share one copy of it, but for its last token: that predicts
-    the first token of each response, so each row keeps its own.
+    With `share_prompts`, neighbours with the same prompt share one copy of it where that pays, but for its last token:
+    that predicts the first token of each response, so each row keeps its own. `compiled`: whether there is compiled
+    attention for the model.
     """
     ids, is_real, response_mask, place = _columns(batch)
-    prefix_lens = shared_prefix_lengths(batch) if share_prompts else torch.zeros_like(ids[:, 0])
+    prefix_lens = _shared_with_row_before(batch, compiled) if share_prompts else torch.zeros_like(ids[:, 0])
     is_repeated = (place < prefix_lens[:, None]) & is_real
     kept = is_real & ~is_repeated
     lengths = kept.sum(-1)
@@ -90,20 +91,28 @@ def pad(batch: DataProto) -> ModelInput:
     )
 
 
-def prompt_families(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """For each row a number, (batch,), equal for equal prompts; and how many tokens of the prompt can be shared."""
+def prompt_families(batch: DataProto, *, compiled: bool) -> tuple[Tensor, Tensor]:
+    """For each row a number, (batch,), equal for rows that share their prompt; and how many tokens of it they can."""
     prompts = _prompts(batch)
-    families: dict[bytes, int] = {}
-    numbers = [families.setdefault(row.tobytes(), len(families)) for row in prompts.cpu().numpy()]
-    return torch.tensor(numbers, device=prompts.device), ((prompts >= 0).sum(-1) - 1).clamp(min=0)
+    shared, pays = _sharing(batch, prompts, compiled)
+    families: dict[bytes | int, int] = {}
+    rows = zip(prompts.cpu().numpy(), pays.tolist(), strict=True)
+    keys = [row.tobytes() if can else number for number, (row, can) in enumerate(rows)]
+    return torch.tensor([families.setdefault(key, len(families)) for key in keys], device=prompts.device), shared
 
 
-def shared_prefix_lengths(batch: DataProto) -> Tensor:
-    """Tokens that each row has in common with the row before it, (batch,): its prompt but for the last token, or 0."""
+def _shared_with_row_before(batch: DataProto, compiled: bool) -> Tensor:
+    """Tokens that each row shares with the row before it, (batch,): its prompt but for the last token, or 0."""
     prompts = _prompts(batch)
-    is_same = (prompts[1:] == prompts[:-1]).all(-1)
-    shared = ((prompts >= 0).sum(-1) - 1).clamp(min=0)
+    shared, pays = _sharing(batch, prompts, compiled)
+    is_same = (prompts[1:] == prompts[:-1]).all(-1) & pays[1:] & pays[:-1]
     return shared * torch.cat([is_same.new_zeros(1), is_same])
+
+
+def _sharing(batch: DataProto, prompts: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
+    """How many tokens of its prompt each row can share, and whether it pays: (batch,) each."""
+    shared = ((prompts >= 0).sum(-1) - 1).clamp(min=0)
+    return shared, sharing_pays(shared, sequence_lengths(batch), compiled)
 
 
 def _prompts(batch: DataProto) -> Tensor:

@@ -17,6 +17,7 @@ from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.errors import ModelError, NonFiniteError
+from hybridflow.kernels import serves
 from hybridflow.models import DTYPES, forward_of, load_causal_lm, load_value_model
 from hybridflow.protocol import DataProto
 
@@ -147,12 +148,19 @@ class TorchEngine:
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
         packing = self.memory.packing
-        families, shared = prompt_families(rows) if packing and self.memory.share_prompts else (None, None)
+        families, shared = None, None
+        if packing and self.memory.share_prompts:
+            families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
         budget = self.memory.max_tokens_per_micro_batch
         return plan_micro_batches(sequence_lengths(rows), budget, packing=packing, families=families, shared=shared)
 
     def _arrange(self, rows: DataProto) -> ModelInput:
-        return pack(rows, share_prompts=self.memory.share_prompts) if self.memory.packing else pad(rows)
+        if not self.memory.packing:
+            return pad(rows)
+        return pack(rows, share_prompts=self.memory.share_prompts, compiled=self._has_compiled_attention())
+
+    def _has_compiled_attention(self) -> bool:
+        return serves(next(self.model.parameters()))
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan
 from hybridflow.models.forward import Forward, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
-from hybridflow.models.shared_prompts import SharedPromptPlan
+from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
 
 __all__ = [
     "DTYPES",
@@ -15,4 +15,5 @@ __all__ = [
     "forward_of",
     "load_causal_lm",
     "load_value_model",
+    "sharing_pays",
 ]

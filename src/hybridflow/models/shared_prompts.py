@@ -10,6 +10,19 @@ from torch import Tensor
 from hybridflow.kernels import causal_attention, serves
 from hybridflow.models.attention import SHORT, pytorch_attention, run_attention
 
+LONG_PROMPT = 256
+"""From this length on sharing pays with PyTorch's attention, if the prompt is half of all (docs/benchmarks.md)."""
+
+
+def sharing_pays(shared: Tensor, lengths: Tensor, compiled: bool) -> Tensor:
+    """For each sequence of `lengths` tokens, whether it is faster to share the first `shared` of them.
+
+    `compiled`: whether there is compiled attention for the model. PyTorch's wants one call for each sequence then, with
+    a mask, which costs more than a short prompt.
+    """
+    is_long = (shared >= LONG_PROMPT) & (2 * shared >= lengths)
+    return is_long | (lengths <= SHORT) if compiled else is_long
+
 
 @dataclass(frozen=True)
 class SharedPromptPlan:

@@ -72,7 +72,8 @@ METRICS: dict[str, Metric] = {
         "Tokens that a stage handled for each of its seconds: response tokens of gen, all tokens of the others.", "sum"
     ),
     "mfu/<role>": Metric(
-        "Model FLOPs of a role's update, attention included, as a share of the device's peak; of gen: of generation."
+        "Model FLOPs of a role's update, attention included and a prompt counted once for its group, as a share of the "
+        "matrix product's peak, measured when the run starts; of gen: of generation."
     ),
     "memory_bytes/<kind>": Metric(
         "Memory of the controller's process: resident, peak_resident; on CUDA cuda_allocated, cuda_reserved, ...",
