@@ -141,6 +141,7 @@ class EmbeddedRollout:
         self._running = []
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
         self._waiting = deque(progress.request for progress in self._unfinished.values())
+        self._forward.drop_packed_weights()
         self._is_packed = False
 
 
