@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from hybridflow.errors import ModelError
 from hybridflow.kernels import append_and_attend, causal_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -122,3 +123,10 @@ def test_bits_do_not_depend_on_the_number_of_threads_or_on_the_neighbours():
     assert torch.equal(single, double)
     alone = causal_attention(query[30:37], key[30:37], value[30:37], [[7]], 0.2)
     assert torch.equal(alone, single[30:37])
+
+
+@pytest.mark.parametrize("families", [[[3]], [[3, 3]], [[5, 0]]])
+def test_lengths_that_are_not_those_of_the_tokens_are_refused(families):
+    x = torch.ones(5, 2, 16)
+    with pytest.raises(ModelError, match="the lengths add up to"):
+        causal_attention(x, x, x, families, 1.0)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from hybridflow.errors import ModelError
 from hybridflow.kernels import PackedLinear
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
@@ -66,3 +67,12 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_and_threads(dtype):
 
 def test_no_rows_are_no_output():
     assert PackedLinear([torch.ones(3, 4)], [None])(torch.ones(0, 4)).shape == (0, 3)
+
+
+def test_an_input_or_a_weight_that_does_not_fit_is_refused():
+    linear = PackedLinear([torch.ones(3, 4)], [None])
+    for x in (torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4)):
+        with pytest.raises(ModelError, match=r"this layer takes \(rows, 4\) of torch.float32"):
+            linear(x)
+    with pytest.raises(ModelError, match="a bfloat16 weight has 5 inputs"):
+        PackedLinear([torch.ones(3, 5, dtype=torch.bfloat16)], [None])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hybridflow.errors import ModelError
 from hybridflow.kernels.library import call
 
 
@@ -40,6 +41,8 @@ def causal_attention(
     """
     starts = torch.tensor([0, *(length for family in families for length in family)]).cumsum(0)
     family_starts = torch.tensor([0, *map(len, families)]).cumsum(0)
+    if int(starts[-1]) != len(query) or int(starts.diff().min()) < 1:
+        raise ModelError(f"the lengths add up to {int(starts[-1])} tokens of {len(query)}; each must be at least 1.")
     longest = max(family[0] + max(family[1:], default=0) for family in families)
     return _CausalAttention.apply(query, key, value, starts, family_starts, longest, float(scaling))
 
