@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, Qwen2ForCausalLM
 
+    from hybridflow.controller.ray import RayBackend
     from hybridflow.protocol import DataProto
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -97,6 +98,15 @@ def recorded_grpo() -> RecordedGRPO:
 def recorded_grpo_float32() -> RecordedGRPO:
     """In float32, by a newer version: to be equalled to rounding."""
     return _recorded_grpo("trl_grpo_float32")
+
+
+@pytest.fixture(scope="session")
+def ray_backend() -> "Iterator[RayBackend]":
+    """One cluster on this machine for all tests of the session that use it; it is gone when they have run."""
+    from hybridflow.controller.ray import RayBackend
+
+    with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=60.0) as backend:
+        yield backend
 
 
 @pytest.fixture

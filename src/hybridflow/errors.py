@@ -48,6 +48,14 @@ def _rebuild_worker_error(cls: type[WorkerError], message: str, role: str, rank:
     return cls(message, role=role, rank=rank, node=node)
 
 
+class WorkerDiedError(WorkerError):
+    """The process of a worker is gone; the message has its exit reason and the last lines of its log."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """A call took longer than its deadline; the message says who was waited for, and what they were doing."""
+
+
 class ModelError(HybridFlowError):
     """A model directory cannot be loaded, or the model lacks something that is needed."""
 

@@ -15,6 +15,7 @@ PACKAGES = (
     "hybridflow.checkpoint",
     "hybridflow.config",
     "hybridflow.controller",
+    "hybridflow.controller.ray",
     "hybridflow.data",
     "hybridflow.engines",
     "hybridflow.kernels",

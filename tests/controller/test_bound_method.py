@@ -20,6 +20,7 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
+from hybridflow.controller.backend import NO_TERMS
 from hybridflow.errors import BatchError, DispatchError, FieldError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture
 
@@ -519,10 +520,10 @@ class DeferredBackend(LocalBackend):
         super().__init__()
         self.log = []
 
-    def call(self, worker, method_name, args, kwargs):
+    def call(self, worker, method_name, args, kwargs, terms=NO_TERMS):
         self.log.append(f"call {worker.name}")
         own_call = super().call
-        return Deferred(self, lambda: own_call(worker, method_name, args, kwargs))
+        return Deferred(self, lambda: own_call(worker, method_name, args, kwargs, terms))
 
     def put(self, value):
         self.log.append("put")
@@ -546,7 +547,7 @@ def test_all_ranks_are_started_before_one_is_waited_for():
     backend = DeferredBackend()
     group = make_group(2, backend=backend)
     assert group.double(batch_of(1, 2, 3)).batch["doubled"].tolist() == [2, 4, 6]
-    assert backend.log == ["call model/0", "call model/1", "wait for 2", "get 2", "release 2"]
+    assert backend.log == ["call model/0", "call model/1", "wait for 2", "release 2"]
     assert backend.num_objects == 0
 
 

@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args)
     from hybridflow.trainers import build_validator
 
-    metrics, samples = build_validator(config, checkpoint).run()
+    with build_validator(config, checkpoint) as validator:
+        metrics, samples = validator.run()
     width = max(map(len, metrics))
     for name, value in sorted(metrics.items()):
         print(f"{name:<{width}}  {value:.4f}")

@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.trainers.generation import prompts_of_files, typed_prompts
 
     prompts = typed_prompts(args.prompt) if args.prompt else prompts_of_files(args.prompts_file)
-    rows = build_generator(config, checkpoint).run(prompts)
+    with build_generator(config, checkpoint) as generator:
+        rows = generator.run(prompts)
     for row in rows:
         _show(row)
     if args.output:

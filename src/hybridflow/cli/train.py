@@ -20,5 +20,6 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     from hybridflow.trainers import build_trainer
 
-    build_trainer(config).fit(args.stop_after)
+    with build_trainer(config) as trainer:
+        trainer.fit(args.stop_after)
     return 0

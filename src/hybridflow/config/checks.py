@@ -125,4 +125,27 @@ def _validation(config: Config) -> Iterator[str]:
         )
 
 
-SUBJECTS = (_mini_batches, _groups, _kl, _old_log_probs, _tokens, _critic_warmup, _validation)
+def _placement(config: Config) -> Iterator[str]:
+    pools, num_workers = config.placement.pools, config.controller.num_workers
+    if pools and num_workers != 1:
+        yield (
+            f"controller.num_workers={num_workers} and placement.pools={pools} both say how many ranks there are; "
+            "leave num_workers at 1"
+        )
+    for name, processes in pools.items():
+        if not processes:
+            yield f"placement.pools.{name}=[] has no process; give the processes on each node, as in [4] or [4, 4]"
+    for role, pool in config.placement.roles.items():
+        if pool not in pools:
+            known = ", ".join(pools) or "none, as placement.pools is empty"
+            yield f"placement.roles.{role}={pool!r} is no pool; there are: {known}"
+
+
+def _backend(config: Config) -> Iterator[str]:
+    controller = config.controller
+    if controller.backend == "local" and (controller.address or config.placement.pools):
+        key = "controller.address" if controller.address else "placement.pools"
+        yield f"{key} is set, but controller.backend='local' is this process alone; use backend = 'ray'"
+
+
+SUBJECTS = (_placement, _backend, _mini_batches, _groups, _kl, _old_log_probs, _tokens, _critic_warmup, _validation)

@@ -98,7 +98,7 @@ def _tuples(value: Any) -> Any:
 
 def _problem(details: Any) -> str:
     """One line for one finding of pydantic."""
-    key, value = ".".join(map(str, details["loc"])), details["input"]
+    key, value = ".".join(str(part) for part in details["loc"] if part != "[key]"), details["input"]
     match details["type"]:
         case "extra_forbidden":
             is_table = isinstance(value, dict)

@@ -1,6 +1,7 @@
 """A configuration as TOML that reads back equal, and the reference of all keys as text or Markdown."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,9 +23,15 @@ def toml_value(value: Any) -> str:
             return repr(value)
         case None:
             return '"none"'
+        case dict():
+            return "{" + ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items()) + "}"
         case tuple():
             return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 def reference_text() -> str:
@@ -75,6 +82,8 @@ def _valid(schema: Mapping[str, Any]) -> str:
     match schema["type"]:
         case "null":
             return '"none"'
+        case "object":
+            return f"table of {_valid(schema['additionalProperties'])}"
         case "array" if "prefixItems" in schema:
             return f"[{', '.join(_valid(item) for item in schema['prefixItems'])}]"
         case "array":

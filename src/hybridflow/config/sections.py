@@ -14,6 +14,7 @@ AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-me
 KLEstimatorName = Literal["k1", "k2", "k3", "abs"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 DTypeName = Literal["float32", "bfloat16", "float64"]
+RoleName = Literal["actor_rollout", "critic", "reference", "reward", "actor"]
 OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "truncate-middle"]
 
 Positive = Annotated[int, Field(gt=0)]
@@ -239,8 +240,28 @@ class TrainerConfig(Section):
 
 
 class ControllerConfig(Section):
-    backend: Literal["local"] = Field(default="local", description="Where workers run: local is this process.")
-    num_workers: Positive = Field(default=1, description="Ranks of each worker group.")
+    backend: Literal["local", "ray"] = Field(
+        default="local", description="Where workers run: local is this process, ray a process for each rank."
+    )
+    num_workers: Positive = Field(
+        default=1, description="Ranks of every role, on one node; placement.pools says it for several pools or nodes."
+    )
+    address: str = Field(
+        default="",
+        description="ray: 'auto' or HOST:PORT of a running cluster; empty is one on this machine during the run.",
+    )
+    cpus_per_worker: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="ray: logical CPUs that a worker process reserves; a share is fine."
+    )
+    call_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
+        default=3600.0, description="ray: the deadline of each call on a worker, in seconds; 'none' is no deadline."
+    )
+    object_store_bytes: NonNegative = Field(
+        default=0, description="ray: shared memory of a cluster that the run starts; 0 is Ray's choice."
+    )
+    compress_transfers: bool = Field(
+        default=False, description="ray: zstd on batches that are sent; for slow networks between nodes."
+    )
     threads: NonNegative = Field(
         default=0,
         description="Threads per rank; 0 is the number of physical cores. Rounding depends on it.",
@@ -249,6 +270,19 @@ class ControllerConfig(Section):
         default=True,
         description="On a CPU, compute with kernels that the machine's C compiler makes at the first start. "
         "false, or no compiler: PyTorch's own, slower. Rounding depends on it.",
+    )
+
+
+class PlacementConfig(Section):
+    pools: dict[str, tuple[Positive, ...]] = Field(
+        default={},
+        description="Name of each pool and its processes on each node, as in {main = [4, 4]}; "
+        "empty is one pool of controller.num_workers.",
+    )
+    roles: dict[RoleName, str] = Field(
+        default={},
+        description="The pool of a role, as in {critic = 'second'}; others are on the first one. Roles of one "
+        "pool share its processes and take turns.",
     )
 
 
@@ -272,6 +306,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
+    placement: PlacementConfig = PlacementConfig()
     sft: SFTConfig = SFTConfig()
 
     @property

@@ -2,9 +2,10 @@
 again, and backends decide where the ranks run.
 """
 
-from hybridflow.controller.backend import Backend, ObjectHandle, WorkerRef
+from hybridflow.controller.backend import Backend, CallTerms, ObjectHandle, WorkerRef
 from hybridflow.controller.bound_method import BoundMethod
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.colocate import spawn_colocated
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch import (
     DISPATCH_MODES,
@@ -25,6 +26,7 @@ __all__ = [
     "DISPATCH_MODES",
     "Backend",
     "BoundMethod",
+    "CallTerms",
     "ClassWithInitArgs",
     "Dispatch",
     "DispatchMode",
@@ -43,4 +45,5 @@ __all__ = [
     "make_nd_compute_dataproto_dispatch_fn",
     "register",
     "register_dispatch_mode",
+    "spawn_colocated",
 ]

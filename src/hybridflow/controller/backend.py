@@ -3,10 +3,30 @@ others have a process for each. Workers and handles are opaque to everybody else
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.resource_pool import ResourcePool
+
+
+@dataclass(frozen=True)
+class CallTerms:
+    """What was declared of a call, beyond its arguments.
+
+    `columns`: the method's declaration, checked against what it returns. `num_rows`: rows of the part that this rank
+    gets; None if no batch is split. `is_read`: whether anybody will read the result; if not, it is not kept.
+    `opens_futures`: whether the method gets batches for futures.
+    """
+
+    columns: MethodColumns | None = None
+    num_rows: int | None = None
+    is_read: bool = True
+    opens_futures: bool = True
+
+
+NO_TERMS = CallTerms()
 
 
 class WorkerRef(Protocol):
@@ -36,13 +56,28 @@ class Backend(Protocol):
     `call` if the call runs at once, by `get` and `wait` if it does not.
     """
 
-    def spawn(self, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool, name: str) -> Sequence[WorkerRef]:
-        """Start one worker for each rank of the pool, in order of rank, with the standard SPMD environment
-        variables set. `name` is the name of the group. Fails as a whole: if one constructor raises, none stays."""
+    def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
+        """Raise ConfigError, before anything is started, unless all these pools fit together what there is."""
         ...
 
-    def call(self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ObjectHandle:
-        """Start a method of a worker. An argument that is a handle of this backend arrives as its value."""
+    def spawn(
+        self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
+    ) -> Mapping[str, Sequence[WorkerRef]]:
+        """Start one process for each rank of the pool, with the standard SPMD environment variables set, and in each
+        an object of every class. The keys are names of groups; of each, the workers in order of rank. Fails as a
+        whole: if one constructor raises, none stays."""
+        ...
+
+    def call(
+        self,
+        worker: WorkerRef,
+        method_name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        terms: CallTerms = NO_TERMS,
+    ) -> ObjectHandle:
+        """Start a method of a worker. An argument that is a handle of this backend arrives as its value; a future, as
+        the batch that the worker reads from where it is."""
         ...
 
     def put(self, value: Any) -> ObjectHandle:
@@ -67,4 +102,8 @@ class Backend(Protocol):
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
         """Stop the workers. Stopping one twice is no error; calling a stopped one is a WorkerError."""
+        ...
+
+    def close(self) -> None:
+        """Stop every worker and let go of everything else; closing twice is no error."""
         ...

@@ -7,11 +7,13 @@ result <- unpadded <- collect_fn <- columns and rows checked <- outputs of the c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.columns import MethodColumns
+from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
 from hybridflow.controller.register import Execute, Registration
 from hybridflow.errors import DispatchError, HybridFlowError
 from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
@@ -56,6 +58,8 @@ class BoundMethod:
         backend = self._group.backend
         try:
             backend.wait(handles)
+            if self._concatenates(rows):
+                return self._concatenation(rows, handles).get()
             outputs = backend.get([handles[rank] for rank in self._collected_ranks()])
         finally:
             backend.release(handles)
@@ -64,15 +68,40 @@ class BoundMethod:
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """A future whose `get()` is what the blocking call returns."""
         rows, handles = self._start(args, kwargs)
+        if self._concatenates(rows):
+            return self._concatenation(rows, handles)
         factor, writes, collected = self.columns.rows_per_row, self.columns.writes, self._collected_ranks()
-        spoken = set(collected)
-        others = [handle for rank, handle in enumerate(handles) if rank not in spoken]
         return DataProtoFuture(
-            collect_fn=partial(self._finish_late, rows, others),
+            collect_fn=partial(self._finish_late, rows, self._others(handles)),
             futures=[handles[rank] for rank in collected],
             num_rows=factor * rows.num_rows if rows and factor and writes else None,
             columns=writes,
         )
+
+    def _concatenates(self, rows: Rows | None) -> bool:
+        """Whether the result is the rows of the collected ranks in order, with declared columns: parts of it can then
+        be read from the ranks that hold them."""
+        declares = bool(self.columns.writes) and self.columns.rows_per_row is not None
+        return rows is not None and declares and self._mode.collect_fn is collect_dp_compute_data_proto
+
+    def _concatenation(self, rows: Rows | None, handles: list[Any]) -> DataProtoFuture:
+        assert rows is not None
+        factor, collected, others = self.columns.rows_per_row or 1, self._collected_ranks(), self._others(handles)
+        parts = [handles[rank] for rank in collected]
+        if others:
+            parts = [HandleOfReplica(part, others, self._group.backend) for part in parts]
+        future = DataProtoFuture(
+            DataProto.concat,
+            parts,
+            num_rows=factor * (rows.num_rows + rows.pad_size),
+            columns=self.columns.writes,
+            part_rows=[factor * rows.part_size] * len(parts),
+        )
+        return future.slice(0, factor * rows.num_rows) if rows.pad_size else future
+
+    def _others(self, handles: list[Any]) -> list[Any]:
+        spoken = set(self._collected_ranks())
+        return [handle for rank, handle in enumerate(handles) if rank not in spoken]
 
     def __repr__(self) -> str:
         return f"<{self.columns.where} of {self._group!r}>"
@@ -83,13 +112,17 @@ class BoundMethod:
         """Everything up to the ranks: the rows of the call (None if no batch is split), a handle for each rank."""
         self._group.check_open(self.columns.where)
         if self.registration.materialize_futures:
-            args, kwargs = _map(_open, args, kwargs)
+            args, kwargs = _map(_open_opaque, args, kwargs)
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, (DataProto, DataProtoFuture))]
         rows = self._count_rows(batches)
         self.columns.check_reads([*args, *kwargs.values()])
         args, kwargs = _map(partial(self._reduce, rows, is_alone=len(batches) == 1), args, kwargs)
         per_rank = self._dispatch(args, kwargs)
-        return rows, self._group.call_ranks(self.__name__, per_rank, self.registration.execute_mode)
+        terms = CallTerms(self.columns, rows and rows.part_size, True, self.registration.materialize_futures)
+        unread = replace(terms, is_read=False)
+        read = set(self._collected_ranks())
+        per_rank_terms = [terms if rank in read else unread for rank in range(self._group.world_size)]
+        return rows, self._group.call_ranks(self.__name__, per_rank, self.registration.execute_mode, per_rank_terms)
 
     def _count_rows(self, batches: Sequence[DataProto | DataProtoFuture]) -> Rows | None:
         if self._mode.num_parts is None or not batches:
@@ -111,23 +144,17 @@ class BoundMethod:
 
     def _reduce(self, rows: Rows | None, value: Any, is_alone: bool) -> Any:
         """What is sent of an argument: of a batch the columns that are read, with as many rows as can be split."""
-        if isinstance(value, DataProtoFuture):
+        value = self.columns.select_reads(value)
+        if isinstance(value, DataProtoFuture) and value.columns is None:
             return DataProtoFuture(
                 collect_fn=_first,
                 futures=[value],
-                dispatch_fn=partial(self._reduce_unread, rows, is_alone=is_alone),
+                dispatch_fn=partial(_reduce_unread, self.columns, rows, is_alone),
                 num_rows=value.num_rows if rows is None else rows.num_rows + rows.pad_size,
             )
-        value = self.columns.select_reads(value)
-        if rows is not None and isinstance(value, DataProto) and rows.pad_size and len(value):
-            value, _ = pad_dataproto_to_divisor(value, rows.num_rows + rows.pad_size)
-        return value
-
-    def _reduce_unread(self, rows: Rows | None, value: Any, is_alone: bool) -> Any:
-        """As `_reduce`, for a future that the worker itself reads."""
-        if is_alone:
-            self.columns.check_reads([value])
-        return self._reduce(rows, value, is_alone)
+        if isinstance(value, DataProtoFuture):
+            return value if rows is None else value.pad_to_divisor(rows.num_rows + rows.pad_size)
+        return _padded(value, rows)
 
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
         """The arguments of each rank."""
@@ -163,8 +190,6 @@ class BoundMethod:
         return self._finish(rows, outputs)
 
     def _finish(self, rows: Rows | None, outputs: list[Any]) -> Any:
-        for rank, output in zip(self._collected_ranks(), outputs, strict=True):
-            self.columns.check_output(output, rank, rows and rows.part_size)
         if self._rank_zero_only:
             return outputs[0]
         try:
@@ -179,11 +204,47 @@ class BoundMethod:
         return _without_last_rows(result, self.columns.rows_per_row * rows.pad_size)
 
 
-def _open(value: Any) -> Any:
-    """The one place where the controller reads a future that was given as argument."""
+@dataclass(frozen=True)
+class HandleOfReplica:
+    """The handle of a rank that speaks for others: when it is read here, they must have succeeded too."""
+
+    handle: Any
+    others: Sequence[Any]
+    backend: Any
+
+    def get(self) -> Any:
+        self.backend.wait(self.others)
+        return self.handle.get()
+
+    def read(self, columns: tuple[str, ...] | None, rows: Any) -> Any:
+        self.backend.wait(self.others)
+        return self.handle.read(columns, rows)
+
+    def view(self, columns: tuple[str, ...] | None, rows: Any) -> Any:
+        self.backend.wait(self.others)
+        return self.handle.view(columns, rows)
+
+
+def _reduce_unread(columns: MethodColumns, rows: Rows | None, is_alone: bool, value: Any) -> Any:
+    """As `BoundMethod._reduce`, of a future of undeclared columns, by the worker that reads it."""
+    if is_alone:
+        columns.check_reads([value])
+    return _padded(columns.select_reads(value), rows)
+
+
+def _padded(value: Any, rows: Rows | None) -> Any:
+    if rows is not None and isinstance(value, DataProto) and rows.pad_size and len(value):
+        value, _ = pad_dataproto_to_divisor(value, rows.num_rows + rows.pad_size)
+    return value
+
+
+def _open_opaque(value: Any) -> Any:
+    """The one place where the controller reads a future that was given as argument: one that only it can read."""
     if isinstance(value, (list, tuple)) and any(isinstance(element, DataProtoFuture) for element in value):
-        return [_open(element) for element in value]
-    return value.get() if isinstance(value, DataProtoFuture) else value
+        return [_open_opaque(element) for element in value]
+    if isinstance(value, DataProtoFuture) and (not value.is_plain or value.columns is None):
+        return value.get()
+    return value
 
 
 def _first(values: Sequence[Any]) -> Any:

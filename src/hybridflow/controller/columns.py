@@ -11,6 +11,7 @@ from hybridflow.errors import DispatchError, FieldError
 from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture
 
 ColumnsOf = tuple[str, ...] | Callable[[Any], tuple[str, ...]] | None
+_BATCHES = (DataProto, DataProtoFuture)
 RowsOf = Literal["same", "one"] | int | Callable[[Any], int]
 
 
@@ -30,7 +31,7 @@ class MethodColumns:
     def check_reads(self, values: Sequence[Any]) -> None:
         """Check that the batches among the arguments of a call have every column that is read.
 
-        Raises FieldError for a column that none of them has. A future is checked when it is read.
+        Raises FieldError for a column that none of them has. A future of undeclared columns is checked when it is read.
         """
         for batches in _batches_of_each_rank(values):
             present = [column for batch in batches for column in columns_of(batch)]
@@ -42,8 +43,10 @@ class MethodColumns:
         """An argument, with batches (also those in a list) reduced to the columns that are read; meta_info stays."""
         if self.reads is None:
             return value
-        if isinstance(value, (list, tuple)) and any(isinstance(element, DataProto) for element in value):
+        if isinstance(value, (list, tuple)) and any(isinstance(element, _BATCHES) for element in value):
             return [self.select_reads(element) for element in value]
+        if isinstance(value, DataProtoFuture) and value.columns is not None:
+            return value.select_columns([column for column in self.reads if column in value.columns])
         return select_columns(value, self.reads) if isinstance(value, DataProto) else value
 
     def check_output(self, output: Any, rank: int, num_rows: int | None) -> None:
@@ -125,8 +128,10 @@ def check_rows(what: str, rows: Any) -> int | None:
     raise DispatchError(f"{what}={rows!r}: needs 'same', 'one', a positive number, or a function of the configuration.")
 
 
-def columns_of(batch: DataProto) -> list[str]:
-    """The names of all columns, tensors first."""
+def columns_of(batch: DataProto | DataProtoFuture) -> list[str]:
+    """The names of all columns, tensors first; of a future those that are declared."""
+    if isinstance(batch, DataProtoFuture):
+        return list(batch.columns or ())
     tensors = [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118 (a TensorDict)
     return [*tensors, *batch.non_tensor_batch]
 
@@ -139,15 +144,15 @@ def select_columns(batch: DataProto, columns: tuple[str, ...]) -> DataProto:
     )
 
 
-def _batches_of_each_rank(values: Sequence[Any]) -> list[list[DataProto]]:
+def _batches_of_each_rank(values: Sequence[Any]) -> list[list[Any]]:
     """Which batches a rank gets together: the arguments themselves, and one element of each list argument.
 
     Empty where that cannot be known before a future is read, or where there is no batch.
     """
-    if any(isinstance(value, DataProtoFuture) for value in values):
+    if any(isinstance(value, DataProtoFuture) and value.columns is None for value in values):
         return []
-    whole = [value for value in values if isinstance(value, DataProto)]
-    lists = [[v for v in value if isinstance(v, DataProto)] for value in values if isinstance(value, (list, tuple))]
+    whole = [value for value in values if isinstance(value, _BATCHES)]
+    lists = [[v for v in value if isinstance(v, _BATCHES)] for value in values if isinstance(value, (list, tuple))]
     lists = [batches for batches in lists if batches]
     if not lists:
         return [whole] if whole else []

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-from hybridflow.controller.backend import ObjectHandle, WorkerRef
+from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.one_call import checked_output, naming_errors
 from hybridflow.controller.private_copy import private_copy
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.worker import RANKS_TAKE_TURNS
-from hybridflow.errors import HybridFlowError, WorkerError
-from hybridflow.observability import get_logger, log_memory
+from hybridflow.errors import WorkerError
+from hybridflow.protocol.future import opened, take
+from hybridflow.protocol.packed_batch import Rows
 
 # The environment variables belong to the process, so ranks of different threads take turns too.
 _turn = threading.RLock()
@@ -29,11 +31,22 @@ class LocalHandle:
         self._value: list[Any] = [value]
 
     def get(self) -> Any:
+        return private_copy(self._shown(), "a result")
+
+    def read(self, columns: tuple[str, ...] | None, rows: Rows) -> Any:
+        """As `get`, of some columns and rows."""
+        return private_copy(self.view(columns, rows), "a result")
+
+    def view(self, columns: tuple[str, ...] | None, rows: Rows) -> Any:
+        """As `read`, without a copy: for what is put together with others."""
+        return take(self._shown(), columns, rows)
+
+    def _shown(self) -> Any:
         if not self._value:
             raise WorkerError(
                 "this result was released; keep the future, or what its get() returned, instead of the handle."
             )
-        return private_copy(self._value[0], "a result")
+        return self._value[0]
 
     def release(self) -> None:
         self._value.clear()
@@ -52,13 +65,22 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self._handles: WeakSet[LocalHandle] = WeakSet()
+        self._workers: WeakSet[LocalWorker] = WeakSet()
 
     @property
     def num_objects(self) -> int:
         """Values that are kept because somebody holds a handle of them."""
         return sum(1 for handle in self._handles if handle._value)
 
-    def spawn(self, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool, name: str) -> list[LocalWorker]:
+    def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
+        """One process holds any number of ranks."""
+
+    def spawn(
+        self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
+    ) -> dict[str, list[LocalWorker]]:
+        return {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
+
+    def _spawn(self, name: str, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool) -> list[LocalWorker]:
         port, workers = _free_port(), []
         for rank in range(resource_pool.world_size):
             environment = {
@@ -77,15 +99,24 @@ class LocalBackend:
             with _turn_of(worker, f"{cls.__name__}.__init__"):
                 worker.instance = cls(*args, **kwargs)
             workers.append(worker)
+        self._workers.update(workers)
         return workers
 
-    def call(self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalHandle:
+    def call(
+        self,
+        worker: WorkerRef,
+        method_name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        terms: CallTerms = NO_TERMS,
+    ) -> LocalHandle:
         if not isinstance(worker, LocalWorker) or worker.instance is None:
             raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
         where = f"{type(worker.instance).__name__}.{method_name}"
-        own_args, own_kwargs = _receive(args, kwargs, where)
+        own_args, own_kwargs = _receive(args, kwargs, where, terms.opens_futures)
         with _turn_of(worker, where):
             result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
+        result = checked_output(result, terms, worker.rank)
         return self._keep(private_copy(result, f"the result of {where}"))
 
     def put(self, value: Any) -> LocalHandle:
@@ -110,17 +141,27 @@ class LocalBackend:
             if isinstance(worker, LocalWorker):
                 worker.instance = None
 
+    def close(self) -> None:
+        """Stop every worker."""
+        self.shutdown(list(self._workers))
+
     def _keep(self, value: Any) -> LocalHandle:
         handle = LocalHandle(value)
         self._handles.add(handle)
         return handle
 
 
-def _receive(args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the worker gets them: handles opened, everything else copied."""
+def _receive(
+    args: Sequence[Any], kwargs: Mapping[str, Any], where: str, opens_futures: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the worker gets them: handles and futures opened, everything else copied."""
 
     def receive(value: Any, name: object) -> Any:
-        return value.get() if isinstance(value, LocalHandle) else private_copy(value, f"argument {name} of {where}")
+        if isinstance(value, LocalHandle):
+            return value.get()
+        if opens_futures:
+            value = opened(value)
+        return private_copy(value, f"argument {name} of {where}")
 
     return tuple(receive(value, index) for index, value in enumerate(args)), {
         key: receive(value, key) for key, value in kwargs.items()
@@ -134,22 +175,10 @@ def _turn_of(worker: LocalWorker, where: str) -> Iterator[None]:
         before = {key: os.environ.get(key) for key in (*worker.environment, RANKS_TAKE_TURNS)}
         os.environ.pop(RANKS_TAKE_TURNS, None)
         os.environ.update(worker.environment)
-        logger = get_logger(__name__)
-        log_memory(f"before {where}, rank {worker.rank}", logger)
         try:
-            yield
-        except HybridFlowError as error:
-            error.add_note(f"in {where}, worker {worker.name}")
-            raise
-        except Exception as error:
-            raise WorkerError(
-                f"{where} failed on worker {worker.name}: {type(error).__name__}: {error}",
-                role=worker.role,
-                rank=worker.rank,
-                node=socket.gethostname(),
-            ) from error
+            with naming_errors(where, worker.name, worker.role, worker.rank):
+                yield
         finally:
-            log_memory(f"after {where}, rank {worker.rank}", logger)
             for key, value in before.items():
                 if value is None:
                     os.environ.pop(key, None)

@@ -54,6 +54,11 @@ class Worker:
         """Workers of the group on this node."""
         return self._local_world_size
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the ranks of the group can meet: False where they take turns in one process."""
+        return not self._ranks_take_turns
+
     def require_collectives(self, reason: str) -> None:
         """Call this before the first collective of a method (or of the constructor).
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from hybridflow.controller.backend import Backend, WorkerRef
+from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
 from hybridflow.controller.bound_method import Arguments, BoundMethod
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import MethodColumns, resolve_columns
@@ -26,7 +26,8 @@ class WorkerGroup:
 
     `backend`: where the workers run, by default this process. `name`: shown in errors and worker names, by default
     the name of the class. `meshes`: named grids of the ranks, e.g. {"default": {"data": 2, "tensor": 4}}; "default"
-    is {"data": world_size} unless given.
+    is {"data": world_size} unless given. `workers`: those of the backend that are there already, by rank; otherwise
+    they are started.
 
     Raises DispatchError, before a worker is started, if a mesh does not have as many ranks as the pool or a method
     cannot be bound.
@@ -39,6 +40,7 @@ class WorkerGroup:
         backend: Backend | None = None,
         name: str = "",
         meshes: Mapping[str, Mapping[str, int]] | None = None,
+        workers: Sequence[WorkerRef] | None = None,
     ) -> None:
         self.resource_pool, self.cls_with_init = resource_pool, cls_with_init
         self.backend: Backend = backend if backend is not None else LocalBackend()
@@ -46,7 +48,7 @@ class WorkerGroup:
         self._world_size, self._is_open = resource_pool.world_size, True
         self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
         self._declared = self._declare_methods()
-        self._workers = list(self.backend.spawn(cls_with_init, resource_pool, self.name))
+        self._workers = list(workers or self.backend.spawn({self.name: cls_with_init}, resource_pool)[self.name])
 
     # ------------------------------------------------------------------------------------------ who
 
@@ -130,13 +132,20 @@ class WorkerGroup:
         """As `execute_rank_zero_async`, but the result itself."""
         return self._read([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
 
-    def call_ranks(self, method_name: str, per_rank: Sequence[Arguments], execute_mode: Execute) -> list[Any]:
+    def call_ranks(
+        self,
+        method_name: str,
+        per_rank: Sequence[Arguments],
+        execute_mode: Execute,
+        terms: Sequence[CallTerms] | None = None,
+    ) -> list[Any]:
         """Start a method on the ranks that `execute_mode` names; a handle for each."""
         ranks = 1 if execute_mode is Execute.RANK_ZERO else self._world_size
         per_rank = self._put_shared_batches(per_rank[:ranks])
         handles = []
-        for worker, (args, kwargs) in zip(self._workers[:ranks], per_rank, strict=True):
-            handles.append(self.backend.call(worker, method_name, args, kwargs))
+        for rank, (args, kwargs) in enumerate(per_rank):
+            own_terms = terms[rank] if terms else CallTerms()
+            handles.append(self.backend.call(self._workers[rank], method_name, args, kwargs, own_terms))
             if execute_mode is Execute.SEQUENTIAL:
                 self.backend.wait(handles[-1:])
         return handles

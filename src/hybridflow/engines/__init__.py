@@ -1,6 +1,7 @@
-"""Models that learn: the training engine Protocol and its implementation for one process."""
+"""Models that learn: the training engine Protocol and its implementation, on one process or data-parallel ranks."""
 
 from hybridflow.engines.base import LossFunction, Outputs, TrainEngine, UpdateResult
+from hybridflow.engines.data_parallel import join_process_group
 from hybridflow.engines.torch_engine import TorchEngine
 
-__all__ = ["LossFunction", "Outputs", "TorchEngine", "TrainEngine", "UpdateResult"]
+__all__ = ["LossFunction", "Outputs", "TorchEngine", "TrainEngine", "UpdateResult", "join_process_group"]

@@ -39,7 +39,7 @@ class UpdateResult:
     @property
     def padding_share(self) -> float:
         """The share of the computed tokens that was padding; 0 when packed."""
-        return self.num_padding_tokens / self.num_computed_tokens
+        return self.num_padding_tokens / max(self.num_computed_tokens, 1)
 
     @property
     def saved_share(self) -> float:

@@ -1,4 +1,4 @@
-"""The training engine of one process: plain PyTorch on a Hugging Face model."""
+"""The training engine of one process, or of several that add up their gradients: PyTorch on a Hugging Face model."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
+from hybridflow.engines.data_parallel import gather_lists, sum_gradients, sum_over_ranks
 from hybridflow.engines.engine_state import require_fitting_state
 from hybridflow.engines.micro_batches import plan_micro_batches
 from hybridflow.engines.optimizer import build_adamw, learning_rate
@@ -97,12 +98,13 @@ class TorchEngine:
             for name, value in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
+        summed_loss = sum_gradients(self.parameters.values(), loss)
         learning = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(learning, self.optimizer_config.clip_grad_norm, foreach=True))
-        if not (math.isfinite(norm) and math.isfinite(loss)):
+        if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
-            blamed = self._blame(rows, loss_function, with_entropy, temperature)
-            raise NonFiniteError(self._report(loss, norm, blamed))
+            blamed = gather_lists(self._blame(rows, loss_function, with_entropy, temperature))
+            raise NonFiniteError(self._report(summed_loss, norm, blamed))
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -113,7 +115,7 @@ class TorchEngine:
         return UpdateResult(loss, norm, lr, metrics, **counts)
 
     def all_reduce_sum(self, value: int) -> int:
-        return value
+        return sum_over_ranks(value)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())

@@ -4,23 +4,47 @@ It holds opaque handles of a backend and what to do with their contents. Everyth
 program can pass futures from one call to the next without the controller reading them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol.consistency import Names, as_names, require_names
 from hybridflow.protocol.data_proto import DataProto
-from hybridflow.protocol.rows import as_count
+from hybridflow.protocol.packed_batch import Rows
+from hybridflow.protocol.padding import mark_copies
+from hybridflow.protocol.rows import as_count, row_indices
+from hybridflow.protocol.side_by_side import join_columns
 
 Columns = tuple[str, ...]
 
 
 class Handle(Protocol):
-    """Where one result is; `get` waits for it, and raises what the call that makes it raised."""
+    """Where one result is; `get` waits for it, and raises what the call that makes it raised.
+
+    A handle that also has `read(columns, rows)` is asked for no more than what is needed of a batch, and one that has
+    `view(columns, rows)` may share memory where its contents are put together with others.
+    """
 
     def get(self) -> Any: ...
+
+
+class BatchHandle:
+    """A batch of this process as a handle, so that it can stand beside others in a future."""
+
+    def __init__(self, batch: DataProto) -> None:
+        self.batch = batch
+
+    def get(self) -> DataProto:
+        return self.batch
+
+    def read(self, columns: Columns | None, rows: Rows) -> DataProto:
+        return take(self.batch, columns, rows)
+
+    view = read
 
 
 @dataclass(eq=False)
@@ -28,15 +52,28 @@ class DataProtoFuture:
     """The batch that `collect_fn` makes of the handles' contents, then `dispatch_fn` of that.
 
     `num_rows` and `columns` are what the caller declares of it, where it knows: they give `len`, and let a union
-    check its columns now and read only the parts that are asked for. Operations return new futures and read nothing.
+    check its columns now and read only the parts that are asked for. `part_rows`, the rows of each handle's batch, may
+    be given where `collect_fn` puts the batches one after another: then rows are read only from the handles that hold
+    them. Operations return new futures and read nothing.
     """
 
     collect_fn: Callable[[list], Any]
-    futures: Sequence[Handle]
+    futures: Sequence[Any]
     dispatch_fn: Callable[[Any], Any] | None = None
     num_rows: int | None = None
     columns: Columns | None = None
-    _contents: DataProto | None = field(default=None, init=False, repr=False)
+    part_rows: Sequence[int] | None = None
+    _contents: Any = field(default=None, init=False, repr=False)
+
+    @staticmethod
+    def of(batch: "DataProto | DataProtoFuture") -> "DataProtoFuture":
+        """A batch of this process as a future; a future as it is."""
+        if isinstance(batch, DataProtoFuture):
+            return batch
+        rows = len(batch)
+        return DataProtoFuture(
+            DataProto.concat, [BatchHandle(batch)], num_rows=rows, columns=tuple(_names(batch)), part_rows=(rows,)
+        )
 
     def get(self, columns: Names = None) -> Any:
         """Wait, and return a new batch: all of it, or only the named columns (of either kind) with meta_info.
@@ -47,16 +84,12 @@ class DataProtoFuture:
         wanted = None if columns is None else tuple(as_names(columns))
         if wanted is not None and self.columns is not None:
             require_names(wanted, self.columns, "the future")
-        contents = self._read(wanted)
+        contents = self._read(wanted, None)
         if not isinstance(contents, DataProto):
-            if wanted is None:
-                return contents
-            raise BatchError(
-                f"the call returned a {type(contents).__name__}, which has no columns {wanted}; use get()."
-            )
-        if self.num_rows is not None and len(contents) != self.num_rows:
+            return contents
+        if self.num_rows is not None and len(contents) != self.num_rows and _names(contents):
             raise BatchError(f"the future declared {self.num_rows} rows, but has {len(contents)}.")
-        return contents.select() if wanted is None else _only(contents, wanted)
+        return contents.select()
 
     def __len__(self) -> int:
         if self.num_rows is None:
@@ -66,29 +99,67 @@ class DataProtoFuture:
     def __bool__(self) -> bool:
         return True
 
+    # Rows
+
     @staticmethod
-    def concat(data: "Sequence[Handle]") -> "DataProtoFuture":
+    def concat(data: "Sequence[Handle | DataProtoFuture]") -> "DataProtoFuture":
         """The rows of all parts, handles or futures, in order."""
         if not data:
             raise BatchError("concat needs at least one future, got an empty list.")
         lengths: list[Any] = [getattr(part, "num_rows", None) for part in data]
         columns = {getattr(part, "columns", None) for part in data}
+        known = None not in lengths
         return DataProtoFuture(
             DataProto.concat,
             list(data),
-            num_rows=None if None in lengths else sum(lengths),
+            num_rows=sum(lengths) if known else None,
             columns=columns.pop() if len(columns) == 1 else None,
+            part_rows=lengths if known else None,
         )
 
     def chunk(self, chunks: int) -> "list[DataProtoFuture]":
         """The parts of `DataProto.chunk`, each a future."""
         chunks = as_count(chunks, "chunks", 1)
-        even = self.num_rows is not None and self.num_rows % chunks == 0
-        num_rows = self.num_rows // chunks if self.num_rows is not None and even else None
+        if self.num_rows is not None and self.num_rows % chunks == 0:
+            size = self.num_rows // chunks
+            return [self.slice(index * size, (index + 1) * size) for index in range(chunks)]
         return [
-            self._then(partial(_chunk, chunks=chunks, index=index), _same, num_rows, self.columns)
+            self._then(partial(_chunk, chunks=chunks, index=index), num_rows=None, columns=self.columns)
             for index in range(chunks)
         ]
+
+    def slice(self, start: int | None = None, end: int | None = None) -> "DataProtoFuture":
+        """Rows `start:end`, as Python counts them. Raises BatchError if the number of rows is not known."""
+        rows = range(len(self))[start:end]
+        return self._rows(slice(rows.start, max(rows.start, rows.stop)), len(rows))
+
+    def reorder(self, indices: Sequence[int] | np.ndarray) -> "DataProtoFuture":
+        """The same rows in another order: an all-gather, as each part of the result then needs rows of every part.
+
+        Raises BatchError unless `indices` names each row once, or if the number of rows is not known.
+        """
+        rows = row_indices(indices, len(self))
+        if len(rows) != len(self) or len(np.unique(rows)) != len(self):
+            raise BatchError(f"reorder needs each of the {len(self)} rows exactly once, got {len(rows)} indices.")
+        return self._rows(rows, len(rows))
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProtoFuture":
+        """As `DataProto.repeat`."""
+        times = as_count(repeat_times, "repeat_times", 0)
+        if self.num_rows is None:
+            step = partial(_call, name="repeat", arguments={"repeat_times": times, "interleave": interleave})
+            return self._then(step, num_rows=None, columns=self.columns)
+        rows = np.arange(self.num_rows)
+        return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times), len(rows) * times)
+
+    def pad_to_divisor(self, size_divisor: int) -> "DataProtoFuture":
+        """As `pad_dataproto_to_divisor`: copies of the first rows at the end, marked as the glossary says."""
+        pad_size = -len(self) % as_count(size_divisor, "size_divisor", 1)
+        if not pad_size:
+            return self
+        return _Padded(_first, [self], num_rows=len(self) + pad_size, columns=self.columns)
+
+    # Columns
 
     def select(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
@@ -99,13 +170,25 @@ class DataProtoFuture:
             "non_tensor_batch_keys": None if non_tensor_batch_keys is None else as_names(non_tensor_batch_keys),
             "meta_info_keys": None if meta_info_keys is None else as_names(meta_info_keys),
         }
-        chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
+        chosen = (*as_names(batch_keys), *as_names(non_tensor_batch_keys))
         if self.columns is not None:
             require_names(chosen, self.columns, "select: the future")
-        both = batch_keys is not None and non_tensor_batch_keys is not None
-        columns = tuple(chosen) if both else None
-        needs = partial(_always, always=columns) if both else partial(_always, always=None)
-        return self._then(partial(_call, name="select", arguments=keys), needs, self.num_rows, columns)
+        if batch_keys is None and non_tensor_batch_keys is None:
+            step = partial(_call, name="select", arguments={"meta_info_keys": keys["meta_info_keys"]})
+            return self._then(step, needs=_same, num_rows=self.num_rows, columns=self.columns)
+        if batch_keys is not None and non_tensor_batch_keys is not None:
+            future = self.select_columns(chosen)
+            return future if meta_info_keys is None else future.select(meta_info_keys=meta_info_keys)
+        step = partial(_call, name="select", arguments=keys)  # which columns stay is known only when they are read
+        return self._then(step, needs=_everything, num_rows=self.num_rows, columns=None)
+
+    def select_columns(self, columns: Names) -> "DataProtoFuture":
+        """The named columns, of either kind, and meta_info."""
+        chosen = tuple(as_names(columns))
+        if self.columns is not None:
+            require_names(chosen, self.columns, "select: the future")
+        needs = partial(_among, chosen=chosen)
+        return self._then(_as_it_is, needs=needs, num_rows=self.num_rows, columns=chosen)
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> "DataProtoFuture":
         """As `DataProto.rename`."""
@@ -119,30 +202,95 @@ class DataProtoFuture:
             columns = tuple(names.get(name, name) for name in columns)
             if len(set(columns)) < len(columns):
                 raise FieldError(f"rename {old} to {new}: the future already has one of them, it has {self.columns}.")
-        step = partial(_call, name="rename", arguments={"old_keys": old, "new_keys": new})
-        return self._then(step, partial(_renamed, names=names), self.num_rows, columns)
+        step, needs = partial(_rename, names=names), partial(_renamed, names=names)
+        return self._then(step, needs=needs, num_rows=self.num_rows, columns=columns)
 
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProtoFuture":
-        """As `DataProto.repeat`."""
-        times = as_count(repeat_times, "repeat_times", 0)
-        step = partial(_call, name="repeat", arguments={"repeat_times": times, "interleave": interleave})
-        return self._then(step, _same, None if self.num_rows is None else self.num_rows * times, self.columns)
-
-    def union(self, other: "DataProtoFuture") -> "DataProtoFuture":
-        """As `DataProto.union`, of disjoint columns: checked now where both declare them, else when read."""
+    def union(self, other: "DataProtoFuture | DataProto") -> "DataProtoFuture":
+        """As `DataProto.union`, of disjoint columns, or columns of the same origin in both: checked now where both
+        declare their columns, else when read. Raises FieldError for any other column that both have."""
+        other = DataProtoFuture.of(other)
         if self.num_rows is not None and other.num_rows is not None and self.num_rows != other.num_rows:
             raise BatchError(f"union: this future has {self.num_rows} rows, the other has {other.num_rows}.")
+        num_rows = self.num_rows if self.num_rows is not None else other.num_rows
         columns = None
         if self.columns is not None and other.columns is not None:
-            shared = sorted(set(self.columns) & set(other.columns))
+            shared = [name for name in self.columns if name in other.columns]
+            differing = sorted(name for name in shared if self._origin(name) != other._origin(name))
+            if differing:
+                raise FieldError(f"union: both futures have {differing}; select or rename first.")
             if shared:
-                raise FieldError(f"union: both futures have {shared}; select or rename first.")
-            columns = self.columns + other.columns
-        num_rows = self.num_rows if self.num_rows is not None else other.num_rows
-        return _Union(_union, [self, other], None, num_rows, columns)
+                other = other.select_columns([name for name in other.columns or () if name not in shared])
+            columns = (*self.columns, *(other.columns or ()))
+        return _Union(join_columns, [self, other], None, num_rows, columns)
 
-    def _read(self, columns: Columns | None) -> Any:
-        """Everything, read once: the parts of one future share what it has read."""
+    # Reading, and sending to a reader elsewhere
+
+    def narrow(self, columns: Columns | None = None, rows: Rows = None) -> "DataProtoFuture":
+        """A future of no more than these columns and rows, which holds no handle that they do not need: what is sent
+        to somebody who reads it elsewhere."""
+        if self.part_rows is None:
+            return self if columns is None and rows is None else _Taken(_first, [self], columns=columns, rows=rows)
+        pieces, order = _pieces(self.part_rows, rows)
+        parts = []
+        for index, local in pieces:
+            part = self.futures[index]
+            if isinstance(part, DataProtoFuture):
+                parts.append(part.narrow(columns, local))
+            elif isinstance(part, BatchHandle):
+                parts.append(BatchHandle(part.read(columns, local)))
+            else:
+                parts.append(part if columns is None and local is None else _Piece(part, columns, local))
+        whole = DataProtoFuture(DataProto.concat, parts, num_rows=None, columns=columns or self.columns)
+        return whole if order is None else _Taken(_first, [whole], columns=None, rows=order)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is made of handles and the operations of this class alone, so that anybody can read it."""
+        inner = [part for part in self.futures if isinstance(part, DataProtoFuture)]
+        is_own = self.part_rows is not None or isinstance(self, _OfOne | _Union)
+        return is_own and all(part.is_plain for part in inner)
+
+    def handles(self) -> Iterator[Any]:
+        """The handles it reads, those of the futures inside it included."""
+        for part in self.futures:
+            if isinstance(part, DataProtoFuture):
+                yield from part.handles()
+            else:
+                yield part.handle if isinstance(part, _Piece) else part
+
+    def with_handles(self, change: Callable[[Any], Any]) -> "DataProtoFuture":
+        """The same future with every handle exchanged for `change(handle)`."""
+        futures: list[Any] = []
+        for part in self.futures:
+            if isinstance(part, DataProtoFuture):
+                futures.append(part.with_handles(change))
+            elif isinstance(part, _Piece):
+                futures.append(_Piece(change(part.handle), part.columns, part.rows))
+            else:
+                futures.append(change(part))
+        return replace(self, futures=futures)
+
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        """A batch, read from no more handles than needed; handles that only have `get` are asked once."""
+        if self.part_rows is None or self._contents is not None:
+            return take(self._whole(columns, rows), columns, rows)
+        pieces, order = _pieces(self.part_rows, rows)
+        read = "view" if len(pieces) > 1 else "read"
+        batch = DataProto.concat([self._read_part(read, index, columns, local) for index, local in pieces])
+        return batch if order is None else batch.select_idxs(order)
+
+    def _read_part(self, read: str, index: int, columns: Columns | None, rows: Rows) -> DataProto:
+        part = self.futures[index]
+        if isinstance(part, DataProtoFuture):
+            return part._read(columns, rows)
+        batch = getattr(part, read)(columns, rows) if hasattr(part, read) else take(part.get(), columns, rows)
+        expected = self.part_rows[index] if rows is None else None  # pyright: ignore[reportOptionalSubscript]
+        if expected is not None and len(batch) != expected and _names(batch):
+            raise BatchError(f"the future declared {self.num_rows} rows, but part {index} has {len(batch)}.")
+        return batch
+
+    def _whole(self, columns: Columns | None, rows: Rows) -> Any:
+        """Everything that the handles hold, read once: the parts of one future share it."""
         if self._contents is not None:
             return self._contents
         contents = self.collect_fn([handle.get() for handle in self.futures])
@@ -150,9 +298,25 @@ class DataProtoFuture:
             contents = self.dispatch_fn(contents)
         if isinstance(contents, DataProto):
             self._contents = contents
+        elif columns is not None or rows is not None:
+            raise BatchError(f"the call returned a {type(contents).__name__}, which has no columns; use get().")
         return contents
 
-    def _then(self, step: Callable, needs: Callable, num_rows: int | None, columns: Columns | None) -> "_Step":
+    def _origin(self, column: str) -> Any:
+        """Equal for two columns of two futures that are the same handles' contents, without looking at them."""
+        return (*(id(handle) for handle in self.futures), id(self.collect_fn), column)
+
+    def _rows(self, rows: Rows, num_rows: int) -> "_Rows":
+        return _Rows(_first, [self], num_rows=num_rows, columns=self.columns, rows=rows)
+
+    def _then(
+        self,
+        step: Callable,
+        *,
+        num_rows: int | None,
+        columns: Columns | None,
+        needs: Callable[[Columns | None], Columns | None] | None = None,
+    ) -> "_Step":
         return _Step(_first, [self], step, num_rows, columns, needs=needs)
 
     def __getstate__(self) -> dict:
@@ -160,54 +324,199 @@ class DataProtoFuture:
 
 
 @dataclass(eq=False)
-class _Step(DataProtoFuture):
-    """One operation on one other future; `needs` maps the columns asked of this one to those asked of that one."""
+class _Piece:
+    """Some columns and rows of one handle."""
 
-    needs: Callable[[Columns | None], Columns | None] = field(kw_only=True)
+    handle: Any
+    columns: Columns | None
+    rows: Rows
 
-    def _read(self, columns: Columns | None) -> Any:
-        (source,) = self.futures
-        return self.dispatch_fn(source.get(self.needs(columns)))  # pyright: ignore
+    def get(self) -> DataProto:
+        if hasattr(self.handle, "read"):
+            return self.handle.read(self.columns, self.rows)
+        return take(self.handle.get(), self.columns, self.rows)
+
+
+@dataclass(eq=False)
+class _OfOne(DataProtoFuture):
+    """A future made of one other."""
+
+    @property
+    def _source(self) -> DataProtoFuture:
+        return self.futures[0]
+
+
+@dataclass(eq=False)
+class _Taken(_OfOne):
+    """Columns and rows of a future that can only be read as a whole."""
+
+    rows: Rows = None
+
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        return take(take(self._source._read(self.columns, self.rows), columns, None), None, rows)
+
+
+@dataclass(eq=False)
+class _Rows(_OfOne):
+    """Some rows of another future, in any order."""
+
+    rows: Rows = None
+
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        return self._source._read(columns, _compose(self.rows, rows, len(self._source)))
+
+    def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
+        return self._source.narrow(columns, _compose(self.rows, rows, len(self._source)))
+
+    def _origin(self, column: str) -> Any:
+        rows = self.rows.tobytes() if isinstance(self.rows, np.ndarray) else str(self.rows)
+        return self._source._origin(column), rows
+
+
+@dataclass(eq=False)
+class _Padded(_OfOne):
+    """Another future with copies of its first rows at the end."""
+
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        own, copies = self._split(rows)
+        return mark_copies(self._source._read(columns, own), copies)
+
+    def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
+        own, copies = self._split(rows)
+        future = self._source.narrow(columns, own)
+        if not len(copies):
+            return future
+        return future._then(partial(mark_copies, rows=copies), needs=_same, num_rows=None, columns=future.columns)
+
+    def _split(self, rows: Rows) -> tuple[Rows, np.ndarray]:
+        """The rows of the source, and which places of the result hold copies."""
+        num_rows = len(self._source)
+        wanted = np.arange(len(self))[slice(None) if rows is None else rows]
+        if not len(wanted) or wanted.max() < num_rows:
+            return rows, np.zeros(0, np.int64)
+        return wanted % num_rows, np.flatnonzero(wanted >= num_rows)
+
+
+@dataclass(eq=False)
+class _Step(_OfOne):
+    """One operation on another future. `needs` maps the columns asked of this one to those asked of that one; None:
+    the operation needs all rows and columns, and makes others of them."""
+
+    needs: Callable[[Columns | None], Columns | None] | None = field(default=None, kw_only=True)
+
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        if self.needs is None:
+            return take(self._step(self._source._read(None, None)), columns, rows)
+        return take(self._step(self._source._read(self._needed(columns), rows)), columns, None)
+
+    def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
+        if self.needs is None:
+            return DataProtoFuture.narrow(self, columns, rows)
+        source = self._source.narrow(self._needed(columns), rows)
+        return _Step(_first, [source], self.dispatch_fn, None, self.columns, needs=self.needs)
+
+    def _step(self, contents: Any) -> Any:
+        return self.dispatch_fn(contents)  # pyright: ignore[reportOptionalCall]
+
+    def _needed(self, columns: Columns | None) -> Columns | None:
+        return self.needs(columns)  # pyright: ignore[reportOptionalCall]
+
+    def _origin(self, column: str) -> Any:
+        if self.dispatch_fn is _as_it_is:
+            return self._source._origin(column)
+        if isinstance(self.dispatch_fn, partial) and self.dispatch_fn.func is _rename:
+            return self._source._origin(_back(self.dispatch_fn.keywords["names"]).get(column, column))
+        return id(self), column
 
 
 @dataclass(eq=False)
 class _Union(DataProtoFuture):
-    """Two futures side by side; one that declares its columns is read only if some of them are asked for."""
+    """Futures side by side; one that declares its columns is read only if some of them are asked for."""
 
-    def _read(self, columns: Columns | None) -> Any:
-        contents = []
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        return take(self.collect_fn([part._read(asked, rows) for part, asked in self._asked(columns)]), columns, None)
+
+    def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
+        parts = [part.narrow(asked, rows) for part, asked in self._asked(columns)]
+        return parts[0] if len(parts) == 1 else _Union(self.collect_fn, parts, columns=columns or self.columns)
+
+    def _asked(self, columns: Columns | None) -> list[tuple[DataProtoFuture, Columns | None]]:
+        """What to read: a part without any of the columns gives its meta_info only if there is no other."""
+        asked = []
         for part in self.futures:
-            known = part.columns  # pyright: ignore[reportAttributeAccessIssue]
-            if columns is None or known is None:
-                contents.append(part.get())
-                continue
-            asked = tuple(name for name in columns if name in known)
-            if asked:
-                contents.append(part.get(asked))  # pyright: ignore[reportCallIssue]
-        return self.collect_fn(contents or [part.get() for part in self.futures])
+            if columns is None or part.columns is None:
+                asked.append((part, None))
+            elif chosen := tuple(name for name in columns if name in part.columns):
+                asked.append((part, chosen))
+        return asked or [(part, () if part.columns is not None else None) for part in self.futures]
+
+    def _origin(self, column: str) -> Any:
+        for part in self.futures:
+            if part.columns is not None and column in part.columns:
+                return part._origin(column)
+        return id(self), column
 
 
-def _only(data: DataProto, columns: Columns) -> DataProto:
-    present = [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]
-    require_names(columns, present, "the future")
-    arrays = [name for name in columns if name in data.non_tensor_batch]
-    return data.select([name for name in columns if name not in data.non_tensor_batch], arrays)
+def opened(value: Any) -> Any:
+    """A future, or each future in a list, as what it stands for; anything else as it is."""
+    if isinstance(value, (list, tuple)) and any(isinstance(element, DataProtoFuture) for element in value):
+        return [opened(element) for element in value]
+    return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+def take(data: Any, columns: Columns | None = None, rows: Rows = None) -> Any:
+    """Columns and rows of a batch, None for all; a batch as it is where both are None."""
+    if columns is not None:
+        present = _names(data)
+        require_names(columns, present, "the future")
+        arrays = [name for name in columns if name in data.non_tensor_batch]
+        tensors = [name for name in columns if name not in data.non_tensor_batch]
+        data = data.select(tensors, arrays)
+    if rows is None:
+        return data
+    return data.select_idxs(rows) if isinstance(rows, np.ndarray) else data[rows]
+
+
+def _names(data: DataProto) -> list[str]:
+    return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]  # pyright: ignore
+
+
+def _pieces(part_rows: Sequence[int], rows: Rows) -> tuple[list[tuple[int, Rows]], np.ndarray | None]:
+    """Which rows to read of which parts, and how to order them then (None: as they come); at least one part."""
+    if rows is None:
+        return [(index, None) for index in range(len(part_rows))], None
+    starts = np.concatenate([[0], np.cumsum(part_rows)])
+    pieces: list[tuple[int, Rows]] = []
+    if isinstance(rows, slice):
+        for index, start in enumerate(starts[:-1].tolist()):
+            first, last = max(rows.start - start, 0), min(rows.stop - start, part_rows[index])
+            if first < last:
+                pieces.append((index, None if last - first == part_rows[index] else slice(first, last)))
+        return pieces or [(0, slice(0, 0))], None
+    part_of = np.searchsorted(starts, rows, side="right") - 1
+    order = np.argsort(part_of, kind="stable")
+    for index in np.unique(part_of).tolist():
+        pieces.append((index, rows[part_of == index] - starts[index]))
+    in_order = bool((order[1:] > order[:-1]).all())
+    return pieces or [(0, slice(0, 0))], None if in_order else np.argsort(order)
+
+
+def _compose(first: Rows, second: Rows, num_rows: int) -> Rows:
+    """Rows `second` of the rows `first` of a batch."""
+    if second is None or first is None:
+        return first if second is None else second
+    if isinstance(first, slice) and isinstance(second, slice):
+        chosen = range(num_rows)[first][second]
+        return slice(chosen.start, max(chosen.start, chosen.stop))
+    return np.arange(num_rows)[first][second]
 
 
 def _first(contents: list) -> Any:
     return contents[0]
 
 
-def _union(parts: list[DataProto]) -> DataProto:
-    return reduce(_disjoint_union, parts)
-
-
-def _disjoint_union(first: DataProto, second: DataProto) -> DataProto:
-    names = [{*(() if d.batch is None else d.batch.keys()), *d.non_tensor_batch} for d in (first, second)]
-    shared = sorted(names[0] & names[1])
-    if shared:
-        raise FieldError(f"union: both futures have {shared}; select or rename first.")
-    return first.union(second)
+def _as_it_is(data: DataProto) -> DataProto:
+    return data
 
 
 def _chunk(data: DataProto, chunks: int, index: int) -> DataProto:
@@ -218,16 +527,35 @@ def _call(data: DataProto, name: str, arguments: dict[str, Any]) -> DataProto:
     return getattr(data, name)(**arguments)
 
 
+def _rename(data: DataProto, names: dict[str, str]) -> DataProto:
+    """Where only some columns were read, only those are renamed."""
+    present = _names(data)
+    return data.rename(*zip(*names.items(), strict=True)) if all(n in present for n in names) else _some(data, names)
+
+
+def _some(data: DataProto, names: dict[str, str]) -> DataProto:
+    there = {old: new for old, new in names.items() if old in _names(data)}
+    return data.rename(list(there), list(there.values())) if there else data
+
+
 def _same(columns: Columns | None) -> Columns | None:
     return columns
 
 
-def _always(columns: Columns | None, always: Columns | None) -> Columns | None:
-    return always
+def _everything(columns: Columns | None) -> Columns | None:
+    return None
+
+
+def _among(columns: Columns | None, chosen: Columns) -> Columns:
+    return chosen if columns is None else columns
 
 
 def _renamed(columns: Columns | None, names: dict[str, str]) -> Columns | None:
     if columns is None:
         return None
-    back = {new: old for old, new in names.items()}
-    return tuple(dict.fromkeys([*(back.get(name, name) for name in columns), *names]))
+    back = _back(names)
+    return tuple(dict.fromkeys(back.get(name, name) for name in columns))
+
+
+def _back(names: dict[str, str]) -> dict[str, str]:
+    return {new: old for old, new in names.items()}

@@ -1,5 +1,6 @@
 """Extra rows that make a batch divisible: copies of its own, marked as copies where the glossary says how."""
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,11 +53,27 @@ def append_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
     return type(data)(batch, arrays, data.meta_info, data.auto_padding)
 
 
+def mark_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
+    """The batch, whose `rows` are copies of others, with `duplicate_value` there in the columns that have one."""
+    batch = data.select()
+    for columns in ({} if batch.batch is None else batch.batch, batch.non_tensor_batch):
+        marked: Any = columns
+        for name in list(marked.keys()):
+            if (value := _duplicate_value(name)) is not None and len(rows):
+                own = copy.deepcopy(marked[name])
+                own[rows] = value
+                marked[name] = own
+    return batch
+
+
+def _duplicate_value(name: str) -> Any:
+    return FIELDS[name].duplicate_value if name in FIELDS else None
+
+
 def _append(name: str, column: Any, rows: np.ndarray) -> Any:
     if not len(rows):
         return column
     copies: Any = take_rows(column, rows)
-    field = FIELDS.get(name)
-    if field is not None and field.duplicate_value is not None:
-        copies[...] = field.duplicate_value
+    if (value := _duplicate_value(name)) is not None:
+        copies[...] = value
     return torch.cat([column, copies]) if isinstance(column, torch.Tensor) else np.concatenate([column, copies])

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.config import ActorConfig, Config, CriticConfig
-from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePoolManager, Role, Worker, WorkerGroup
+from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.kernels import use_kernels
@@ -18,6 +18,7 @@ from hybridflow.runtime import (
     set_num_threads,
 )
 from hybridflow.trainers.generation import TextGenerator
+from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.ppo import PPOTrainer
 from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
 from hybridflow.trainers.run_directory import RunDirectory
@@ -53,32 +54,32 @@ def build_trainer(config: Config) -> PPOTrainer:
         )
     run = RunDirectory(config, "train")
 
-    groups = _Groups(config)
-    actor_rollout = groups.build(
-        Role.ActorRollout,
-        ActorRolloutWorker,
-        total_updates=(total_steps - config.critic.warmup_steps) * _updates_per_step(config, config.actor),
-    )
-    rewards = groups.build(Role.Reward, RewardWorker)
-    critic = reference = None
+    actor_updates = (total_steps - config.critic.warmup_steps) * _updates_per_step(config, config.actor)
+    classes = {
+        Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config, total_updates=actor_updates),
+        Role.Reward: ClassWithInitArgs(RewardWorker, config=config),
+    }
     if config.uses_critic:
-        critic = groups.build(
-            Role.Critic, CriticWorker, total_updates=total_steps * _updates_per_step(config, config.critic)
-        )
+        critic_updates = total_steps * _updates_per_step(config, config.critic)
+        classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
     if config.uses_reference:
-        reference = groups.build(Role.RefPolicy, ReferenceWorker)
-    return PPOTrainer(
-        config,
-        actor_rollout=actor_rollout,
-        rewards=rewards,
-        critic=critic,
-        reference=reference,
-        loader=loader,
-        total_steps=total_steps,
-        run=run,
-        validator=_validator(config, validation, actor_rollout, rewards) if validation else None,
-        speedometer=_speedometer(config, _learners(config)),
-    )
+        classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
+    with closing_on_error(build_backend(config)) as backend:
+        groups = build_groups(config, backend, classes)
+        actor_rollout, rewards = groups[Role.ActorRollout], groups[Role.Reward]
+        return PPOTrainer(
+            config,
+            actor_rollout=actor_rollout,
+            rewards=rewards,
+            critic=groups.get(Role.Critic),
+            reference=groups.get(Role.RefPolicy),
+            loader=loader,
+            total_steps=total_steps,
+            run=run,
+            validator=_validator(config, validation, actor_rollout, rewards) if validation else None,
+            speedometer=_speedometer(config, _learners(config)),
+            backend=backend,
+        )
 
 
 def build_sft_trainer(config: Config) -> SFTTrainer:
@@ -94,16 +95,18 @@ def build_sft_trainer(config: Config) -> SFTTrainer:
         validation = _examples(config, config.data.val_files, tokenizer, config.validation.max_samples)
     total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
     run = RunDirectory(config, "sft")
-    policy = _Groups(config).build(Role.Actor, SFTWorker, total_updates=total_steps)
-    return SFTTrainer(
-        config,
-        policy=policy,
-        loader=loader,
-        total_steps=total_steps,
-        run=run,
-        validation=validation,
-        speedometer=_speedometer(config, {"sft": Learner(1, decoder_shape(config.model.path))}),
-    )
+    classes = {Role.Actor: ClassWithInitArgs(SFTWorker, config=config, total_updates=total_steps)}
+    with closing_on_error(build_backend(config)) as backend:
+        return SFTTrainer(
+            config,
+            policy=build_groups(config, backend, classes)[Role.Actor],
+            loader=loader,
+            total_steps=total_steps,
+            run=run,
+            validation=validation,
+            speedometer=_speedometer(config, {"sft": Learner(1, decoder_shape(config.model.path))}),
+            backend=backend,
+        )
 
 
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
@@ -111,39 +114,31 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     require_files(config, "data.val_files")
     _prepare_process(config)
     prompts = _validation_prompts(config, load_tokenizer(config.model.path))
-    groups = _Groups(config)
-    rewards = groups.build(Role.Reward, RewardWorker)
-    return _validator(config, prompts, groups.build_actor(checkpoint), rewards)
+    classes = {
+        Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config),
+        Role.Reward: ClassWithInitArgs(RewardWorker, config=config),
+    }
+    with closing_on_error(build_backend(config)) as backend:
+        groups = build_groups(config, backend, classes)
+        actor_rollout = _with_weights(groups[Role.ActorRollout], checkpoint)
+        return _validator(config, prompts, actor_rollout, groups[Role.Reward], backend)
 
 
 def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
     """What `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config)
     _prepare_process(config)
-    return TextGenerator(config, load_tokenizer(config.model.path), _Groups(config).build_actor(checkpoint))
+    tokenizer = load_tokenizer(config.model.path)
+    classes = {Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config)}
+    with closing_on_error(build_backend(config)) as backend:
+        actor_rollout = build_groups(config, backend, classes)[Role.ActorRollout]
+        return TextGenerator(config, tokenizer, _with_weights(actor_rollout, checkpoint), backend)
 
 
-class _Groups:
-    """Builds worker groups on the configured backend and pools."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.backend = LocalBackend()
-        self.pools = ResourcePoolManager({"global_pool": [config.controller.num_workers]})
-
-    def build(self, role: Role, cls: type[Worker], **kwargs: int) -> WorkerGroup:
-        return WorkerGroup(
-            self.pools.get_resource_pool(role),
-            ClassWithInitArgs(cls, config=self.config, **kwargs),
-            backend=self.backend,
-            name=role.value,
-        )
-
-    def build_actor(self, checkpoint: Checkpoint | None) -> WorkerGroup:
-        group = self.build(Role.ActorRollout, ActorRolloutWorker)
-        if checkpoint is not None:
-            group.load(str(checkpoint.directory))
-        return group
+def _with_weights(actor_rollout: WorkerGroup, checkpoint: Checkpoint | None) -> WorkerGroup:
+    if checkpoint is not None:
+        actor_rollout.load(str(checkpoint.directory))
+    return actor_rollout
 
 
 def _prepare_process(config: Config) -> None:
@@ -188,7 +183,13 @@ def _examples(
     )
 
 
-def _validator(config: Config, prompts: RLHFDataset, actor_rollout: WorkerGroup, rewards: WorkerGroup) -> Validator:
+def _validator(
+    config: Config,
+    prompts: RLHFDataset,
+    actor_rollout: WorkerGroup,
+    rewards: WorkerGroup,
+    backend: Backend | None = None,
+) -> Validator:
     return Validator(
         prompts,
         actor_rollout,
@@ -196,6 +197,7 @@ def _validator(config: Config, prompts: RLHFDataset, actor_rollout: WorkerGroup,
         batch_size=config.validation.batch_size,
         group_size=config.validation.group_size,
         seed=config.trainer.seed,
+        backend=backend,
     )
 
 

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridflow.config import Config
-from hybridflow.controller import WorkerGroup
+from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
 from hybridflow.data.layout import pad_left
 from hybridflow.data.parquet_rows import Row, read_rows
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.errors import DataError
 from hybridflow.protocol import DataProto
+from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.rl_metrics import prompt_text
 from hybridflow.trainers.validation import VALIDATION_STREAM
 
@@ -30,11 +31,17 @@ def prompts_of_files(files: str | Sequence[str]) -> list[Row]:
     return read_rows(files, ("prompt",))
 
 
-class TextGenerator:
+class TextGenerator(BackendOwner):
     """Generates as validation does: `validation.group_size` responses for each prompt, at `validation.temperature`."""
 
-    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase", rollout: WorkerGroup) -> None:
-        self.config, self.tokenizer, self.rollout = config, tokenizer, rollout
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: "PreTrainedTokenizerBase",
+        rollout: WorkerGroup,
+        backend: Backend | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.rollout, self.backend = config, tokenizer, rollout, backend
 
     def run(self, prompts: Sequence[Row]) -> list[dict[str, Any]]:
         """One row for each prompt, in order: `prompt`, `responses`, `finish_reasons`.

@@ -11,11 +11,12 @@ from typing import Any
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
-from hybridflow.controller import WorkerGroup
+from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, reduce_lists, timed
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import unchanged_random_state
+from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.rl_metrics import batch_metrics, samples_of
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
@@ -39,7 +40,7 @@ TRAINING_STREAM = 0
 """Second entry of a noise key; validation has its own."""
 
 
-class PPOTrainer:
+class PPOTrainer(BackendOwner):
     """Trains an actor on prompts, with a critic and a reference where the algorithm needs them.
 
     `actor_rollout` generates and learns; `critic` and `reference` are None where unused. Build it by `build_trainer`.
@@ -58,7 +59,9 @@ class PPOTrainer:
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
         validator: Validator | None = None,
+        backend: Backend | None = None,
     ) -> None:
+        self.backend = backend
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
         self.figures = RL_FIGURES

@@ -3,10 +3,11 @@
 from typing import Any
 
 from hybridflow.config import Config
-from hybridflow.controller import WorkerGroup
+from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import BatchLoader, SFTDataset
 from hybridflow.observability import SFT_FIGURES, reduce_lists, timed
 from hybridflow.protocol import DataProto
+from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.speed import Speedometer
@@ -16,7 +17,7 @@ from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import restore_training, save_training
 
 
-class SFTTrainer:
+class SFTTrainer(BackendOwner):
     """Trains a policy to imitate. Build it by `build_sft_trainer`."""
 
     def __init__(
@@ -29,7 +30,9 @@ class SFTTrainer:
         run: RunDirectory,
         speedometer: Speedometer,
         validation: SFTDataset | None = None,
+        backend: Backend | None = None,
     ) -> None:
+        self.backend = backend
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
         self.figures = SFT_FIGURES

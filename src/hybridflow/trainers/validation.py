@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 
-from hybridflow.controller import WorkerGroup
+from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
+from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.rl_metrics import prompt_text
 
 VALIDATION_STREAM = 1
 """Second entry of a noise key; training uses 0. Validation noise is the same at every step."""
 
 
-class Validator:
+class Validator(BackendOwner):
     """Validates a rollout group on a dataset, `batch_size` prompts at a time."""
 
     def __init__(
@@ -27,7 +28,9 @@ class Validator:
         batch_size: int,
         group_size: int,
         seed: int,
+        backend: Backend | None = None,
     ) -> None:
+        self.backend = backend
         self.dataset, self.rollout, self.rewards = dataset, rollout, rewards
         self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
 

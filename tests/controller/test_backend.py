@@ -14,7 +14,6 @@ from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePool,
 from hybridflow.errors import DispatchError, FieldError, HybridFlowError, WorkerError
 from hybridflow.protocol import DataProto
 
-BACKENDS = {"local": LocalBackend}
 SPMD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,13 +54,26 @@ class Recorder(Worker):
         self.require_collectives("averaging gradients")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def backend(request):
-    return BACKENDS[request.param]()
+    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
 
 
-def spawn(backend, process_on_nodes, *args, name="recorder", **kwargs):
-    return backend.spawn(ClassWithInitArgs(Recorder, *args, **kwargs), ResourcePool(process_on_nodes), name)
+_running = {}
+
+
+def spawn(backend, num_ranks, *args, **kwargs):
+    """Recorders; where they are processes, those of an earlier test that asked for the same."""
+    if isinstance(backend, LocalBackend):
+        return spawn_anew(backend, [num_ranks], *args, **kwargs)
+    key = f"{num_ranks} {args} {kwargs}"
+    if key not in _running:
+        _running[key] = spawn_anew(backend, [num_ranks], *args, **kwargs)
+    return _running[key]
+
+
+def spawn_anew(backend, process_on_nodes, *args, name="recorder", **kwargs):
+    return backend.spawn({name: ClassWithInitArgs(Recorder, *args, **kwargs)}, ResourcePool(process_on_nodes))[name]
 
 
 def call(backend, worker, method_name, *args, **kwargs):
@@ -72,24 +84,27 @@ def call(backend, worker, method_name, *args, **kwargs):
 
 
 def test_workers_are_named_by_group_and_rank(backend):
-    assert [worker.name for worker in spawn(backend, [2, 1])] == ["recorder/0", "recorder/1", "recorder/2"]
+    assert [worker.name for worker in spawn(backend, 2)] == ["recorder/0", "recorder/1"]
 
 
 def test_each_worker_knows_its_place(backend):
-    workers = spawn(backend, [2, 1])
+    assert [call(backend, worker, "ranks") for worker in spawn(backend, 2)] == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def test_local_ranks_count_on_each_node():
+    workers = spawn_anew(backend := LocalBackend(), [2, 1])
     assert [call(backend, worker, "ranks") for worker in workers] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
 def test_each_worker_has_the_spmd_variables_while_built_and_called(backend):
-    workers = spawn(backend, [2, 1])
+    workers = spawn(backend, 2)
     ports = set()
     for rank, worker in enumerate(workers):
         while_built, while_called = call(backend, worker, "environment")
         assert while_built == while_called
         assert while_called["RANK"] == str(rank)
-        assert while_called["WORLD_SIZE"] == "3"
-        assert while_called["LOCAL_RANK"] == ["0", "1", "0"][rank]
-        assert while_called["LOCAL_WORLD_SIZE"] == ["2", "2", "1"][rank]
+        assert while_called["WORLD_SIZE"] == while_called["LOCAL_WORLD_SIZE"] == "2"
+        assert while_called["LOCAL_RANK"] == str(rank)
         assert while_called["MASTER_ADDR"]
         ports.add(while_called["MASTER_PORT"])
     assert len(ports) == 1
@@ -97,7 +112,7 @@ def test_each_worker_has_the_spmd_variables_while_built_and_called(backend):
 
 
 def test_a_worker_owns_what_it_receives(backend):
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     sent = torch.zeros(3)
     assert call(backend, worker, "add_one", sent).tolist() == [1, 1, 1]
     assert sent.tolist() == [0, 0, 0]
@@ -106,14 +121,14 @@ def test_a_worker_owns_what_it_receives(backend):
 
 
 def test_a_caller_owns_what_it_gets(backend):
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     result = call(backend, worker, "add_one", np.zeros(3))
     result[:] = 9
     assert call(backend, worker, "last").tolist() == [1, 1, 1]
 
 
 def test_a_result_stays_what_it_was_when_the_worker_writes_on(backend):
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     handle = backend.call(worker, "add_one", (torch.zeros(2),), {})
     kept = backend.call(worker, "last", (), {})
     call(backend, worker, "add_one", kept)
@@ -122,7 +137,7 @@ def test_a_result_stays_what_it_was_when_the_worker_writes_on(backend):
 
 def test_every_rank_is_built_with_its_own_arguments(backend):
     start = {"sizes": [1]}
-    first, second = spawn(backend, [2], start)
+    first, second = spawn(backend, 2, start)
     call(backend, first, "start_value")["sizes"].append(2)
     assert call(backend, second, "start_value") == {"sizes": [1]}
     start["sizes"].append(3)
@@ -130,7 +145,7 @@ def test_every_rank_is_built_with_its_own_arguments(backend):
 
 
 def test_an_argument_that_is_a_handle_arrives_as_its_value(backend):
-    first, second = spawn(backend, [2])
+    first, second = spawn(backend, 2)
     shared = backend.put(torch.zeros(2))
     assert call(backend, first, "add_one", shared).tolist() == [1, 1]
     assert call(backend, second, "add_one", value=shared).tolist() == [1, 1]
@@ -152,7 +167,7 @@ def test_a_released_value_is_gone(backend):
 
 
 def test_a_stopped_worker_takes_no_calls(backend):
-    first, second = spawn(backend, [2])
+    first, second = spawn_anew(backend, [2])
     assert backend.is_alive(first)
     backend.shutdown([first])
     backend.shutdown([first])
@@ -163,14 +178,14 @@ def test_a_stopped_worker_takes_no_calls(backend):
 
 
 def test_an_error_of_our_own_keeps_its_type(backend):
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     with pytest.raises(FieldError, match="needs 'values'") as caught:
         call(backend, worker, "missing_column")
     assert caught.value.__notes__ == ["in Recorder.missing_column, worker recorder/0"]
 
 
 def test_any_other_error_becomes_a_worker_error_that_says_who(backend):
-    worker = spawn(backend, [2])[1]
+    worker = spawn(backend, 2)[1]
     with pytest.raises(WorkerError) as caught:
         call(backend, worker, "divide_by_zero")
     assert str(caught.value) == (
@@ -183,11 +198,11 @@ def test_any_other_error_becomes_a_worker_error_that_says_who(backend):
 
 def test_a_constructor_that_raises_on_one_rank_fails_the_group(backend):
     with pytest.raises(WorkerError, match=r"Recorder\.__init__ failed on worker recorder/1: ValueError: no such file"):
-        spawn(backend, [2], fail_on=1)
+        spawn(backend, 2, fail_on=1)
 
 
 def test_an_argument_that_cannot_be_copied_is_named(backend):
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     with pytest.raises(DispatchError, match=r"argument 1 of Recorder\.echo is a generator"):
         call(backend, worker, "echo", 1, (n for n in [1]))
 
@@ -200,7 +215,7 @@ def test_the_environment_is_as_before_after_a_call_and_after_an_error(monkeypatc
     monkeypatch.delenv("MASTER_PORT", raising=False)
     before = dict(os.environ)
     backend = LocalBackend()
-    worker = spawn(backend, [2])[1]
+    worker = spawn(backend, 2)[1]
     assert dict(os.environ) == before
     call(backend, worker, "ranks")
     assert dict(os.environ) == before
@@ -211,7 +226,7 @@ def test_the_environment_is_as_before_after_a_call_and_after_an_error(monkeypatc
 
 def test_a_traceback_ends_at_the_line_that_failed():
     backend = LocalBackend()
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     with pytest.raises(WorkerError) as caught:
         backend.call(worker, "divide_by_zero", (), {})
     cause = caught.value.__cause__
@@ -222,10 +237,10 @@ def test_a_traceback_ends_at_the_line_that_failed():
 
 def test_collectives_need_one_rank():
     backend = LocalBackend()
-    first, _ = spawn(backend, [2])
+    first, _ = spawn(backend, 2)
     with pytest.raises(WorkerError, match="ranks one after another"):
         call(backend, first, "meet")
-    (alone,) = spawn(backend, [1])
+    (alone,) = spawn(backend, 1)
     assert call(backend, alone, "meet") is None
 
 
@@ -241,13 +256,13 @@ class Group(Worker):
 
 def test_torch_distributed_starts_by_itself_in_a_single_rank():
     backend = LocalBackend()
-    (worker,) = backend.spawn(ClassWithInitArgs(Group), ResourcePool([1]), "group")
+    (worker,) = backend.spawn({"group": ClassWithInitArgs(Group)}, ResourcePool([1]))["group"]
     assert call(backend, worker, "sum").tolist() == [1, 1]
 
 
 def test_nothing_is_kept_when_nobody_holds_a_handle():
     backend = LocalBackend()
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     handles = [backend.call(worker, "echo", (torch.zeros(10),), {}), backend.put(1)]
     assert backend.num_objects == 2
     backend.release(handles[:1])
@@ -262,7 +277,7 @@ def test_nothing_is_kept_when_nobody_holds_a_handle():
 
 def test_a_part_of_a_batch_is_sent_without_the_rest():
     backend = LocalBackend()
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     part = DataProto.from_dict(tensors={"x": torch.zeros(1000, 4)}).slice(0, 10)
     (received,), _ = call(backend, worker, "echo", part)
     assert received.batch["x"].untyped_storage().nbytes() == 10 * 4 * 4
@@ -270,7 +285,7 @@ def test_a_part_of_a_batch_is_sent_without_the_rest():
 
 def test_memory_is_logged_around_each_call_at_debug_level(caplog, monkeypatch):
     backend = LocalBackend()
-    (worker,) = spawn(backend, [1])
+    (worker,) = spawn(backend, 1)
     caplog.set_level(logging.INFO, logger="hybridflow")
     call(backend, worker, "ranks")
     assert not caplog.records

@@ -1,0 +1,339 @@
+"""`RayBackend`: every rank in a process of its own, on the nodes of a Ray cluster.
+
+group.method(batch) -> parts packed, put into the store of this node -> actor call on each rank
+future, DataProto  <- status of each rank (small)  ..  batches stay in the stores until somebody reads them
+"""
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.ray.cluster import Connection
+from hybridflow.controller.ray.processes import RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
+from hybridflow.controller.ray.transport import Outgoing, pickled_class
+from hybridflow.controller.ray.waiting import SLICE_S, Waiting
+from hybridflow.controller.ray.worker_process import WorkerProcess
+from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.errors import ConfigError, WorkerError
+
+NAMESPACE = "hybridflow"
+"""Where detached workers have their names."""
+
+
+class RayBackend:
+    """Worker groups on a Ray cluster.
+
+    `address`: of a running cluster; "" for the one this process is connected to, or, if there is none, one on this
+    machine that starts with the first group and stops with `close()` or the end of the process. `num_cpus`, `num_gpus`:
+    logical resources of that one, by default what the first pool asks for. `call_timeout_s`: the deadline of every
+    call, None for no deadline. `threads`: of each rank, 0 for its share of the physical cores. `compress`: zstd on what
+    is sent. Use it as a context, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        address: str = "",
+        *,
+        num_cpus: float = 0,
+        num_gpus: int = 0,
+        object_store_bytes: int | None = None,
+        call_timeout_s: float | None = 3600.0,
+        threads: int = 0,
+        compress: bool = False,
+    ) -> None:
+        if call_timeout_s is not None and not call_timeout_s > 0:
+            raise ConfigError(f"call_timeout_s={call_timeout_s}: needs seconds above 0, or None for no deadline.")
+        self.threads, self.compress = threads, compress
+        self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
+        self._processes: list[RayProcess] = []
+        self._waiting = Waiting(call_timeout_s, self._processes, self._stop)
+        self._pools: weakref.WeakSet[RayResourcePool] = weakref.WeakSet()
+        self._own_pools: dict[int, RayResourcePool] = {}
+        self._remote_methods: dict[tuple[int, bool], Any] = {}
+
+    # ------------------------------------------------------------------------------------------ workers
+
+    def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
+        pools = [self._as_ray_pool(pool) for pool in resource_pools]
+        if pools:
+            self._connection.open(pools)
+            require_fit(pools)
+
+    def spawn(
+        self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool, detached_as: str = ""
+    ) -> dict[str, list[RayWorker]]:
+        """As `Backend.spawn`. `detached_as`: a name; the processes then outlive this one, see `find_detached`."""
+        pool = self._as_ray_pool(resource_pool)
+        self._connection.open([pool])
+        places = pool.places(detached=bool(detached_as))
+        pool.take_tenancy()
+        label = "+".join(classes)
+        processes: list[RayProcess] = []
+        try:
+            actors = [
+                self._start_process(f"{label}/{rank}", place, pool, f"{detached_as}/{rank}" if detached_as else "")
+                for rank, place in enumerate(places)
+            ]
+            processes += [RayProcess(actor, None, rank, set(classes)) for rank, actor in enumerate(actors)]  # pyright: ignore
+            for process in processes:
+                process.label, process.peers = f"{label}/{process.rank}", processes
+                process.on_last_stop, process.is_detached = pool.give_up_tenancy, bool(detached_as)
+            self._processes += processes
+            for process, home in zip(processes, self._ask(processes, "home"), strict=True):
+                process.home = home
+            self._build(processes, classes)
+        except BaseException:
+            self._stop(processes)
+            raise
+        return {
+            name: [RayWorker(f"{name}/{p.rank}", name, p.rank, cls_with_init.cls.__name__, p) for p in processes]
+            for name, cls_with_init in classes.items()
+        }
+
+    def _as_ray_pool(self, pool: ResourcePool) -> RayResourcePool:
+        """A plain pool becomes one of Ray's, the same one each time it is used."""
+        if not isinstance(pool, RayResourcePool):
+            own = self._own_pools.get(id(pool))
+            if own is None:
+                own = RayResourcePool(pool.process_on_nodes, pool.use_gpu, max_colocate_count=pool.max_colocate_count)
+                own.plan = pool  # pyright: ignore[reportAttributeAccessIssue]  (keeps its id from being used again)
+                self._own_pools[id(pool)] = own
+            pool = own
+        self._pools.add(pool)
+        return pool
+
+    def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
+        """The pool and the workers of a detached group. Raises WorkerError if there is none of that name."""
+        self._connection.open([RayResourcePool([1])])
+        actors: list[Any] = []
+        try:
+            while True:
+                actors.append(ray.get_actor(f"{name}/{len(actors)}", namespace=NAMESPACE))
+        except ValueError:
+            pass
+        if not actors:
+            raise WorkerError(f"no detached worker group {name!r} is on the cluster; was it built with detached=True?")
+        processes = [RayProcess(actor, None, rank, {name}) for rank, actor in enumerate(actors)]  # pyright: ignore
+        for process in processes:
+            process.label, process.peers = f"{name}/{process.rank}", processes
+        for process, home in zip(processes, self._ask(processes, "home"), strict=True):
+            process.home = home
+        nodes = [process.home.node_id for process in processes]
+        pool = RayResourcePool([nodes.count(node) for node in dict.fromkeys(nodes)])
+        group = self._ask(processes[:1], "placement_group")[0]
+        for process in processes:
+            process.on_last_stop = partial(remove_placement_group, group)
+        class_name = cls_with_init.cls.__name__
+        return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
+
+    def _start_process(self, label: str, place: Place, pool: RayResourcePool, detached_as: str) -> Any:
+        share = pool.share_of_one_group
+        options: Any = {
+            "num_cpus": share["CPU"],
+            "num_gpus": share.get("GPU", 0),
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
+            ),
+        }
+        if detached_as:
+            options |= {"name": detached_as, "namespace": NAMESPACE, "lifetime": "detached"}
+        return ray.remote(WorkerProcess).options(**options).remote(label, _importable_paths())
+
+    def _build(self, processes: Sequence[RayProcess], classes: Mapping[str, ClassWithInitArgs]) -> None:
+        """Construct the objects of all ranks at the same time: constructors may meet in collectives."""
+        packed = {}
+        for name, cls_with_init in classes.items():
+            outgoing, where = Outgoing(_no_ref), f"{cls_with_init.cls.__name__}.__init__"
+            args = [
+                outgoing.pack(value, f"argument {index} of {where}") for index, value in enumerate(cls_with_init.args)
+            ]
+            kwargs = {
+                key: outgoing.pack(value, f"argument {key} of {where}") for key, value in cls_with_init.kwargs.items()
+            }
+            packed[name] = (pickled_class(cls_with_init.cls), args, kwargs)
+        (port,) = self._ask(processes[:1], "free_port")
+        shared, nodes = ray.put(packed), [process.home.node_id for process in processes]
+        arguments = []
+        for rank, node in enumerate(nodes):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(nodes)),
+                "LOCAL_RANK": str(nodes[:rank].count(node)),
+                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                "MASTER_ADDR": processes[0].home.node_address,
+                "MASTER_PORT": str(port),
+            }
+            arguments.append((shared, environment, self.threads))
+        where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
+        self._ask(processes, "build", arguments, where)
+
+    def _ask(self, processes: Sequence[RayProcess], method: str, arguments: Any = None, where: str = "") -> list[Any]:
+        """Call a method of the processes themselves, on all of them at the same time."""
+        handles = []
+        for index, process in enumerate(processes):
+            ref = getattr(process.actor, method).remote(*(arguments[index] if arguments else ()))
+            worker = RayWorker(process.label, process.label.rpartition("/")[0], process.rank, "", process)
+            handles.append(
+                self._track(RayHandle(self, ref, None, worker=worker, where=where or f"WorkerProcess.{method}"))
+            )
+        self.wait(handles)
+        return [ray.get(handle.done) for handle in handles]
+
+    def is_alive(self, worker: WorkerRef) -> bool:
+        if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
+            return False
+        try:
+            ready, _ = ray.wait([worker.process.actor.__ray_ready__.remote()], timeout=SLICE_S)
+            for ref in ready:
+                ray.get(ref)
+        except RayActorError:
+            return False
+        return True  # busy, if it has not answered: the dead answer at once
+
+    def shutdown(self, workers: Sequence[WorkerRef]) -> None:
+        gone = []
+        for worker in workers:
+            if isinstance(worker, RayWorker) and not worker.is_stopped:
+                worker.is_stopped = True
+                worker.process.roles.discard(worker.role)
+                if not worker.process.roles:
+                    gone.append(worker.process)
+        self._stop(gone)
+
+    def _stop(self, processes: Sequence[RayProcess]) -> None:
+        for process in processes:
+            if process.is_stopped:
+                continue
+            process.is_stopped = True
+            if process in self._processes:
+                self._processes.remove(process)
+            if ray.is_initialized():
+                ray.kill(process.actor, no_restart=True)
+            if all(peer.is_stopped for peer in process.peers):
+                process.on_last_stop()
+
+    def close(self) -> None:
+        """Stop every worker, give back what was reserved, and stop the cluster if it was started by this backend."""
+        self._stop([process for process in self._processes if not process.is_detached])
+        for pool in list(self._pools):
+            pool.release()
+        self._own_pools.clear()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------ calls
+
+    def call(
+        self,
+        worker: WorkerRef,
+        method_name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        terms: CallTerms = NO_TERMS,
+    ) -> RayHandle:
+        if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
+            fate = getattr(getattr(worker, "process", None), "fate", None)
+            because = f"has ended ({str(fate).partition(chr(10))[0]})" if fate else "was shut down"
+            raise WorkerError(f"worker {worker.name} {because}; {method_name} cannot be called on it.")
+        where = f"{worker.class_name}.{method_name}"
+        sources: list[RayHandle] = []
+        outgoing = Outgoing(_RefsOf(sources), self.compress)
+        message = (
+            [
+                outgoing.pack(value, f"argument {index} of {where}", terms.opens_futures)
+                for index, value in enumerate(args)
+            ],
+            {
+                key: outgoing.pack(value, f"argument {key} of {where}", terms.opens_futures)
+                for key, value in kwargs.items()
+            },
+        )
+        as_batch = bool(terms.is_read and terms.columns is not None and terms.columns.writes)
+        remote = self._remote_method(worker.process, as_batch)
+        refs = remote.remote(worker.role, method_name, terms, message, as_batch, *outgoing.refs)
+        done, value = refs if as_batch else (refs, None)
+        after = [source for source in sources if not source.is_finished]
+        return self._track(RayHandle(self, done, value, worker=worker, where=where, after=after))
+
+    def _remote_method(self, process: RayProcess, as_batch: bool) -> Any:
+        key = (id(process), as_batch)
+        if key not in self._remote_methods:
+            self._remote_methods[key] = process.actor.call.options(num_returns=2 if as_batch else 1)
+        return self._remote_methods[key]
+
+    def _track(self, handle: RayHandle) -> RayHandle:
+        assert handle.worker is not None
+        unfinished = handle.worker.process.unfinished
+        if not unfinished and not handle.after:
+            handle.running_since = time.monotonic()
+        unfinished.append(handle)
+        return handle
+
+    def put(self, value: Any) -> RayHandle:
+        return RayHandle(self, None, ray.put(Outgoing(_no_ref, self.compress).pack(value, "a value to put")))
+
+    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+        self.wait(handles)
+        return [handle.get() for handle in handles]
+
+    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+        """As `Backend.wait`: raises the first error there is, at once, and WorkerTimeoutError past a deadline."""
+        self._waiting.wait([handle for handle in handles if isinstance(handle, RayHandle)])
+
+    def release(self, handles: Sequence[ObjectHandle]) -> None:
+        for handle in handles:
+            if isinstance(handle, RayHandle):
+                handle.release()
+
+    def fetch(self, handle: RayHandle) -> Any:
+        """The packed value of a call that has ended: mapped from the store of this node, brought there if need be."""
+        if handle.is_released:
+            raise WorkerError(
+                "this result was released; keep the future, or what its get() returned, instead of the handle."
+            )
+        if handle.value is not None:
+            return ray.get(handle.value)
+        reply: Any = ray.get(handle.done)
+        return reply.value
+
+
+class _RefsOf:
+    """The stored object behind a handle of this backend, noting whose results a message waits for."""
+
+    def __init__(self, sources: list[RayHandle]) -> None:
+        self._sources = sources
+
+    def __call__(self, value: Any) -> Any:
+        handle = getattr(value, "handle", value)  # of a replica's speaker
+        if not isinstance(handle, RayHandle):
+            return None
+        if handle.is_released:
+            raise WorkerError("this result was released; keep the future instead of the handle.")
+        self._sources.append(handle)
+        return handle.value if handle.value is not None else handle.done
+
+
+def _no_ref(value: Any) -> None:
+    return None
+
+
+def _importable_paths() -> list[str]:
+    return [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]

@@ -1,0 +1,56 @@
+"""The connection to a Ray cluster: one that runs, or one on this machine for as long as it is needed."""
+
+from collections.abc import Sequence
+
+import ray
+
+from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.controller.ray.resource_pool import RayResourcePool
+from hybridflow.errors import ConfigError
+
+CONNECT_TIMEOUT_S = 30
+
+
+class Connection:
+    """See `RayBackend` for the arguments."""
+
+    def __init__(self, address: str, num_cpus: float, num_gpus: int, object_store_bytes: int | None) -> None:
+        if address.startswith("ray://"):
+            raise ConfigError(
+                f"address={address!r} is of a Ray Client, through which every byte would travel twice and no store can "
+                f"be shared; run the program on a node of the cluster (`ray job submit`, or log in there) with "
+                f"address='auto' or the address of its head, '{address.removeprefix('ray://').partition(':')[0]}:6379'."
+            )
+        self._address, self._num_cpus, self._num_gpus = address, num_cpus, num_gpus
+        self._object_store_bytes = object_store_bytes
+        self._local: LocalCluster | None = None
+        self._is_ours = False
+
+    def open(self, pools: Sequence[RayResourcePool]) -> None:
+        """Connect, if this process is not connected. Raises ConfigError, within seconds, if nobody answers."""
+        if ray.is_initialized():
+            return
+        if self._address:
+            try:
+                ray.init(self._address, log_to_driver=True, configure_logging=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"no Ray cluster answers at address={self._address!r} ({error}); start one with "
+                    f"`ray start --head`, or leave the address empty for a cluster on this machine that starts and "
+                    f"stops with the run."
+                ) from error
+            self._is_ours = True
+            return
+        num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
+        num_gpus = self._num_gpus or sum(pool.world_size for pool in pools if pool.use_gpu)
+        self._local = LocalCluster(num_cpus, num_gpus, self._object_store_bytes)
+        self._local.start()
+
+    def close(self) -> None:
+        """Disconnect from what `open` connected to."""
+        if self._local is not None:
+            self._local.stop()
+            self._local = None
+        elif self._is_ours:
+            ray.shutdown()
+        self._is_ours = False

@@ -1,0 +1,284 @@
+"""A Ray cluster on this machine for one run, which leaves nothing behind. Knows nothing of workers.
+
+    driver ── ray.init ──> gcs, raylet ──> agents, actors ──> their children      all carry the session's token
+       └──── pipe ───────> reaper: when the pipe ends, ends all that carry it and removes the directory
+
+Ray ends its own processes when the driver calls `ray.shutdown`, but not all of them when the driver is killed, and
+never removes its directory. The reaper does, and it cannot be missed: the pipe ends however the driver ends.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
+from hybridflow.errors import ConfigError, WorkerError
+
+_MIN_OBJECT_STORE_BYTES = 75 * 2**20
+_REAPER = Path(__file__).with_name("reaper.py")
+_REAPER_TIMEOUT_S = 30.0
+# The path of a unix socket has at most 107 bytes (103 on macOS); the part below the temporary directory takes up to 90.
+_LONGEST_TEMPORARY_DIRECTORY = 13
+
+_pipes: set[int] = set()
+"""The ends that the reapers of this process wait for."""
+
+
+class LocalCluster:
+    """A Ray cluster with these logical resources, from `start()` to `stop()`, or in a `with` block.
+
+    `num_cpus` is rounded up and may exceed the cores of the machine. `object_store_bytes` is shared memory for
+    values, by default what Ray chooses. All sockets listen on the loopback interface, and a token of the run's own
+    keeps other users of the machine out. Nothing is written outside `directory`, and nothing is asked of the network.
+
+    Call `start` in a thread that lives as long as the cluster: the kernel ends Ray's processes with the thread that
+    started them. Without /proc (macOS), what `ray.shutdown` does not end stays; the directory is removed there too.
+    """
+
+    def __init__(self, num_cpus: float, num_gpus: int = 0, object_store_bytes: int | None = None) -> None:
+        if not 0 < num_cpus < math.inf:
+            raise ConfigError(f"A Ray cluster with num_cpus={num_cpus} cannot run a worker; use a positive number.")
+        if num_gpus < 0:
+            raise ConfigError(f"num_gpus={num_gpus} is negative; use 0 for a Ray cluster without GPUs.")
+        if object_store_bytes is not None and object_store_bytes < _MIN_OBJECT_STORE_BYTES:
+            raise ConfigError(
+                f"object_store_bytes={object_store_bytes} is less than Ray can use; "
+                f"use at least {_MIN_OBJECT_STORE_BYTES}, or None for Ray's choice."
+            )
+        self.num_cpus = math.ceil(num_cpus)
+        self.num_gpus = num_gpus
+        self.object_store_bytes = object_store_bytes
+        self.session: str | None = None
+        """The token of the last start: `cluster_processes(session)` are its processes."""
+        self.directory: Path | None = None
+        """Where Ray keeps sockets, logs and what does not fit into shared memory; it exists while the cluster does."""
+        self._undo: contextlib.ExitStack | None = None
+        self._driver_pid = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Raises ConfigError if this process has a Ray cluster already, WorkerError if Ray does not start.
+
+        Nothing is left of a start that failed.
+        """
+        if self._undo is not None:
+            raise ConfigError("This Ray cluster has been started already; call stop() before starting it again.")
+        loaded_ray = sys.modules.get("ray")
+        if loaded_ray is not None and loaded_ray.is_initialized():
+            raise ConfigError(
+                "Ray is initialized in this process already; call ray.shutdown(), or stop the cluster that did it."
+            )
+        session = secrets.token_hex(16)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_let_ray_read_variables)
+            undo.enter_context(_variables(_variables_of_run()))
+            ray = _import_ray()
+            _let_ray_read_variables()
+            undo.enter_context(_ray_settings())
+            directory = undo.enter_context(_reaped_directory(session))
+            undo.callback(_shut_down)
+            try:
+                # What the driver itself starts later is not the cluster's, and must not carry the session's token.
+                with _variables({SESSION_VARIABLE: session}), _own_sigterm_and_breakpoint():
+                    ray.init(
+                        address="local",  # whatever RAY_ADDRESS says
+                        num_cpus=self.num_cpus,
+                        num_gpus=self.num_gpus,
+                        object_store_memory=self.object_store_bytes,
+                        include_dashboard=False,
+                        log_to_driver=True,
+                        configure_logging=False,
+                        # Ray opens its directory to everybody, so it has to lie in one that is open to us alone.
+                        _temp_dir=str(directory / "r"),
+                    )
+            except Exception as error:
+                raise WorkerError(f"Ray did not start: {str(error) or type(error).__name__}") from error
+            atexit.register(self.stop)
+            undo.callback(atexit.unregister, self.stop)
+            self.session, self.directory, self._driver_pid = session, directory, os.getpid()
+            self._undo = undo.pop_all()
+
+    def stop(self) -> None:
+        """End all processes of the cluster and remove its files; nothing is left when this returns.
+
+        Stopping twice is no error. Raises WorkerError if a process cannot be ended.
+        """
+        if self._undo is None or self._driver_pid != os.getpid():  # a forked child has a copy of this object
+            return
+        undo, self._undo = self._undo, None
+        undo.close()
+
+
+def _variables_of_run() -> dict[str, str]:
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray makes one and writes it into the home directory
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_CLIENT_MODE": "0",  # Ray sets it on import
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # not a cluster of machines: listen on the loopback interface
+        "SPT_NOENV": "1",  # Ray's processes rename themselves, and the new name would overwrite the session's token
+    }
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables, and on leaving what was there before."""
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"Ray cannot be imported ({error}); install it with `pip install ray`.") from error
+    return ray
+
+
+def _let_ray_read_variables() -> None:
+    """Ray keeps the authentication mode and token of its import, or of the cluster before."""
+    if "ray" in sys.modules:
+        from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _ray_settings() -> Iterator[None]:
+    """What Ray decides by module attributes, some of them read from the environment on import."""
+    from ray._private import node, ray_constants
+
+    settings = (
+        (ray_constants, "ENABLE_RAY_CLUSTER", False),
+        # Under `uv run` Ray would copy the working directory and build an environment for the workers.
+        (ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", False),
+        # Without a dashboard this process only asks the network which cloud it is in, for the usage statistics.
+        (node.Node, "start_api_server", lambda self, **_: None),
+    )
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in settings:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+@contextlib.contextmanager
+def _own_sigterm_and_breakpoint() -> Iterator[None]:
+    """`ray.init` takes SIGTERM and `breakpoint()` for itself, but what they do in the driver is for the run to say."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with _variables({"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", "")}):
+            yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _directory_of(session: str) -> Path:
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _LONGEST_TEMPORARY_DIRECTORY:
+        parent = "/tmp"
+    return Path(parent, f"hybridflow-{session[:12]}")
+
+
+def _shut_down() -> None:
+    import ray._private.worker
+
+    try:
+        ray.shutdown()
+    finally:
+        # At exit Ray would take up a shutdown that was interrupted, and make directories anew that are gone by then.
+        ray._private.worker._global_node = None
+
+
+@contextlib.contextmanager
+def _reaped_directory(session: str) -> Iterator[Path]:
+    """A new directory, which is gone on leaving, as is every process of the session, also if the driver is killed."""
+    read_end, write_end = os.pipe()
+    _pipes.add(write_end)
+    try:
+        directory = _directory_of(session)
+        reaper = _start_reaper(session, directory, read_end)
+        directory.mkdir(mode=0o700)  # after the start of the one that removes it
+    except OSError as error:
+        _close(write_end)
+        raise WorkerError(
+            f"A Ray cluster needs a directory with a short path, and a process that removes it: {error}; "
+            f"let TMPDIR be a directory you may write to with at most {_LONGEST_TEMPORARY_DIRECTORY} characters."
+        ) from error
+    except BaseException:
+        _close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+    try:
+        yield directory
+    finally:
+        _close(write_end)
+        _wait(reaper, session)
+        if reaper.returncode != 0:  # somebody has killed it; another one finds its work ready
+            _wait(_start_reaper(session, directory, subprocess.DEVNULL), session)
+
+
+def _start_reaper(session: str, directory: Path, stdin: int) -> subprocess.Popen[bytes]:
+    # In a cluster's actor this process carries that cluster's token, and its reaper must not end ours.
+    environment = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_REAPER), session, str(directory)],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def _wait(reaper: subprocess.Popen[bytes], session: str) -> None:
+    try:
+        reaper.wait(_REAPER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise WorkerError(
+            f"Ray's processes {cluster_processes(session)} are still there after {_REAPER_TIMEOUT_S:.0f} s of being "
+            f"killed; process {reaper.pid} goes on trying. See what they wait for with `ps -o pid,stat,wchan,args`."
+        ) from None
+
+
+def _close(write_end: int) -> None:
+    if write_end in _pipes:  # in a forked child the number may be another file's by now
+        _pipes.remove(write_end)
+        os.close(write_end)
+
+
+def _close_pipes_in_forked_child() -> None:
+    # A child that outlives the driver would keep the reapers waiting.
+    while _pipes:
+        os.close(_pipes.pop())
+
+
+os.register_at_fork(after_in_child=_close_pipes_in_forked_child)

@@ -1,0 +1,248 @@
+"""What crosses the border between processes, and back into values that belong to the receiver.
+
+A batch goes as one `PackedBatch`, whose columns are copied once into the store and once out of it, by the rank that
+needs them. A future goes as its plan, with handles in place of contents. Tensors and arrays beside them are packed too.
+"""
+
+import importlib.machinery
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray.cloudpickle
+import torch
+from tensordict import TensorDictBase
+
+from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.future import BatchHandle
+from hybridflow.protocol.packed_batch import PackedBatch, PackedColumn
+
+cloudpickle: Any = ray.cloudpickle
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a call returns beside its batch: when it ran, what came and went, and its value unless that is the batch.
+
+    Times are of `time.time()`; `unpack_s` and `pack_s` are parts of it, `num_bytes_in` and `num_bytes_out` what was
+    copied out of and into the store.
+    """
+
+    started: float
+    ended: float
+    unpack_s: float
+    num_bytes_out: int
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the object that arrives at this place beside the message."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """A packed batch as the handle of a future, in the process that has it."""
+
+    packed: Any
+
+    def get(self) -> Any:
+        return unpack(self.packed, ())
+
+    def read(self, columns: tuple[str, ...] | None, rows: Any) -> DataProto:
+        return _as_batch(self.packed).read(columns, rows)
+
+    def view(self, columns: tuple[str, ...] | None, rows: Any) -> DataProto:
+        return _as_batch(self.packed).read(columns, rows, shared=True)
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """Anything else, in bytes of its own: what is read of them belongs to the reader."""
+
+    raw: bytes
+
+
+@dataclass(frozen=True)
+class _SentFuture:
+    future: DataProtoFuture
+    opens: bool
+
+
+@dataclass(frozen=True)
+class _SentHandle:
+    slot: Slot
+
+
+class Outgoing:
+    """Packs the values of one message; `refs` are the stored objects that must arrive beside it."""
+
+    def __init__(self, ref_of_handle: Any, compress: bool = False) -> None:
+        self.refs: list[Any] = []
+        self.num_bytes = 0
+        self._ref_of_handle, self._compress = ref_of_handle, compress
+        self._slots: dict[int, Slot] = {}
+
+    def pack(self, value: Any, what: str, opens_futures: bool = True) -> Any:
+        """The value as it is sent. Raises DispatchError or BatchError for what cannot be sent, with its name."""
+        if isinstance(value, DataProto):
+            try:
+                packed = PackedBatch.pack(value, cloudpickle.dumps, self._compress)
+            except BatchError as error:
+                raise BatchError(f"{what}: {error}") from error
+            self.num_bytes += packed.num_bytes()
+            return packed
+        if isinstance(value, DataProtoFuture):
+            return _SentFuture(value.narrow().with_handles(self._send_handle), opens_futures)
+        if (ref := self._ref_of_handle(value)) is not None:
+            return _SentHandle(self._slot(ref))
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
+            return PackedColumn.of_tensor(value, self._compress)
+        if isinstance(value, np.ndarray):
+            return PackedColumn.of_array(what, value, cloudpickle.dumps, self._compress)
+        if isinstance(value, TensorDictBase):
+            value = value.detach().cpu()
+        if type(value) in (list, tuple):
+            return type(value)(self.pack(element, what, opens_futures) for element in value)
+        if type(value) is dict:
+            return {key: self.pack(element, what, opens_futures) for key, element in value.items()}
+        if value is None or type(value) in (bool, int, float, str, bytes):
+            return value
+        return _Pickled(_dumps(value, what))
+
+    def _send_handle(self, handle: Any) -> Any:
+        if isinstance(handle, BatchHandle):
+            return BatchHandle(self.pack(handle.batch, "a batch in a future"))
+        ref = self._ref_of_handle(handle)
+        if ref is None:
+            raise DispatchError(
+                f"a future that holds {type(handle).__name__} cannot be sent to another process; read it "
+                f"(future.get()) and pass the batch."
+            )
+        return self._slot(ref)
+
+    def _slot(self, ref: Any) -> Slot:
+        if ref not in self._slots:
+            self._slots[ref] = Slot(len(self.refs))
+            self.refs.append(ref)
+        return self._slots[ref]
+
+
+def unpack(value: Any, beside: Sequence[Any]) -> Any:
+    """A packed value as one that belongs to the receiver; `beside` are the objects that came with the message."""
+    if isinstance(value, PackedBatch):
+        return value.read()
+    if isinstance(value, PackedColumn):
+        return value.read(None)
+    if isinstance(value, _Pickled):
+        return cloudpickle.loads(value.raw)
+    if isinstance(value, _SentHandle):
+        stored = beside[value.slot.index]
+        return unpack(stored.value if isinstance(stored, Reply) else stored, ())
+    if isinstance(value, _SentFuture):
+        future = value.future.with_handles(
+            lambda handle: StoredBatch(handle.batch if isinstance(handle, BatchHandle) else beside[handle.index])
+        )
+        return future.get() if value.opens else future
+    if type(value) in (list, tuple):
+        return type(value)(unpack(element, beside) for element in value)
+    if type(value) is dict:
+        return {key: unpack(element, beside) for key, element in value.items()}
+    return value
+
+
+def _as_batch(packed: Any) -> PackedBatch:
+    if isinstance(packed, Reply):
+        packed = packed.value
+    if not isinstance(packed, PackedBatch):
+        raise BatchError(f"the call returned a {type(packed).__name__}, which has no columns; use get().")
+    return packed
+
+
+def pickled_class(cls: type) -> bytes:
+    """A class by its name, or as a whole where no other process could import it: a notebook's, a test's."""
+    module = sys.modules.get(cls.__module__)
+    if module is not None and cls.__module__ != "__main__" and not _is_importable(cls.__module__):
+        cloudpickle.register_pickle_by_value(module)
+    return cloudpickle.dumps(cls)
+
+
+def _is_importable(name: str) -> bool:
+    """Whether a process with the same path finds the module by its name."""
+    path = None
+    for depth in range(len(parts := name.split("."))):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
+def _dumps(value: Any, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:  # whatever the object raises
+        raise DispatchError(
+            f"{what} is a {type(value).__name__}, which cannot be sent to another process ({error}); pass data, and "
+            f"build such an object inside the worker."
+        ) from error
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as the cause of its error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+class CallFailed(Exception):
+    """Carries the error of a worker to whoever reads the result, as bytes that can always be read."""
+
+    def __init__(self, packed: bytes) -> None:
+        super().__init__(packed)
+        self.packed = packed
+
+    def error(self) -> BaseException:
+        """The error itself: with its notes, and the remote traceback as the end of its chain of causes."""
+        return _loaded(self.packed)
+
+
+def pack_error(error: BaseException, role: str, rank: int, node: str) -> CallFailed:
+    """What to raise in the worker; an error that does not survive pickling becomes a WorkerError of its text."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        packed = _dumped(error, text)
+        _loaded(packed)
+    except Exception:  # whatever the error's own class raises
+        told: HybridFlowError = WorkerError(f"{type(error).__name__}: {error}", role=role, rank=rank, node=node)
+        if isinstance(error, WorkerError) and error.__cause__ is not None:
+            told = WorkerError(str(error), role=role, rank=rank, node=node)
+        packed = _dumped(told, text)
+    return CallFailed(packed)
+
+
+def _dumped(error: BaseException, text: str) -> bytes:
+    notes, cause = getattr(error, "__notes__", []), error.__cause__
+    return cloudpickle.dumps((error, notes, cause, text))
+
+
+def _loaded(packed: bytes) -> BaseException:
+    error, notes, cause, text = cloudpickle.loads(packed)
+    if not isinstance(error, BaseException):
+        raise TypeError("not an error")
+    if notes:
+        error.__notes__ = list(notes)
+    if cause is not None:
+        error.__cause__ = cause
+    (cause or error).__cause__ = RemoteTraceback(text)
+    return error

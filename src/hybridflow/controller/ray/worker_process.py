@@ -1,0 +1,113 @@
+"""`WorkerProcess`: one rank as a Ray actor. In it live the objects of one or several roles; each call names its own.
+
+Its methods run on the main thread, one after another, as collectives want it.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridflow.controller.backend import CallTerms
+from hybridflow.controller.one_call import checked_output, naming_errors
+from hybridflow.controller.ray.transport import Outgoing, Reply, cloudpickle, pack_error, unpack
+from hybridflow.runtime import count_physical_cores, keep_freed_memory
+from hybridflow.runtime.pulse import Pulse, PulseAddress
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a worker process lives. `gpu_ids`: those that Ray gave it."""
+
+    node_id: str
+    node_address: str
+    hostname: str
+    pulse: PulseAddress
+    gpu_ids: tuple[str, ...]
+
+
+class WorkerProcess:
+    """`label` is how the process is named in logs and errors: roles, "/", rank."""
+
+    def __init__(self, label: str, driver_path: list[str]) -> None:
+        self.label = label
+        self._instances: dict[str, Any] = {}
+        self._rank = 0
+        # What the driver can import, a worker can: its script's directory is on the path, as if it ran there.
+        sys.path.extend(path for path in driver_path if path not in sys.path)
+        keep_freed_memory()
+        self._pulse = Pulse()
+        self._pulse.start()
+
+    def home(self) -> Home:
+        """Where the process is, and how to look at it from outside."""
+        import ray
+
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        return Home(
+            context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), self._pulse.address, gpu_ids
+        )
+
+    def placement_group(self) -> Any:
+        """The reservation that it lives in."""
+        import ray
+
+        return ray.util.get_current_placement_group()
+
+    def free_port(self) -> int:
+        """A port that nobody on the node uses."""
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            return sock.getsockname()[1]
+
+    def build(self, packed_classes: Any, environment: Mapping[str, str], threads: int) -> None:
+        """Construct the object of each role, with the environment variables of an SPMD rank."""
+        os.environ.update(environment)
+        if environment["MASTER_ADDR"].startswith("127."):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the name of the machine leads
+        self._rank = int(environment["RANK"])
+        threads = threads or max(1, count_physical_cores() // int(environment["LOCAL_WORLD_SIZE"]))
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+        for name, (pickled_class, args, kwargs) in packed_classes.items():
+            try:
+                cls = cloudpickle.loads(pickled_class)
+                where = f"{cls.__name__}.__init__"
+                with naming_errors(where, f"{name}/{self._rank}", name, self._rank), self._pulse.during(where):
+                    self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
+            except Exception as error:  # a constructor may raise anything; it is told to the driver
+                raise pack_error(error, name, self._rank, socket.gethostname()) from None
+
+    def call(self, role: str, method_name: str, terms: CallTerms, message: Any, as_batch: bool, *beside: Any) -> Any:
+        """Run a method. `beside` are the objects that the message refers to. With `as_batch`, the result is two
+        objects: a `Reply`, and the batch; otherwise a `Reply` with the value."""
+        started = time.time()
+        instance = self._instances.get(role)
+        where = f"{type(instance).__name__}.{method_name}"
+        worker_name = f"{role}/{self._rank}"
+        try:
+            with naming_errors(where, worker_name, role, self._rank), self._pulse.during(where):
+                args, kwargs = unpack(message, beside)
+                unpacked = time.time()
+                output = getattr(instance, method_name)(*args, **kwargs)
+                output = checked_output(output, terms, self._rank)
+                outgoing = Outgoing(lambda value: None)
+                value = outgoing.pack(output, f"the result of {where}")
+        except Exception as error:  # a method may raise anything; it is told to the driver
+            raise pack_error(error, role, self._rank, socket.gethostname()) from None
+        reply = Reply(started, time.time(), unpacked - started, outgoing.num_bytes, None if as_batch else value)
+        return (reply, value) if as_batch else reply
+
+    def drop(self, role: str) -> int:
+        """Let the object of a role go; how many are left."""
+        self._instances.pop(role, None)
+        return len(self._instances)
+
+    def __repr__(self) -> str:
+        return self.label

@@ -1,0 +1,222 @@
+"""`PackedBatch`: a batch as one object of a store. An index says what columns there are; the bytes of each are a buffer
+of their own, which pickle (protocol 5) carries out of band.
+
+Packing copies nothing that is contiguous. `read` makes a batch with memory of its own from the columns and rows that
+are asked for, and touches no others: of an object that is mapped into this process, the rest costs nothing.
+"""
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from hybridflow.errors import BatchError
+from hybridflow.protocol.consistency import count_rows, require_names, tensors_of
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.data_proto import DataProto
+
+Rows = slice | np.ndarray | None
+"""Rows of a batch: a slice without a step, row numbers, or None for all of them."""
+
+COMPRESS_FROM_BYTES = 4096
+"""Smaller columns are not worth a call of the compressor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedColumn:
+    """One column: `raw` holds its bytes, compressed if `is_compressed`; of objects, their pickle or themselves."""
+
+    kind: Literal["tensor", "array", "objects"]
+    dtype: Any
+    shape: tuple[int, ...]
+    raw: Any
+    is_compressed: bool = False
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor, compress: bool = False) -> "PackedColumn":
+        """A tensor of at least one dimension or none, sharing its memory; detached, and brought to the CPU."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+        return _packed("tensor", tensor.dtype, tuple(tensor.shape), raw, compress)
+
+    @classmethod
+    def of_array(
+        cls, name: str, array: np.ndarray, dumps: Callable[[Any], bytes] | None = None, compress: bool = False
+    ) -> "PackedColumn":
+        """A numpy array; `name` and `dumps` as in `PackedBatch.pack`."""
+        if array.dtype.hasobject:
+            raw = array if dumps is None else _dumped(name, array, dumps)
+            return cls("objects", array.dtype, array.shape, raw)
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.zeros(0, np.uint8)
+        return _packed("array", array.dtype, array.shape, raw, compress)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return len(self.raw) if self.kind == "objects" else memoryview(self.raw).nbytes
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        raw = self.raw
+        if self.kind != "objects":
+            raw = pickle.PickleBuffer(raw) if int(protocol) >= 5 else bytes(raw)
+        return PackedColumn, (self.kind, self.dtype, self.shape, raw, self.is_compressed)
+
+    def read(self, rows: Rows, shared: bool = False) -> torch.Tensor | np.ndarray:
+        """The rows, in memory of their own; `shared`: in this memory where they lie in one piece, not to be written."""
+        if self.kind == "objects":
+            objects = pickle.loads(self.raw) if isinstance(self.raw, bytes) else self.raw
+            return objects if rows is None else objects[rows]
+        stored = np.frombuffer(self._bytes(), dtype=np.uint8)
+        if self.kind == "tensor":  # stays bytes, for numpy does not know every dtype of torch
+            stored = stored.reshape(*self.shape, self.dtype.itemsize)
+        else:
+            stored = stored.view(self.dtype).reshape(self.shape)
+        if isinstance(rows, np.ndarray):
+            own = stored[rows]
+        else:
+            own = stored if rows is None else stored[rows]
+            own = _as_if_writable(own) if shared else np.array(own)
+        if self.kind == "array":
+            return own
+        shape = (len(own), *self.shape[1:]) if self.shape else ()
+        if own.size == 0:
+            return torch.empty(shape, dtype=self.dtype)
+        return torch.from_numpy(own.reshape(-1)).view(self.dtype).reshape(shape)
+
+    def _bytes(self) -> Any:
+        if not self.is_compressed:
+            return self.raw
+        import pyarrow
+
+        size = int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self._itemtype()).itemsize
+        return pyarrow.decompress(self.raw, decompressed_size=size, codec="zstd")
+
+    def _itemtype(self) -> Any:
+        return f"V{self.dtype.itemsize}" if self.kind == "tensor" else self.dtype
+
+
+class PackedBatch:
+    """The columns of a batch, packed; `len` is its rows. Made by `PackedBatch.pack`, or by unpickling one."""
+
+    __slots__ = ("_auto_padding", "_cls", "_has_device", "_has_tensors", "_meta_info", "columns", "num_rows")
+
+    def __init__(
+        self,
+        cls: "type[DataProto]",
+        num_rows: int,
+        columns: Mapping[str, PackedColumn],
+        meta_info: Any,
+        has_tensors: bool,
+        has_device: bool,
+        auto_padding: bool,
+    ) -> None:
+        self._cls, self.num_rows, self.columns, self._meta_info = cls, num_rows, columns, meta_info
+        self._has_tensors, self._has_device, self._auto_padding = has_tensors, has_device, auto_padding
+
+    @classmethod
+    def pack(
+        cls,
+        data: "DataProto",
+        dumps: Callable[[Any], bytes] | None = None,
+        compress: bool = False,
+    ) -> "PackedBatch":
+        """The batch as it is, sharing its memory. Tensors are detached, and brought to the CPU.
+
+        `dumps` pickles object columns and meta_info each on its own, so that reading other columns does not load
+        them; without it they are left to whatever pickles the PackedBatch. `compress`: with zstd. Raises BatchError
+        for objects that cannot be pickled.
+        """
+        rows = count_rows(data.batch, data.non_tensor_batch, data.meta_info)
+        columns = {name: PackedColumn.of_tensor(tensor, compress) for name, tensor in tensors_of(data.batch).items()}
+        for name, array in data.non_tensor_batch.items():
+            columns[name] = PackedColumn.of_array(name, array, dumps, compress)
+        meta_info: Any = data.meta_info
+        if dumps is not None:
+            meta_info = _dumped("meta_info", meta_info, dumps) if meta_info else None
+        has_device = data.batch is not None and data.batch.device is not None
+        return cls(type(data), rows or 0, columns, meta_info, data.batch is not None, has_device, data.auto_padding)
+
+    def read(self, columns: Iterable[str] | None = None, rows: Rows = None, shared: bool = False) -> "DataProto":
+        """A new batch of the named columns (None: all) and those rows, with meta_info. Raises FieldError.
+
+        `shared`: its memory may be that of the store, which must not be written; for what is copied anyway.
+        """
+        names = list(self.columns) if columns is None else list(columns)
+        require_names(names, self.columns, "the batch")
+        contents = {name: self.columns[name].read(rows, shared) for name in names}
+        tensors = {name: column for name, column in contents.items() if self.columns[name].kind == "tensor"}
+        arrays = {name: column for name, column in contents.items() if self.columns[name].kind != "tensor"}
+        batch = None
+        if self._has_tensors and (tensors or columns is None or not arrays):
+            num_rows = self.num_rows if rows is None else _count(rows, self.num_rows)
+            batch = TensorDict(tensors, [num_rows], device="cpu" if self._has_device else None)
+        meta_info = self._meta_info
+        if not isinstance(meta_info, dict):
+            meta_info = {} if meta_info is None else pickle.loads(meta_info)
+        return self._cls(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
+
+    def num_bytes(self, columns: Iterable[str] | None = None) -> int:
+        """Bytes of the named columns (None: all) as they travel."""
+        names = self.columns if columns is None else columns
+        return sum(self.columns[name].num_bytes for name in names)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return PackedBatch, (
+            self._cls,
+            self.num_rows,
+            self.columns,
+            self._meta_info,
+            self._has_tensors,
+            self._has_device,
+            self._auto_padding,
+        )
+
+    def __repr__(self) -> str:
+        return f"PackedBatch of {self.num_rows} rows: {', '.join(self.columns) or 'no columns'}"
+
+
+class _Memory:
+    """An array's memory without its read-only mark, on which torch would warn for every view."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _as_if_writable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable or array.size == 0 else np.asarray(_Memory(array))
+
+
+def _count(rows: slice | np.ndarray, num_rows: int) -> int:
+    return len(range(num_rows)[rows]) if isinstance(rows, slice) else len(rows)
+
+
+def _packed(
+    kind: Literal["tensor", "array"], dtype: Any, shape: tuple[int, ...], raw: np.ndarray, compress: bool
+) -> PackedColumn:
+    if compress and raw.nbytes >= COMPRESS_FROM_BYTES:
+        import pyarrow
+
+        small = pyarrow.compress(raw, codec="zstd")
+        if small.size < raw.nbytes:
+            return PackedColumn(kind, dtype, shape, small, True)
+    return PackedColumn(kind, dtype, shape, raw)
+
+
+def _dumped(name: str, value: Any, dumps: Callable[[Any], bytes]) -> bytes:
+    try:
+        return dumps(value)
+    except Exception as error:  # what a user's object raises when it is pickled may be anything
+        raise BatchError(
+            f"{name!r} cannot be sent to another process, {type(error).__name__}: {error}; keep plain data in a batch, "
+            f"and build such an object inside the worker."
+        ) from error

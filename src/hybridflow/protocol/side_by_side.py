@@ -1,0 +1,63 @@
+"""Batches side by side: columns of the same rows that come from different places.
+
+What was read of some rows may be narrower than what was computed of all of them: responses are as long as the longest
+among the rows that came along. The narrower ones are padded as the glossary says.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict
+
+from hybridflow.errors import FieldError
+from hybridflow.protocol.concat import concat_batches
+from hybridflow.protocol.consistency import tensors_of
+from hybridflow.protocol.fields import FIELDS, RESPONSE, RESPONSE_OR_ROW, SEQUENCE
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.data_proto import DataProto
+
+
+def join_columns(parts: "Sequence[DataProto]") -> "DataProto":
+    """The columns of all parts. Raises FieldError for a column that two of them have."""
+    longest = max((response_len(part) or 0 for part in parts), default=0)
+    return reduce(_disjoint_union, [_lengthened(part, longest) for part in parts])
+
+
+def response_len(data: "DataProto") -> int | None:
+    """The length that the columns of responses have; None if there are none, or they say one number a row."""
+    for name, column in tensors_of(data.batch).items():
+        shape = FIELDS[name].shape if name in FIELDS else ()
+        is_wide = column.ndim > 1 and (shape == RESPONSE or (shape == RESPONSE_OR_ROW and column.shape[1] > 1))
+        if is_wide:
+            return column.shape[1]
+    return None
+
+
+def _disjoint_union(first: "DataProto", second: "DataProto") -> "DataProto":
+    names = [{*(() if d.batch is None else d.batch.keys()), *d.non_tensor_batch} for d in (first, second)]
+    shared = sorted(names[0] & names[1])
+    if shared:
+        raise FieldError(f"union: both futures have {shared}; select or rename first.")
+    return first.union(second)
+
+
+def _lengthened(data: "DataProto", longest: int) -> "DataProto":
+    """The batch with responses of length `longest`: put beside no rows of that length, by the rules of concat."""
+    mine = response_len(data)
+    if mine is None or mine >= longest:
+        return data
+    tensors, more = tensors_of(data.batch), longest - mine
+    empty = {}
+    for name, column in tensors.items():
+        shape = FIELDS[name].shape if name in FIELDS else ()
+        grows = shape in (RESPONSE, SEQUENCE) or (shape == RESPONSE_OR_ROW and column.shape[1] == mine)
+        width = [column.shape[1] + more, *column.shape[2:]] if grows else list(column.shape[1:])
+        empty[name] = column.new_empty([0, *width])
+    kept = [key for key in ("pad_token_id",) if key in data.meta_info]
+    narrow = data.select(non_tensor_batch_keys=[], meta_info_keys=kept)
+    wide = type(data)(TensorDict(empty, [0], device=data.batch.device), meta_info=narrow.meta_info)  # pyright: ignore
+    batch = data.select()
+    batch.batch = concat_batches([narrow, wide]).batch
+    return batch

@@ -1,0 +1,97 @@
+"""From a configuration to the backend, the pools and the worker groups of a run."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
+
+from hybridflow.config import Config
+from hybridflow.controller import (
+    Backend,
+    ClassWithInitArgs,
+    LocalBackend,
+    ResourcePool,
+    Role,
+    WorkerGroup,
+    spawn_colocated,
+)
+
+MAIN_POOL = "main"
+"""The pool of every role, where the configuration names none."""
+
+
+def build_backend(config: Config) -> Backend:
+    """Where the workers will run: this process, or a Ray cluster, which is connected to when the first group starts."""
+    controller = config.controller
+    if controller.backend == "local":
+        return LocalBackend()
+    from hybridflow.controller.ray import RayBackend
+
+    num_places = sum(sum(processes) for processes in pools_of(config).values())
+    return RayBackend(
+        controller.address,
+        num_cpus=max(1.0, num_places * controller.cpus_per_worker),
+        object_store_bytes=controller.object_store_bytes or None,
+        call_timeout_s=controller.call_timeout_s,
+        threads=controller.threads,
+        compress=controller.compress_transfers,
+    )
+
+
+class BackendOwner:
+    """Something that ends with its workers: use it as a context, or call `close`."""
+
+    backend: Backend | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers; a cluster that was started for them ends."""
+        if self.backend is not None:
+            self.backend.close()
+
+
+@contextmanager
+def closing_on_error(backend: Backend) -> Iterator[Backend]:
+    """The backend, closed if what is built on it cannot be built."""
+    try:
+        yield backend
+    except BaseException:
+        backend.close()
+        raise
+
+
+def pools_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """Processes on each node, by the name of the pool."""
+    return dict(config.placement.pools) or {MAIN_POOL: (config.controller.num_workers,)}
+
+
+def pool_of(config: Config, role: Role) -> str:
+    """The name of the pool that a role is on: its own, or the first."""
+    return {**config.placement.roles}.get(role.value, next(iter(pools_of(config))))  # pyright: ignore
+
+
+def build_groups(
+    config: Config, backend: Backend, classes: Mapping[Role, ClassWithInitArgs]
+) -> dict[Role, WorkerGroup]:
+    """A group for each role; those of one pool share its processes. Everything is checked to fit before one starts."""
+    pools = {name: _build_pool(config, name, processes) for name, processes in pools_of(config).items()}
+    roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools}
+    backend.check_fit([pools[name] for name, roles in roles_of.items() if roles])
+    groups: dict[Role, WorkerGroup] = {}
+    for name, roles in roles_of.items():
+        if roles:
+            on_pool = spawn_colocated(pools[name], {role.value: classes[role] for role in roles}, backend)
+            groups |= {role: on_pool[role.value] for role in roles}
+    return groups
+
+
+def _build_pool(config: Config, name: str, processes: tuple[int, ...]) -> ResourcePool:
+    if config.controller.backend == "local":
+        return ResourcePool(processes)
+    from hybridflow.controller.ray import RayResourcePool
+
+    return RayResourcePool(processes, name_prefix=name, cpus_per_process=config.controller.cpus_per_worker)

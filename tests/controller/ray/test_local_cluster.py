@@ -1,0 +1,360 @@
+"""Real clusters, each in a process of its own; what a test looks at is what the kernel says is left."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.controller.ray import local_cluster, reaper
+from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
+from hybridflow.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(not os.path.isdir("/proc"), reason="what is left of a cluster is found in /proc"),
+]
+
+SHARED_MEMORY = Path("/dev/shm")
+
+# An actor with a child that has left the actor's session and process group.
+ACTOR = """
+import os, subprocess
+import ray
+
+@ray.remote
+class AnActorWithANameThatIsLongerThanTheCommandLineOfItsProcess:
+    def start_child(self):
+        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        return os.getpid(), self.child.pid
+
+actor = AnActorWithANameThatIsLongerThanTheCommandLineOfItsProcess.remote()
+actor_pid, child_pid = ray.get(actor.start_child.remote())
+"""
+
+# A start that fails, then two clusters one after the other; every observation goes into one JSON object at the end.
+TWO_CYCLES = """
+import json, os, signal, stat, subprocess, warnings
+from pathlib import Path
+
+from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.controller.ray.reaper import cluster_processes
+from hybridflow.errors import ConfigError, WorkerError
+
+def message(kind, act):
+    try:
+        act()
+    except kind as error:
+        return str(error)
+
+def listening(pids):
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(descriptor))
+            except OSError:
+                pass
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+def reaper_pid():
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return int(pid)
+
+seen = {}
+environment = dict(os.environ)
+handler = signal.getsignal(signal.SIGTERM)
+too_large = LocalCluster(1, object_store_bytes=10**15)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", ResourceWarning)  # Ray lets go of the processes it had started without waiting
+    seen["too large"] = message(WorkerError, too_large.start)
+seen["restored after the failure"] = dict(os.environ) == environment
+
+with LocalCluster(2.5, object_store_bytes=80 * 2**20) as cluster:
+    exec(ACTOR)
+    pids = cluster_processes(cluster.session)
+    seen["session"], seen["directory"] = cluster.session, str(cluster.directory)
+    seen["actor"], seen["child"] = actor_pid in pids, child_pid in pids
+    seen["all titles"] = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\\0 ") for pid in pids]
+    seen["num_cpus"] = ray.cluster_resources()["CPU"]
+    seen["mode"] = stat.S_IMODE(os.stat(cluster.directory).st_mode)
+    seen["listening"] = listening([*pids, os.getpid()])
+    seen["started again"] = message(ConfigError, cluster.start)
+    seen["another started"] = message(ConfigError, LocalCluster(1).start)
+    later = subprocess.Popen(["sleep", "600"])
+seen["processes"] = cluster_processes(cluster.session)
+seen["directory exists"] = cluster.directory.exists()
+seen["environment restored"] = dict(os.environ) == environment
+seen["handler restored"] = signal.getsignal(signal.SIGTERM) is handler
+seen["initialized"] = ray.is_initialized()
+seen["the driver's own child lives"] = later.poll() is None
+later.kill()
+later.wait()
+cluster.stop()
+after_first = descriptors()
+
+first = cluster.session
+cluster.start()
+exec(ACTOR)
+os.kill(reaper_pid(), signal.SIGKILL)
+cluster.stop()
+seen["another session"] = cluster.session != first
+seen["processes without reaper"] = cluster_processes(cluster.session)
+seen["directory exists without reaper"] = cluster.directory.exists()
+seen["new descriptors"] = descriptors() - after_first
+seen["children"] = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+print(json.dumps(seen))
+"""
+
+DRIVER = """
+import json, os, sys, time
+from hybridflow.controller.ray.local_cluster import LocalCluster
+
+cluster = LocalCluster(1)
+cluster.start()
+exec(ACTOR)
+forked = os.fork() if sys.argv[1] == "sleep" else None
+if forked == 0:
+    time.sleep(600)
+seen = {"session": cluster.session, "directory": str(cluster.directory), "actor": actor_pid, "child": child_pid}
+print(json.dumps({**seen, "forked": forked}), flush=True)
+if sys.argv[1] == "sleep":
+    time.sleep(600)
+raise ZeroDivisionError("on purpose")
+"""
+
+
+def run_driver(script: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "default", "-c", f"ACTOR = {ACTOR!r}\n{script}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def ignores_signals(pid: int) -> bool:
+    """Whether the reaper is past its first lines: SIGHUP is the last signal that it ignores."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
+    return bool(ignored >> (signal.SIGHUP - 1) & 1)
+
+
+def wait_until(condition, timeout_s=30.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def names_of_stores() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.glob("plasma*")}
+
+
+@pytest.fixture(scope="module")
+def two_cycles(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    stores = names_of_stores()
+    process = run_driver(TWO_CYCLES, HOME=str(home), RAY_ADDRESS="127.0.0.1:1")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    *printed, result = output.splitlines()
+    left = {"printed": printed, "errors": errors, "home": os.listdir(home), "stores": names_of_stores() - stores}
+    return {**json.loads(result), **left}
+
+
+def test_nothing_is_left_after_a_stop(two_cycles):
+    assert two_cycles["processes"] == []
+    assert not two_cycles["directory exists"]
+    assert two_cycles["stores"] == set()
+    assert two_cycles["home"] == []
+    assert two_cycles["children"] == []
+    assert not two_cycles["initialized"]
+
+
+def test_all_processes_carry_the_token_also_those_that_rename_themselves_and_children_of_actors(two_cycles):
+    assert two_cycles["actor"]
+    assert two_cycles["child"]
+    titles = " ".join(two_cycles["all titles"])
+    for part in ("gcs_server", "raylet", "log_monitor", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "sleep"):
+        assert part in titles
+
+
+def test_what_the_driver_starts_itself_is_not_ended(two_cycles):
+    assert two_cycles["the driver's own child lives"]
+
+
+def test_the_cluster_listens_on_the_loopback_interface_only(two_cycles):
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert len(two_cycles["listening"]) >= 5  # gcs, raylet, an agent, the actor and the driver at least
+    assert set(two_cycles["listening"]) <= loopback
+
+
+def test_its_directory_is_open_to_this_user_only(two_cycles):
+    assert two_cycles["mode"] == 0o700
+
+
+def test_processors_are_rounded_up(two_cycles):
+    assert two_cycles["num_cpus"] == 3
+
+
+def test_environment_and_signal_handler_are_restored(two_cycles):
+    assert two_cycles["environment restored"]
+    assert two_cycles["restored after the failure"]
+    assert two_cycles["handler restored"]
+
+
+def test_starting_twice_is_an_error(two_cycles):
+    assert "has been started already; call stop()" in two_cycles["started again"]
+    assert "Ray is initialized in this process already; call ray.shutdown()" in two_cycles["another started"]
+
+
+def test_a_start_that_fails_says_why_and_can_be_followed_by_another(two_cycles):
+    assert two_cycles["too large"].startswith("Ray did not start: ")
+    assert "object store" in two_cycles["too large"]
+
+
+def test_a_second_cycle_has_its_own_session_and_leaves_few_descriptors_more(two_cycles):
+    assert two_cycles["another session"]
+    assert two_cycles["new descriptors"] <= 4  # Ray itself forgets one or two
+
+
+def test_a_reaper_that_was_killed_is_replaced(two_cycles):
+    assert two_cycles["processes without reaper"] == []
+    assert not two_cycles["directory exists without reaper"]
+
+
+def test_nothing_is_printed(two_cycles):
+    assert two_cycles["printed"] == []
+    assert two_cycles["errors"] == ""
+
+
+def test_a_killed_driver_leaves_nothing_though_an_actor_is_frozen_and_a_forked_child_lives_on():
+    stores = names_of_stores()
+    driver = run_driver(DRIVER, "sleep")
+    seen = json.loads(driver.stdout.readline())
+    try:
+        assert {seen["actor"], seen["child"]} <= set(cluster_processes(seen["session"]))
+        os.kill(seen["actor"], signal.SIGSTOP)
+        driver.kill()
+        driver.wait()
+        wait_until(lambda: not os.path.exists(seen["directory"]))
+        assert cluster_processes(seen["session"]) == []
+        assert names_of_stores() <= stores
+        os.kill(seen["forked"], 0)
+    finally:
+        driver.kill()
+        os.kill(seen["forked"], signal.SIGKILL)
+        driver.communicate()
+
+
+def test_a_driver_that_raises_leaves_nothing():
+    driver = run_driver(DRIVER, "raise")
+    output, errors = driver.communicate(timeout=60)  # ends when nobody holds the driver's output any more
+    seen = json.loads(output.splitlines()[0])
+    assert driver.returncode == 1
+    assert errors.strip().endswith("ZeroDivisionError: on purpose")
+    assert cluster_processes(seen["session"]) == []
+    assert not os.path.exists(seen["directory"])
+
+
+@pytest.fixture
+def session_process():
+    """`session_process("token")` is a process that sleeps and carries this token."""
+    processes = []
+
+    def start(session: str) -> "subprocess.Popen[bytes]":
+        processes.append(subprocess.Popen(["sleep", "600"], env={**os.environ, SESSION_VARIABLE: session}))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def start_reaper(session: str, directory: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-I", reaper.__file__, session, directory], stdin=subprocess.PIPE)
+
+
+def test_the_reaper_waits_for_the_end_of_the_pipe_whatever_the_terminal_sends(tmp_path, session_process):
+    directory = tmp_path / "cluster"
+    (directory / "logs").mkdir(parents=True)
+    frozen, other = session_process("frozen"), session_process("other")
+    frozen.send_signal(signal.SIGSTOP)
+    process = start_reaper("frozen", directory)
+    wait_until(lambda: ignores_signals(process.pid))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(number)
+    time.sleep(0.1)
+    assert process.poll() is None
+    assert frozen.poll() is None
+
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert frozen.wait() == -signal.SIGKILL  # a frozen process cannot act on SIGTERM
+    assert other.poll() is None
+    assert not directory.exists()
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
+def test_the_reaper_removes_object_stores_that_nobody_has_open_and_no_other_file(tmp_path):
+    directory = tmp_path / "cluster"
+    directory.mkdir()
+    earlier = make_store()
+    time.sleep(0.1)
+    process = start_reaper("nobody", directory)
+    wait_until(lambda: ignores_signals(process.pid))
+    time.sleep(0.1)  # the times of files are of a coarser clock
+    abandoned, in_use, foreign = make_store(), make_store(), make_store("no_plasma")
+    try:
+        with open(in_use):
+            process.communicate(timeout=30)
+        assert not abandoned.exists()
+        assert in_use.exists()
+        assert earlier.exists()
+        assert foreign.exists()
+    finally:
+        for path in (earlier, abandoned, in_use, foreign):
+            path.unlink(missing_ok=True)
+
+
+def make_store(prefix: str = "plasma") -> Path:
+    letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(6))
+    path = SHARED_MEMORY / f"{prefix}{letters}"
+    path.touch(exist_ok=False)
+    return path
+
+
+@pytest.mark.parametrize("num_cpus", [0, -1, math.inf, math.nan])
+def test_a_cluster_needs_processors(num_cpus):
+    with pytest.raises(ConfigError, match="use a positive number"):
+        LocalCluster(num_cpus)
+
+
+def test_impossible_resources_are_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="num_gpus=-1 is negative"):
+        LocalCluster(1, num_gpus=-1)
+    with pytest.raises(ConfigError, match="object_store_bytes=1000 is less than Ray can use; use at least 78643200"):
+        LocalCluster(1, object_store_bytes=1000)
+
+
+def test_the_directory_is_short_enough_for_sockets_also_if_the_temporary_directory_is_not(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    directory = local_cluster._directory_of("0123456789abcdef")
+    assert len(str(directory)) < 30
