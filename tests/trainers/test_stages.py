@@ -102,11 +102,11 @@ def test_old_log_probs_are_computed_only_where_something_reads_them(overrides, n
     assert needs_old_log_probs(load_config(None, overrides)) is needed
 
 
-def test_the_rollouts_log_probs_become_the_old_ones_under_their_own_memory():
+def test_the_rollouts_log_probs_become_the_old_ones_without_being_read():
     rollouts = batch(rollout_log_probs=torch.tensor([[-1.0, -2.0]]))
-    old = rollout_as_old_log_probs(rollouts).batch["old_log_probs"]
-    old += 1
-    assert rollouts.batch["rollout_log_probs"].tolist() == [[-1.0, -2.0]]
+    old = rollout_as_old_log_probs(rollouts)
+    assert old.columns == ("old_log_probs",)
+    assert old.get().batch["old_log_probs"].tolist() == [[-1.0, -2.0]]
 
 
 def test_one_mini_batch_is_all_rows_in_order_in_every_epoch():

@@ -33,6 +33,9 @@ class NotingTrainer:
         self._note(f"validate {self.global_step}")
         return {"sft/val_loss": 2.0}
 
+    def take_events(self):
+        return []
+
     def save(self):
         self._note(f"save {self.global_step}")
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.observability import Trace
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Backend(Protocol):
     The error of a worker keeps its type if it is a HybridFlowError and is a WorkerError otherwise. It is raised by
     `call` if the call runs at once, by `get` and `wait` if it does not.
     """
+
+    @property
+    def trace(self) -> Trace:
+        """Calls and transfers so far, as far as they are known to have ended."""
+        ...
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
         """Raise ConfigError, before anything is started, unless all these pools fit together what there is."""

@@ -5,6 +5,7 @@ else, and a breakpoint or a traceback shows the true place. A call runs at once;
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,9 @@ from hybridflow.controller.private_copy import private_copy
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.worker import RANKS_TAKE_TURNS
 from hybridflow.errors import WorkerError
+from hybridflow.observability import Trace, TraceEvent
 from hybridflow.protocol.future import opened, take
-from hybridflow.protocol.packed_batch import Rows
+from hybridflow.protocol.packed_batch import Rows, batch_bytes
 
 # The environment variables belong to the process, so ranks of different threads take turns too.
 _turn = threading.RLock()
@@ -64,8 +66,10 @@ class LocalBackend:
     """The backend of one ordinary process."""
 
     def __init__(self) -> None:
+        self.trace = Trace()
         self._handles: WeakSet[LocalHandle] = WeakSet()
         self._workers: WeakSet[LocalWorker] = WeakSet()
+        self._node = socket.gethostname()
 
     @property
     def num_objects(self) -> int:
@@ -113,11 +117,28 @@ class LocalBackend:
         if not isinstance(worker, LocalWorker) or worker.instance is None:
             raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
         where = f"{type(worker.instance).__name__}.{method_name}"
+        start = time.time()
         own_args, own_kwargs = _receive(args, kwargs, where, terms.opens_futures)
+        received = time.time()
         with _turn_of(worker, where):
             result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
         result = checked_output(result, terms, worker.rank)
-        return self._keep(private_copy(result, f"the result of {where}"))
+        computed = time.time()
+        handle = self._keep(private_copy(result, f"the result of {where}"))
+        self.trace.record(
+            TraceEvent(
+                kind="call",
+                where=where,
+                worker=worker.name,
+                node=self._node,
+                start=start,
+                end=(end := time.time()),
+                bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
+                bytes_out=batch_bytes(result),
+                transfer_s=received - start + end - computed,
+            )
+        )
+        return handle
 
     def put(self, value: Any) -> LocalHandle:
         return self._keep(private_copy(value, "a value to put"))

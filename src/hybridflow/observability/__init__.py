@@ -18,6 +18,14 @@ from hybridflow.observability.throughput import (
     training_flops,
 )
 from hybridflow.observability.timing import per_token_ms, timed, tokens_per_s
+from hybridflow.observability.trace import (
+    Trace,
+    TraceEvent,
+    stage_seconds,
+    trace_row,
+    transfer_metrics,
+    transfer_report,
+)
 from hybridflow.observability.tracker import MultiTracker, Tracker
 
 __all__ = [
@@ -30,6 +38,8 @@ __all__ = [
     "Metric",
     "MultiTracker",
     "TensorBoardTracker",
+    "Trace",
+    "TraceEvent",
     "Tracker",
     "collect_run_info",
     "find_metric",
@@ -49,7 +59,11 @@ __all__ = [
     "reduce_lists",
     "reduce_metrics",
     "spread",
+    "stage_seconds",
     "timed",
     "tokens_per_s",
+    "trace_row",
     "training_flops",
+    "transfer_metrics",
+    "transfer_report",
 ]

@@ -62,7 +62,7 @@ METRICS: dict[str, Metric] = {
     "reward/<name>/mean": Metric("Mean of a further number that the reward function returned."),
     "timing_s/<stage>": Metric(
         "Seconds of a stage: step, gen, reward, old_log_probs, ref_log_probs, values, update_critic, update_actor, "
-        "update_sft, validation.",
+        "update_sft, validation; of a call, while at least one rank was in it.",
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage for each token it handled.", "max"),
@@ -75,6 +75,10 @@ METRICS: dict[str, Metric] = {
         "Model FLOPs of a role's update, attention included and a prompt counted once for its group, as a share of the "
         "matrix product's peak, measured when the run starts; of gen: of generation."
     ),
+    "transfer/bytes_flowed": Metric("Bytes of batches that workers took in and gave out.", "sum"),
+    "transfer/bytes_sent": Metric("Bytes of batches that the controller sent.", "sum"),
+    "transfer/bytes_read": Metric("Bytes of batches that the controller read.", "sum"),
+    "transfer/seconds": Metric("Seconds of packing, unpacking, sending and reading, all processes added up.", "sum"),
     "memory_bytes/<kind>": Metric(
         "Memory of the controller's process: resident, peak_resident; on CUDA cuda_allocated, cuda_reserved, ...",
         "max",

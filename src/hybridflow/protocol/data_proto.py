@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from hybridflow.protocol.meta_info import copy_structure, union_meta_info
 from hybridflow.protocol.padding import DataProtoConfig, append_copies
 from hybridflow.protocol.rows import as_count, is_single_row, repeat_rows, row_indices, take_rows
 from hybridflow.protocol.union import union_columns
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.future import DataProtoFuture
 
 
 @dataclass(eq=False)
@@ -274,12 +277,20 @@ class DataProto:
         """
         return rename_columns(self, old_keys, new_keys)
 
-    def union(self, other: "DataProto") -> "DataProto":
-        """The columns of both batches, row by row.
+    @overload
+    def union(self, other: "DataProto") -> "DataProto": ...
+    @overload
+    def union(self, other: "DataProtoFuture") -> "DataProtoFuture": ...
+    def union(self, other: "DataProto | DataProtoFuture") -> "DataProto | DataProtoFuture":
+        """The columns of both batches, row by row; with a future, a future, of which nothing is read.
 
         A column in both must have equal contents (NaN equals NaN), or FieldError; so must a key of meta_info, or
         BatchError; "metrics" is joined name by name. Raises BatchError if the numbers of rows differ.
         """
+        if not isinstance(other, DataProto):
+            from hybridflow.protocol.future import DataProtoFuture
+
+            return DataProtoFuture.of(self).union(other)
         mine = count_rows(self.batch, self.non_tensor_batch, self.meta_info)
         theirs = count_rows(other.batch, other.non_tensor_batch, other.meta_info)
         if mine is not None and theirs is not None and mine != theirs:

@@ -143,6 +143,12 @@ class DataProtoFuture:
             raise BatchError(f"reorder needs each of the {len(self)} rows exactly once, got {len(rows)} indices.")
         return self._rows(rows, len(rows))
 
+    def select_rows(self, rows: np.ndarray) -> "DataProtoFuture":
+        """Some rows, by number, in any order and as often as they are named. Raises BatchError for one that is not
+        there, or if the number of rows is not known."""
+        chosen = row_indices(rows, len(self))
+        return self._rows(chosen, len(chosen))
+
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProtoFuture":
         """As `DataProto.repeat`."""
         times = as_count(repeat_times, "repeat_times", 0)
@@ -204,6 +210,11 @@ class DataProtoFuture:
                 raise FieldError(f"rename {old} to {new}: the future already has one of them, it has {self.columns}.")
         step, needs = partial(_rename, names=names), partial(_renamed, names=names)
         return self._then(step, needs=needs, num_rows=self.num_rows, columns=columns)
+
+    def with_meta_info(self, more: dict[str, Any]) -> "DataProtoFuture":
+        """The same columns, with more keys of meta_info, which replace those of the same name."""
+        step = partial(_with_meta_info, more=more)
+        return self._then(step, needs=_same, num_rows=self.num_rows, columns=self.columns)
 
     def union(self, other: "DataProtoFuture | DataProto") -> "DataProtoFuture":
         """As `DataProto.union`, of disjoint columns, or columns of the same origin in both: checked now where both
@@ -422,7 +433,8 @@ class _Step(_OfOne):
         return self.needs(columns)  # pyright: ignore[reportOptionalCall]
 
     def _origin(self, column: str) -> Any:
-        if self.dispatch_fn is _as_it_is:
+        is_step_of = getattr(self.dispatch_fn, "func", self.dispatch_fn)
+        if is_step_of in (_as_it_is, _with_meta_info):
             return self._source._origin(column)
         if isinstance(self.dispatch_fn, partial) and self.dispatch_fn.func is _rename:
             return self._source._origin(_back(self.dispatch_fn.keywords["names"]).get(column, column))
@@ -525,6 +537,12 @@ def _chunk(data: DataProto, chunks: int, index: int) -> DataProto:
 
 def _call(data: DataProto, name: str, arguments: dict[str, Any]) -> DataProto:
     return getattr(data, name)(**arguments)
+
+
+def _with_meta_info(data: DataProto, more: dict[str, Any]) -> DataProto:
+    changed = data.select()
+    changed.meta_info.update(more)
+    return changed
 
 
 def _rename(data: DataProto, names: dict[str, str]) -> DataProto:

@@ -183,6 +183,19 @@ class PackedBatch:
         return f"PackedBatch of {self.num_rows} rows: {', '.join(self.columns) or 'no columns'}"
 
 
+def batch_bytes(value: Any) -> int:
+    """Bytes of the tensors and numbers of a batch, also in a list of batches; 0 for anything else.
+
+    Objects are not counted: what they take is known only when they are pickled.
+    """
+    if isinstance(value, list | tuple):
+        return sum(map(batch_bytes, value))
+    if not hasattr(value, "non_tensor_batch"):
+        return 0
+    arrays = [array.nbytes for array in value.non_tensor_batch.values() if not array.dtype.hasobject]
+    return sum(tensor.nbytes for tensor in tensors_of(value.batch).values()) + sum(arrays)
+
+
 class _Memory:
     """An array's memory without its read-only mark, on which torch would warn for every view."""
 

@@ -14,6 +14,18 @@ from hybridflow.controller import (
     WorkerGroup,
     spawn_colocated,
 )
+from hybridflow.observability import TraceEvent, stage_seconds, transfer_metrics
+
+STAGES = {
+    "generate_sequences": "gen",
+    "score": "reward",
+    "compute_log_probs": "old_log_probs",
+    "compute_ref_log_probs": "ref_log_probs",
+    "compute_values": "values",
+    "generate_validation_sequences": "validation_gen",
+    "score_validation": "validation_reward",
+}
+"""Method -> its stage in `timing_s/<stage>`; a method that is not named here is a stage of its own name."""
 
 MAIN_POOL = "main"
 """The pool of every role, where the configuration names none."""
@@ -40,7 +52,21 @@ def build_backend(config: Config) -> Backend:
 class BackendOwner:
     """Something that ends with its workers: use it as a context, or call `close`."""
 
+    events: list[TraceEvent] = []  # noqa: RUF012  (replaced, never changed)
+
     backend: Backend | None = None
+
+    def trace_metrics(self) -> dict[str, float]:
+        """The times and transfers since the last time they were asked for; the events go to `events`, for the log."""
+        events = self.backend.trace.take() if self.backend else []
+        self.events = [*self.events, *events]
+        return {**stage_seconds(events, STAGES), **transfer_metrics(events)}
+
+    def take_events(self) -> list[TraceEvent]:
+        """The events that no log has yet."""
+        self.trace_metrics()
+        events, self.events = self.events, []
+        return events
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,6 @@
 The controller holds the algorithm; the groups compute. It knows neither models nor where workers run.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
@@ -14,13 +13,13 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, reduce_lists, timed
-from hybridflow.protocol import DataProto
-from hybridflow.runtime import unchanged_random_state
+from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.groups import BackendOwner
-from hybridflow.trainers.rl_metrics import batch_metrics, samples_of
+from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, log_prob_metrics, samples_of
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.speed import Speedometer
+from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import (
     add_advantages,
     mini_batch_rows,
@@ -31,7 +30,6 @@ from hybridflow.trainers.stages import (
     with_group_ids,
     with_row_ids,
 )
-from hybridflow.trainers.timed_group import TimedGroup
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import restore_training, save_training
 from hybridflow.trainers.validation import Validator
@@ -65,33 +63,38 @@ class PPOTrainer(BackendOwner):
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
         self.figures = RL_FIGURES
-        self.rollout = self.actor = TimedGroup(actor_rollout, self.metrics)
-        self.rewards = TimedGroup(rewards, self.metrics)
-        self.critic = TimedGroup(critic, self.metrics) if critic else None
-        self.reference = TimedGroup(reference, self.metrics) if reference else None
+        self.rollout = self.actor = StageCalls(actor_rollout)
+        self.rewards = StageCalls(rewards)
+        self.critic = StageCalls(critic) if critic else None
+        self.reference = StageCalls(reference) if reference else None
         self.validator, self.speedometer = validator, speedometer
         self.kl_controller = _kl_controller(config)
-        self.learning_groups = [actor_rollout, *([critic] if critic else [])]
+        self.stateful_groups = [actor_rollout, *([critic] if critic else []), rewards]
         self.global_step = 0
         if run.checkpoint:
-            state = restore_training(run.checkpoint, self.learning_groups, loader)
+            state = restore_training(run.checkpoint, self.stateful_groups, loader)
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.global_step = state["global_step"]
 
     # ------------------------------------------------------------------------------------------ the algorithm
 
-    def step(self, prompts: DataProto) -> DataProto:
-        """One step of the algorithm on a batch of prompts; returns the batch with every column it made."""
-        config, algorithm = self.config, self.config.algorithm
+    def step(self, prompts: DataProto) -> DataProtoFuture:
+        """One step of the algorithm on a batch of prompts; returns the batch with every column it made.
+
+        Calls return futures: they run as soon as what they read is there, and stay where they are until somebody needs
+        their contents.
+        """
+        config, algorithm, sums = self.config, self.config.algorithm, None
         prompts = with_group_ids(prompts)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, self.global_step]
-        rollouts = self.rollout.generate_sequences(prompts)  # group_size rows for each prompt, in order
+        rollouts = self.rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order
         batch = with_row_ids(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
         batch = batch.union(self.rewards.score(batch))
         if config.actor.old_log_probs_from == "rollout":
             batch = batch.union(rollout_as_old_log_probs(batch))
         elif needs_old_log_probs(config):
             batch = batch.union(self.actor.compute_log_probs(batch))
+            sums = self.actor.sum_log_prob_metrics(batch)
         if self.reference:
             batch = batch.union(self.reference.compute_ref_log_probs(batch))
         if self.critic:
@@ -102,10 +105,17 @@ class PPOTrainer(BackendOwner):
             if algorithm.kl_in_reward:
                 self._steer_kl(kl, num_samples=len(batch))
         batch = batch.union(add_advantages(batch, algorithm))
+        updates = []
         if self.critic:
-            self._update(self.critic.update_critic, batch, config.critic.mini_batch_size, config.critic.epochs)
+            steps = self._with_mini_batches(batch, config.critic.mini_batch_size, config.critic.epochs)
+            updates.append(self.critic.update_critic(steps))
         if self.global_step >= config.critic.warmup_steps:
-            self._update(self.actor.update_actor, batch, config.actor.mini_batch_size, config.actor.epochs)
+            steps = self._with_mini_batches(batch, config.actor.mini_batch_size, config.actor.epochs)
+            updates.append(self.actor.update_actor(steps))
+        for update in updates:
+            self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
+        if sums:
+            self.metrics |= log_prob_metrics(sums)
         return batch
 
     def _steer_kl(self, kl: float, num_samples: int) -> None:
@@ -113,15 +123,11 @@ class PPOTrainer(BackendOwner):
         self.metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl_controller.coef}
         self.kl_controller.update(kl, num_samples)
 
-    def _update(
-        self, update: Callable[[DataProto], DataProto], batch: DataProto, mini_batch_size: int, epochs: int
-    ) -> None:
-        """Call an update method with the mini-batches that the controller fixes; take in its metrics."""
+    def _with_mini_batches(self, batch: DataProtoFuture, mini_batch_size: int, epochs: int) -> DataProtoFuture:
+        """The batch with the optimizer steps that the controller fixes, and the weight of the KL in their loss."""
         seed_keys = (self.config.trainer.seed, self.global_step)
-        batch = batch.select()
-        batch.meta_info["mini_batches"] = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
-        batch.meta_info["kl_coef"] = self.kl_controller.coef
-        self.metrics |= reduce_lists(update(batch).meta_info["metrics"])
+        memberships = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
+        return batch.with_meta_info({"mini_batches": memberships, "kl_coef": self.kl_controller.coef})
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -135,16 +141,17 @@ class PPOTrainer(BackendOwner):
         self.metrics["training/epoch"] = self.loader.epoch
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch())
+            self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
         self.global_step += 1
-        self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
-        self.metrics |= self.speedometer.read(self.metrics, batch)
+        self.metrics |= self.trace_metrics()
+        self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 
     def validate(self) -> dict[str, float]:
         """The metrics `val/...` of the present weights; empty without validation data."""
         if self.validator is None:
             return {}
-        with timed("validation", self.metrics), unchanged_random_state():
+        with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
         return metrics
 
@@ -153,7 +160,7 @@ class PPOTrainer(BackendOwner):
         save_training(
             self.run,
             self.global_step,
-            self.learning_groups,
+            self.stateful_groups,
             self.loader,
             kl_controller=self.kl_controller.state_dict(),
         )

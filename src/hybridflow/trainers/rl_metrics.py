@@ -2,16 +2,23 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from hybridflow.algorithms import masked_mean
 from hybridflow.observability import spread
-from hybridflow.protocol import DataProto
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.speed import Lengths
+from hybridflow.trainers.stages import Batch, read
+
+_ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_extras")
 
 
-def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, float]:
+def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     """Scores, advantages, returns, values, lengths and rewards of a batch by the names of the metrics' glossary."""
-    columns = batch.batch
+    present = DataProtoFuture.of(batch).columns or ()
+    optional = [name for name in ("advantages", "returns", "values", "token_level_rewards") if name in present]
+    data = read(batch, [*_ALWAYS, *optional])
+    columns = data.batch
     mask = columns["response_mask"]
     lengths = mask.sum(-1)
     metrics = {
@@ -30,11 +37,27 @@ def batch_metrics(batch: DataProto, max_response_length: int) -> dict[str, float
     if "values" in columns:
         returns, values = columns["returns"][mask], columns["values"][mask]
         metrics["critic/vf_explained_var"] = explained_variance(returns, values)
-    if "entropies" in columns:  # recomputed before the update: better than what the loss sees between its steps
-        metrics["actor/entropy"] = float(masked_mean(columns["entropies"], mask))
-        drift = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
-        metrics["rollout/log_prob_drift"] = float(masked_mean(drift, mask))
-    return metrics | extra_metrics(batch)
+    return metrics | extra_metrics(data)
+
+
+def lengths_of(batch: Batch) -> Lengths:
+    """What the speed of a step is measured by, read from masks and groups."""
+    columns = read(batch, ("prompt_mask", "response_mask", "group_ids")).batch
+    return Lengths(
+        columns["prompt_mask"].sum(-1).tolist(),
+        columns["response_mask"].sum(-1).tolist(),
+        columns["group_ids"].tolist(),
+    )
+
+
+def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
+    """The policy before the update, from the sums of the ranks: better than what the loss sees between its steps."""
+    sums = future.get(()).meta_info["metrics"]
+    num_tokens = sum(sums["num_tokens"])
+    return {
+        "actor/entropy": sum(sums["entropy_sum"]) / num_tokens,
+        "rollout/log_prob_drift": sum(sums["drift_sum"]) / num_tokens,
+    }
 
 
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
@@ -59,20 +82,22 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
     return {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
 
 
-def samples_of(batch: DataProto, count: int, step: int) -> list[dict[str, Any]]:
-    """The first row of each of the first `count` prompts, for people to read."""
-    first_rows: dict[int, int] = {}
-    for row, group in enumerate(batch.batch["group_ids"].tolist()):
+def samples_of(batch: Batch, count: int, step: int) -> list[dict[str, Any]]:
+    """The first row of each of the first `count` prompts, for people to read; the others stay where they are."""
+    future, first_rows = DataProtoFuture.of(batch), {}
+    for row, group in enumerate(future.get("group_ids").batch["group_ids"].tolist()):
         first_rows.setdefault(group, row)
-    columns = batch.non_tensor_batch
+    rows = np.array(list(first_rows.values())[:count], dtype=np.int64)
+    data = future.select_rows(rows).get(("raw_prompts", "solution_texts", "scores"))
+    columns = data.non_tensor_batch
     return [
         {
             "step": step,
             "prompt": prompt_text(columns["raw_prompts"][row]),
             "response": columns["solution_texts"][row],
-            "score": float(batch.batch["scores"][row]),
+            "score": float(data.batch["scores"][row]),
         }
-        for row in list(first_rows.values())[:count]
+        for row in range(len(rows))
     ]
 
 

@@ -17,9 +17,12 @@ from hybridflow.trainers.run_identity import Kind, require_same_run, run_identit
 
 logger = get_logger(__name__)
 
+LOGS = ("metrics.jsonl", "samples.jsonl", "trace/calls.jsonl")
+"""What a run writes row by row."""
+
 
 class RunDirectory:
-    """`config.toml, run.json, metrics.jsonl, samples.jsonl, checkpoints/` of one run.
+    """`config.toml, run.json, metrics.jsonl, samples.jsonl, trace/, checkpoints/` of one run.
 
     `checkpoint` is where the run continues from, None where it starts; `step` is how far it is then. Opening one
     writes nothing; `begin` does. Raises CheckpointError for a newest checkpoint that is damaged or of another run, and
@@ -43,8 +46,9 @@ class RunDirectory:
         self.step = self.checkpoint.step if self.checkpoint else 0
         self._release_lock: weakref.finalize[..., Self] | None = None
 
-    def begin(self) -> tuple[JsonlWriter, JsonlWriter]:
-        """Record this start, and open `metrics.jsonl` and `samples.jsonl` without the rows that come again now.
+    def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter]:
+        """Record this start, and open `metrics.jsonl`, `samples.jsonl` and `trace/calls.jsonl` without the rows that
+        come again now.
 
         Raises CheckpointError if the directory cannot be written.
         """
@@ -52,15 +56,16 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_directory()
             self._keep_logs_without_checkpoint()
-            writers = JsonlWriter(self.path / "metrics.jsonl"), JsonlWriter(self.path / "samples.jsonl")
-            for writer in writers:
+            (self.path / "trace").mkdir(exist_ok=True)
+            metrics, samples, trace = (JsonlWriter(self.path / name) for name in LOGS)
+            for writer in (metrics, samples, trace):
                 writer.truncate_after(self.step if self.checkpoint else -1)
             self._record_start()
         except OSError as error:
             raise CheckpointError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
-        return writers
+        return metrics, samples, trace
 
     def end(self) -> None:
         """Let another process use the directory."""
@@ -80,10 +85,10 @@ class RunDirectory:
 
     def _keep_logs_without_checkpoint(self) -> None:
         """A run that starts anew where one has been keeps what that one wrote."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in LOGS:
             file = self.path / name
             if self.checkpoint is None and file.is_file() and file.stat().st_size:
-                file.replace(file.with_name(f"{name}.old"))
+                file.replace(file.with_name(f"{file.name}.old"))
                 logger.warning("'%s' is of a run without a checkpoint; it is kept as '%s.old'.", file, name)
 
     def starts(self) -> list[dict[str, Any]]:

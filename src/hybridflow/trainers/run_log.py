@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, Tracker
+from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, TraceEvent, Tracker, trace_row
 from hybridflow.trainers.run_directory import RunDirectory
 
 Sample = dict[str, Any]
@@ -16,15 +16,23 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
         self._run = run
-        metrics, self._samples = run.begin()
+        metrics, self._samples, self._trace = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
         trackers: list[Tracker] = [metrics, self._console]
         if "tensorboard" in run.config.trainer.trackers:
             trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
         self._trackers = MultiTracker(trackers)
 
-    def write(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Sample] = ()) -> None:
-        """One row of metrics, none if it is empty, and the samples."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        samples: Sequence[Sample] = (),
+        events: Sequence[TraceEvent] = (),
+    ) -> None:
+        """One row of metrics, none if it is empty, the samples, and the trace."""
+        for event in events:
+            self._trace.write({"step": step, **trace_row(event)})
         for sample in samples:
             self._samples.write(sample)
         if metrics:

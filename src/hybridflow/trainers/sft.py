@@ -10,9 +10,9 @@ from hybridflow.protocol import DataProto
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
-from hybridflow.trainers.speed import Speedometer
+from hybridflow.trainers.speed import Lengths, Speedometer
+from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import with_row_ids
-from hybridflow.trainers.timed_group import TimedGroup
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import restore_training, save_training
 
@@ -36,7 +36,7 @@ class SFTTrainer(BackendOwner):
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
         self.figures = SFT_FIGURES
-        self.group, self.policy = policy, TimedGroup(policy, self.metrics)
+        self.group, self.policy = policy, StageCalls(policy)
         self.validation, self.speedometer = validation, speedometer
         self.global_step = 0
         if run.checkpoint:
@@ -46,7 +46,7 @@ class SFTTrainer(BackendOwner):
         """One optimizer step on a batch of examples; returns the batch with its row ids."""
         batch = with_row_ids(examples)
         batch.meta_info["mini_batches"] = [batch.batch["row_ids"].tolist()]
-        self.metrics |= reduce_lists(self.policy.update_sft(batch).meta_info["metrics"])
+        self.metrics |= reduce_lists(self.policy.update_sft(batch).get(()).meta_info["metrics"])
         return batch
 
     def fit(self, stop_after: int | None = None) -> None:
@@ -60,7 +60,10 @@ class SFTTrainer(BackendOwner):
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch())
         self.global_step += 1
-        self.metrics |= self.speedometer.read(self.metrics, batch)
+        self.metrics |= self.trace_metrics()
+        response_lens = batch.batch["response_mask"].sum(-1)
+        prompt_lens = batch.batch["attention_mask"].sum(-1) - response_lens
+        self.metrics |= self.speedometer.read(self.metrics, Lengths(prompt_lens.tolist(), response_lens.tolist()))
         return []
 
     def validate(self) -> dict[str, float]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.observability import DecoderShape, forward_flops, generation_flops, mfu, per_token_ms, tokens_per_s
-from hybridflow.protocol import DataProto
 
 WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor", "update_sft")
 
@@ -19,16 +18,29 @@ class Learner:
     shape: DecoderShape | None
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the prompt and the response of each row, and its group where rows share a prompt."""
+
+    prompt_lens: list[int]
+    response_lens: list[int]
+    group_ids: list[int] | None = None
+
+    @property
+    def sequence_lens(self) -> list[int]:
+        """Tokens of each row."""
+        return [prompt + response for prompt, response in zip(self.prompt_lens, self.response_lens, strict=True)]
+
+
 class Speedometer:
-    """Reads the speed of a step from its times and its batch. `peak_flops`: of the device, per second; 0: unknown."""
+    """Reads the speed of a step from its times and its lengths. `peak_flops`: of the device, per second; 0: unknown."""
 
     def __init__(self, learners: Mapping[str, Learner], peak_flops: float) -> None:
         self.learners, self.peak_flops = learners, peak_flops
 
-    def read(self, metrics: Mapping[str, Any], batch: DataProto) -> dict[str, float]:
+    def read(self, metrics: Mapping[str, Any], lengths: Lengths) -> dict[str, float]:
         """`perf/...`, `timing_per_token_ms/...` and `mfu/...` of a step whose `timing_s/...` are in `metrics`."""
-        sequence_lens = batch.batch["attention_mask"].sum(-1).tolist()
-        num_tokens, num_response_tokens = sum(sequence_lens), int(batch.batch["response_mask"].sum())
+        num_tokens, num_response_tokens = sum(lengths.sequence_lens), sum(lengths.response_lens)
         handled = {"gen": num_response_tokens, **dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)}
         speed: dict[str, float] = {
             "perf/num_tokens": num_tokens,
@@ -39,23 +51,22 @@ class Speedometer:
         for role, learner in self.learners.items():
             seconds = metrics.get(f"timing_s/update_{role}")  # absent where the role did not learn, as in a warm-up
             if seconds and learner.shape:
-                forward = _flops_of_sequences(learner.shape, batch, sequence_lens)
+                forward = _flops_of_sequences(learner.shape, lengths)
                 flops = learner.epochs * 3.0 * forward  # a backward pass is two forward passes
                 speed[f"mfu/{role}"] = mfu(flops, seconds, self.peak_flops)
         actor = self.learners.get("actor")
         if actor and actor.shape and "timing_s/gen" in metrics:
-            flops = _flops_of_sequences(actor.shape, batch, sequence_lens)
+            flops = _flops_of_sequences(actor.shape, lengths)
             speed["mfu/gen"] = mfu(flops, metrics["timing_s/gen"], self.peak_flops)
         return speed
 
 
-def _flops_of_sequences(shape: DecoderShape, batch: DataProto, sequence_lens: list[int]) -> float:
+def _flops_of_sequences(shape: DecoderShape, lengths: Lengths) -> float:
     """Of one pass over the batch, where a prompt need be computed only once for its group."""
-    if "group_ids" not in batch.batch.keys():  # noqa: SIM118
-        return forward_flops(shape, sequence_lens)
-    prompt_lens = (batch.batch["attention_mask"].sum(-1) - batch.batch["response_mask"].sum(-1)).tolist()
-    of_groups = dict(zip(batch.batch["group_ids"].tolist(), prompt_lens, strict=True))
-    return generation_flops(shape, of_groups.values(), sequence_lens, prompt_lens)
+    if lengths.group_ids is None:
+        return forward_flops(shape, lengths.sequence_lens)
+    of_groups = dict(zip(lengths.group_ids, lengths.prompt_lens, strict=True))
+    return generation_flops(shape, of_groups.values(), lengths.sequence_lens, lengths.prompt_lens)
 
 
 def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:

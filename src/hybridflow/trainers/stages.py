@@ -1,16 +1,28 @@
 """The steps of an algorithm that the controller computes itself: batch in, new columns out.
 
-Everything here is small: it reads the columns that its arithmetic needs and knows neither groups nor files.
+Everything here is small: it reads the columns that its arithmetic needs, of a batch that may be elsewhere, and knows
+neither groups nor files.
 """
+
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms import ADVANTAGES, apply_kl_penalty
 from hybridflow.config import AlgorithmConfig, Config
-from hybridflow.protocol import DataProto
+from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
 from hybridflow.workers.signature_columns import columns_of, parameters_of
+
+Batch = DataProto | DataProtoFuture
+_Batch = TypeVar("_Batch", DataProto, DataProtoFuture)
+
+
+def read(batch: Batch, columns: Iterable[str]) -> DataProto:
+    """The named columns: the one way by which the controller looks at the contents of a batch."""
+    return DataProtoFuture.of(batch).get(tuple(columns))
 
 
 def with_group_ids(prompts: DataProto) -> DataProto:
@@ -18,7 +30,7 @@ def with_group_ids(prompts: DataProto) -> DataProto:
     return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
 
 
-def with_row_ids(batch: DataProto) -> DataProto:
+def with_row_ids(batch: _Batch) -> _Batch:
     """The batch with `row_ids`, the name by which mini-batches and padding know a row wherever it is."""
     return batch.union(DataProto.from_dict({"row_ids": torch.arange(len(batch))}))
 
@@ -28,9 +40,9 @@ def needs_old_log_probs(config: Config) -> bool:
     return config.algorithm.kl_in_reward or not config.is_on_policy
 
 
-def rollout_as_old_log_probs(batch: DataProto) -> DataProto:
+def rollout_as_old_log_probs(batch: Batch) -> DataProtoFuture:
     """`old_log_probs` as the rollout engine computed them while it sampled."""
-    return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+    return DataProtoFuture.of(batch).select_columns(["rollout_log_probs"]).rename("rollout_log_probs", "old_log_probs")
 
 
 def needs_token_level_rewards(config: AlgorithmConfig) -> bool:
@@ -38,19 +50,21 @@ def needs_token_level_rewards(config: AlgorithmConfig) -> bool:
     return "token_level_rewards" in columns_of(ADVANTAGES[config.advantage])
 
 
-def token_level_rewards(batch: DataProto, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
+def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
     """`token_level_scores`, the score at each response's last token, and `token_level_rewards`, less the KL penalty.
 
     Also returns the mean KL over response tokens; 0 where there is no penalty.
     """
-    mask = batch.batch["response_mask"]
-    scores = _at_last_token(batch.batch["scores"], mask)
+    log_probs = ("old_log_probs", "ref_log_probs") if config.kl_in_reward else ()
+    columns = read(batch, ("response_mask", "scores", *log_probs)).batch
+    mask = columns["response_mask"]
+    scores = _at_last_token(columns["scores"], mask)
     if not config.kl_in_reward:
         return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores.clone()}), 0.0
     rewards, kl = apply_kl_penalty(
         token_level_scores=scores,
-        old_log_probs=batch.batch["old_log_probs"],
-        ref_log_probs=batch.batch["ref_log_probs"],
+        old_log_probs=columns["old_log_probs"],
+        ref_log_probs=columns["ref_log_probs"],
         response_mask=mask,
         kl_coef=kl_coef,
         kl_estimator=config.kl_estimator,
@@ -59,20 +73,21 @@ def token_level_rewards(batch: DataProto, config: AlgorithmConfig, kl_coef: floa
     return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), mean_kl
 
 
-def add_advantages(batch: DataProto, config: AlgorithmConfig) -> DataProto:
+def add_advantages(batch: Batch, config: AlgorithmConfig) -> DataProto:
     """`advantages` and `returns` by the estimator that `algorithm.advantage` names."""
     estimator = ADVANTAGES[config.advantage]
-    columns = {name: batch.batch[name] for name in columns_of(estimator)}
+    columns = read(batch, columns_of(estimator)).batch
     advantages, returns = estimator(**columns, **parameters_of(estimator, config))
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 
-def mini_batch_rows(batch: DataProto, mini_batch_size: int, epochs: int, seed_keys: tuple[int, ...]) -> list[list[int]]:
+def mini_batch_rows(batch: Batch, mini_batch_size: int, epochs: int, seed_keys: tuple[int, ...]) -> list[list[int]]:
     """The row ids of each optimizer step: `mini_batch_size` prompts with all their responses, 0 for all prompts.
 
     Where there are several steps, the prompts of each epoch are dealt out anew, by `seed_keys` and nothing else.
     """
-    group_ids, row_ids = batch.batch["group_ids"], batch.batch["row_ids"]
+    columns = read(batch, ("group_ids", "row_ids")).batch
+    group_ids, row_ids = columns["group_ids"], columns["row_ids"]
     groups = group_ids.unique()
     size = mini_batch_size or len(groups)
     memberships = []

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from hybridflow.config import Config
-from hybridflow.observability import get_logger, memory_bytes
+from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
@@ -30,6 +30,10 @@ class Trainer(Protocol):
         """Take the next batch, learn from it, count the step, fill `metrics` anew; returns samples to show."""
         ...
 
+    def take_events(self) -> list[TraceEvent]:
+        """The trace since the last time it was taken."""
+        ...
+
     def validate(self) -> dict[str, float]:
         """The metrics of the present weights on validation data; empty without any."""
         ...
@@ -53,7 +57,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
     with log, StopRequest() as stop:
         if trainer.global_step == 0 and how.val_before_train:
-            log.write(0, trainer.validate())
+            log.write(0, trainer.validate(), events=trainer.take_events())
         stopping = stop.requested
         while not stopping:
             samples = trainer.train_step()
@@ -61,7 +65,8 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             if step == trainer.total_steps or _is_due(how.val_every, step):
                 trainer.metrics |= trainer.validate()
             trainer.metrics |= {f"memory_bytes/{kind}": size for kind, size in memory_bytes().items()}
-            log.write(step, trainer.metrics, samples)  # before saving: a row is lost with its checkpoint, never alone
+            # before saving: a row is lost with its checkpoint, never alone
+            log.write(step, trainer.metrics, samples, trainer.take_events())
             stopping = step >= last_step or stop.requested  # asked once: a later signal stops after the next step
             if stopping or _is_due(how.save_every, step):
                 trainer.save()

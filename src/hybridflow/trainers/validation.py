@@ -15,6 +15,8 @@ from hybridflow.trainers.rl_metrics import prompt_text
 VALIDATION_STREAM = 1
 """Second entry of a noise key; training uses 0. Validation noise is the same at every step."""
 
+READ_COLUMNS = ("response_mask", "group_ids", "scores", "data_sources", "raw_prompts", "solution_texts")
+
 
 class Validator(BackendOwner):
     """Validates a rollout group on a dataset, `batch_size` prompts at a time."""
@@ -43,9 +45,10 @@ class Validator(BackendOwner):
             prompts = self.dataset.collate(indices)
             prompts = prompts.union(DataProto.from_dict({"group_ids": torch.tensor(indices)}))
             prompts.meta_info["noise_key"] = [self.seed, VALIDATION_STREAM, 0]
-            rollouts = self.rollout.generate_validation_sequences(prompts)
-            batch = prompts.repeat(self.group_size, interleave=True).union(rollouts)
-            batch = batch.union(self.rewards.score(batch))
+            rollouts = self.rollout.generate_validation_sequences.remote(prompts)
+            future = prompts.repeat(self.group_size, interleave=True).union(rollouts)
+            future = future.union(self.rewards.score_validation.remote(future))
+            batch = future.get(READ_COLUMNS)
             lengths += batch.batch["response_mask"].sum(-1).tolist()
             columns = batch.non_tensor_batch
             samples += [

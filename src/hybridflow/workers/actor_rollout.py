@@ -75,6 +75,24 @@ class ActorRolloutWorker(ModelWorker):
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
+        reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
+        writes=(),
+        rows="one",
+    )
+    def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
+        """Over the tokens of this rank's rows: their number, the sum of entropies, and of |old - rollout log-prob|."""
+        columns = batch.batch
+        mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
+        drift = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
+        sums = {
+            "num_tokens": int(mask.sum()),
+            "entropy_sum": float(columns["entropies"][mask].double().sum()),
+            "drift_sum": float(drift[mask].double().sum()),
+        }
+        return DataProto(meta_info={"metrics": sums})
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
         reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",

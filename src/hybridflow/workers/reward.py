@@ -1,25 +1,36 @@
 """The reward worker: scores responses by rule, one score for each row."""
 
+from pathlib import Path
+
 import numpy as np
 
+from hybridflow.checkpoint import load_state, save_state
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardScorer
+from hybridflow.runtime import (
+    capture_random_state,
+    derive_seed,
+    restore_random_state,
+    seed_random_state,
+    unchanged_random_state,
+)
+
+SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts")
+SCORE_COLUMNS = ("scores", "reward_failed", "reward_extras")
 
 
 class RewardWorker(Worker):
     """Runs `reward.function`, or the function that each row's data source names."""
 
     def __init__(self, config: Config) -> None:
+        if self.rank == 0 or self.has_collectives:  # a process of its own; where ranks share one, the first speaks
+            seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
         reward = config.reward
         self.scorer = RewardScorer(reward.function, on_error=reward.on_error, error_score=reward.error_score)
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO,
-        reads=("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts"),
-        writes=("scores", "reward_failed", "reward_extras"),
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=SCORE_COLUMNS)
     def score(self, batch: DataProto) -> DataProto:
         """`scores`, which rows' function failed, and the further numbers it returned for each row."""
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
@@ -33,3 +44,24 @@ class RewardWorker(Worker):
         extras = np.empty(len(batch), dtype=object)
         extras[:] = result.extras
         return DataProto.from_dict({"scores": result.scores, "reward_failed": result.failed}, {"reward_extras": extras})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=SCORE_COLUMNS)
+    def score_validation(self, batch: DataProto) -> DataProto:
+        """As `score`, for responses that nothing is learned from: random numbers are as before afterwards."""
+        with unchanged_random_state():
+            return self.score(batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, directory: str) -> None:
+        """Write the random state, which a reward function may draw from, into a checkpoint directory."""
+        save_state({"random": capture_random_state()}, self._state_file(directory))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, directory: str) -> None:
+        """Continue from the random state that `save` wrote. A rank that was not there then starts from its seed."""
+        file = self._state_file(directory)
+        if file.with_suffix(".json").exists():
+            restore_random_state(load_state(file)["random"])
+
+    def _state_file(self, directory: str) -> Path:
+        return Path(directory) / (f"reward_{self.rank}" if self.rank else "reward")

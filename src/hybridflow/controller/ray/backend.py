@@ -5,6 +5,7 @@ future, DataProto  <- status of each rank (small)  ..  batches stay in the store
 """
 
 import os
+import socket
 import sys
 import time
 import weakref
@@ -27,6 +28,8 @@ from hybridflow.controller.ray.waiting import SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.observability import Trace, TraceEvent
+from hybridflow.protocol.packed_batch import batch_bytes
 
 NAMESPACE = "hybridflow"
 """Where detached workers have their names."""
@@ -58,10 +61,18 @@ class RayBackend:
         self.threads, self.compress = threads, compress
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
-        self._waiting = Waiting(call_timeout_s, self._processes, self._stop)
+        self._node = socket.gethostname()
+        self._trace = Trace()
+        self._waiting = Waiting(call_timeout_s, self._processes, self._stop, self._trace)
         self._pools: weakref.WeakSet[RayResourcePool] = weakref.WeakSet()
         self._own_pools: dict[int, RayResourcePool] = {}
         self._remote_methods: dict[tuple[int, bool], Any] = {}
+
+    @property
+    def trace(self) -> Trace:
+        """As `Backend.trace`."""
+        self._waiting.note_ended()
+        return self._trace
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -254,6 +265,7 @@ class RayBackend:
             because = f"has ended ({str(fate).partition(chr(10))[0]})" if fate else "was shut down"
             raise WorkerError(f"worker {worker.name} {because}; {method_name} cannot be called on it.")
         where = f"{worker.class_name}.{method_name}"
+        start = time.time()
         sources: list[RayHandle] = []
         outgoing = Outgoing(_RefsOf(sources), self.compress)
         message = (
@@ -271,6 +283,10 @@ class RayBackend:
         refs = remote.remote(worker.role, method_name, terms, message, as_batch, *outgoing.refs)
         done, value = refs if as_batch else (refs, None)
         after = [source for source in sources if not source.is_finished]
+        if outgoing.num_bytes:
+            self._trace.record(
+                TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=outgoing.num_bytes)
+            )
         return self._track(RayHandle(self, done, value, worker=worker, where=where, after=after))
 
     def _remote_method(self, process: RayProcess, as_batch: bool) -> Any:
@@ -302,6 +318,13 @@ class RayBackend:
         for handle in handles:
             if isinstance(handle, RayHandle):
                 handle.release()
+
+    def note_read(self, handle: RayHandle, start: float, contents: Any) -> None:
+        """The controller has read contents since `start`."""
+        worker = handle.worker.name if handle.worker else ""
+        size = batch_bytes(contents)
+        if size:
+            self._trace.record(TraceEvent("read", handle.where, worker, self._node, start, time.time(), bytes_in=size))
 
     def fetch(self, handle: RayHandle) -> Any:
         """The packed value of a call that has ended: mapped from the store of this node, brought there if need be."""

@@ -1,5 +1,6 @@
 """What the driver holds of a cluster: worker processes, the roles in them, and the values that calls make."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ class Store(Protocol):
     def wait(self, handles: "Sequence[RayHandle]") -> None: ...
 
     def fetch(self, handle: "RayHandle") -> Any: ...
+
+    def note_read(self, handle: "RayHandle", start: float, contents: Any) -> None: ...
 
 
 class RayProcess:
@@ -61,19 +64,22 @@ class RayHandle:
         self.is_finished = worker is None
 
     def get(self) -> Any:
-        self.backend.wait([self])
-        value = self.backend.fetch(self)
-        return unpack(value, ())
+        return self._open(lambda packed: unpack(packed, ()))
 
     def read(self, columns: tuple[str, ...] | None, rows: Any) -> Any:
         """As `get`, of some columns and rows of a batch."""
-        self.backend.wait([self])
-        return StoredBatch(self.backend.fetch(self)).read(columns, rows)
+        return self._open(lambda packed: StoredBatch(packed).read(columns, rows))
 
     def view(self, columns: tuple[str, ...] | None, rows: Any) -> Any:
         """As `read`, but in the store's own memory where that can be: for what is put together with others."""
+        return self._open(lambda packed: StoredBatch(packed).view(columns, rows))
+
+    def _open(self, unpack_value: Callable[[Any], Any]) -> Any:
         self.backend.wait([self])
-        return StoredBatch(self.backend.fetch(self)).view(columns, rows)
+        start = time.time()
+        contents = unpack_value(self.backend.fetch(self))
+        self.backend.note_read(self, start, contents)
+        return contents
 
     def release(self) -> None:
         self.done = self.value = None

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
+from hybridflow.observability import TraceEvent
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.future import BatchHandle
 from hybridflow.protocol.packed_batch import PackedBatch, PackedColumn
@@ -26,16 +27,9 @@ cloudpickle: Any = ray.cloudpickle
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call returns beside its batch: when it ran, what came and went, and its value unless that is the batch.
+    """What a call returns beside its batch: what the trace says of it, and its value unless that is the batch."""
 
-    Times are of `time.time()`; `unpack_s` and `pack_s` are parts of it, `num_bytes_in` and `num_bytes_out` what was
-    copied out of and into the store.
-    """
-
-    started: float
-    ended: float
-    unpack_s: float
-    num_bytes_out: int
+    event: TraceEvent
     value: Any = None
 
 

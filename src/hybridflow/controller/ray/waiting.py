@@ -3,6 +3,7 @@
 Whoever waits learns who is waited for, and why that does not answer.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hybridflow.controller.ray.processes import RayHandle, RayProcess, RayWorker
-from hybridflow.controller.ray.transport import CallFailed
+from hybridflow.controller.ray.transport import CallFailed, Reply
 from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hybridflow.observability import Trace
 from hybridflow.runtime.process_report import own_stacks
 
 SLICE_S = 0.2
@@ -24,15 +26,26 @@ MAX_REPORTS = 4
 
 
 class Waiting:
-    """`call_timeout_s`: the deadline of every call, None for none. `processes`: those that run. `stop` ends some."""
+    """`call_timeout_s`: the deadline of every call, None for none. `processes`: those that run. `stop` ends some.
+    `trace` hears of every call that has ended."""
 
     def __init__(
         self,
         call_timeout_s: float | None,
         processes: list[RayProcess],
         stop: Callable[[Sequence[RayProcess]], None],
+        trace: Trace,
     ) -> None:
-        self.call_timeout_s, self._processes, self._stop = call_timeout_s, processes, stop
+        self.call_timeout_s, self._processes, self._stop, self._trace = call_timeout_s, processes, stop, trace
+
+    def note_ended(self) -> None:
+        """Take notice of calls that have ended without anybody waiting for them; errors are left to whoever does."""
+        for process in self._processes:
+            for handle in [handle for handle in process.unfinished if handle.done is not None]:
+                if not self._has_ended(handle):
+                    break
+                with contextlib.suppress(Exception):  # it is raised again when the result is read
+                    self._finish(handle)
 
     def wait(self, handles: Sequence[RayHandle]) -> None:
         """Until all calls have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for
@@ -53,7 +66,9 @@ class Waiting:
             worker.process.unfinished.remove(handle)
         failure: BaseException | None = None
         try:
-            ray.get(handle.done)
+            reply: Any = ray.get(handle.done)
+            if isinstance(reply, Reply):
+                self._trace.record(reply.event)
         except RayTaskError as error:
             cause: Any = error.cause
             failure = cause.error() if isinstance(cause, CallFailed) else _as_worker_error(error, worker, handle.where)

@@ -16,6 +16,8 @@ import torch
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.one_call import checked_output, naming_errors
 from hybridflow.controller.ray.transport import Outgoing, Reply, cloudpickle, pack_error, unpack
+from hybridflow.observability import TraceEvent, memory_bytes
+from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory
 from hybridflow.runtime.pulse import Pulse, PulseAddress
 
@@ -37,6 +39,7 @@ class WorkerProcess:
     def __init__(self, label: str, driver_path: list[str]) -> None:
         self.label = label
         self._instances: dict[str, Any] = {}
+        self._node = socket.gethostname()
         self._rank = 0
         # What the driver can import, a worker can: its script's directory is on the path, as if it ran there.
         sys.path.extend(path for path in driver_path if path not in sys.path)
@@ -95,14 +98,27 @@ class WorkerProcess:
             with naming_errors(where, worker_name, role, self._rank), self._pulse.during(where):
                 args, kwargs = unpack(message, beside)
                 unpacked = time.time()
+                bytes_in = sum(map(batch_bytes, [*args, *kwargs.values()]))
                 output = getattr(instance, method_name)(*args, **kwargs)
                 output = checked_output(output, terms, self._rank)
+                computed = time.time()
                 outgoing = Outgoing(lambda value: None)
                 value = outgoing.pack(output, f"the result of {where}")
         except Exception as error:  # a method may raise anything; it is told to the driver
             raise pack_error(error, role, self._rank, socket.gethostname()) from None
-        reply = Reply(started, time.time(), unpacked - started, outgoing.num_bytes, None if as_batch else value)
-        return (reply, value) if as_batch else reply
+        event = TraceEvent(
+            kind="call",
+            where=where,
+            worker=worker_name,
+            node=self._node,
+            start=started,
+            end=(ended := time.time()),
+            bytes_in=bytes_in,
+            bytes_out=outgoing.num_bytes,
+            transfer_s=unpacked - started + ended - computed,
+            memory_bytes=memory_bytes().get("resident", 0),
+        )
+        return (Reply(event), value) if as_batch else Reply(event, value)
 
     def drop(self, role: str) -> int:
         """Let the object of a role go; how many are left."""

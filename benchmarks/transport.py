@@ -1,0 +1,293 @@
+"""Batches between processes: hybridflow's worker groups against verl's, each on a Ray cluster of its own, on CPU.
+
+A batch of 8 int64 columns of 4096 x 1024 and a column of texts (268 MB); groups of 4 workers on this machine. Whoever
+receives a batch reads every byte of it, within the time; what arrived is compared with the truth, outside of it.
+
+  send         a call that splits the batch over the workers, which return a checksum
+  send_return  the same, and the workers return their parts, which the caller reads in full
+  pass_on      an unread result of one group goes to another one, which reads it and returns a checksum; verl's future
+               goes to a method that reads it itself (materialize_futures=False)
+  tiny_call    4 rows of one column, returned as they are; beside it as many calls on plain Ray actors that do nothing
+  pickle, unpickle                as the library sends a batch: ours with its columns out of band and not copied, verl's
+                                  as one string; unpickled into memory of its own, ours from read-only buffers
+  concat, repeat, select_idxs     of 8 chunks, 4 times each row, a random half; in one process
+
+A few minutes with the default of 7 rounds on two idle cores. A limit that is missed is told and fails nothing.
+"""
+
+import argparse
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+import torch
+from sides.transport_batch import NUM_ROWS, REPEATS, TEXTS, build_columns, checksum, half_of_rows, width_of
+from support.arguments import names_in
+from support.environments import ENVIRONMENTS, VARIABLES, python_of
+from support.errors import BenchmarkError
+from support.report import Row, print_rows, print_sides, print_table
+from support.rounds import MUCH_OTHER_WORK, SETTLING_S
+from support.side import Side
+
+from hybridflow.protocol import DataProto
+from hybridflow.runtime import count_physical_cores, set_num_threads
+
+OURS, PEER = "hybridflow", "verl"
+MAKE_TARGET = "bench-transport"
+NUM_PARTS = 4
+WARM_UPS = 2
+LIMITS = {
+    "send": 4.0,
+    "send_return": 5.0,
+    "pass_on": 15.0,
+    "tiny_call": None,
+    "pickle": 1.0,
+    "unpickle": 1.0,
+    "concat": 1.0,
+    "repeat": 1.0,
+    "select_idxs": 1.0,
+}
+"""How many times faster than the peer we want to be, at least."""
+EMPTY_CALLS = 2.0
+"""The limit of a tiny call: as many times an empty call on plain actors, on our own cluster."""
+
+ENVIRONMENTS[PEER] = "verl"
+VARIABLES[PEER] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray writes one into the home directory
+}
+
+Results = dict[str, list[dict[str, Any]]]
+"""Of one row: system -> what it replied in each round."""
+
+
+def main() -> None:
+    args = arguments()
+    if args.verl_serialization:
+        VARIABLES[PEER]["VERL_DATAPROTO_SERIALIZATION_METHOD"] = args.verl_serialization
+    python_of(PEER, MAKE_TARGET)  # what is missing is said before anything is measured
+    threads, width = set_num_threads(count_physical_cores()), width_of(args.megabytes)
+    truth = Truth(width)
+    results: dict[str, Results] = {}
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        sides = [
+            stack.enter_context(
+                Side(
+                    *(system, "int64"),
+                    task="transport",
+                    threads=threads,
+                    directory=Path(directory),
+                    make_target=MAKE_TARGET,
+                    width=width,
+                )
+            )
+            for system in (OURS, PEER)
+        ]
+        print_sides(sides, threads)
+        print(
+            f"each worker computes with 1 thread; the batch has {truth.num_bytes / 1e6:.0f} MB; "
+            f"{PEER}'s serialization: {args.verl_serialization or 'its default'}",
+            flush=True,
+        )
+        for name in args.rows:
+            results[name] = alternate(name, sides, truth, args.rounds)
+    print_medians(results)
+    print_rows("transport", [row for name in args.rows for row in rows_of(name, results[name])])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help=f"of each row, after {WARM_UPS} to warm up (default: 7)"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=268, metavar="M", help="of the batch, in steps of 2.1 (default: 268)"
+    )
+    parser.add_argument(
+        "--rows",
+        type=names_in(tuple(LIMITS)),
+        default=tuple(LIMITS),
+        metavar="A,B",
+        help=f"rows (default: {','.join(LIMITS)})",
+    )
+    parser.add_argument(
+        "--verl-serialization",
+        choices=("", "numpy"),
+        default="",
+        help="how verl pickles tensors: its default, or by VERL_DATAPROTO_SERIALIZATION_METHOD=numpy, which is faster",
+    )
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds={args.rounds}: use 1 or more.")
+    if not args.megabytes > 0:
+        parser.error(f"--megabytes={args.megabytes:g}: use a number above 0.")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------- what is right
+
+
+class Truth:
+    """The checksums that a batch has where nothing is lost."""
+
+    def __init__(self, width: int) -> None:
+        batch = DataProto.from_dict(*build_columns(width))
+        whole = checksum(batch)
+        _require_sensitive(batch, whole)
+        repeated = [row for row in range(NUM_ROWS) for _ in range(REPEATS)]
+        others = {
+            "repeat": checksum(batch[repeated]),
+            "select_idxs": checksum(batch[half_of_rows()]),
+        }
+        self._parts = [checksum(part) for part in batch.chunk(NUM_PARTS)]
+        self._whole = {name: others.get(name, whole) for name in LIMITS}
+        self.num_bytes = sum(tensor.nbytes for tensor in batch.batch.values())  # pyright: ignore
+
+    def check(self, name: str, side: Side, result: dict[str, Any]) -> None:
+        """BenchmarkError if what arrived, whole or in parts, is not what was sent."""
+        for key, right in (("whole", self._whole[name]), ("parts", self._parts)):
+            if key in result and result[key] != right:
+                raise BenchmarkError(f"{side.system} {name}: the checksums are {result[key]} instead of {right}.")
+
+
+def _require_sensitive(batch: DataProto, whole: list[int]) -> None:
+    """A checksum that does not see another byte in the first or last row, or two rows in another order, is none."""
+    last = NUM_ROWS - 1
+    changes = [batch[[1, 0, *range(2, NUM_ROWS)]]]
+    for row, byte in ((0, 0), (last, -1)):
+        changed = batch.select(deepcopy=True)
+        for tensor in changed.batch.values():  # pyright: ignore
+            tensor.view(torch.uint8)[row, byte] ^= 1
+        text = changed.non_tensor_batch[TEXTS][row]
+        changed.non_tensor_batch[TEXTS][row] = text[:-1] + "!"
+        changes.append(changed)
+    for changed in changes:
+        if same := [index for index, number in enumerate(checksum(changed)) if number == whole[index]]:
+            raise BenchmarkError(f"the checksum of column {same[0]} does not change with its bytes; repair checksum().")
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def alternate(name: str, sides: Sequence[Side], truth: Truth, rounds: int) -> Results:
+    """Rounds of one row: ours, peer, peer, ours, ...; those that warm up are not returned. Warns of other programs."""
+    disturbed = 0
+    results: Results = {side.system: [] for side in sides}
+    for number in range(1 - WARM_UPS, rounds + 1):
+        for side in sides if number % 2 else reversed(sides):
+            time.sleep(SETTLING_S)
+            with OthersWork(side.process_id) as others:
+                result = side.ask(row=name)
+            truth.check(name, side, result)
+            much = others.share > MUCH_OTHER_WORK
+            kind = f"round {number}/{rounds}" if number > 0 else "warm-up"
+            note = f"; other programs used {others.share:.0%} of the machine" if much else ""
+            print(f"{name}, {kind}: {side.system} {result['seconds']:.5f} s{note}", file=sys.stderr, flush=True)
+            if number > 0:
+                results[side.system].append(result)
+                disturbed += much
+    if disturbed:
+        print(
+            f"\nwarning: other programs, or the other side, were running in {disturbed} of {len(sides) * rounds} "
+            f"measurements of {name}; its figures do not count, run it again on an idle machine.",
+            flush=True,
+        )
+    return results
+
+
+class OthersWork:
+    """`with OthersWork(pid) as others: ...`; then `others.share`: how much of all CPUs, from 0 to 1, went to programs
+    that are not of that process and its children. Where Linux does not tell, nothing."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process_id = process_id
+        self.share = 0.0
+
+    def __enter__(self) -> Self:
+        self._start, self._before = time.perf_counter(), self._others_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        available_s = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
+        self.share = max(0.0, self._others_s() - self._before) / available_s
+
+    def _others_s(self) -> float:
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return 0.0
+        user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split(maxsplit=9)[1:9])
+        own = sum(ticks for _, ticks in _tree(self._process_id))
+        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _tree(root: int) -> Iterator[tuple[int, int]]:
+    """A process and all below it: its id, and the ticks of CPU that it used."""
+    parents: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(path.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    inside = {root}
+    while more := {pid for pid, (parent, _) in parents.items() if parent in inside} - inside:
+        inside |= more
+    return ((pid, parents[pid][1]) for pid in inside if pid in parents)
+
+
+# ---------------------------------------------------------------------------------------------- telling
+
+
+def rows_of(name: str, results: Results) -> list[Row]:
+    """Medians of both sides. The limit is the least ratio wanted; of a tiny call, the one that it would have at
+    EMPTY_CALLS times the empty call."""
+    ours, peer = (seconds_of(results[system]) for system in (OURS, PEER))
+    if name != "tiny_call":
+        return [Row(name, "s", ours, peer, LIMITS[name], peer / ours)]
+    our_empty, peer_empty = (seconds_of(results[system], "empty_s") for system in (OURS, PEER))
+    return [
+        Row(name, "s", ours, peer, peer / (EMPTY_CALLS * our_empty), peer / ours),
+        Row("empty_call", "s", our_empty, peer_empty),
+    ]
+
+
+def seconds_of(replies: Sequence[dict[str, Any]], key: str = "seconds") -> float:
+    return median(reply[key] for reply in replies)
+
+
+def print_medians(results: dict[str, Results]) -> None:
+    """Each row with its spread, and whether its limit is met."""
+    lines = []
+    for name, of_sides in results.items():
+        row = rows_of(name, of_sides)[0]
+        assert row.ratio is not None
+        assert row.limit is not None
+        wanted = f"{row.limit:g}" if name != "tiny_call" else f"{EMPTY_CALLS:g} empty calls"
+        reached = f"{row.ratio:.3g}"
+        if name == "tiny_call":
+            reached += f"; {row.ours / seconds_of(of_sides[OURS], 'empty_s'):.3g} empty calls"
+        met = "yes" if row.ratio >= row.limit else "NO"
+        lines.append((name, *(_spread(of_sides[system]) for system in (OURS, PEER)), reached, wanted, met))
+        if name == "tiny_call":
+            lines.append(("empty_call", *(_spread(of_sides[system], "empty_s") for system in (OURS, PEER)), "", "", ""))
+    print_table("milliseconds: median (least to most)", ("", OURS, PEER, "ratio", "wanted", "met"), lines)
+
+
+def _spread(replies: Sequence[dict[str, Any]], key: str = "seconds") -> str:
+    values = [1e3 * reply[key] for reply in replies]
+    return f"{median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")

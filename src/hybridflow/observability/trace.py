@@ -1,0 +1,130 @@
+"""The trace: every call on a worker and every transfer, when it was, how long it took and how many bytes it moved.
+
+Always on: recording an event appends one small object. What becomes of it (a file, metrics, a report) is decided later.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["call", "send", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One call on a worker, or one transfer of the controller's.
+
+    `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
+    store; "read", it read contents. `where`: the method. Times are seconds of `time.time()`. `transfer_s` is the part
+    of a call that went into unpacking arguments and packing the result. `bytes_in`, `bytes_out`: what was copied out
+    of and into the store by that side. `memory_bytes`: resident memory of the worker's process after a call.
+    """
+
+    kind: Kind
+    where: str
+    worker: str
+    node: str
+    start: float
+    end: float
+    bytes_in: int = 0
+    bytes_out: int = 0
+    transfer_s: float = 0.0
+    memory_bytes: int = 0
+
+    @property
+    def group(self) -> str:
+        """The name of the worker's group."""
+        return self.worker.rpartition("/")[0]
+
+    @property
+    def method(self) -> str:
+        """The method alone, without its class."""
+        return self.where.rpartition(".")[2]
+
+    @property
+    def bytes_moved(self) -> int:
+        """All that was copied, either way."""
+        return self.bytes_in + self.bytes_out
+
+
+MAX_EVENTS = 100_000
+"""Events that are kept until somebody takes them; older ones are forgotten."""
+
+
+class Trace:
+    """The events of a backend in the order in which they became known."""
+
+    def __init__(self) -> None:
+        self.events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
+
+    def record(self, event: TraceEvent) -> None:
+        """Add an event."""
+        self.events.append(event)
+
+    def take(self) -> list[TraceEvent]:
+        """The events since the last time they were taken; they are not kept."""
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+
+def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> dict[str, float]:
+    """`timing_s/<stage>` of every method that was called: from its first rank's start to its last rank's end, added up
+    over calls that follow each other. `stages` names the stage of a method where that is not the method's own name."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.kind == "call":
+            spans.setdefault(stages.get(event.method, event.method), []).append((event.start, event.end))
+    return {f"timing_s/{stage}": _covered(of_stage) for stage, of_stage in spans.items()}
+
+
+def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
+    """`transfer/...` of a step: bytes that workers read and made, that the controller sent and read, and the time."""
+    events = list(events)
+    calls = [event for event in events if event.kind == "call"]
+    return {
+        "transfer/bytes_flowed": sum(event.bytes_moved for event in calls),
+        "transfer/bytes_sent": sum(event.bytes_out for event in events if event.kind == "send"),
+        "transfer/bytes_read": sum(event.bytes_in for event in events if event.kind == "read"),
+        "transfer/seconds": sum(_transfer_seconds(event) for event in events),
+    }
+
+
+def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
+    """`total_transfer_time` (seconds), `total_data_transferred` (bytes), `average_throughput` (bytes a second), and for
+    each worker under `workers`: `time`, `memory`, `data_size`, `throughput`."""
+    workers: dict[str, dict[str, float]] = {}
+    for event in events:
+        entry = workers.setdefault(event.worker, {"time": 0.0, "memory": 0, "data_size": 0})
+        entry["time"] += _transfer_seconds(event)
+        entry["data_size"] += event.bytes_moved
+        entry["memory"] = max(entry["memory"], event.memory_bytes)
+    for entry in workers.values():
+        entry["throughput"] = entry["data_size"] / entry["time"] if entry["time"] else 0.0
+    seconds = sum(entry["time"] for entry in workers.values())
+    size = sum(entry["data_size"] for entry in workers.values())
+    return {
+        "total_transfer_time": seconds,
+        "total_data_transferred": size,
+        "average_throughput": size / seconds if seconds else 0.0,
+        "workers": dict(sorted(workers.items())),
+    }
+
+
+def trace_row(event: TraceEvent) -> dict[str, Any]:
+    """An event as a row of a file."""
+    return asdict(event)
+
+
+def _transfer_seconds(event: TraceEvent) -> float:
+    return event.transfer_s if event.kind == "call" else event.end - event.start
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans was going on."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return covered

@@ -1,0 +1,318 @@
+"""A future is a plan: whatever is done to it gives what the batch gives, and reads no handle, column or row in vain."""
+
+import pickle
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
+from hybridflow.protocol.future import BatchHandle, take
+from hybridflow.protocol.packed_batch import PackedBatch
+
+
+class Logged:
+    """A handle that notes which columns and rows were read of it (None: all)."""
+
+    def __init__(self, number: int, contents: DataProto, is_packed: bool = False):
+        self.number, self.contents, self.log = number, contents, []
+        self.packed = PackedBatch.pack(contents, pickle.dumps) if is_packed else None
+
+    def get(self):
+        return self.read(None, None)
+
+    def read(self, columns, rows):
+        self.log.append((columns, rows))
+        return take(self.contents, columns, rows) if self.packed is None else self.packed.read(columns, rows)
+
+    def view(self, columns, rows):
+        self.log.append((columns, rows))
+        if self.packed is None:
+            return take(self.contents, columns, rows)
+        return self.packed.read(columns, rows, shared=True)
+
+
+def future_of(*parts: DataProto) -> DataProtoFuture:
+    handles = [Logged(index, part) for index, part in enumerate(parts)]
+    names = (*(() if parts[0].batch is None else parts[0].batch.keys()), *parts[0].non_tensor_batch)
+    rows = [len(part) for part in parts]
+    return DataProtoFuture(DataProto.concat, handles, num_rows=sum(rows), columns=names, part_rows=rows)
+
+
+def log_of(future: DataProtoFuture) -> list:
+    return [entry for handle in future.handles() if isinstance(handle, Logged) for entry in handle.log]
+
+
+def xy(*rows: int, meta_info: dict | None = None) -> DataProto:
+    values = torch.tensor(rows)
+    return DataProto.from_dict({"x": values, "y": -values}, meta_info=meta_info)
+
+
+def names_of(batch: DataProto) -> list[str]:
+    return [*(() if batch.batch is None else batch.batch.keys()), *batch.non_tensor_batch]
+
+
+# Random programs. Every cell says where it comes from: tensors hold (base * 10 + column) * 1000 + row, texts the same.
+
+
+@dataclass
+class Pair:
+    """A future, the batch that it stands for, and the batch with the padded copies unmarked: where cells come from."""
+
+    future: DataProtoFuture
+    batch: DataProto
+    origin: DataProto
+
+    def then(self, future: DataProtoFuture, change: Any) -> "Pair":
+        return Pair(future, change(self.batch), change(self.origin))
+
+
+class Program:
+    """Up to eight random operations on futures and on the batches that they stand for."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.handles: list[Logged] = []
+        self.place_of: list[tuple[int, int]] = []  # of each handle: its base, and its first row there
+        self.num_bases, self.num_names, self.is_declared = 0, 0, True
+        self.is_packed = seed % 2 == 1
+        self.steps: list[str] = []
+        self.result = self.new_base([self.random.randint(0, 4) for _ in range(self.random.randint(1, 4))], True)
+        for _ in range(self.random.randint(1, 8)):
+            step = self.random.choice([name for name in dir(self) if name.startswith("do_")])
+            self.steps.append(step)
+            self.result = getattr(self, step)(self.result)
+
+    def new_base(self, part_rows: list[int], has_row_ids: bool = False) -> Pair:
+        base, total = self.num_bases, sum(part_rows)
+        self.num_bases += 1
+        cells = [[(base * 10 + column) * 1000 + row for row in range(total)] for column in range(5)]
+        whole = DataProto.from_dict(
+            {
+                f"t{base}": torch.tensor(cells[0], dtype=torch.int64),
+                f"wide{base}": torch.tensor(cells[1], dtype=torch.float64).reshape(total, 1).expand(total, 2),
+                ("row_ids" if has_row_ids else f"ids{base}"): torch.tensor(cells[2], dtype=torch.int64),
+            },
+            {f"object{base}": [{"cell": cell} for cell in cells[3]], f"text{base}": np.array(cells[4]).astype("U6")},
+            {f"of base {base}": [base]},
+        )
+        handles, start = [], 0
+        for rows in part_rows:
+            handles.append(Logged(len(self.handles), whole.slice(start, start + rows), self.is_packed))
+            self.handles.append(handles[-1])
+            self.place_of.append((base, start))
+            start += rows
+        future = DataProtoFuture(
+            DataProto.concat, handles, num_rows=total, columns=tuple(names_of(whole)), part_rows=part_rows
+        )
+        return Pair(future, whole, whole)
+
+    def some(self, names: list[str]) -> list[str]:
+        return self.random.sample(names, self.random.randint(1, len(names))) if names else []
+
+    def do_slice(self, pair: Pair) -> Pair:
+        start, end = (self.random.choice([None, *range(-3, len(pair.batch) + 2)]) for _ in range(2))
+        return pair.then(pair.future.slice(start, end), lambda batch: batch.slice(start, end))
+
+    def do_chunk(self, pair: Pair) -> Pair:
+        chunks = self.random.choice([n for n in (1, 2, 3, 4) if len(pair.batch) % n == 0])
+        index = self.random.randrange(chunks)
+        return pair.then(pair.future.chunk(chunks)[index], lambda batch: batch.chunk(chunks)[index])
+
+    def do_repeat(self, pair: Pair) -> Pair:
+        times, interleave = self.random.randint(0 if self.random.random() < 0.1 else 1, 3), self.random.random() < 0.5
+        if len(pair.batch) > 15:
+            return pair
+        return pair.then(pair.future.repeat(times, interleave), lambda batch: batch.repeat(times, interleave))
+
+    def do_reorder(self, pair: Pair) -> Pair:
+        order = self.random.sample(range(len(pair.batch)), len(pair.batch))
+        return pair.then(pair.future.reorder(order), lambda batch: batch.reorder(order))
+
+    def do_rename(self, pair: Pair) -> Pair:
+        old = self.some(names_of(pair.batch))
+        if self.random.random() < 0.5:
+            new = self.random.sample(old, len(old))
+        else:
+            new = [f"name{self.num_names + index}" for index in range(len(old))]
+            self.num_names += len(old)
+        return pair.then(pair.future.rename(old, new), lambda batch: batch.rename(old, new))
+
+    def do_select(self, pair: Pair) -> Pair:
+        tensors, arrays = list(pair.batch.batch.keys()), list(pair.batch.non_tensor_batch)
+        chosen = self.some(tensors), self.some(arrays)
+        return pair.then(pair.future.select(*chosen), lambda batch: batch.select(*chosen))
+
+    def do_select_of_one_kind(self, pair: Pair) -> Pair:
+        if self.random.random() < 0.6:
+            return pair
+        tensors = self.some(list(pair.batch.batch.keys()))
+        self.is_declared = False
+        return pair.then(pair.future.select(tensors), lambda batch: batch.select(tensors))
+
+    def do_select_columns(self, pair: Pair) -> Pair:
+        chosen = self.some(names_of(pair.batch))
+        return pair.then(pair.future.select_columns(chosen), lambda batch: take(batch, chosen))
+
+    def do_union_of_others(self, pair: Pair) -> Pair:
+        cuts = sorted(self.random.randint(0, len(pair.batch)) for _ in range(self.random.randint(0, 3)))
+        edges = [0, *cuts, len(pair.batch)]
+        other = self.new_base([end - start for start, end in zip(edges[:-1], edges[1:], strict=True)])
+        if self.random.random() < 0.5:
+            other = self.do_rename(self.do_reorder(other))
+        if self.random.random() < 0.3:
+            pair, other = other, pair
+        return Pair(pair.future.union(other.future), pair.batch.union(other.batch), pair.origin.union(other.origin))
+
+    def do_union_of_a_batch(self, pair: Pair) -> Pair:
+        other = self.new_base([len(pair.batch)])
+        return Pair(pair.future.union(other.batch), pair.batch.union(other.batch), pair.origin.union(other.origin))
+
+    def do_union_of_the_same_origin(self, pair: Pair) -> Pair:
+        if pair.future.columns is None:
+            return pair
+        chosen = self.some(names_of(pair.batch))
+        return pair.then(pair.future.union(pair.future.select_columns(chosen)), lambda batch: batch.select())
+
+    def do_concat(self, pair: Pair) -> Pair:
+        if len(pair.batch) > 15:
+            return pair
+        first, second = self.do_slice(pair), self.do_slice(pair)
+        future = DataProtoFuture.concat([first.future, pair.future, second.future])
+        batches = [[getattr(part, kind) for part in (first, pair, second)] for kind in ("batch", "origin")]
+        return Pair(future, *map(DataProto.concat, batches))
+
+    def do_pad_to_divisor(self, pair: Pair) -> Pair:
+        divisor = self.random.randint(1, 5)
+        padded, pad_size = pad_dataproto_to_divisor(pair.batch, divisor)
+        copies = np.arange(len(padded)) % max(len(pair.batch), 1)
+        return Pair(pair.future.pad_to_divisor(divisor), padded, pair.origin.select_idxs(copies))
+
+    def needed(self, origin: DataProto) -> dict[int, tuple[set[int], set[int]]]:
+        """Of each handle that holds some of these cells, the columns (by number) and rows that do."""
+        needed: dict[int, tuple[set[int], set[int]]] = {}
+        for name in names_of(origin):
+            column = origin.non_tensor_batch[name] if name in origin.non_tensor_batch else origin.batch[name]
+            for cell in map(cell_number, column):
+                for number, (base, start) in enumerate(self.place_of):
+                    row = cell % 1000 - start
+                    if cell // 10_000 == base and 0 <= row < len(self.handles[number].contents):
+                        columns, rows = needed.setdefault(number, (set(), set()))
+                        columns.add(cell // 1000 % 10)
+                        rows.add(row)
+        return needed
+
+    def check_reads(self, origin: DataProto) -> None:
+        """What was read since the last check is what these cells need, or no rows at all."""
+        needed = self.needed(origin)
+        for number, handle in enumerate(self.handles):
+            of_columns = {name: index for index, name in enumerate(names_of(handle.contents))}
+            for columns, rows in handle.log:
+                read_rows = set(np.arange(len(handle.contents))[slice(None) if rows is None else rows].tolist())
+                if not read_rows or columns == ():
+                    continue
+                read_columns = {of_columns[name] for name in (of_columns if columns is None else columns)}
+                columns_needed, rows_needed = needed.get(number, (set(), set()))
+                assert read_columns <= columns_needed
+                assert read_rows <= rows_needed
+            handle.log.clear()
+
+
+def cell_number(cell: Any) -> int:
+    if isinstance(cell, dict):
+        return cell["cell"]
+    return int(cell.flatten()[0]) if isinstance(cell, torch.Tensor) else int(cell)
+
+
+def assert_same(found: DataProto, expected: DataProto, has_all_meta_info: bool = True) -> None:
+    assert len(found) == len(expected)
+    assert set(() if found.batch is None else found.batch.keys()) == set(expected.batch.keys())
+    assert set(found.non_tensor_batch) == set(expected.non_tensor_batch)
+    for name, column in expected.batch.items():
+        assert found.batch[name].dtype == column.dtype
+        assert torch.equal(found.batch[name], column)
+    for name, column in expected.non_tensor_batch.items():
+        assert found.non_tensor_batch[name].dtype.kind == column.dtype.kind
+        assert found.non_tensor_batch[name].tolist() == column.tolist()
+    assert found.meta_info.items() <= expected.meta_info.items()
+    if has_all_meta_info:
+        assert found.meta_info == expected.meta_info
+
+
+SEEDS = range(300)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_on_futures_gives_what_it_gives_on_batches(seed):
+    program = Program(seed)
+    future, batch = program.result.future, program.result.batch
+    assert [handle.log for handle in program.handles] == [[]] * len(program.handles)
+    assert len(future) == len(batch)
+    assert future.columns is None or set(future.columns) == set(names_of(batch))
+    assert_same(future.get(), batch, has_all_meta_info=program.num_bases == 1)
+    columns = program.some(names_of(batch))
+    assert_same(future.get(columns), take(batch, columns), has_all_meta_info=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_reads_only_the_handles_columns_and_rows_that_it_needs(seed):
+    program = Program(seed)
+    future, origin = program.result.future, program.result.origin
+    if not program.is_declared:
+        assert future.get() is not None  # which columns are needed is known only when they are read
+        return
+    future.get()
+    program.check_reads(origin)
+    for columns in (program.some(names_of(origin)), program.some(names_of(origin))[:1]):
+        future.get(columns)
+        program.check_reads(take(origin, columns))
+
+
+def some_rows(program: Program, num_rows: int) -> Any:
+    start, end = sorted(program.random.randint(0, num_rows) for _ in range(2))
+    picked = [program.random.randrange(num_rows) for _ in range(program.random.randint(0, 5))] if num_rows else []
+    return program.random.choice([None, slice(start, end), np.array(picked, dtype=np.int64)])
+
+
+def sent(future: DataProtoFuture, handles: list[Logged]) -> DataProtoFuture:
+    """The future as another process gets it: pickled, with the handles' numbers in their place."""
+    numbered = future.with_handles(lambda handle: handle if isinstance(handle, BatchHandle) else handle.number)
+    arrived = pickle.loads(pickle.dumps(numbered))
+    return arrived.with_handles(lambda handle: handle if isinstance(handle, BatchHandle) else handles[handle])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
+    program = Program(seed)
+    future, batch, origin = program.result.future, program.result.batch, program.result.origin
+    whole = future.narrow()
+    for narrowed in (whole, sent(whole, program.handles)):
+        assert_same(narrowed.get(), batch, has_all_meta_info=program.num_bases == 1)
+    for handle in program.handles:
+        handle.log.clear()
+    rows, columns = some_rows(program, len(batch)), program.some(names_of(batch))
+    narrow = future.narrow(tuple(columns), rows)
+    expected = take(batch, columns, rows)
+    for narrowed in (narrow, sent(narrow, program.handles)):
+        assert_same(narrowed.get(columns), expected, has_all_meta_info=False)
+        if program.is_declared:
+            program.check_reads(take(origin, columns, rows))
+    for_rows = future.narrow(None, rows)
+    for narrowed in (for_rows, sent(for_rows, program.handles)):
+        assert_same(narrowed.get(), take(batch, None, rows), has_all_meta_info=program.num_bases == 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_narrowed_future_holds_no_handle_in_vain(seed):
+    program = Program(seed)
+    if not program.is_declared:
+        return
+    future, origin = program.result.future, program.result.origin
+    rows, columns = some_rows(program, len(origin)), program.some(names_of(origin))
+    held = {handle.number for handle in future.narrow(tuple(columns), rows).handles() if isinstance(handle, Logged)}
+    expected = take(origin, columns, rows)
+    if len(expected):  # a part without rows may be held where all rows are asked for
+        assert {number for number in held if len(program.handles[number].contents)} <= set(program.needed(expected))
