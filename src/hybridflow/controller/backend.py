@@ -86,6 +86,16 @@ class Backend(Protocol):
         the batch that the worker reads from where it is."""
         ...
 
+    def call_all(
+        self,
+        workers: Sequence[WorkerRef],
+        method_name: str,
+        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        terms: Sequence[CallTerms],
+    ) -> Sequence[ObjectHandle]:
+        """`call` on several workers at the same time. Raises for arguments that cannot be sent before any is called."""
+        ...
+
     def put(self, value: Any) -> ObjectHandle:
         """Keep a value for several calls."""
         ...

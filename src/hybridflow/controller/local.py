@@ -2,6 +2,7 @@
 else, and a breakpoint or a traceback shows the true place. A call runs at once; its error is raised by the call.
 """
 
+import dataclasses
 import os
 import socket
 import threading
@@ -16,10 +17,12 @@ from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import checked_output, naming_errors
 from hybridflow.controller.private_copy import private_copy
 from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.controller.sources import SourceList, produced_columns
 from hybridflow.controller.worker import RANKS_TAKE_TURNS
 from hybridflow.errors import WorkerError
 from hybridflow.observability import Trace, TraceEvent
-from hybridflow.protocol.future import opened, take
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.future import narrowed, opened, take
 from hybridflow.protocol.packed_batch import Rows, batch_bytes
 
 # The environment variables belong to the process, so ranks of different threads take turns too.
@@ -29,19 +32,36 @@ _turn = threading.RLock()
 class LocalHandle:
     """Owns a value: when the handle goes, the value goes."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, where: str = "", trace: Trace | None = None) -> None:
         self._value: list[Any] = [value]
+        self.where, self.produced, self._trace = where, produced_columns(value), trace
 
     def get(self) -> Any:
-        return private_copy(self._shown(), "a result")
+        return self._read_by_caller(private_copy(self._shown(), "a result"))
 
     def read(self, columns: tuple[str, ...] | None, rows: Rows) -> Any:
         """As `get`, of some columns and rows."""
-        return private_copy(self.view(columns, rows), "a result")
+        return self._read_by_caller(private_copy(take(self._shown(), columns, rows), "a result"))
 
     def view(self, columns: tuple[str, ...] | None, rows: Rows) -> Any:
         """As `read`, without a copy: for what is put together with others."""
-        return take(self._shown(), columns, rows)
+        seen = take(self._shown(), columns, rows)
+        if isinstance(seen, DataProto):  # numbers are copied when they are put together; objects would be shared
+            objects = {key: private_copy(column, key) for key, column in seen.non_tensor_batch.items()}
+            meta_info = private_copy(seen.meta_info, "meta_info")
+            seen = dataclasses.replace(seen, non_tensor_batch=objects, meta_info=meta_info)
+        return self._read_by_caller(seen)
+
+    def open_in_worker(self) -> Any:
+        """As `get`, for an argument of a call."""
+        return private_copy(self._shown(), "a result")
+
+    def _read_by_caller(self, contents: Any) -> Any:
+        if self._trace is not None and (columns := produced_columns(contents)):
+            now, size = time.time(), batch_bytes(contents)
+            sources = ((self.where, columns),)
+            self._trace.record(TraceEvent("read", self.where, "", "", now, now, bytes_in=size, sources=sources))
+        return contents
 
     def _shown(self) -> Any:
         if not self._value:
@@ -118,13 +138,15 @@ class LocalBackend:
             raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
         where = f"{type(worker.instance).__name__}.{method_name}"
         start = time.time()
-        own_args, own_kwargs = _receive(args, kwargs, where, terms.opens_futures)
+        sources = SourceList()
+        with self.trace.paused():  # what the worker reads of futures, nobody else does
+            own_args, own_kwargs = _receive(args, kwargs, where, terms.opens_futures, sources)
         received = time.time()
         with _turn_of(worker, where):
             result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
-        result = checked_output(result, terms, worker.rank)
+            result = checked_output(result, terms, worker.rank)
         computed = time.time()
-        handle = self._keep(private_copy(result, f"the result of {where}"))
+        handle = self._keep(private_copy(result, f"the result of {where}"), where)
         self.trace.record(
             TraceEvent(
                 kind="call",
@@ -136,9 +158,22 @@ class LocalBackend:
                 bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
                 bytes_out=batch_bytes(result),
                 transfer_s=received - start + end - computed,
+                sources=sources.as_tuple(),
             )
         )
         return handle
+
+    def call_all(
+        self,
+        workers: Sequence[WorkerRef],
+        method_name: str,
+        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        terms: Sequence[CallTerms],
+    ) -> list[LocalHandle]:
+        return [
+            self.call(worker, method_name, args, kwargs, own_terms)
+            for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
+        ]
 
     def put(self, value: Any) -> LocalHandle:
         return self._keep(private_copy(value, "a value to put"))
@@ -166,20 +201,26 @@ class LocalBackend:
         """Stop every worker."""
         self.shutdown(list(self._workers))
 
-    def _keep(self, value: Any) -> LocalHandle:
-        handle = LocalHandle(value)
+    def _keep(self, value: Any, where: str = "") -> LocalHandle:
+        handle = LocalHandle(value, where, self.trace)
         self._handles.add(handle)
         return handle
 
 
 def _receive(
-    args: Sequence[Any], kwargs: Mapping[str, Any], where: str, opens_futures: bool = True
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    where: str,
+    opens_futures: bool = True,
+    sources: SourceList | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as the worker gets them: handles and futures opened, everything else copied."""
 
     def receive(value: Any, name: object) -> Any:
-        if isinstance(value, LocalHandle):
-            return value.get()
+        value = narrowed(value)
+        if sources is not None:
+            sources.add_value(value)
+        value = _without_handles(value)
         if opens_futures:
             value = opened(value)
         return private_copy(value, f"argument {name} of {where}")
@@ -187,6 +228,17 @@ def _receive(
     return tuple(receive(value, index) for index, value in enumerate(args)), {
         key: receive(value, key) for key, value in kwargs.items()
     }
+
+
+def _without_handles(value: Any) -> Any:
+    """The value with every handle, also in lists and dicts, exchanged for what it stands for."""
+    if isinstance(value, LocalHandle):
+        return value.open_in_worker()
+    if type(value) in (list, tuple):
+        return type(value)(_without_handles(element) for element in value)
+    if type(value) is dict:
+        return {key: _without_handles(element) for key, element in value.items()}
+    return value
 
 
 @contextmanager

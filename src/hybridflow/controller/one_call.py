@@ -25,13 +25,21 @@ def naming_errors(where: str, worker_name: str, role: str, rank: int) -> Iterato
         raise
     except Exception as error:
         raise WorkerError(
-            f"{where} failed on worker {worker_name}: {type(error).__name__}: {error}",
+            f"{where} failed on worker {worker_name}: {described(error)}",
             role=role,
             rank=rank,
             node=socket.gethostname(),
         ) from error
     finally:
         log_memory(f"after {where}, rank {rank}", logger)
+
+
+def described(error: BaseException) -> str:
+    """The type of an error and its text, if it has one."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an error whose own text raises
+        return f"{type(error).__name__}, which has no text"
 
 
 def checked_output(output: Any, terms: CallTerms, rank: int) -> Any:

@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
+import torch
+
 from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
 from hybridflow.controller.bound_method import Arguments, BoundMethod
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
@@ -19,6 +22,8 @@ from hybridflow.controller.register import Execute, Registration, registered_met
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto
+
+_SHARED_TYPES = (DataProto, torch.Tensor, np.ndarray)
 
 
 class WorkerGroup:
@@ -48,7 +53,7 @@ class WorkerGroup:
         self._world_size, self._is_open = resource_pool.world_size, True
         self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
         self._declared = self._declare_methods()
-        self._workers = list(workers or self.backend.spawn({self.name: cls_with_init}, resource_pool)[self.name])
+        self._workers = list(workers or self._start_workers())
 
     # ------------------------------------------------------------------------------------------ who
 
@@ -142,21 +147,22 @@ class WorkerGroup:
         """Start a method on the ranks that `execute_mode` names; a handle for each."""
         ranks = 1 if execute_mode is Execute.RANK_ZERO else self._world_size
         per_rank = self._put_shared_batches(per_rank[:ranks])
+        workers, terms = self._workers[:ranks], list(terms or [CallTerms()] * ranks)[:ranks]
+        if execute_mode is not Execute.SEQUENTIAL:
+            return list(self.backend.call_all(workers, method_name, per_rank, terms))
         handles = []
-        for rank, (args, kwargs) in enumerate(per_rank):
-            own_terms = terms[rank] if terms else CallTerms()
-            handles.append(self.backend.call(self._workers[rank], method_name, args, kwargs, own_terms))
-            if execute_mode is Execute.SEQUENTIAL:
-                self.backend.wait(handles[-1:])
+        for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
+            handles.append(self.backend.call(worker, method_name, args, kwargs, own_terms))
+            self.backend.wait(handles[-1:])
         return handles
 
     def _put_shared_batches(self, per_rank: Sequence[Arguments]) -> list[Arguments]:
-        """A batch that several ranks get is put once and sent as a handle."""
+        """A batch, a tensor or an array that several ranks get is put once and sent as a handle."""
         seen = Counter(
             id(value)
             for args, kwargs in per_rank
             for value in [*args, *kwargs.values()]
-            if isinstance(value, DataProto)
+            if isinstance(value, _SHARED_TYPES)
         )
         handles: dict[int, Any] = {}
 
@@ -210,6 +216,9 @@ class WorkerGroup:
                     f"equal to the processes of the resource pool."
                 )
         return built
+
+    def _start_workers(self) -> Sequence[WorkerRef]:
+        return self.backend.spawn({self.name: self.cls_with_init}, self.resource_pool)[self.name]
 
     def _declare_methods(self) -> dict[str, tuple[Registration, MethodColumns]]:
         cls = self.cls_with_init.cls

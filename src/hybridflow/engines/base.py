@@ -44,7 +44,7 @@ class UpdateResult:
     @property
     def saved_share(self) -> float:
         """The share of the rows' tokens that was not computed, since a neighbour has the same prompt."""
-        return 1 - (self.num_computed_tokens - self.num_padding_tokens) / self.num_tokens
+        return 1 - (self.num_computed_tokens - self.num_padding_tokens) / self.num_tokens if self.num_tokens else 0.0
 
 
 class TrainEngine(Protocol):

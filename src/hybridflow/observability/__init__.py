@@ -1,6 +1,7 @@
 """What a run tells: its log, its metrics and where they go, its speed, its memory, what it ran on."""
 
 from hybridflow.observability.console import RL_FIGURES, SFT_FIGURES, ConsoleTracker
+from hybridflow.observability.dataflow import dataflow_edges, draw_dot, draw_mermaid, draw_text
 from hybridflow.observability.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observability.log import get_logger
 from hybridflow.observability.memory import log_memory, memory_bytes
@@ -42,6 +43,10 @@ __all__ = [
     "TraceEvent",
     "Tracker",
     "collect_run_info",
+    "dataflow_edges",
+    "draw_dot",
+    "draw_mermaid",
+    "draw_text",
     "find_metric",
     "flatten",
     "flops_per_token",

@@ -4,11 +4,16 @@ Always on: recording an event appends one small object. What becomes of it (a fi
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal["call", "send", "read"]
+Sources = tuple[tuple[str, tuple[str, ...]], ...]
+
+CONTROLLER = "controller"
+"""The name of the driver among those who make and read columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,8 @@ class TraceEvent:
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
     store; "read", it read contents. `where`: the method. Times are seconds of `time.time()`. `transfer_s` is the part
     of a call that went into unpacking arguments and packing the result. `bytes_in`, `bytes_out`: what was copied out
-    of and into the store by that side. `memory_bytes`: resident memory of the worker's process after a call.
+    of and into the store by that side. `memory_bytes`: resident memory of the worker's process after a call. `sources`:
+    who made the columns that were read, "controller" or a method, and which these were.
     """
 
     kind: Kind
@@ -31,6 +37,7 @@ class TraceEvent:
     bytes_out: int = 0
     transfer_s: float = 0.0
     memory_bytes: int = 0
+    sources: Sources = ()
 
     @property
     def group(self) -> str:
@@ -57,10 +64,21 @@ class Trace:
 
     def __init__(self) -> None:
         self.events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
+        self._is_paused = False
 
     def record(self, event: TraceEvent) -> None:
         """Add an event."""
-        self.events.append(event)
+        if not self._is_paused:
+            self.events.append(event)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing that happens inside is recorded."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def take(self) -> list[TraceEvent]:
         """The events since the last time they were taken; they are not kept."""

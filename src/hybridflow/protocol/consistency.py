@@ -88,6 +88,10 @@ def _check_array(name: str, array: np.ndarray) -> None:
             f"non_tensor_batch[{name!r}] is a {type(array).__name__}; it must be a numpy array "
             "(DataProto.from_dict converts lists)."
         )
+    if isinstance(array, np.ma.MaskedArray):
+        raise FieldError(
+            f"non_tensor_batch[{name!r}] is a masked array, whose mask would be lost; fill it (.filled())."
+        )
     if array.ndim == 0:
         raise FieldError(f"non_tensor_batch[{name!r}] has no dimension; its first one must be the rows.")
 

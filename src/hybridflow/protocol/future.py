@@ -72,7 +72,7 @@ class DataProtoFuture:
             return batch
         rows = len(batch)
         return DataProtoFuture(
-            DataProto.concat, [BatchHandle(batch)], num_rows=rows, columns=tuple(_names(batch)), part_rows=(rows,)
+            _first, [BatchHandle(batch)], num_rows=rows, columns=tuple(_names(batch)), part_rows=(rows,)
         )
 
     def get(self, columns: Names = None) -> Any:
@@ -219,6 +219,8 @@ class DataProtoFuture:
     def union(self, other: "DataProtoFuture | DataProto") -> "DataProtoFuture":
         """As `DataProto.union`, of disjoint columns, or columns of the same origin in both: checked now where both
         declare their columns, else when read. Raises FieldError for any other column that both have."""
+        if isinstance(other, DataProto) and not _names(other):
+            return _Union(join_columns, [self, DataProtoFuture.of(other)], None, self.num_rows, self.columns)
         other = DataProtoFuture.of(other)
         if self.num_rows is not None and other.num_rows is not None and self.num_rows != other.num_rows:
             raise BatchError(f"union: this future has {self.num_rows} rows, the other has {other.num_rows}.")
@@ -239,8 +241,12 @@ class DataProtoFuture:
     def narrow(self, columns: Columns | None = None, rows: Rows = None) -> "DataProtoFuture":
         """A future of no more than these columns and rows, which holds no handle that they do not need: what is sent
         to somebody who reads it elsewhere."""
+        num_rows = _count(rows, self.num_rows)
         if self.part_rows is None:
-            return self if columns is None and rows is None else _Taken(_first, [self], columns=columns, rows=rows)
+            if columns is None and rows is None:
+                return self
+            kept = self.columns if columns is None else columns
+            return _Taken(_first, [self], num_rows=num_rows, columns=kept, asked=columns, rows=rows)
         pieces, order = _pieces(self.part_rows, rows)
         parts = []
         for index, local in pieces:
@@ -251,8 +257,10 @@ class DataProtoFuture:
                 parts.append(BatchHandle(part.read(columns, local)))
             else:
                 parts.append(part if columns is None and local is None else _Piece(part, columns, local))
-        whole = DataProtoFuture(DataProto.concat, parts, num_rows=None, columns=columns or self.columns)
-        return whole if order is None else _Taken(_first, [whole], columns=None, rows=order)
+        whole = DataProtoFuture(
+            self.collect_fn, parts, num_rows=num_rows, columns=self.columns if columns is None else columns
+        )
+        return whole if order is None else _Rows(_first, [whole], num_rows=num_rows, columns=whole.columns, rows=order)
 
     @property
     def is_plain(self) -> bool:
@@ -261,6 +269,10 @@ class DataProtoFuture:
         is_own = self.part_rows is not None or isinstance(self, _OfOne | _Union)
         return is_own and all(part.is_plain for part in inner)
 
+    def _is_here(self) -> bool:
+        """Whether it is made of batches of this process alone."""
+        return all(isinstance(handle, BatchHandle) for handle in self.handles())
+
     def handles(self) -> Iterator[Any]:
         """The handles it reads, those of the futures inside it included."""
         for part in self.futures:
@@ -268,6 +280,16 @@ class DataProtoFuture:
                 yield from part.handles()
             else:
                 yield part.handle if isinstance(part, _Piece) else part
+
+    def sources(self) -> Iterator[tuple[Any, Columns]]:
+        """Each handle with the columns that are read of it, by their names there; of a future that was narrowed."""
+        for part in self.futures:
+            if isinstance(part, DataProtoFuture):
+                yield from part.sources()
+            elif isinstance(part, _Piece):
+                yield part.handle, part.columns if part.columns is not None else self.columns or ()
+            else:
+                yield part, self.columns or ()
 
     def with_handles(self, change: Callable[[Any], Any]) -> "DataProtoFuture":
         """The same future with every handle exchanged for `change(handle)`."""
@@ -287,7 +309,7 @@ class DataProtoFuture:
             return take(self._whole(columns, rows), columns, rows)
         pieces, order = _pieces(self.part_rows, rows)
         read = "view" if len(pieces) > 1 else "read"
-        batch = DataProto.concat([self._read_part(read, index, columns, local) for index, local in pieces])
+        batch = self.collect_fn([self._read_part(read, index, columns, local) for index, local in pieces])
         return batch if order is None else batch.select_idxs(order)
 
     def _read_part(self, read: str, index: int, columns: Columns | None, rows: Rows) -> DataProto:
@@ -315,7 +337,7 @@ class DataProtoFuture:
 
     def _origin(self, column: str) -> Any:
         """Equal for two columns of two futures that are the same handles' contents, without looking at them."""
-        return (*(id(handle) for handle in self.futures), id(self.collect_fn), column)
+        return (*(id(handle) for handle in self.futures), id(self.collect_fn), id(self.dispatch_fn), column)
 
     def _rows(self, rows: Rows, num_rows: int) -> "_Rows":
         return _Rows(_first, [self], num_rows=num_rows, columns=self.columns, rows=rows)
@@ -361,10 +383,11 @@ class _OfOne(DataProtoFuture):
 class _Taken(_OfOne):
     """Columns and rows of a future that can only be read as a whole."""
 
+    asked: Columns | None = None
     rows: Rows = None
 
     def _read(self, columns: Columns | None, rows: Rows) -> Any:
-        return take(take(self._source._read(self.columns, self.rows), columns, None), None, rows)
+        return take(take(self._source._read(self.asked, self.rows), columns, None), None, rows)
 
 
 @dataclass(eq=False)
@@ -389,23 +412,36 @@ class _Padded(_OfOne):
     """Another future with copies of its first rows at the end."""
 
     def _read(self, columns: Columns | None, rows: Rows) -> Any:
-        own, copies = self._split(rows)
-        return mark_copies(self._source._read(columns, own), copies)
+        return self.narrow(columns, rows)._read(None, None)
 
     def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
-        own, copies = self._split(rows)
-        future = self._source.narrow(columns, own)
-        if not len(copies):
-            return future
-        return future._then(partial(mark_copies, rows=copies), needs=_same, num_rows=None, columns=future.columns)
-
-    def _split(self, rows: Rows) -> tuple[Rows, np.ndarray]:
-        """The rows of the source, and which places of the result hold copies."""
         num_rows = len(self._source)
         wanted = np.arange(len(self))[slice(None) if rows is None else rows]
         if not len(wanted) or wanted.max() < num_rows:
-            return rows, np.zeros(0, np.int64)
-        return wanted % num_rows, np.flatnonzero(wanted >= num_rows)
+            return self._source.narrow(columns, rows)
+        source = self._source.narrow(columns, wanted % num_rows)
+        copies = np.flatnonzero(wanted >= num_rows)
+        return _Marked(_first, [source], num_rows=len(wanted), columns=source.columns, copies=copies)
+
+
+@dataclass(eq=False)
+class _Marked(_OfOne):
+    """Another future some of whose rows are copies, which the glossary may want marked."""
+
+    copies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def _read(self, columns: Columns | None, rows: Rows) -> Any:
+        return mark_copies(self._source._read(columns, rows), self._copies_among(rows))
+
+    def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
+        source = self._source.narrow(columns, rows)
+        copies = self._copies_among(rows)
+        return _Marked(_first, [source], num_rows=source.num_rows, columns=source.columns, copies=copies)
+
+    def _copies_among(self, rows: Rows) -> np.ndarray:
+        if rows is None:
+            return self.copies
+        return np.flatnonzero(np.isin(np.arange(len(self))[rows], self.copies))
 
 
 @dataclass(eq=False)
@@ -424,7 +460,14 @@ class _Step(_OfOne):
         if self.needs is None:
             return DataProtoFuture.narrow(self, columns, rows)
         source = self._source.narrow(self._needed(columns), rows)
-        return _Step(_first, [source], self.dispatch_fn, None, self.columns, needs=self.needs)
+        if self.dispatch_fn is _as_it_is:
+            return source
+        num_rows = _count(rows, self.num_rows)
+        if self.needs is _everything:
+            step = _Step(_first, [source], self.dispatch_fn, num_rows, self.columns, needs=_everything)
+            return step if columns is None else _Taken(_first, [step], None, num_rows, columns, asked=columns)
+        kept = self.columns if columns is None else columns
+        return _Step(_first, [source], self.dispatch_fn, num_rows, kept, needs=self.needs)
 
     def _step(self, contents: Any) -> Any:
         return self.dispatch_fn(contents)  # pyright: ignore[reportOptionalCall]
@@ -450,15 +493,18 @@ class _Union(DataProtoFuture):
 
     def narrow(self, columns: Columns | None = None, rows: Rows = None) -> DataProtoFuture:
         parts = [part.narrow(asked, rows) for part, asked in self._asked(columns)]
-        return parts[0] if len(parts) == 1 else _Union(self.collect_fn, parts, columns=columns or self.columns)
+        kept = self.columns if columns is None else columns
+        num_rows = _count(rows, self.num_rows)
+        return parts[0] if len(parts) == 1 else _Union(self.collect_fn, parts, None, num_rows, kept)
 
     def _asked(self, columns: Columns | None) -> list[tuple[DataProtoFuture, Columns | None]]:
-        """What to read: a part without any of the columns gives its meta_info only if there is no other."""
+        """What to read. A part without any of the columns gives its meta_info if it is here, or if there is no other:
+        what is elsewhere is not waited for because of it."""
         asked = []
         for part in self.futures:
             if columns is None or part.columns is None:
                 asked.append((part, None))
-            elif chosen := tuple(name for name in columns if name in part.columns):
+            elif (chosen := tuple(name for name in columns if name in part.columns)) or part._is_here():
                 asked.append((part, chosen))
         return asked or [(part, () if part.columns is not None else None) for part in self.futures]
 
@@ -469,11 +515,25 @@ class _Union(DataProtoFuture):
         return id(self), column
 
 
+def narrowed(value: Any) -> Any:
+    """A future, or each one in lists and dicts, with no more handles than it needs; anything else as it is."""
+    return change_futures(value, DataProtoFuture.narrow)
+
+
 def opened(value: Any) -> Any:
-    """A future, or each future in a list, as what it stands for; anything else as it is."""
-    if isinstance(value, (list, tuple)) and any(isinstance(element, DataProtoFuture) for element in value):
-        return [opened(element) for element in value]
-    return value.get() if isinstance(value, DataProtoFuture) else value
+    """A future, or each one in lists and dicts, as what it stands for; anything else as it is."""
+    return change_futures(value, DataProtoFuture.get)
+
+
+def change_futures(value: Any, change: Callable[[DataProtoFuture], Any]) -> Any:
+    """The value with every future, also in lists, tuples and dicts, exchanged for `change(future)`."""
+    if isinstance(value, DataProtoFuture):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(change_futures(element, change) for element in value)
+    if type(value) is dict:
+        return {key: change_futures(element, change) for key, element in value.items()}
+    return value
 
 
 def take(data: Any, columns: Columns | None = None, rows: Rows = None) -> Any:
@@ -484,7 +544,7 @@ def take(data: Any, columns: Columns | None = None, rows: Rows = None) -> Any:
         arrays = [name for name in columns if name in data.non_tensor_batch]
         tensors = [name for name in columns if name not in data.non_tensor_batch]
         data = data.select(tensors, arrays)
-    if rows is None:
+    if rows is None or (data.batch is None and not data.non_tensor_batch):
         return data
     return data.select_idxs(rows) if isinstance(rows, np.ndarray) else data[rows]
 
@@ -500,6 +560,8 @@ def _pieces(part_rows: Sequence[int], rows: Rows) -> tuple[list[tuple[int, Rows]
     starts = np.concatenate([[0], np.cumsum(part_rows)])
     pieces: list[tuple[int, Rows]] = []
     if isinstance(rows, slice):
+        chosen = range(int(starts[-1]))[rows]
+        rows = slice(chosen.start, max(chosen.start, chosen.stop))
         for index, start in enumerate(starts[:-1].tolist()):
             first, last = max(rows.start - start, 0), min(rows.stop - start, part_rows[index])
             if first < last:
@@ -511,6 +573,13 @@ def _pieces(part_rows: Sequence[int], rows: Rows) -> tuple[list[tuple[int, Rows]
         pieces.append((index, rows[part_of == index] - starts[index]))
     in_order = bool((order[1:] > order[:-1]).all())
     return pieces or [(0, slice(0, 0))], None if in_order else np.argsort(order)
+
+
+def _count(rows: Rows, num_rows: int | None) -> int | None:
+    """How many rows are left of `num_rows`, where that is known."""
+    if rows is None or num_rows is None:
+        return num_rows if rows is None or isinstance(rows, slice) else len(rows)
+    return len(range(num_rows)[rows]) if isinstance(rows, slice) else len(rows)
 
 
 def _compose(first: Rows, second: Rows, num_rows: int) -> Rows:

@@ -40,7 +40,9 @@ class PackedColumn:
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, compress: bool = False) -> "PackedColumn":
         """A tensor of at least one dimension or none, sharing its memory; detached, and brought to the CPU."""
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.numel() == 1:
+            flat = flat.clone(memory_format=torch.contiguous_format)  # of an expanded one the stride is still 0
         raw = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
         return _packed("tensor", tensor.dtype, tuple(tensor.shape), raw, compress)
 
@@ -69,7 +71,7 @@ class PackedColumn:
     def read(self, rows: Rows, shared: bool = False) -> torch.Tensor | np.ndarray:
         """The rows, in memory of their own; `shared`: in this memory where they lie in one piece, not to be written."""
         if self.kind == "objects":
-            objects = pickle.loads(self.raw) if isinstance(self.raw, bytes) else self.raw
+            objects = pickle.loads(self.raw) if isinstance(self.raw, bytes) else self.raw.copy()
             return objects if rows is None else objects[rows]
         stored = np.frombuffer(self._bytes(), dtype=np.uint8)
         if self.kind == "tensor":  # stays bytes, for numpy does not know every dtype of torch
@@ -152,7 +154,7 @@ class PackedBatch:
         tensors = {name: column for name, column in contents.items() if self.columns[name].kind == "tensor"}
         arrays = {name: column for name, column in contents.items() if self.columns[name].kind != "tensor"}
         batch = None
-        if self._has_tensors and (tensors or columns is None or not arrays):
+        if self._has_tensors:
             num_rows = self.num_rows if rows is None else _count(rows, self.num_rows)
             batch = TensorDict(tensors, [num_rows], device="cpu" if self._has_device else None)
         meta_info = self._meta_info
@@ -206,7 +208,9 @@ class _Memory:
 
 
 def _as_if_writable(array: np.ndarray) -> np.ndarray:
-    return array if array.flags.writeable or array.size == 0 else np.asarray(_Memory(array))
+    if array.flags.writeable or array.size == 0:
+        return array
+    return array.copy() if array.dtype.fields else np.asarray(_Memory(array))  # records lose their alignment by it
 
 
 def _count(rows: slice | np.ndarray, num_rows: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tensordict import TensorDict
 
-from hybridflow.errors import FieldError
+from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol.concat import concat_batches
 from hybridflow.protocol.consistency import tensors_of
 from hybridflow.protocol.fields import FIELDS, RESPONSE, RESPONSE_OR_ROW, SEQUENCE
@@ -20,9 +20,16 @@ if TYPE_CHECKING:
 
 
 def join_columns(parts: "Sequence[DataProto]") -> "DataProto":
-    """The columns of all parts. Raises FieldError for a column that two of them have."""
-    longest = max((response_len(part) or 0 for part in parts), default=0)
-    return reduce(_disjoint_union, [_lengthened(part, longest) for part in parts])
+    """The columns of all parts. Raises FieldError for a column that two of them have, and BatchError for sequences of
+    unknown response length beside responses of several lengths."""
+    lengths = [response_len(part) for part in parts]
+    longest = max((length or 0 for length in lengths), default=0)
+    if len({length for length in lengths if length is not None}) > 1:
+        pad_token_id = next(
+            (part.meta_info["pad_token_id"] for part in parts if "pad_token_id" in part.meta_info), None
+        )
+        parts = [_lengthened(part, longest, pad_token_id) for part in parts]
+    return reduce(_disjoint_union, parts)
 
 
 def response_len(data: "DataProto") -> int | None:
@@ -43,20 +50,28 @@ def _disjoint_union(first: "DataProto", second: "DataProto") -> "DataProto":
     return first.union(second)
 
 
-def _lengthened(data: "DataProto", longest: int) -> "DataProto":
+def _lengthened(data: "DataProto", longest: int, pad_token_id: int | None) -> "DataProto":
     """The batch with responses of length `longest`: put beside no rows of that length, by the rules of concat."""
     mine = response_len(data)
+    sequences = [name for name in tensors_of(data.batch) if name in FIELDS and FIELDS[name].shape == SEQUENCE]
+    if mine is None and sequences:
+        raise BatchError(
+            f"{', '.join(sequences)} lie beside responses of different lengths, and nothing says how long their own "
+            f"responses are; take response_mask along with them."
+        )
     if mine is None or mine >= longest:
         return data
     tensors, more = tensors_of(data.batch), longest - mine
     empty = {}
     for name, column in tensors.items():
         shape = FIELDS[name].shape if name in FIELDS else ()
-        grows = shape in (RESPONSE, SEQUENCE) or (shape == RESPONSE_OR_ROW and column.shape[1] == mine)
+        is_wide = column.ndim > 1
+        grows = is_wide and (shape in (RESPONSE, SEQUENCE) or (shape == RESPONSE_OR_ROW and column.shape[1] == mine))
         width = [column.shape[1] + more, *column.shape[2:]] if grows else list(column.shape[1:])
         empty[name] = column.new_empty([0, *width])
-    kept = [key for key in ("pad_token_id",) if key in data.meta_info]
-    narrow = data.select(non_tensor_batch_keys=[], meta_info_keys=kept)
+    narrow = data.select(non_tensor_batch_keys=[], meta_info_keys=[])
+    if pad_token_id is not None:
+        narrow.meta_info["pad_token_id"] = pad_token_id
     wide = type(data)(TensorDict(empty, [0], device=data.batch.device), meta_info=narrow.meta_info)  # pyright: ignore
     batch = data.select()
     batch.batch = concat_batches([narrow, wide]).batch

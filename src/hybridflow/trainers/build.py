@@ -19,13 +19,14 @@ from hybridflow.runtime import (
 )
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.ppo import PPOTrainer
+from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
+from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
 from hybridflow.trainers.validation import Validator
-from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardWorker, SFTWorker
+from hybridflow.workers import ActorRolloutWorker, RewardWorker, SFTWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,15 +56,9 @@ def build_trainer(config: Config) -> PPOTrainer:
     run = RunDirectory(config, "train")
 
     actor_updates = (total_steps - config.critic.warmup_steps) * _updates_per_step(config, config.actor)
-    classes = {
-        Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config, total_updates=actor_updates),
-        Role.Reward: ClassWithInitArgs(RewardWorker, config=config),
-    }
-    if config.uses_critic:
-        critic_updates = total_steps * _updates_per_step(config, config.critic)
-        classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
-    if config.uses_reference:
-        classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
+    critic_updates = total_steps * _updates_per_step(config, config.critic)
+    classes = role_classes(config, actor_updates, critic_updates)
+    run_on_placeholders(config, classes)
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
         actor_rollout, rewards = groups[Role.ActorRollout], groups[Role.Reward]

@@ -1,24 +1,20 @@
-"""The one loop of reinforcement learning: PPO with a critic, GRPO without.
+"""The one algorithm of reinforcement learning: PPO with a critic, GRPO without.
 
     prompts ──generate──> rollouts ──score──> scores ──┬─ values, old and reference log-probs
                                                        └─> advantages ──> update critic, update actor
 
-The controller holds the algorithm; the groups compute. It knows neither models nor where workers run.
+The controller holds the algorithm; the groups compute. It knows neither models nor where workers run, nor anything of
+the run around it.
 """
 
 from typing import Any
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
-from hybridflow.controller import Backend, WorkerGroup
-from hybridflow.data import BatchLoader
-from hybridflow.observability import RL_FIGURES, reduce_lists, timed
+from hybridflow.controller import WorkerGroup
+from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.groups import BackendOwner
-from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, log_prob_metrics, samples_of
-from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.run_log import Sample
-from hybridflow.trainers.speed import Speedometer
+from hybridflow.trainers.rl_metrics import log_prob_metrics
 from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import (
     add_advantages,
@@ -30,18 +26,16 @@ from hybridflow.trainers.stages import (
     with_group_ids,
     with_row_ids,
 )
-from hybridflow.trainers.training_loop import fit
-from hybridflow.trainers.training_state import restore_training, save_training
-from hybridflow.trainers.validation import Validator
 
 TRAINING_STREAM = 0
 """Second entry of a noise key; validation has its own."""
 
 
-class PPOTrainer(BackendOwner):
-    """Trains an actor on prompts, with a critic and a reference where the algorithm needs them.
+class PPO:
+    """The algorithm on its groups; `critic` and `reference` are None where unused.
 
-    `actor_rollout` generates and learns; `critic` and `reference` are None where unused. Build it by `build_trainer`.
+    `actor_rollout` generates and learns. `global_step` counts the steps that were taken; `metrics` are those of the
+    present one.
     """
 
     def __init__(
@@ -50,33 +44,17 @@ class PPOTrainer(BackendOwner):
         *,
         actor_rollout: WorkerGroup,
         rewards: WorkerGroup,
-        loader: BatchLoader,
-        total_steps: int,
-        run: RunDirectory,
-        speedometer: Speedometer,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
-        validator: Validator | None = None,
-        backend: Backend | None = None,
     ) -> None:
-        self.backend = backend
-        self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
+        self.config = config
         self.metrics: dict[str, Any] = {}
-        self.figures = RL_FIGURES
         self.rollout = self.actor = StageCalls(actor_rollout)
         self.rewards = StageCalls(rewards)
         self.critic = StageCalls(critic) if critic else None
         self.reference = StageCalls(reference) if reference else None
-        self.validator, self.speedometer = validator, speedometer
         self.kl_controller = _kl_controller(config)
-        self.stateful_groups = [actor_rollout, *([critic] if critic else []), rewards]
         self.global_step = 0
-        if run.checkpoint:
-            state = restore_training(run.checkpoint, self.stateful_groups, loader)
-            self.kl_controller.load_state_dict(state["kl_controller"])
-            self.global_step = state["global_step"]
-
-    # ------------------------------------------------------------------------------------------ the algorithm
 
     def step(self, prompts: DataProto) -> DataProtoFuture:
         """One step of the algorithm on a batch of prompts; returns the batch with every column it made.
@@ -128,42 +106,6 @@ class PPOTrainer(BackendOwner):
         seed_keys = (self.config.trainer.seed, self.global_step)
         memberships = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
         return batch.with_meta_info({"mini_batches": memberships, "kl_coef": self.kl_controller.coef})
-
-    # ------------------------------------------------------------------------------------------ the run
-
-    def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
-        fit(self, stop_after)
-
-    def train_step(self) -> list[Sample]:
-        """The next batch through `step`; fills `metrics`, returns samples to show."""
-        self.metrics.clear()
-        self.metrics["training/epoch"] = self.loader.epoch
-        with timed("step", self.metrics):
-            batch = self.step(self.loader.next_batch())
-            self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
-        self.global_step += 1
-        self.metrics |= self.trace_metrics()
-        self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
-        return samples_of(batch, self.config.trainer.log_samples, self.global_step)
-
-    def validate(self) -> dict[str, float]:
-        """The metrics `val/...` of the present weights; empty without validation data."""
-        if self.validator is None:
-            return {}
-        with timed("validation", self.metrics):
-            metrics, _ = self.validator.run()
-        return metrics
-
-    def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number."""
-        save_training(
-            self.run,
-            self.global_step,
-            self.stateful_groups,
-            self.loader,
-            kl_controller=self.kl_controller.state_dict(),
-        )
 
 
 def _kl_controller(config: Config) -> AdaptiveKLController | FixedKLController:

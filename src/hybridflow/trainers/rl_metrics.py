@@ -52,11 +52,10 @@ def lengths_of(batch: Batch) -> Lengths:
 
 def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
     """The policy before the update, from the sums of the ranks: better than what the loss sees between its steps."""
-    sums = future.get(()).meta_info["metrics"]
-    num_tokens = sum(sums["num_tokens"])
+    sums = {name: float(of_ranks.sum()) for name, of_ranks in future.get().batch.items()}
     return {
-        "actor/entropy": sum(sums["entropy_sum"]) / num_tokens,
-        "rollout/log_prob_drift": sum(sums["drift_sum"]) / num_tokens,
+        "actor/entropy": sums["entropy_sum"] / sums["num_tokens"],
+        "rollout/log_prob_drift": sums["drift_sum"] / sums["num_tokens"],
     }
 
 

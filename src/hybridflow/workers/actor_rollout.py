@@ -76,20 +76,20 @@ class ActorRolloutWorker(ModelWorker):
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
-        writes=(),
+        writes=("num_tokens", "entropy_sum", "drift_sum"),
         rows="one",
     )
     def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
-        """Over the tokens of this rank's rows: their number, the sum of entropies, and of |old - rollout log-prob|."""
+        """One row for this rank's tokens: their number, the sum of entropies, and of |old - rollout log-prob|."""
         columns = batch.batch
         mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
         drift = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
         sums = {
-            "num_tokens": int(mask.sum()),
-            "entropy_sum": float(columns["entropies"][mask].double().sum()),
-            "drift_sum": float(drift[mask].double().sum()),
+            "num_tokens": mask.sum(),
+            "entropy_sum": columns["entropies"][mask].double().sum(),
+            "drift_sum": drift[mask].double().sum(),
         }
-        return DataProto(meta_info={"metrics": sums})
+        return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,

@@ -274,7 +274,8 @@ def canonical(value: Any) -> Any:
         raw = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
         return type(value), value.dtype, value.requires_grad, tuple(value.shape), raw
     if isinstance(value, np.ndarray):
-        raw = [canonical(entry) for entry in value.flat] if value.dtype.hasobject else value.tobytes()
+        entries = value.dtype.hasobject or value.dtype.fields  # between fields there may be bytes that mean nothing
+        raw = [canonical(entry) for entry in value.flat] if entries else value.tobytes()
         return type(value), value.dtype, value.shape, raw
     if isinstance(value, dict):
         return type(value), [(key, canonical(element)) for key, element in value.items()]
@@ -441,6 +442,12 @@ def test_a_conjugated_column_travels_on_both_backends(both):
     same_on_both(both, lambda groups: groups.pair.echo(batch))
 
 
+@pytest.mark.xfail(strict=True, reason="one element of an expanded column cannot be packed")
+def test_one_row_of_an_expanded_column_travels_on_both_backends(both):
+    batch = DataProto.from_dict({"temperatures": torch.tensor(0.5).expand(2)})
+    same_on_both(both, lambda groups: groups.pair.echo(batch))
+
+
 @pytest.mark.xfail(strict=True, reason="on Ray a tensor in meta_info or in an object column still requires grad")
 def test_tensors_inside_objects_and_meta_info_arrive_detached_on_both_backends(both):
     weights = torch.ones(2, requires_grad=True)
@@ -582,6 +589,31 @@ def test_one_column_of_a_future_is_read_alone(both):
     assert results[2].batch["ranks"].tolist() == [0, 1, 1]
 
 
+@pytest.mark.xfail(strict=True, reason="a narrowed concat asks the selects inside it for 'ranks', which is not sent")
+def test_a_concat_of_selected_futures_feeds_a_method_that_reads_one_column(both):
+    def program(groups):
+        parts = [groups.model.describe.remote(batch_of(*values)) for values in ((1, 2, 3), (4, 5))]
+        future = DataProtoFuture.concat([part.select_columns(["x", "ranks"]) for part in parts])
+        return groups.pair.double(future)
+
+    assert same_on_both(both, program).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
+
+
+@pytest.mark.xfail(strict=True, reason="of a union, a worker gets the meta_info of the parts that it reads alone")
+@pytest.mark.parametrize("name", ["local", "ray"])
+def test_a_worker_gets_the_meta_info_of_a_future_as_it_gets_that_of_a_batch(both, name):
+    groups = getattr(both, name)
+    extra = DataProto.from_dict({"row_ids": torch.arange(2)}, meta_info={"temperature": 0.5})
+    future = groups.pair.describe.remote(batch_of(1, 2)).union(extra)
+    received = []
+    for argument in (future.get(), future):
+        groups.model.forget()
+        groups.model.double(argument)
+        received.append(groups.model.forget()[0][0].meta_info)
+    assert received[0] == {"made_by": "describe", "temperature": 0.5}
+    assert received[1] == received[0]
+
+
 @pytest.mark.xfail(strict=True, reason="without tensors, batch is None on Ray and a TensorDict of no columns here")
 def test_an_object_column_of_a_future_read_alone_is_the_same_on_both_backends(both):
     same_on_both(both, lambda groups: groups.model.describe.remote(batch_of(1, 2, 3)).get("infos"))
@@ -599,7 +631,7 @@ def test_a_future_reaches_a_worker_unread(both):
     assert results[3].batch["doubled"].tolist() == [2, 4, 6, 8, 10]
 
 
-@pytest.mark.xfail(strict=True, reason="narrow() forgets the number of rows, so a worker cannot ask len(future) on Ray")
+@pytest.mark.xfail(strict=True, reason="narrow() forgets the number of rows, so a worker cannot ask len(future)")
 def test_a_worker_may_ask_for_the_length_of_a_future_on_both_backends(both):
     def program(groups):
         return groups.pair.length_of_future(groups.model.double.remote(batch_of(1, 2, 3, 4)))

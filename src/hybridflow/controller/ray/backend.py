@@ -8,8 +8,7 @@ import os
 import socket
 import sys
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -19,17 +18,22 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
+from hybridflow.controller.bound_method import HandleOfReplica
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.ray.cluster import Connection
-from hybridflow.controller.ray.processes import RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
-from hybridflow.controller.ray.transport import Outgoing, pickled_class
-from hybridflow.controller.ray.waiting import SLICE_S, Waiting
+from hybridflow.controller.ray.transport import Outgoing, Reply, pickled_class
+from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.controller.sources import produced_columns
 from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.protocol.packed_batch import batch_bytes
+
+START_TIMEOUT_S = 300.0
+"""The least deadline of the start of a process, which is Ray's affair and waits for the machine."""
 
 NAMESPACE = "hybridflow"
 """Where detached workers have their names."""
@@ -58,15 +62,13 @@ class RayBackend:
     ) -> None:
         if call_timeout_s is not None and not call_timeout_s > 0:
             raise ConfigError(f"call_timeout_s={call_timeout_s}: needs seconds above 0, or None for no deadline.")
-        self.threads, self.compress = threads, compress
+        self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._node = socket.gethostname()
         self._trace = Trace()
-        self._waiting = Waiting(call_timeout_s, self._processes, self._stop, self._trace)
-        self._pools: weakref.WeakSet[RayResourcePool] = weakref.WeakSet()
+        self._waiting = Waiting(self._processes, self._stop, self._trace)
         self._own_pools: dict[int, RayResourcePool] = {}
-        self._remote_methods: dict[tuple[int, bool], Any] = {}
 
     @property
     def trace(self) -> Trace:
@@ -88,8 +90,8 @@ class RayBackend:
         """As `Backend.spawn`. `detached_as`: a name; the processes then outlive this one, see `find_detached`."""
         pool = self._as_ray_pool(resource_pool)
         self._connection.open([pool])
-        places = pool.places(detached=bool(detached_as))
-        pool.take_tenancy()
+        pool.take_tenancy(detached=bool(detached_as))
+        places = pool.places()
         label = "+".join(classes)
         processes: list[RayProcess] = []
         try:
@@ -97,16 +99,17 @@ class RayBackend:
                 self._start_process(f"{label}/{rank}", place, pool, f"{detached_as}/{rank}" if detached_as else "")
                 for rank, place in enumerate(places)
             ]
-            processes += [RayProcess(actor, None, rank, set(classes)) for rank, actor in enumerate(actors)]  # pyright: ignore
+            processes += [RayProcess(actor, f"{label}/{rank}", rank, set(classes)) for rank, actor in enumerate(actors)]
             for process in processes:
-                process.label, process.peers = f"{label}/{process.rank}", processes
-                process.on_last_stop, process.is_detached = pool.give_up_tenancy, bool(detached_as)
+                process.peers, process.on_last_stop = processes, pool.give_up_tenancy
+                process.is_detached = bool(detached_as)
             self._processes += processes
-            for process, home in zip(processes, self._ask(processes, "home"), strict=True):
-                process.home = home
+            self._find_homes(processes)
             self._build(processes, classes)
         except BaseException:
             self._stop(processes)
+            if not processes:
+                pool.give_up_tenancy()
             raise
         return {
             name: [RayWorker(f"{name}/{p.rank}", name, p.rank, cls_with_init.cls.__name__, p) for p in processes]
@@ -122,7 +125,6 @@ class RayBackend:
                 own.plan = pool  # pyright: ignore[reportAttributeAccessIssue]  (keeps its id from being used again)
                 self._own_pools[id(pool)] = own
             pool = own
-        self._pools.add(pool)
         return pool
 
     def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
@@ -136,18 +138,21 @@ class RayBackend:
             pass
         if not actors:
             raise WorkerError(f"no detached worker group {name!r} is on the cluster; was it built with detached=True?")
-        processes = [RayProcess(actor, None, rank, {name}) for rank, actor in enumerate(actors)]  # pyright: ignore
-        for process in processes:
-            process.label, process.peers = f"{name}/{process.rank}", processes
-        for process, home in zip(processes, self._ask(processes, "home"), strict=True):
-            process.home = home
-        nodes = [process.home.node_id for process in processes]
+        processes = [RayProcess(actor, f"{name}/{rank}", rank, {name}) for rank, actor in enumerate(actors)]
+        self._find_homes(processes)
+        nodes = [process.home.node_id for process in processes if process.home]
         pool = RayResourcePool([nodes.count(node) for node in dict.fromkeys(nodes)])
         group = self._ask(processes[:1], "placement_group")[0]
         for process in processes:
-            process.on_last_stop = partial(remove_placement_group, group)
+            process.peers, process.on_last_stop = processes, partial(remove_placement_group, group)
         class_name = cls_with_init.cls.__name__
         return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
+
+    def _find_homes(self, processes: Sequence[RayProcess]) -> None:
+        """Wait until the processes have started, and note where they are."""
+        timeout_s = self.call_timeout_s and max(self.call_timeout_s, START_TIMEOUT_S)
+        for process, home in zip(processes, self._ask(processes, "home", timeout_s=timeout_s), strict=True):
+            process.home = home
 
     def _start_process(self, label: str, place: Place, pool: RayResourcePool, detached_as: str) -> Any:
         share = pool.share_of_one_group
@@ -176,7 +181,8 @@ class RayBackend:
             }
             packed[name] = (pickled_class(cls_with_init.cls), args, kwargs)
         (port,) = self._ask(processes[:1], "free_port")
-        shared, nodes = ray.put(packed), [process.home.node_id for process in processes]
+        shared, homes = ray.put(packed), [process.home for process in processes if process.home]
+        nodes = [home.node_id for home in homes]
         arguments = []
         for rank, node in enumerate(nodes):
             environment = {
@@ -184,24 +190,30 @@ class RayBackend:
                 "WORLD_SIZE": str(len(nodes)),
                 "LOCAL_RANK": str(nodes[:rank].count(node)),
                 "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                "MASTER_ADDR": processes[0].home.node_address,
+                "MASTER_ADDR": homes[0].node_address,
                 "MASTER_PORT": str(port),
             }
             arguments.append((shared, environment, self.threads))
         where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
         self._ask(processes, "build", arguments, where)
 
-    def _ask(self, processes: Sequence[RayProcess], method: str, arguments: Any = None, where: str = "") -> list[Any]:
+    def _ask(
+        self,
+        processes: Sequence[RayProcess],
+        method: str,
+        arguments: Any = None,
+        where: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Any]:
         """Call a method of the processes themselves, on all of them at the same time."""
-        handles = []
+        calls = []
         for index, process in enumerate(processes):
             ref = getattr(process.actor, method).remote(*(arguments[index] if arguments else ()))
             worker = RayWorker(process.label, process.label.rpartition("/")[0], process.rank, "", process)
-            handles.append(
-                self._track(RayHandle(self, ref, None, worker=worker, where=where or f"WorkerProcess.{method}"))
-            )
-        self.wait(handles)
-        return [ray.get(handle.done) for handle in handles]
+            calls.append(RayCall(ref, worker, where or f"WorkerProcess.{method}", timeout_s or self.call_timeout_s))
+            self._waiting.track(calls[-1])
+        self._waiting.wait(calls)
+        return [ray.get(call.done) for call in calls]
 
     def is_alive(self, worker: WorkerRef) -> bool:
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
@@ -239,8 +251,6 @@ class RayBackend:
     def close(self) -> None:
         """Stop every worker, give back what was reserved, and stop the cluster if it was started by this backend."""
         self._stop([process for process in self._processes if not process.is_detached])
-        for pool in list(self._pools):
-            pool.release()
         self._own_pools.clear()
         self._connection.close()
 
@@ -260,51 +270,83 @@ class RayBackend:
         kwargs: Mapping[str, Any],
         terms: CallTerms = NO_TERMS,
     ) -> RayHandle:
+        return self._prepare(worker, method_name, args, kwargs, terms)()
+
+    def call_all(
+        self,
+        workers: Sequence[WorkerRef],
+        method_name: str,
+        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        terms: Sequence[CallTerms],
+    ) -> list[RayHandle]:
+        """As `Backend.call_all`: the arguments of every rank are packed before the first one is called."""
+        prepared = [
+            self._prepare(worker, method_name, args, kwargs, own_terms)
+            for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
+        ]
+        return [send() for send in prepared]
+
+    def _prepare(
+        self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
+    ) -> Callable[[], RayHandle]:
+        """Pack the arguments of a call; what is returned sends it."""
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
-            fate = getattr(getattr(worker, "process", None), "fate", None)
-            because = f"has ended ({str(fate).partition(chr(10))[0]})" if fate else "was shut down"
-            raise WorkerError(f"worker {worker.name} {because}; {method_name} cannot be called on it.")
+            raise self._gone(worker, method_name)
         where = f"{worker.class_name}.{method_name}"
-        start = time.time()
-        sources: list[RayHandle] = []
-        outgoing = Outgoing(_RefsOf(sources), self.compress)
-        message = (
-            [
-                outgoing.pack(value, f"argument {index} of {where}", terms.opens_futures)
-                for index, value in enumerate(args)
-            ],
-            {
-                key: outgoing.pack(value, f"argument {key} of {where}", terms.opens_futures)
-                for key, value in kwargs.items()
-            },
-        )
+        calls_read = _CallsRead()
+        outgoing = Outgoing(calls_read, self.compress)
+        own_args = [
+            outgoing.pack(value, f"argument {index} of {where}", terms.opens_futures)
+            for index, value in enumerate(args)
+        ]
+        own_kwargs = {
+            key: outgoing.pack(value, f"argument {key} of {where}", terms.opens_futures)
+            for key, value in kwargs.items()
+        }
+        outgoing.also_wait_for(calls_read.silent)
         as_batch = bool(terms.is_read and terms.columns is not None and terms.columns.writes)
-        remote = self._remote_method(worker.process, as_batch)
-        refs = remote.remote(worker.role, method_name, terms, message, as_batch, *outgoing.refs)
-        done, value = refs if as_batch else (refs, None)
-        after = [source for source in sources if not source.is_finished]
-        if outgoing.num_bytes:
-            self._trace.record(
-                TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=outgoing.num_bytes)
+
+        def send() -> RayHandle:
+            start = time.time()
+            remote = worker.process.remote_call(2 if as_batch else 1)
+            try:
+                refs = remote.remote(worker.role, method_name, terms, (own_args, own_kwargs), as_batch, *outgoing.refs)
+            except FULL as error:
+                raise WorkerError(
+                    f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
+                    f"the shared memory of this node nor on its disk ({type(error).__name__}); use smaller batches, a "
+                    f"larger controller.object_store_bytes, or free disk space.",
+                    role=worker.role,
+                    rank=worker.rank,
+                ) from error
+            done, value = refs if as_batch else (refs, None)
+            call = RayCall(
+                done, worker, where, self.call_timeout_s, calls_read.unfinished(), outgoing.sources.as_tuple()
             )
-        return self._track(RayHandle(self, done, value, worker=worker, where=where, after=after))
+            self._waiting.track(call)
+            if outgoing.num_bytes:
+                self._trace.record(
+                    TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=outgoing.num_bytes)
+                )
+            return RayHandle(self, value, call)
 
-    def _remote_method(self, process: RayProcess, as_batch: bool) -> Any:
-        key = (id(process), as_batch)
-        if key not in self._remote_methods:
-            self._remote_methods[key] = process.actor.call.options(num_returns=2 if as_batch else 1)
-        return self._remote_methods[key]
+        return send
 
-    def _track(self, handle: RayHandle) -> RayHandle:
-        assert handle.worker is not None
-        unfinished = handle.worker.process.unfinished
-        if not unfinished and not handle.after:
-            handle.running_since = time.monotonic()
-        unfinished.append(handle)
-        return handle
+    def _gone(self, worker: WorkerRef, method_name: str) -> WorkerError:
+        if not isinstance(worker, RayWorker):
+            return WorkerError(f"worker {worker.name} is not of this backend; {method_name} cannot be called on it.")
+        fate = worker.process.fate
+        because = f"has ended ({str(fate).partition(chr(10))[0]})" if fate else "was shut down"
+        return WorkerError(
+            f"worker {worker.name} {because}; {method_name} cannot be called on it.",
+            role=worker.role,
+            rank=worker.rank,
+            node=worker.process.node,
+        )
 
     def put(self, value: Any) -> RayHandle:
-        return RayHandle(self, None, ray.put(Outgoing(_no_ref, self.compress).pack(value, "a value to put")))
+        packed = Outgoing(_no_ref, self.compress).pack(value, "a value to put")
+        return RayHandle(self, ray.put(packed), produced=produced_columns(value))
 
     def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
         self.wait(handles)
@@ -312,7 +354,10 @@ class RayBackend:
 
     def wait(self, handles: Sequence[ObjectHandle]) -> None:
         """As `Backend.wait`: raises the first error there is, at once, and WorkerTimeoutError past a deadline."""
-        self._waiting.wait([handle for handle in handles if isinstance(handle, RayHandle)])
+        calls = [handle.call for handle in handles if isinstance(handle, RayHandle) and handle.call is not None]
+        if not all(call.is_finished for call in calls):
+            self._require_connection()
+        self._waiting.wait(calls)
 
     def release(self, handles: Sequence[ObjectHandle]) -> None:
         for handle in handles:
@@ -321,37 +366,54 @@ class RayBackend:
 
     def note_read(self, handle: RayHandle, start: float, contents: Any) -> None:
         """The controller has read contents since `start`."""
-        worker = handle.worker.name if handle.worker else ""
-        size = batch_bytes(contents)
-        if size:
-            self._trace.record(TraceEvent("read", handle.where, worker, self._node, start, time.time(), bytes_in=size))
+        if columns := produced_columns(contents):
+            name, sources = handle.call.worker.name if handle.call else "", ((handle.where, columns),)
+            size, end = batch_bytes(contents), time.time()
+            self._trace.record(
+                TraceEvent("read", handle.where, name, self._node, start, end, bytes_in=size, sources=sources)
+            )
 
     def fetch(self, handle: RayHandle) -> Any:
         """The packed value of a call that has ended: mapped from the store of this node, brought there if need be."""
-        if handle.is_released:
+        if handle.ref is None:
             raise WorkerError(
                 "this result was released; keep the future, or what its get() returned, instead of the handle."
             )
-        if handle.value is not None:
-            return ray.get(handle.value)
-        reply: Any = ray.get(handle.done)
-        return reply.value
+        self._require_connection()
+        value: Any = ray.get(handle.ref)
+        return value.value if isinstance(value, Reply) else value
+
+    def _require_connection(self) -> None:
+        if not ray.is_initialized():  # asked for an object, Ray would connect to some cluster or start one
+            raise WorkerError("this backend was closed, and the result went with it; read futures before closing.")
 
 
-class _RefsOf:
-    """The stored object behind a handle of this backend, noting whose results a message waits for."""
+class _CallsRead:
+    """The stored object behind a handle of this backend; notes the calls that a message waits for."""
 
-    def __init__(self, sources: list[RayHandle]) -> None:
-        self._sources = sources
+    def __init__(self) -> None:
+        self._calls: list[RayCall] = []
+        self.silent: list[Any] = []
+        """Of replicas whose results nobody reads, which must have succeeded all the same."""
 
     def __call__(self, value: Any) -> Any:
-        handle = getattr(value, "handle", value)  # of a replica's speaker
+        handle = value
+        if isinstance(value, HandleOfReplica):
+            handle = value.handle
+            others = [other.call for other in value.others if other.call is not None]
+            self._calls += others
+            self.silent += [call.done for call in others]
         if not isinstance(handle, RayHandle):
             return None
-        if handle.is_released:
+        if handle.ref is None:
             raise WorkerError("this result was released; keep the future instead of the handle.")
-        self._sources.append(handle)
-        return handle.value if handle.value is not None else handle.done
+        if handle.call is not None:
+            self._calls.append(handle.call)
+        return handle.ref
+
+    def unfinished(self) -> list[RayCall]:
+        """Those that may not have ended."""
+        return [call for call in self._calls if not call.is_finished]
 
 
 def _no_ref(value: Any) -> None:

@@ -1,5 +1,7 @@
 """The connection to a Ray cluster: one that runs, or one on this machine for as long as it is needed."""
 
+import os
+import socket
 from collections.abc import Sequence
 
 import ray
@@ -8,7 +10,7 @@ from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
 
-CONNECT_TIMEOUT_S = 30
+CONNECT_TIMEOUT_S = 5.0
 
 
 class Connection:
@@ -28,9 +30,11 @@ class Connection:
 
     def open(self, pools: Sequence[RayResourcePool]) -> None:
         """Connect, if this process is not connected. Raises ConfigError, within seconds, if nobody answers."""
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # each error is raised where its result is read
         if ray.is_initialized():
             return
         if self._address:
+            _require_answer(self._address)
             try:
                 ray.init(self._address, log_to_driver=True, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -54,3 +58,17 @@ class Connection:
         elif self._is_ours:
             ray.shutdown()
         self._is_ours = False
+
+
+def _require_answer(address: str) -> None:
+    """Raise ConfigError unless somebody listens at HOST:PORT; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():  # "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at address={address!r} ({error}); start one with `ray start --head`, or leave the "
+            f"address empty for a cluster on this machine that starts and stops with the run."
+        ) from error

@@ -32,10 +32,13 @@ class Node:
 
 
 def sorted_nodes(nodes: Sequence[Node]) -> list[Node]:
-    """By address, as numbers: the same order after a restart of the cluster, whatever the ids of its nodes."""
-    return sorted(
-        nodes, key=lambda node: ([int(part) if part.isdigit() else 0 for part in node.address.split(".")], node.node_id)
-    )
+    """By address, IPv4 as numbers: the same order after a restart of the cluster, whatever the ids of its nodes."""
+    return sorted(nodes, key=lambda node: (_numbers(node.address), node.address, node.node_id))
+
+
+def _numbers(address: str) -> list[int]:
+    parts = address.split(".")
+    return [int(part) for part in parts] if all(part.isdigit() for part in parts) else []
 
 
 def choose_nodes(

@@ -1,4 +1,4 @@
-"""What the driver holds of a cluster: worker processes, the roles in them, and the values that calls make."""
+"""What the driver holds of a cluster: worker processes, the roles in them, calls, and the values that calls make."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,29 +7,35 @@ from typing import Any, Protocol
 from hybridflow.controller.ray.transport import StoredBatch, unpack
 from hybridflow.controller.ray.worker_process import Home
 from hybridflow.errors import WorkerError
-
-
-class Store(Protocol):
-    """Who can open a handle."""
-
-    def wait(self, handles: "Sequence[RayHandle]") -> None: ...
-
-    def fetch(self, handle: "RayHandle") -> Any: ...
-
-    def note_read(self, handle: "RayHandle", start: float, contents: Any) -> None: ...
+from hybridflow.observability.trace import Sources
 
 
 class RayProcess:
-    """One worker process, with the calls that it has not finished, oldest first."""
+    """One worker process, with the calls that have not ended as far as is known, oldest first.
 
-    def __init__(self, actor: Any, home: Home, rank: int, roles: set[str]) -> None:
-        self.actor, self.home, self.rank, self.roles = actor, home, rank, roles
-        self.label = ""
-        self.on_last_stop: Callable[[], None] = _nothing
-        self.unfinished: list[RayHandle] = []
+    `home` is None until it has started. `fate` is the error that ended it. `peers` are the processes of all ranks.
+    """
+
+    def __init__(self, actor: Any, label: str, rank: int, roles: set[str]) -> None:
+        self.actor, self.label, self.rank, self.roles = actor, label, rank, roles
+        self.home: Home | None = None
+        self.unfinished: list[RayCall] = []
         self.is_stopped = self.is_detached = False
         self.fate: WorkerError | None = None
-        self.peers: list[RayProcess] = []
+        self.peers: list[RayProcess] = [self]
+        self.on_last_stop: Callable[[], None] = _nothing
+        self._remote_calls: dict[int, Any] = {}
+
+    def remote_call(self, num_returns: int) -> Any:
+        """The actor's method `call` with so many results."""
+        if num_returns not in self._remote_calls:
+            self._remote_calls[num_returns] = self.actor.call.options(num_returns=num_returns)
+        return self._remote_calls[num_returns]
+
+    @property
+    def node(self) -> str:
+        """The address of its node."""
+        return self.home.node_address if self.home else ""
 
 
 class RayWorker:
@@ -43,25 +49,41 @@ class RayWorker:
         return f"RayWorker({self.name!r})"
 
 
-class RayHandle:
-    """A value in the cluster's stores, or a call that will make one: `done` tells that it has ended, `value` is it."""
+class RayCall:
+    """A call on its way. `done` is a small object that is there when it has ended; `after` are the calls whose results
+    it reads. It holds nothing of the result, unless the method declares none."""
 
     def __init__(
         self,
-        backend: Store,
         done: Any,
-        value: Any,
-        *,
-        worker: RayWorker | None = None,
-        where: str = "",
-        after: Any = (),
+        worker: RayWorker,
+        where: str,
+        timeout_s: float | None,
+        after: Sequence["RayCall"] = (),
+        sources: Sources = (),
     ) -> None:
-        self.backend, self.where, self.worker = backend, where, worker
-        self.done: Any = done
-        self.value: Any = value
-        self.after: list[RayHandle] = list(after)
+        self.done, self.worker, self.where, self.timeout_s, self.sources = done, worker, where, timeout_s, sources
+        self.after = list(after)
         self.running_since: float | None = None
-        self.is_finished = worker is None
+        self.is_finished = False
+
+
+class Store(Protocol):
+    """Who can open a handle."""
+
+    def wait(self, handles: "Sequence[RayHandle]") -> None: ...
+
+    def fetch(self, handle: "RayHandle") -> Any: ...
+
+    def note_read(self, handle: "RayHandle", start: float, contents: Any) -> None: ...
+
+
+class RayHandle:
+    """A value in the cluster's stores: put there, or to be made by a call."""
+
+    def __init__(self, store: Store, value: Any, call: RayCall | None = None, produced: tuple[str, ...] = ()) -> None:
+        self.store, self.value, self.call, self.produced = store, value, call, produced
+        self.where = call.where if call else ""
 
     def get(self) -> Any:
         return self._open(lambda packed: unpack(packed, ()))
@@ -75,19 +97,20 @@ class RayHandle:
         return self._open(lambda packed: StoredBatch(packed).view(columns, rows))
 
     def _open(self, unpack_value: Callable[[Any], Any]) -> Any:
-        self.backend.wait([self])
+        self.store.wait([self])
         start = time.time()
-        contents = unpack_value(self.backend.fetch(self))
-        self.backend.note_read(self, start, contents)
+        contents = unpack_value(self.store.fetch(self))
+        self.store.note_read(self, start, contents)
         return contents
 
     def release(self) -> None:
-        self.done = self.value = None
-        self.after = []
+        """Let the value go."""
+        self.value = self.call = None
 
     @property
-    def is_released(self) -> bool:
-        return self.done is None and self.value is None
+    def ref(self) -> Any:
+        """The stored object; None if it was let go."""
+        return self.value if self.value is not None or self.call is None else self.call.done
 
 
 def _nothing() -> None:

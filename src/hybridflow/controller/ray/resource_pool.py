@@ -50,7 +50,8 @@ class RayResourcePool(ResourcePool):
         self.name_prefix, self.cpus_per_process = name_prefix, cpus_per_process
         self._reserved: list[Place] | None = None
         self._groups: list[PlacementGroup] = []
-        self._num_tenants = 0
+        self._tenants = [0] * self.world_size
+        self._is_detached = False
 
     @property
     def share(self) -> dict[str, float]:
@@ -64,29 +65,43 @@ class RayResourcePool(ResourcePool):
         share = {"CPU": self.cpus_per_process}
         return share | {"GPU": 1.0 / self.max_colocate_count} if self.use_gpu else share
 
-    def places(self, detached: bool = False) -> list[Place]:
-        """The place of each rank, reserved now if it is not yet; `detached`: until somebody gives it back.
+    def places(self) -> list[Place]:
+        """The place of each rank, reserved now if it is not yet.
 
         Raises ConfigError, within seconds, if the pool does not fit what the cluster has free.
         """
         if self._reserved is None:
             nodes = self._choose_nodes()
             bundles = [node for node, count in zip(nodes, self.process_on_nodes, strict=True) for _ in range(count)]
-            self._reserved = self._reserve(bundles, detached)
+            self._reserved = self._reserve(bundles)
         return self._reserved
 
-    def take_tenancy(self) -> None:
-        """Count a worker group that is built on the pool. Raises ConfigError if there is no room for another."""
-        if self._num_tenants >= self.max_colocate_count:
+    def take_tenancy(self, detached: bool = False) -> None:
+        """Count a worker group that is built on the pool; `detached`: the reservation must outlive this process.
+
+        Raises ConfigError if there is no room for another, or a detached one comes to others.
+        """
+        owned = self._owned()
+        if any(pool._tenants[rank] >= self.max_colocate_count for pool, rank in owned):
             raise ConfigError(
                 f"{self!r} has room for max_colocate_count={self.max_colocate_count} worker group(s), which are there "
                 f"already; raise max_colocate_count, shut one down, or fuse roles with create_colocated_worker_cls."
             )
-        self._num_tenants += 1
+        if any(pool._reserved is not None and pool._is_detached != detached for pool, _ in owned):
+            raise ConfigError(
+                f"{self!r} is reserved for groups that {'end with' if detached else 'outlive'} this process; give "
+                f"{'a detached group' if detached else 'others'} a pool of {'its' if detached else 'their'} own."
+            )
+        for pool, rank in owned:
+            pool._tenants[rank] += 1
+            pool._is_detached = detached
 
     def give_up_tenancy(self) -> None:
-        """A worker group has gone."""
-        self._num_tenants -= 1
+        """A worker group has gone; with the last one goes the reservation."""
+        for pool, rank in self._owned():
+            pool._tenants[rank] -= 1
+            if not any(pool._tenants):
+                pool.release()
 
     def release(self) -> None:
         """Give the resources back to the cluster."""
@@ -95,6 +110,10 @@ class RayResourcePool(ResourcePool):
             group = self._groups.pop()
             if ray.is_initialized():
                 remove_placement_group(group)
+
+    def _owned(self) -> "list[tuple[RayResourcePool, int]]":
+        """Each place, as a rank of the pool that has reserved it."""
+        return [(self, rank) for rank in range(self.world_size)]
 
     def _choose_nodes(self) -> list[Node]:
         deadline = time.monotonic() + SETTLING_S
@@ -108,19 +127,18 @@ class RayResourcePool(ResourcePool):
                 raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes)
             time.sleep(0.1)
 
-    def _reserve(self, nodes: Sequence[Node], detached: bool) -> list[Place]:
+    def _reserve(self, nodes: Sequence[Node]) -> list[Place]:
         group = placement_group(
             [{name: amount for name, amount in self.share.items() if amount} or {"memory": 1} for _ in nodes],
             strategy="PACK",
             name=self.name_prefix,
-            lifetime="detached" if detached else None,
+            lifetime="detached" if self._is_detached else None,
             bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in nodes],
         )
         if not group.wait(RESERVATION_TIMEOUT_S):
             remove_placement_group(group)
             raise does_not_fit(repr(self), self.process_on_nodes, self.share, nodes_of_cluster())
-        if not detached:
-            self._groups.append(group)
+        self._groups.append(group)
         return [Place(group, index, node) for index, node in enumerate(nodes)]
 
     def __repr__(self) -> str:
@@ -142,8 +160,11 @@ class _Part(RayResourcePool):
         )
         self._parts = parts
 
-    def places(self, detached: bool = False) -> list[Place]:
-        return [pool.places(detached)[rank] for pool, ranks in self._parts for rank in ranks]
+    def places(self) -> list[Place]:
+        return [pool.places()[rank] for pool, ranks in self._parts for rank in ranks]
+
+    def _owned(self) -> list[tuple[RayResourcePool, int]]:
+        return [pool._owned()[rank] for pool, ranks in self._parts for rank in ranks]
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:

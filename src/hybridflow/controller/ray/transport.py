@@ -5,9 +5,10 @@ needs them. A future goes as its plan, with handles in place of contents. Tensor
 """
 
 import importlib.machinery
+import io
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,9 @@ import ray.cloudpickle
 import torch
 from tensordict import TensorDictBase
 
-from hybridflow.errors import BatchError, DispatchError, HybridFlowError, WorkerError
+from hybridflow.controller.one_call import described
+from hybridflow.controller.sources import SourceList
+from hybridflow.errors import BatchError, DispatchError, WorkerError
 from hybridflow.observability import TraceEvent
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.protocol.future import BatchHandle
@@ -47,7 +50,7 @@ class StoredBatch:
     packed: Any
 
     def get(self) -> Any:
-        return unpack(self.packed, ())
+        return unpack(self.packed.value if isinstance(self.packed, Reply) else self.packed, ())
 
     def read(self, columns: tuple[str, ...] | None, rows: Any) -> DataProto:
         return _as_batch(self.packed).read(columns, rows)
@@ -80,6 +83,7 @@ class Outgoing:
     def __init__(self, ref_of_handle: Any, compress: bool = False) -> None:
         self.refs: list[Any] = []
         self.num_bytes = 0
+        self.sources = SourceList()
         self._ref_of_handle, self._compress = ref_of_handle, compress
         self._slots: dict[int, Slot] = {}
 
@@ -91,10 +95,19 @@ class Outgoing:
             except BatchError as error:
                 raise BatchError(f"{what}: {error}") from error
             self.num_bytes += packed.num_bytes()
+            self.sources.add_value(value)
             return packed
         if isinstance(value, DataProtoFuture):
-            return _SentFuture(value.narrow().with_handles(self._send_handle), opens_futures)
+            if not value.is_plain:
+                raise DispatchError(
+                    f"{what} is a future that only this process can read, as its method does not declare what it "
+                    f"writes; declare writes=(...), or read it (future.get()) and pass the batch."
+                )
+            narrow = value.narrow()
+            self.sources.add_value(narrow)
+            return _SentFuture(narrow.with_handles(self._send_handle), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
+            self.sources.add_value(value)
             return _SentHandle(self._slot(ref))
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
             return PackedColumn.of_tensor(value, self._compress)
@@ -103,16 +116,20 @@ class Outgoing:
         if isinstance(value, TensorDictBase):
             value = value.detach().cpu()
         if type(value) in (list, tuple):
-            return type(value)(self.pack(element, what, opens_futures) for element in value)
+            return type(value)(
+                self.pack(element, f"[{index}] in {what}", opens_futures) for index, element in enumerate(value)
+            )
         if type(value) is dict:
-            return {key: self.pack(element, what, opens_futures) for key, element in value.items()}
+            return {key: self.pack(element, f"[{key!r}] in {what}", opens_futures) for key, element in value.items()}
         if value is None or type(value) in (bool, int, float, str, bytes):
             return value
         return _Pickled(_dumps(value, what))
 
     def _send_handle(self, handle: Any) -> Any:
         if isinstance(handle, BatchHandle):
-            return BatchHandle(self.pack(handle.batch, "a batch in a future"))
+            packed = PackedBatch.pack(handle.batch, cloudpickle.dumps, self._compress)
+            self.num_bytes += packed.num_bytes()
+            return BatchHandle(packed)  # pyright: ignore[reportArgumentType]
         ref = self._ref_of_handle(handle)
         if ref is None:
             raise DispatchError(
@@ -120,6 +137,11 @@ class Outgoing:
                 f"(future.get()) and pass the batch."
             )
         return self._slot(ref)
+
+    def also_wait_for(self, refs: Iterable[Any]) -> None:
+        """Objects that must be there, without being read: calls that have to succeed before the message arrives."""
+        for ref in refs:
+            self._slot(ref)
 
     def _slot(self, ref: Any) -> Slot:
         if ref not in self._slots:
@@ -180,6 +202,8 @@ def _is_importable(name: str) -> bool:
 
 def _dumps(value: Any, what: str) -> bytes:
     try:
+        if isinstance(value, io.IOBase):
+            raise TypeError("an open file")  # of one for reading, pickle would send the contents
         return cloudpickle.dumps(value)
     except Exception as error:  # whatever the object raises
         raise DispatchError(
@@ -200,29 +224,38 @@ class RemoteTraceback(Exception):
 
 
 class CallFailed(Exception):
-    """Carries the error of a worker to whoever reads the result, as bytes that can always be read."""
+    """Carries the error of a worker to whoever reads the result, as bytes, with who it was and a text for the case that
+    they cannot be read here."""
 
-    def __init__(self, packed: bytes) -> None:
-        super().__init__(packed)
-        self.packed = packed
+    def __init__(self, packed: bytes, text: str, role: str, rank: int, node: str) -> None:
+        super().__init__(packed, text, role, rank, node)
+        self.packed, self.text, self.role, self.rank, self.node = packed, text, role, rank, node
+
+    def __str__(self) -> str:
+        return self.text
 
     def error(self) -> BaseException:
         """The error itself: with its notes, and the remote traceback as the end of its chain of causes."""
-        return _loaded(self.packed)
+        try:
+            return _loaded(self.packed)
+        except Exception:  # whatever the error's own class raises where it is not at home
+            return WorkerError(self.text, role=self.role, rank=self.rank, node=self.node)
 
 
-def pack_error(error: BaseException, role: str, rank: int, node: str) -> CallFailed:
+def pack_error(error: BaseException, where: str, role: str, rank: int, node: str) -> CallFailed:
     """What to raise in the worker; an error that does not survive pickling becomes a WorkerError of its text."""
-    text = "".join(traceback.format_exception(error))
+    first = error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error
+    text = f"{where} failed on worker {role}/{rank}: {described(first)}"
     try:
-        packed = _dumped(error, text)
-        _loaded(packed)
+        trace = "".join(traceback.format_exception(error))
+    except Exception:  # an error whose own text raises
+        trace = "".join(traceback.format_tb(error.__traceback__))
+    try:
+        packed = _dumped(error, trace)
+        str(_loaded(packed))
     except Exception:  # whatever the error's own class raises
-        told: HybridFlowError = WorkerError(f"{type(error).__name__}: {error}", role=role, rank=rank, node=node)
-        if isinstance(error, WorkerError) and error.__cause__ is not None:
-            told = WorkerError(str(error), role=role, rank=rank, node=node)
-        packed = _dumped(told, text)
-    return CallFailed(packed)
+        packed = _dumped(WorkerError(text, role=role, rank=rank, node=node), trace)
+    return CallFailed(packed, text, role, rank, node)
 
 
 def _dumped(error: BaseException, text: str) -> bytes:

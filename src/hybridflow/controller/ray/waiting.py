@@ -6,12 +6,13 @@ Whoever waits learns who is waited for, and why that does not answer.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
 
-from hybridflow.controller.ray.processes import RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.transport import CallFailed, Reply
 from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
@@ -21,36 +22,41 @@ from hybridflow.runtime.process_report import own_stacks
 SLICE_S = 0.2
 """How often a wait looks whether somebody has failed or is overdue."""
 
+DEATH_SHOWS_AFTER_S = 1.0
+"""A rank that fails because another has died may be heard of before the death is."""
+
 MAX_REPORTS = 4
 """Workers that a report of an overdue call looks at."""
 
+FULL = (OutOfDiskError, ObjectStoreFullError)
+
 
 class Waiting:
-    """`call_timeout_s`: the deadline of every call, None for none. `processes`: those that run. `stop` ends some.
-    `trace` hears of every call that has ended."""
+    """`processes`: those that run. `stop` ends some. `trace` hears of every call that has ended."""
 
-    def __init__(
-        self,
-        call_timeout_s: float | None,
-        processes: list[RayProcess],
-        stop: Callable[[Sequence[RayProcess]], None],
-        trace: Trace,
-    ) -> None:
-        self.call_timeout_s, self._processes, self._stop, self._trace = call_timeout_s, processes, stop, trace
+    def __init__(self, processes: list[RayProcess], stop: Callable[[Sequence[RayProcess]], None], trace: Trace) -> None:
+        self._processes, self._stop, self._trace = processes, stop, trace
+
+    def track(self, call: RayCall) -> None:
+        """A call has been sent."""
+        unfinished = call.worker.process.unfinished
+        if not unfinished and not call.after:
+            call.running_since = time.monotonic()
+        unfinished.append(call)
 
     def note_ended(self) -> None:
         """Take notice of calls that have ended without anybody waiting for them; errors are left to whoever does."""
         for process in self._processes:
-            for handle in [handle for handle in process.unfinished if handle.done is not None]:
-                if not self._has_ended(handle):
+            for call in list(process.unfinished):
+                if not self._has_ended(call):
                     break
                 with contextlib.suppress(Exception):  # it is raised again when the result is read
-                    self._finish(handle)
+                    self._finish(call)
 
-    def wait(self, handles: Sequence[RayHandle]) -> None:
-        """Until all calls have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for
-        one that is over its deadline."""
-        pending = {h.done: h for h in handles if h.done is not None and not h.is_finished}
+    def wait(self, calls: Sequence[RayCall]) -> None:
+        """Until all have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for one that
+        is over its deadline."""
+        pending = {call.done: call for call in calls if not call.is_finished}
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SLICE_S, fetch_local=False)
             for ref in ready:
@@ -58,59 +64,86 @@ class Waiting:
             if pending:
                 self._check_deadlines(list(pending.values()))
 
-    def _finish(self, handle: RayHandle) -> None:
+    def _finish(self, call: RayCall) -> None:
         """Note that a call has ended. Raises what it raised."""
-        worker = handle.worker
-        assert worker is not None
-        if handle in worker.process.unfinished:
-            worker.process.unfinished.remove(handle)
+        if call in call.worker.process.unfinished:
+            call.worker.process.unfinished.remove(call)
         failure: BaseException | None = None
         try:
-            reply: Any = ray.get(handle.done)
-            if isinstance(reply, Reply):
-                self._trace.record(reply.event)
+            reply: Any = ray.get(call.done)
+            if isinstance(reply, Reply) and not call.is_finished:
+                self._trace.record(replace(reply.event, sources=call.sources))
         except RayTaskError as error:
-            cause: Any = error.cause
-            failure = cause.error() if isinstance(cause, CallFailed) else _as_worker_error(error, worker, handle.where)
-        except RayActorError as error:
-            failure = self._tell_death(worker, handle.where, error)
+            failure = self._failure(call, error.cause, error)
         except RayError as error:
-            failure = _as_worker_error(error, worker, handle.where)
+            failure = self._failure(call, error, error)
         if failure is not None:
             raise failure  # out here, so that its cause is its own
-        handle.is_finished = True
-        handle.after = []
+        call.is_finished = True
+        call.after = []
 
-    def _check_deadlines(self, pending: list[RayHandle]) -> None:
-        if self.call_timeout_s is None:
-            return
+    def _failure(self, call: RayCall, cause: Any, error: Exception) -> BaseException:
+        """What to raise for the error of a call."""
+        if isinstance(cause, RayActorError):
+            return self._tell_death(call.worker, call.where, cause)
+        if isinstance(cause, CallFailed):
+            return self._death_of_a_peer(call) or cause.error()
+        if isinstance(cause, FULL):
+            made = [source.where for source in call.after] or [call.where]
+            return _worker_error(
+                f"{call.where} on worker {call.worker.name}: a result of {' or '.join(made)} fits neither into the "
+                f"shared memory of its node nor on its disk ({type(cause).__name__}); use smaller batches, a larger "
+                f"controller.object_store_bytes, or free disk space.",
+                call.worker,
+            )
+        return _worker_error(f"{call.where} failed on worker {call.worker.name}: {error}", call.worker)
+
+    def _death_of_a_peer(self, call: RayCall) -> WorkerError | None:
+        """The death of another rank, if that is what made this one fail: in a collective, for one."""
+        others = [c for peer in call.worker.process.peers for c in peer.unfinished[:1] if c is not call]
+        if not others:
+            return None
+        ready, _ = ray.wait(
+            [c.done for c in others], num_returns=len(others), timeout=DEATH_SHOWS_AFTER_S, fetch_local=False
+        )
+        for other in others:
+            if other.done in ready:
+                try:
+                    ray.get(other.done)
+                except RayActorError as error:
+                    return self._tell_death(other.worker, other.where, error)
+                except RayError:
+                    continue  # it failed as this one did, and is told if somebody waits for it
+        return None
+
+    def _check_deadlines(self, pending: list[RayCall]) -> None:
         now = time.monotonic()
-        running = list(dict.fromkeys(self._running(handle) for handle in pending))
-        for handle in running:
-            handle.running_since = handle.running_since or now
-        overdue = [h for h in running if h.running_since is not None and now - h.running_since > self.call_timeout_s]
+        running = list(dict.fromkeys(self._running(call) for call in pending))
+        for call in running:
+            call.running_since = call.running_since or now
+        overdue = [call for call in running if call.timeout_s and now - (call.running_since or now) > call.timeout_s]
         if overdue:
             raise self._tell_overdue(overdue, pending[0], now)
 
-    def _running(self, handle: RayHandle) -> RayHandle:
+    def _running(self, call: RayCall) -> RayCall:
         """Whom a call waits for: itself if it runs, else the oldest call before it on its process, or what it reads."""
         while True:
-            assert handle.worker is not None
-            queue = handle.worker.process.unfinished
-            while queue and queue[0] is not handle and self._has_ended(queue[0]):
-                queue.pop(0)
-            if queue and queue[0] is not handle and handle in queue:
-                handle = queue[0]
+            queue = call.worker.process.unfinished
+            while queue and queue[0] is not call and self._has_ended(queue[0]):
+                with contextlib.suppress(Exception):  # it is raised again when the result is read
+                    self._finish(queue[0])
+            if queue and queue[0] is not call and call in queue:
+                call = queue[0]
                 continue
-            handle.after = [source for source in handle.after if not self._has_ended(source)]
-            if not handle.after:
-                return handle
-            handle = handle.after[0]
+            call.after = [source for source in call.after if not self._has_ended(source)]
+            if not call.after:
+                return call
+            call = call.after[0]
 
-    def _has_ended(self, handle: RayHandle) -> bool:
-        if handle.is_finished or handle.done is None:
+    def _has_ended(self, call: RayCall) -> bool:
+        if call.is_finished:
             return True
-        ready, _ = ray.wait([handle.done], timeout=0, fetch_local=False)
+        ready, _ = ray.wait([call.done], timeout=0, fetch_local=False)
         return bool(ready)
 
     # ------------------------------------------------------------------------------------------ bad news
@@ -118,61 +151,54 @@ class Waiting:
     def _tell_death(self, worker: RayWorker, where: str, error: RayActorError) -> WorkerError:
         """The error for a process that is gone; its peers, which may wait for it in a collective, are ended too."""
         process = self._process_of(error) or worker.process
-        if process.fate is None:
-            home = process.home
-            place = f" on node {home.node_address}, pid {home.pulse.pid}" if home else ""
-            reason = _exit_reason(error)
-            seen = f"\nWhat is left of it:\n{observe(home)}" if home else ""
-            fate = WorkerDiedError(
-                f"worker {process.label}{place} died while {where or 'a call'} was waited for: {reason}{seen}",
-                role=worker.role,
-                rank=process.rank,
-                node=home.node_address if home else "",
-            )
-            for peer in process.peers:
-                peer.fate = fate
-            self._stop(process.peers)
-            return fate
-        return process.fate
+        if process.fate is not None:
+            return process.fate
+        if process.is_stopped:
+            return _worker_error(f"worker {process.label} was shut down before the result of {where} was read.", worker)
+        place = f" on node {process.node}, pid {process.home.pulse.pid}" if process.home else ""
+        seen = f"\nWhat is left of it:\n{observe(process.home)}" if process.home else ""
+        fate = WorkerDiedError(
+            f"worker {process.label}{place} died while {where} was waited for: {_exit_reason(error)}{seen}",
+            role=process.label.rpartition("/")[0],
+            rank=process.rank,
+            node=process.node,
+        )
+        self._end(process, fate)
+        return fate
+
+    def _end(self, process: RayProcess, fate: WorkerError) -> None:
+        for peer in process.peers:
+            peer.fate = fate
+        self._stop(process.peers)
 
     def _process_of(self, error: RayActorError) -> RayProcess | None:
-        dead = error.actor_id
         for process in self._processes:
-            if dead is not None and process.actor._actor_id.hex() == dead:
+            if error.actor_id is not None and process.actor._actor_id.hex() == error.actor_id:
                 return process
         return None
 
-    def _tell_overdue(self, overdue: list[RayHandle], awaited: RayHandle, now: float) -> WorkerTimeoutError:
+    def _tell_overdue(self, overdue: list[RayCall], awaited: RayCall, now: float) -> WorkerTimeoutError:
         """The error for calls over their deadline, with what their processes were doing; these are ended then."""
         first = overdue[0]
-        assert first.worker is not None
-        assert awaited.worker is not None
-        names = ", ".join(f"rank {h.worker.rank}" for h in overdue if h.worker is not None)
+        ranks = ", ".join(str(call.worker.rank) for call in overdue)
         lines = [
-            f"{first.where} on {first.worker.role} {names} has been running for "
-            f"{now - (first.running_since or now):.1f} s, longer than its deadline of {self.call_timeout_s:g} s "
+            f"{first.where} on {first.worker.role}, rank {ranks}, is running for "
+            f"{now - (first.running_since or now):.1f} s, longer than its deadline of {first.timeout_s:g} s "
             f"(controller.call_timeout_s)."
         ]
         if awaited is not first:
             lines.append(f"The controller waits for {awaited.where} on {awaited.worker.name}, which waits for it.")
-        for handle in overdue[:MAX_REPORTS]:
-            assert handle.worker is not None
-            lines += [f"{handle.worker.name}:", observe(handle.worker.process.home)]
+        for call in overdue[:MAX_REPORTS]:
+            home = call.worker.process.home
+            lines += [f"{call.worker.name}:", observe(home) if home else "  its process has not started"]
         if len(overdue) > MAX_REPORTS:
             lines.append(f"... and {len(overdue) - MAX_REPORTS} more, which were not looked at.")
         lines += ["The controller itself waits here:", own_stacks()]
-        home = first.worker.process.home
         fate = WorkerTimeoutError(
-            "\n".join(lines),
-            role=first.worker.role,
-            rank=first.worker.rank,
-            node=home.node_address if home else "",
+            "\n".join(lines), role=first.worker.role, rank=first.worker.rank, node=first.worker.process.node
         )
-        for handle in overdue:
-            assert handle.worker is not None
-            for peer in handle.worker.process.peers:
-                peer.fate = fate
-            self._stop(handle.worker.process.peers)
+        for call in overdue:
+            self._end(call.worker.process, fate)
         return fate
 
 
@@ -183,8 +209,5 @@ def _exit_reason(error: RayActorError) -> str:
     return " ".join(text.split()).removeprefix("its worker process has died. ") or type(error).__name__
 
 
-def _as_worker_error(error: Exception, worker: RayWorker, where: str) -> WorkerError:
-    node = worker.process.home.node_address if worker.process.home else ""
-    return WorkerError(
-        f"{where} failed on worker {worker.name}: {error}", role=worker.role, rank=worker.rank, node=node
-    )
+def _worker_error(message: str, worker: RayWorker) -> WorkerError:
+    return WorkerError(message, role=worker.role, rank=worker.rank, node=worker.process.node)

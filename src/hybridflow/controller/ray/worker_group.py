@@ -54,22 +54,23 @@ class RayWorkerGroup(WorkerGroup):
         detached: bool = False,
         workers: list[WorkerRef] | None = None,
     ) -> None:
-        backend = backend or default_backend()
+        self._detached = detached
         self._workers_of: dict[str, list[WorkerRef]] = {}
-        if isinstance(ray_cls_with_init, FusedClasses):
-            self._fused = ray_cls_with_init.classes
-            spawned = backend.spawn(self._fused, resource_pool, detached_as=_detached_name(name_prefix, detached))
-            self._workers_of = {name: list(of_role) for name, of_role in spawned.items()}
-            first = next(iter(self._fused))
-            super().__init__(resource_pool, self._fused[first], backend, name_prefix, workers=self._workers_of[first])
+        self._fused = ray_cls_with_init.classes if isinstance(ray_cls_with_init, FusedClasses) else {}
+        first = next(iter(self._fused.values())) if self._fused else ray_cls_with_init
+        assert isinstance(first, ClassWithInitArgs)
+        super().__init__(resource_pool, first, backend or default_backend(), name_prefix, meshes, workers)
+        if self._fused:
             self._declared = {}
-            return
-        self._fused = {}
-        name = name_prefix or ray_cls_with_init.cls.__name__
-        if workers is None:
-            detached_as = _detached_name(name, detached)
-            workers = list(backend.spawn({name: ray_cls_with_init}, resource_pool, detached_as=detached_as)[name])
-        super().__init__(resource_pool, ray_cls_with_init, backend, name, meshes, workers)
+
+    def _start_workers(self) -> list[WorkerRef]:
+        if self._detached and not self.name:
+            raise DispatchError("a detached group needs a name by which others find it; give name_prefix.")
+        backend: Any = self.backend
+        classes = self._fused or {self.name: self.cls_with_init}
+        spawned = backend.spawn(classes, self.resource_pool, detached_as=self.name if self._detached else "")
+        self._workers_of = {name: list(workers) for name, workers in spawned.items()} if self._fused else {}
+        return list(next(iter(spawned.values())))
 
     def spawn(
         self, prefix_set: Iterable[str], meshes: Mapping[str, Meshes] | None = None
@@ -124,9 +125,3 @@ def default_backend() -> RayBackend:
     if _default_backend is None:
         _default_backend = RayBackend()
     return _default_backend
-
-
-def _detached_name(name: str, detached: bool) -> str:
-    if detached and not name:
-        raise DispatchError("a detached group needs a name by which others find it; give name_prefix.")
-    return name if detached else ""

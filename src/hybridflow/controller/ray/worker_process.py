@@ -84,8 +84,8 @@ class WorkerProcess:
                 where = f"{cls.__name__}.__init__"
                 with naming_errors(where, f"{name}/{self._rank}", name, self._rank), self._pulse.during(where):
                     self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
-            except Exception as error:  # a constructor may raise anything; it is told to the driver
-                raise pack_error(error, name, self._rank, socket.gethostname()) from None
+            except (Exception, KeyboardInterrupt) as error:  # a constructor may raise anything; the driver is told
+                raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
 
     def call(self, role: str, method_name: str, terms: CallTerms, message: Any, as_batch: bool, *beside: Any) -> Any:
         """Run a method. `beside` are the objects that the message refers to. With `as_batch`, the result is two
@@ -104,8 +104,8 @@ class WorkerProcess:
                 computed = time.time()
                 outgoing = Outgoing(lambda value: None)
                 value = outgoing.pack(output, f"the result of {where}")
-        except Exception as error:  # a method may raise anything; it is told to the driver
-            raise pack_error(error, role, self._rank, socket.gethostname()) from None
+        except (Exception, KeyboardInterrupt) as error:  # a method may raise anything; the driver is told
+            raise pack_error(error, where, role, self._rank, self._node) from None
         event = TraceEvent(
             kind="call",
             where=where,

@@ -1,0 +1,141 @@
+"""`PlaceholderBackend`: workers that compute nothing. A call checks what it is given and returns synthetic columns, of
+the shapes and types of the glossary: a program can be run, and its dataflow seen, before a device is touched.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.local import LocalHandle
+from hybridflow.controller.one_call import checked_output
+from hybridflow.controller.resource_pool import ResourcePool
+from hybridflow.controller.sources import SourceList
+from hybridflow.errors import FieldError
+from hybridflow.observability import Trace, TraceEvent
+from hybridflow.protocol import FIELDS, DataProto
+from hybridflow.protocol.future import narrowed, opened
+
+PROMPT_LEN, RESPONSE_LEN = 2, 3
+"""Of synthetic columns."""
+
+_LENGTHS = {
+    "prompt_len": PROMPT_LEN,
+    "response_len": RESPONSE_LEN,
+    "response_len|1": RESPONSE_LEN,
+    "seq_len": PROMPT_LEN + RESPONSE_LEN,
+}
+_DICTIONARIES = ("extra_infos", "reward_extras")
+
+
+class PlaceholderWorker:
+    """A name and a class, of which there is no object."""
+
+    def __init__(self, name: str, rank: int, cls: type) -> None:
+        self.name, self.rank, self.cls = name, rank, cls
+
+
+class PlaceholderBackend:
+    """As a backend, but nothing runs."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+    def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
+        """Anything fits."""
+
+    def spawn(
+        self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
+    ) -> dict[str, list[PlaceholderWorker]]:
+        ranks = range(resource_pool.world_size)
+        return {
+            name: [PlaceholderWorker(f"{name}/{rank}", rank, cls_with_init.cls) for rank in ranks]
+            for name, cls_with_init in classes.items()
+        }
+
+    def call(
+        self,
+        worker: WorkerRef,
+        method_name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        terms: CallTerms = NO_TERMS,
+    ) -> LocalHandle:
+        assert isinstance(worker, PlaceholderWorker)
+        where = f"{worker.cls.__name__}.{method_name}"
+        sources, values = SourceList(), []
+        for value in (*args, *kwargs.values()):
+            value = narrowed(value)
+            sources.add_value(value)
+            with self.trace.paused():
+                values.append(opened(value.get() if isinstance(value, LocalHandle) else value))
+        if terms.columns is not None:
+            terms.columns.check_reads(values)
+        output = checked_output(self._output(where, terms, values), terms, worker.rank)
+        self.trace.record(TraceEvent("call", where, worker.name, "", 0.0, 0.0, sources=sources.as_tuple()))
+        return LocalHandle(output, where, self.trace)
+
+    def _output(self, where: str, terms: CallTerms, values: Sequence[Any]) -> DataProto | None:
+        batches = [value for value in values if isinstance(value, DataProto)]
+        if not batches or terms.columns is None:
+            return None
+        if terms.columns.writes is None:
+            raise FieldError(
+                f"{where} does not declare what it returns, so nothing can be put in its place; add writes=(...) to "
+                f"its @register."
+            )
+        factor = terms.columns.rows_per_row
+        num_rows = 1 if factor is None else factor * (terms.num_rows or len(batches[0]))
+        return synthetic_batch(terms.columns.writes, num_rows if terms.columns.writes else 0)
+
+    def call_all(
+        self,
+        workers: Sequence[WorkerRef],
+        method_name: str,
+        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        terms: Sequence[CallTerms],
+    ) -> list[LocalHandle]:
+        return [
+            self.call(worker, method_name, args, kwargs, own_terms)
+            for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
+        ]
+
+    def put(self, value: Any) -> LocalHandle:
+        return LocalHandle(value, "", self.trace)
+
+    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+        return [handle.get() for handle in handles]
+
+    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+        """Nothing runs."""
+
+    def release(self, handles: Sequence[ObjectHandle]) -> None:
+        """Nothing is kept."""
+
+    def is_alive(self, worker: WorkerRef) -> bool:
+        return True
+
+    def shutdown(self, workers: Sequence[WorkerRef]) -> None:
+        """Nothing runs."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def synthetic_batch(columns: Sequence[str], num_rows: int) -> DataProto:
+    """Rows of the named columns, shaped and typed as the glossary has them; one that it lacks is a number a row."""
+    tensors, arrays = {}, {}
+    for name in columns:
+        field = FIELDS.get(name)
+        if field is not None and not field.is_tensor:
+            arrays[name] = np.empty(num_rows, dtype=object)
+            arrays[name][:] = [{} if name in _DICTIONARIES else "" for _ in range(num_rows)]
+            continue
+        shape = [num_rows, *(_LENGTHS[axis] for axis in (field.shape[1:] if field else ()))]
+        dtype: Any = field.dtype if field else torch.float32
+        rows = torch.arange(1, num_rows + 1).reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
+        tensors[name] = torch.ones(shape, dtype=dtype) if "mask" in name else rows.to(dtype).clone()
+    return DataProto.from_dict(tensors, arrays, {"metrics": {}})

@@ -1,0 +1,70 @@
+"""The dataflow of a program, seen in its trace: who made which columns, and who read them. And ways to draw it."""
+
+from collections.abc import Iterable, Sequence
+
+from hybridflow.observability.trace import CONTROLLER, TraceEvent
+
+Edge = tuple[str, str, str]
+"""(who made it, who reads it, the column)"""
+
+
+def dataflow_edges(events: Iterable[TraceEvent]) -> list[Edge]:
+    """Every edge once, in the order in which the program made them."""
+    edges: dict[Edge, None] = {}
+    for event in events:
+        reader = event.where if event.kind == "call" else CONTROLLER
+        for producer, columns in event.sources if event.kind != "send" else ():
+            for column in columns:
+                if producer != reader:
+                    edges[producer, reader, column] = None
+    return list(edges)
+
+
+def draw_text(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
+    """Each reader with what it reads of whom; `notes` stand behind a name."""
+    lines = []
+    for reader in [*(name for name in _names(edges) if name != CONTROLLER), CONTROLLER]:
+        note = (notes or {}).get(reader, "")
+        lines.append(f"{reader}{f'  ({note})' if note else ''}")
+        for producer, columns in _sources_of(reader, edges).items():
+            lines.append(f"    <- {producer}: {', '.join(columns)}")
+    return "\n".join(lines) + "\n"
+
+
+def draw_mermaid(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
+    """A flowchart for Markdown."""
+    names = _names(edges)
+    ids = {name: f"n{index}" for index, name in enumerate(names)}
+    lines = ["flowchart TD"]
+    for name in names:
+        note = (notes or {}).get(name, "")
+        lines.append(f'    {ids[name]}["{name}{f"<br/>{note}" if note else ""}"]')
+    for reader in names:
+        for producer, columns in _sources_of(reader, edges).items():
+            lines.append(f'    {ids[producer]} -->|"{", ".join(columns)}"| {ids[reader]}')
+    return "\n".join(lines) + "\n"
+
+
+def draw_dot(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
+    """A graph for Graphviz."""
+    lines = ["digraph dataflow {", "    node [shape=box];"]
+    for name in _names(edges):
+        label = "\\n".join(filter(None, [name, (notes or {}).get(name, "")]))
+        lines.append(f'    "{name}" [label="{label}"];')
+    for reader in _names(edges):
+        for producer, columns in _sources_of(reader, edges).items():
+            lines.append(f'    "{producer}" -> "{reader}" [label="{", ".join(columns)}"];')
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _names(edges: Sequence[Edge]) -> list[str]:
+    """Everybody, in the order in which the program calls them; the controller, which is there first, leads."""
+    return list(dict.fromkeys([CONTROLLER, *(reader for _, reader, _ in edges), *(maker for maker, _, _ in edges)]))
+
+
+def _sources_of(reader: str, edges: Sequence[Edge]) -> dict[str, list[str]]:
+    sources: dict[str, list[str]] = {}
+    for producer, to, column in edges:
+        if to == reader:
+            sources.setdefault(producer, []).append(column)
+    return {producer: sorted(columns) for producer, columns in sources.items()}

@@ -1,0 +1,80 @@
+"""A run of reinforcement learning: the algorithm step by step on batches of prompts, with what is around it."""
+
+from hybridflow.config import Config
+from hybridflow.controller import Backend, WorkerGroup
+from hybridflow.data import BatchLoader
+from hybridflow.observability import RL_FIGURES, timed
+from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.ppo import PPO
+from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.speed import Speedometer
+from hybridflow.trainers.training_loop import fit
+from hybridflow.trainers.training_state import restore_training, save_training
+from hybridflow.trainers.validation import Validator
+
+
+class PPOTrainer(PPO, BackendOwner):
+    """Trains an actor on prompts by `PPO.step`, to the last step of its run. Build it by `build_trainer`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        actor_rollout: WorkerGroup,
+        rewards: WorkerGroup,
+        loader: BatchLoader,
+        total_steps: int,
+        run: RunDirectory,
+        speedometer: Speedometer,
+        critic: WorkerGroup | None = None,
+        reference: WorkerGroup | None = None,
+        validator: Validator | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config, actor_rollout=actor_rollout, rewards=rewards, critic=critic, reference=reference)
+        self.backend = backend
+        self.loader, self.total_steps, self.run = loader, total_steps, run
+        self.figures = RL_FIGURES
+        self.validator, self.speedometer = validator, speedometer
+        self.stateful_groups = [actor_rollout, *([critic] if critic else []), rewards]
+        self.global_step = 0
+        if run.checkpoint:
+            state = restore_training(run.checkpoint, self.stateful_groups, loader)
+            self.kl_controller.load_state_dict(state["kl_controller"])
+            self.global_step = state["global_step"]
+
+    def fit(self, stop_after: int | None = None) -> None:
+        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
+        fit(self, stop_after)
+
+    def train_step(self) -> list[Sample]:
+        """The next batch through `step`; fills `metrics`, returns samples to show."""
+        self.metrics.clear()
+        self.metrics["training/epoch"] = self.loader.epoch
+        with timed("step", self.metrics):
+            batch = self.step(self.loader.next_batch())
+            self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
+        self.global_step += 1
+        self.metrics |= self.trace_metrics()
+        self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
+        return samples_of(batch, self.config.trainer.log_samples, self.global_step)
+
+    def validate(self) -> dict[str, float]:
+        """The metrics `val/...` of the present weights; empty without validation data."""
+        if self.validator is None:
+            return {}
+        with timed("validation", self.metrics):
+            metrics, _ = self.validator.run()
+        return metrics
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that reaches a number."""
+        save_training(
+            self.run,
+            self.global_step,
+            self.stateful_groups,
+            self.loader,
+            kl_controller=self.kl_controller.state_dict(),
+        )

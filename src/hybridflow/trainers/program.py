@@ -1,0 +1,70 @@
+"""The program of a recipe on placeholders: what is missing shows before a worker starts, and the dataflow is seen."""
+
+from collections.abc import Mapping
+
+from hybridflow.config import Config
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
+from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
+from hybridflow.observability import TraceEvent
+from hybridflow.trainers.groups import pool_of, pools_of
+from hybridflow.trainers.ppo import PPO
+from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardWorker
+
+PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "ground_truths", "extra_infos")
+"""What a prompt dataset gives."""
+
+
+def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
+    """The roles that a configuration needs. The numbers of updates are where learning-rate schedules end."""
+    classes = {
+        Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config, total_updates=actor_updates),
+        Role.Reward: ClassWithInitArgs(RewardWorker, config=config),
+    }
+    if config.uses_critic:
+        classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
+    if config.uses_reference:
+        classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
+    return classes
+
+
+def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
+    """The trace of one step on synthetic prompts, with placeholders for all workers.
+
+    Raises what is wrong with the program: FieldError for a column that nobody has made, naming the method that needs
+    it and who makes it.
+    """
+    backend = PlaceholderBackend()
+    groups = {}
+    for name, processes in pools_of(config).items():
+        roles = {role: cls for role, cls in (classes or role_classes(config)).items() if pool_of(config, role) == name}
+        if roles:
+            by_name = {role.value: cls for role, cls in roles.items()}
+            on_pool = spawn_colocated(ResourcePool(processes), by_name, backend)
+            groups |= {role: on_pool[role.value] for role in roles}
+    algorithm = PPO(
+        config,
+        actor_rollout=groups[Role.ActorRollout],
+        rewards=groups[Role.Reward],
+        critic=groups.get(Role.Critic),
+        reference=groups.get(Role.RefPolicy),
+    )
+    algorithm.global_step = config.critic.warmup_steps
+    prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
+    prompts.meta_info.clear()
+    batch = algorithm.step(prompts)
+    batch_metrics(batch, config.data.max_response_length)
+    lengths_of(batch)
+    samples_of(batch, config.trainer.log_samples, 1)
+    return backend.trace.take()
+
+
+def placement_notes(config: Config) -> dict[str, str]:
+    """Where each method runs: "main, 4 ranks", by the name that the trace has for it."""
+    pools, notes = pools_of(config), {}
+    for role, cls_with_init in role_classes(config).items():
+        pool = pool_of(config, role)
+        ranks = sum(pools[pool])
+        for method in dir(cls_with_init.cls):
+            notes[f"{cls_with_init.cls.__name__}.{method}"] = f"{pool}, {ranks} rank{'s' if ranks > 1 else ''}"
+    return notes

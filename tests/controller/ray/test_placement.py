@@ -1,0 +1,572 @@
+"""Where ranks live: by pure numbers, on one node, on unequal nodes, and beyond the life of a driver."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller.ray.nodes import Node, choose_nodes, does_not_fit, sorted_nodes
+from hybridflow.errors import ConfigError
+from hybridflow.protocol import DataProto
+
+pytestmark = pytest.mark.ray
+
+ONE_CPU = {"CPU": 1.0}
+
+
+def node(address, cpus, free=None, gpus=0.0, node_id=""):
+    total = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
+    return Node(node_id or f"id of {address}", address, total | {"CPU": float(cpus if free is None else free)}, total)
+
+
+def addresses(nodes):
+    return None if nodes is None else [node.address for node in nodes]
+
+
+# ------------------------------------------------------------------------------------------ which nodes: numbers only
+
+
+def test_nodes_are_in_the_order_of_their_addresses_as_numbers_whatever_their_ids():
+    nodes = [node("10.0.0.10", 1, node_id="a"), node("9.0.0.1", 1, node_id="c"), node("10.0.0.9", 1, node_id="b")]
+    assert addresses(sorted_nodes(nodes)) == ["9.0.0.1", "10.0.0.9", "10.0.0.10"]
+
+
+@pytest.mark.xfail(strict=True, reason="parts that are no numbers count as 0, so the order is that of Ray's random ids")
+@pytest.mark.parametrize("names", [["node1", "node2"], ["fd00::1", "fd00::2"]])
+def test_nodes_with_names_or_long_addresses_have_an_order_that_survives_a_restart(names):
+    first = sorted_nodes([node(names[0], 1, node_id="a"), node(names[1], 1, node_id="b")])
+    second = sorted_nodes([node(names[0], 1, node_id="b"), node(names[1], 1, node_id="a")])
+    assert addresses(first) == addresses(second)
+
+
+def test_each_entry_takes_the_first_node_that_leaves_room_for_the_later_ones():
+    nodes = [node("10.0.0.1", 4), node("10.0.0.2", 2), node("10.0.0.3", 4)]
+    assert addresses(choose_nodes([2], ONE_CPU, nodes)) == ["10.0.0.1"]
+    assert addresses(choose_nodes([2, 2], ONE_CPU, nodes)) == ["10.0.0.1", "10.0.0.2"]
+    assert addresses(choose_nodes([2, 4], ONE_CPU, nodes)) == ["10.0.0.1", "10.0.0.3"]
+    assert addresses(choose_nodes([2, 4, 4], ONE_CPU, nodes)) == ["10.0.0.2", "10.0.0.1", "10.0.0.3"]
+    assert addresses(choose_nodes([4, 2, 4], ONE_CPU, nodes)) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+
+
+def test_each_entry_has_a_node_of_its_own_even_if_one_would_hold_all():
+    assert choose_nodes([1, 1], ONE_CPU, [node("10.0.0.1", 64)]) is None
+    assert choose_nodes([4, 4], ONE_CPU, [node("10.0.0.1", 4), node("10.0.0.2", 3)]) is None
+    assert choose_nodes([1], ONE_CPU, []) is None
+
+
+def test_only_what_is_free_counts_unless_the_cluster_is_taken_as_empty():
+    nodes = [node("10.0.0.1", 4, free=1), node("10.0.0.2", 4)]
+    assert addresses(choose_nodes([2], ONE_CPU, nodes)) == ["10.0.0.2"]
+    assert addresses(choose_nodes([2], ONE_CPU, nodes, empty=True)) == ["10.0.0.1"]
+    assert choose_nodes([2, 2], ONE_CPU, nodes) is None
+    assert addresses(choose_nodes([2, 2], ONE_CPU, nodes, empty=True)) == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_shares_are_counted_without_rounding_errors():
+    assert choose_nodes([10], {"CPU": 0.1}, [node("10.0.0.1", 1)]) is not None
+    assert choose_nodes([3], {"CPU": 1 / 3}, [node("10.0.0.1", 1)]) is not None
+    assert choose_nodes([11], {"CPU": 0.1}, [node("10.0.0.1", 1)]) is None
+    assert choose_nodes([1000], {"CPU": 0.0}, [node("10.0.0.1", 1)]) is not None
+    left = node("10.0.0.1", 1)
+    for _ in range(10):
+        assert choose_nodes([1], {"CPU": 0.1}, [left]) is not None
+        left = left.without(1, {"CPU": 0.1})
+    assert choose_nodes([1], {"CPU": 0.1}, [left]) is None
+
+
+def test_every_resource_of_a_share_must_be_there():
+    share = {"CPU": 1.0, "GPU": 1.0}
+    nodes = [node("10.0.0.1", 64), node("10.0.0.2", 2, gpus=8), node("10.0.0.3", 8, gpus=2)]
+    assert addresses(choose_nodes([2], share, nodes)) == ["10.0.0.2"]
+    assert addresses(choose_nodes([2, 2], share, nodes)) == ["10.0.0.2", "10.0.0.3"]
+    assert choose_nodes([3], share, nodes) is None
+
+
+def test_the_choice_never_misses_one_that_exists():
+    import itertools
+
+    for cpus in itertools.product(range(4), repeat=3):
+        nodes = [node(f"10.0.0.{index}", count) for index, count in enumerate(cpus)]
+        for wishes in itertools.chain.from_iterable(itertools.product((1, 2, 3), repeat=n) for n in (1, 2, 3)):
+            fits = any(
+                all(cpus[index] >= wish for index, wish in zip(order, wishes, strict=False))
+                for order in itertools.permutations(range(3), len(wishes))
+            )
+            chosen = choose_nodes(wishes, ONE_CPU, nodes)
+            assert (chosen is not None) == fits, (cpus, wishes)
+            if chosen is not None:
+                assert len(set(addresses(chosen))) == len(wishes)
+                assert all(n.holds(wish, ONE_CPU) for n, wish in zip(chosen, wishes, strict=True))
+
+
+def test_the_error_says_what_was_asked_and_what_each_node_has():
+    nodes = [node("10.0.0.10", 4, free=0.5), node("10.0.0.9", 8)]
+    assert str(does_not_fit("the pool", [9, 1], ONE_CPU, nodes)) == (
+        "the pool does not fit the cluster: asked for processes on 2 node(s), [9, 1] of them, each with 1 CPU; the "
+        "cluster has 2 node(s): 10.0.0.9: 8 of 8 CPU free; 10.0.0.10: 0.5 of 4 CPU free. Ask for fewer processes or a "
+        "smaller share (controller.cpus_per_worker), add nodes, or wait until others release theirs."
+    )
+    assert "the cluster has 0 node(s): none." in str(does_not_fit("the pool", [1], ONE_CPU, []))
+
+
+# ------------------------------------------------------------------------------------------ pools on one node
+
+
+class Rank(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def environment(self):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        return [os.environ[name] for name in names]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self):
+        import torch
+
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        total = torch.tensor(self.rank + 1)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def times(self, seconds):
+        start = time.time()
+        time.sleep(seconds)
+        return start, time.time()
+
+    @register(Dispatch.DP_COMPUTE_PROTO, writes=("y",))
+    def add_one(self, batch):
+        return DataProto.from_dict({"y": batch.batch["x"] + 1})
+
+
+def build_group(pool, backend, name):
+    return WorkerGroup(pool, ClassWithInitArgs(Rank), backend, name)
+
+
+def wait_until(condition, timeout_s=15.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def free_cpus():
+    import ray
+
+    return ray.available_resources().get("CPU", 0.0)
+
+
+def settled_cpus():
+    """What is free when the cluster has noticed what the tests before have given back."""
+    seen = [free_cpus()]
+    while len(seen) < 15 or len(set(seen[-15:])) > 1:
+        time.sleep(0.1)
+        seen.append(free_cpus())
+    return seen[-1]
+
+
+@pytest.fixture
+def cluster(ray_backend):
+    """The backend, on a cluster that is there."""
+    from hybridflow.controller.ray import RayResourcePool
+
+    ray_backend.check_fit([RayResourcePool([1])])
+    return ray_backend
+
+
+@pytest.mark.slow
+def test_a_share_of_a_cpu_is_reserved_and_given_back_and_the_pool_can_be_used_again(cluster):
+    from hybridflow.controller.ray import RayResourcePool
+
+    before = settled_cpus()
+    pool = RayResourcePool([2], cpus_per_process=0.25)
+    assert free_cpus() == before  # a pool is a plan
+    with build_group(pool, cluster, "first") as group:
+        assert [ranks[:4] for ranks in group.environment()] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
+        assert group.total() == [3, 3]
+        wait_until(lambda: free_cpus() == before - 0.5)
+    with build_group(pool, cluster, "second") as group:  # the place of the first is free again
+        assert group.total() == [3, 3]
+    pool.release()
+    wait_until(lambda: free_cpus() == before)
+    pool.release()  # twice is no error
+
+
+@pytest.mark.slow
+def test_groups_share_a_pool_up_to_its_count_and_the_next_one_is_refused_with_the_fix(cluster):
+    from hybridflow.controller.ray import RayResourcePool
+
+    before = settled_cpus()
+    pool = RayResourcePool([1], max_colocate_count=2, cpus_per_process=0.5, name_prefix="shared")
+    groups = [build_group(pool, cluster, name) for name in ("actor", "critic")]
+    wait_until(lambda: free_cpus() == before - 1.0)
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=r"'shared'.*has room for max_colocate_count=2 worker.*raise max_colocate_co"):
+        build_group(pool, cluster, "third")
+    assert time.monotonic() - start < 2
+    groups[0].shutdown()
+    groups[0].shutdown()  # twice makes no room for two
+    groups[0] = build_group(pool, cluster, "third")
+    with pytest.raises(ConfigError, match="has room for max_colocate_count=2"):
+        build_group(pool, cluster, "fourth")
+    assert [group.total() for group in groups] == [[1], [1]]
+    for group in groups:
+        group.shutdown()
+    pool.release()
+    wait_until(lambda: free_cpus() == before)
+
+
+@pytest.mark.slow
+def test_parts_of_a_pool_and_their_union_run_groups_at_the_same_time(cluster):
+    from hybridflow.controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
+
+    before = settled_cpus()
+    pool, single = RayResourcePool([3], cpus_per_process=0.5), RayResourcePool([1], cpus_per_process=0.5)
+    first, rest = split_resource_pool(pool, [1, 2])
+    merged = merge_resource_pool(rest, single)
+    assert (first.process_on_nodes, rest.process_on_nodes, merged.world_size) == ([1], [2], 3)
+    groups = [build_group(first, cluster, "first"), build_group(merged, cluster, "merged")]
+    wait_until(lambda: free_cpus() == before - 2.0)
+    assert groups[0].environment()[0][:4] == ["0", "1", "0", "1"]
+    assert [ranks[:4] for ranks in groups[1].environment()] == [[str(i), "3", str(i), "3"] for i in range(3)]
+    assert [group.total() for group in groups] == [[1], [6, 6, 6]]
+    pending = [group.times.remote(1.0) for group in groups]
+    spans = [span for future in pending for span in future.get()]
+    assert max(start for start, _ in spans) < min(end for _, end in spans)
+    for group in groups:
+        group.shutdown()
+    for reserved in (pool, single):
+        reserved.release()
+    wait_until(lambda: free_cpus() == before)
+
+
+def test_parts_that_do_not_make_up_the_pool_are_refused():
+    from hybridflow.controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
+
+    pool = RayResourcePool([2, 2])
+    assert [part.process_on_nodes for part in split_resource_pool(pool, 2)] == [[2], [2]]
+    assert [part.process_on_nodes for part in split_resource_pool(pool, [1, 3])] == [[1], [1, 2]]
+    for size in (3, 0, -1, [1, 1], [5], [4, 0], []):
+        with pytest.raises(ConfigError, match=r"does not make up the 4 places of .*; use a divisor of 4, or a list"):
+            split_resource_pool(pool, size)
+    with pytest.raises(ConfigError, match="make them equal"):
+        merge_resource_pool(pool, RayResourcePool([1], cpus_per_process=0.5))
+    with pytest.raises(ConfigError, match="make them equal"):
+        merge_resource_pool(pool, RayResourcePool([1], use_gpu=True))
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="a part counts its own tenants only: the process waits for a CPU until the deadline"
+)
+def test_a_group_on_a_part_of_a_full_pool_is_refused_at_once(cluster):
+    from hybridflow.controller.ray import RayBackend, RayResourcePool, split_resource_pool
+
+    pool = RayResourcePool([1], cpus_per_process=0.25)
+    (part,) = split_resource_pool(pool, 1)
+    try:
+        with build_group(pool, cluster, "whole"), RayBackend(call_timeout_s=4) as backend:
+            start = time.monotonic()
+            with pytest.raises(ConfigError, match=r"has room for max_colocate_count=1"):
+                build_group(part, backend, "part")
+            assert time.monotonic() - start < 2
+    finally:
+        pool.release()
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="RayBackend.close releases the part, which has no reservation, and not its pool")
+def test_closing_a_backend_gives_back_what_was_reserved_through_a_part(cluster):
+    from hybridflow.controller.ray import RayBackend, RayResourcePool, split_resource_pool
+
+    before, pool = settled_cpus(), RayResourcePool([1], cpus_per_process=0.25)
+    (part,) = split_resource_pool(pool, 1)
+    try:
+        with RayBackend() as backend:
+            build_group(part, backend, "part")
+        wait_until(lambda: free_cpus() == before, timeout_s=5)
+    finally:
+        pool.release()
+
+
+# ------------------------------------------------------------------------------------------ unequal nodes
+
+START = """
+import json, os, subprocess, sys, time
+from ray.cluster_utils import Cluster
+
+STORE = 80 * 2**20
+
+def start_nodes(*cpus):
+    cluster = Cluster()
+    for last, num_cpus in cpus:
+        cluster.add_node(
+            num_cpus=num_cpus, node_ip_address=f"127.0.0.{last}", object_store_memory=STORE, include_dashboard=False
+        )
+    return cluster
+"""
+
+DRIVER = """
+import json, os, sys, time
+import ray, torch
+from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller.ray import *
+from hybridflow.errors import HybridFlowError
+from hybridflow.protocol import DataProto
+
+class Rank(Worker):
+    def __init__(self):
+        self.value = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def environment(self):
+        import ray
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        return [*(os.environ[name] for name in names), ray.util.get_node_ip_address()]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def total(self):
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        total = torch.tensor(self.rank + 1)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def add(self, value):
+        self.value += value
+        return self.value
+
+    @register(Dispatch.DP_COMPUTE_PROTO, writes=("y",))
+    def add_one(self, batch):
+        return DataProto.from_dict({"y": batch.batch["x"] + 1})
+
+def settle(cpus):
+    end = time.monotonic() + 10
+    while ray.available_resources().get("CPU", 0) < cpus and time.monotonic() < end:
+        time.sleep(0.1)
+    return ray.available_resources().get("CPU", 0)
+
+backend = RayBackend(ADDRESS, call_timeout_s=60)
+seen = {}
+"""
+
+UNEQUAL = """
+cluster = start_nodes((1, 1), (2, 2), (10, 2))
+exec(DRIVER.replace("ADDRESS", repr(cluster.address)))
+for name, shape in (("2, 1", [2, 1]), ("1, 2", [1, 2]), ("2, 2", [2, 2])):
+    for start in ("first", "second"):
+        pool = RayResourcePool(shape)
+        with WorkerGroup(pool, ClassWithInitArgs(Rank), backend, "rank") as group:
+            seen[f"{name} {start}"] = group.environment()
+            seen[f"{name} {start} total"] = group.total()
+        pool.release()
+        settle(5)
+        if name == "2, 2":
+            break
+
+big, small = RayResourcePool([2]), RayResourcePool([1])
+here, there = (WorkerGroup(p, ClassWithInitArgs(Rank), backend, n) for p, n in ((big, "here"), (small, "there")))
+seen["here"], seen["there"] = here.environment(), there.environment()
+future = here.add_one.remote(DataProto.from_dict({"x": torch.arange(2**20)}))  # 4 MiB a rank: through the stores
+future = there.add_one.remote(future.rename("y", "x"))
+result = here.add_one(future.rename("y", "x")).batch["y"]
+seen["passed on"] = [len(result), bool((result == torch.arange(2**20) + 3).all())]
+for name, shape in (("too many nodes", [1, 1, 1, 1]), ("too large", [2, 2, 2])):
+    start = time.monotonic()
+    try:
+        backend.check_fit([RayResourcePool(shape)])
+    except HybridFlowError as error:
+        seen[name] = [str(error), time.monotonic() - start]
+backend.close()
+cluster.shutdown()
+print(json.dumps(seen))
+"""
+
+DETACHED = """
+cluster = start_nodes((1, 4), (2, 2))
+
+def drive(script):
+    script = f"{DRIVER.replace('ADDRESS', repr(cluster.address))}\\n{script}\\nprint(json.dumps(seen))\\n"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    try:
+        return json.loads(process.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"failed": process.stdout[-1500:] + process.stderr[-1500:]}
+
+seen = {}
+seen["first"] = drive('''
+pool = RayResourcePool([2, 1])
+group = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "kept", backend=backend, detached=True)
+seen["value"] = group.add(5)
+seen["environment"] = group.environment()
+backend.close()
+''')
+seen["second"] = drive('''
+group = RayWorkerGroup.attach("kept", RayClassWithInitArgs(Rank), backend=backend)
+seen["value"] = group.add(2)
+seen["environment"] = group.environment()
+seen["pool"] = group.resource_pool.process_on_nodes
+seen["total"] = group.total()
+seen["rows"] = group.add_one(DataProto.from_dict({"x": torch.arange(7)})).batch["y"].tolist()
+seen["free"] = ray.available_resources().get("CPU", 0)
+group.shutdown()
+seen["free after"] = settle(6)
+try:
+    RayWorkerGroup.attach("kept", RayClassWithInitArgs(Rank), backend=backend)
+except HybridFlowError as error:
+    seen["gone"] = str(error)
+backend.close()
+''')
+seen["own shutdown"] = drive('''
+pool = RayResourcePool([1])
+group = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "own", backend=backend, detached=True)
+group.shutdown()
+pool.release()
+seen["free after"] = settle(6)
+backend.close()
+''')
+seen["shared pool"] = drive('''
+pool = RayResourcePool([1], max_colocate_count=2)
+ordinary = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "ordinary", backend=backend)
+group = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "beside", backend=backend, detached=True)
+seen["value"] = group.add(5)
+backend.close()
+''')
+time.sleep(2)
+seen["shared pool later"] = drive('''
+try:
+    group = RayWorkerGroup.attach("beside", RayClassWithInitArgs(Rank), backend=backend)
+    seen["value"] = group.add(2)
+    group.shutdown()
+except HybridFlowError as error:
+    seen["error"] = str(error)
+backend.close()
+''')
+cluster.shutdown()
+print(json.dumps(seen))
+"""
+
+
+def run_cluster(script):
+    """The JSON that the script prints at last, in a process of its own, with Ray's files in a directory of its own."""
+    directory = Path(f"/tmp/hfp{os.getpid() % 10**6}")
+    directory.mkdir()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {
+        "RAY_TMPDIR": str(directory),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{START}\nDRIVER = {DRIVER!r}\n{script}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        output, errors = process.communicate(timeout=280)
+        assert process.returncode == 0, errors[-3000:]
+        return json.loads(output.splitlines()[-1])
+    finally:
+        if process.poll() is None:
+            process.terminate()  # Ray's own handlers end its processes
+            process.communicate()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def unequal():
+    return run_cluster(UNEQUAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["first", "second"])
+def test_ranks_know_their_place_on_unequal_nodes_and_come_back_to_it(unequal, start):
+    assert unequal[f"2, 1 {start}"] == [
+        ["0", "3", "0", "2", "127.0.0.2", "127.0.0.2"],
+        ["1", "3", "1", "2", "127.0.0.2", "127.0.0.2"],
+        ["2", "3", "0", "1", "127.0.0.2", "127.0.0.1"],
+    ]
+    assert unequal[f"1, 2 {start}"] == [
+        ["0", "3", "0", "1", "127.0.0.1", "127.0.0.1"],
+        ["1", "3", "0", "2", "127.0.0.1", "127.0.0.2"],
+        ["2", "3", "1", "2", "127.0.0.1", "127.0.0.2"],
+    ]
+
+
+@pytest.mark.slow
+def test_nodes_are_taken_in_the_order_of_their_addresses_as_numbers(unequal):
+    assert [ranks[5] for ranks in unequal["2, 2 first"]] == ["127.0.0.2", "127.0.0.2", "127.0.0.10", "127.0.0.10"]
+
+
+@pytest.mark.slow
+def test_a_process_group_over_nodes_needs_nothing_but_its_backend(unequal):
+    assert unequal["2, 1 first total"] == unequal["1, 2 second total"] == [6, 6, 6]
+    assert unequal["2, 2 first total"] == [10, 10, 10, 10]
+
+
+@pytest.mark.slow
+def test_batches_pass_between_groups_on_different_nodes(unequal):
+    assert {ranks[5] for ranks in unequal["here"]} & {ranks[5] for ranks in unequal["there"]} == set()
+    assert unequal["passed on"] == [2**20, True]
+
+
+@pytest.mark.slow
+def test_a_pool_with_more_or_larger_nodes_than_there_are_is_refused_at_once(unequal):
+    text, seconds = unequal["too many nodes"]
+    assert seconds < 2
+    assert (
+        "asked for processes on 4 node(s), [1, 1, 1, 1] of them, each with 1 CPU; the cluster has 3 node(s): " in text
+    )
+    text, seconds = unequal["too large"]
+    assert seconds < 2
+    assert "127.0.0.1: " in text
+    assert "of 1 CPU free; 127.0.0.2: " in text
+    assert "of 2 CPU free; 127.0.0.10: " in text
+
+
+@pytest.fixture(scope="module")
+def detached():
+    return run_cluster(DETACHED)
+
+
+@pytest.mark.slow
+def test_a_detached_group_is_found_by_a_second_driver_as_the_first_one_left_it(detached):
+    first, second = detached["first"], detached["second"]
+    assert first["value"] == [5, 5, 5]
+    assert second["value"] == [7, 7, 7]
+    assert second["environment"] == first["environment"]
+    assert second["pool"] == [2, 1]
+    assert second["total"] == [6, 6, 6]
+    assert second["rows"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.slow
+def test_a_driver_that_shuts_an_attached_group_down_gives_its_reservation_back(detached):
+    second = detached["second"]
+    assert second["free"] == 3
+    assert second["free after"] == 6
+    assert second["gone"].startswith("no detached worker group 'kept' is on the cluster; was it built with detached=")
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="a detached placement group is given back by drivers that attached only: 5 free")
+def test_a_driver_that_shuts_its_own_detached_group_down_gives_its_reservation_back(detached):
+    assert detached["own shutdown"] == {"free after": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="its places are in the reservation of the ordinary group, which ends with its driver"
+)
+def test_a_detached_group_beside_an_ordinary_one_outlives_its_driver_too(detached):
+    assert detached["shared pool"] == {"value": [5]}
+    assert detached["shared pool later"] == {"value": [7]}

@@ -1,0 +1,130 @@
+"""Whole tiny runs on Ray: the bits of the local backend, what overlaps, what travels, what a signal does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from hybridflow.config import load_config
+from hybridflow.observability import TraceEvent, dataflow_edges, read_jsonl
+from hybridflow.trainers import run_on_placeholders
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+IN_TURN = """
+import json, sys
+from hybridflow.cli.main import main
+sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
+"""
+THREE_POOLS = (
+    "placement.pools={main=[1],second=[1],third=[1]}",
+    "placement.roles.critic=second",
+    "placement.roles.reference=second",
+    "placement.roles.reward=third",
+)
+
+
+def run_in_turn(*commands, **environment):
+    """`hybridflow` commands one after another in a process that is not this one."""
+    program = [sys.executable, "-c", IN_TURN, json.dumps([[str(part) for part in command] for command in commands])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    subprocess.run(program, check=True, capture_output=True, env=environment, timeout=240)
+
+
+def events_of(run):
+    """The trace of a run's steps."""
+    rows = read_jsonl(run / "trace" / "calls.jsonl")
+    events = []
+    for row in rows:
+        sources = tuple((producer, tuple(columns)) for producer, columns in row.pop("sources"))
+        events.append((row.pop("step"), TraceEvent(**row, sources=sources)))
+    return events
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, task, tmp_path_factory):
+    """PPO stopped and continued on one Ray worker; GRPO in float64 on 1, 2 and 4; PPO on three pools and on one."""
+    directory = tmp_path_factory.mktemp("ray_runs")
+    ray = ["controller.backend=ray", "controller.cpus_per_worker=0.5"]
+    ppo = [*tiny.commands(task)["ppo"], f"trainer.run_dir={directory}/ppo", *ray]
+    exact = ["train", f"{task}/rl.toml", "model.dtype=float64", "trainer.total_steps=2", "actor.mini_batch_size=4"]
+    exact += ["algorithm.kl_in_loss=true", "data.val_files=[]"]
+    run_in_turn(
+        [*ppo, "--stop-after", "2"],
+        ppo,
+        [*exact, f"trainer.run_dir={directory}/exact_1"],
+        *([*exact, *ray, f"trainer.run_dir={directory}/exact_{n}", f"controller.num_workers={n}"] for n in (2, 4)),
+    )
+    pools = ["train", f"{task}/rl.toml", *tiny.PPO, *ray, "critic.warmup_steps=0", "trainer.total_steps=2"]
+    run_in_turn(
+        [*pools, f"trainer.run_dir={directory}/three_pools", *THREE_POOLS],
+        [*pools, f"trainer.run_dir={directory}/one_pool"],
+        SECONDS_FOR_EACH_REWARD="0.02",
+    )
+    return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
+
+
+def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resume(tiny, uninterrupted, runs):
+    local, on_ray = tiny.results_of(uninterrupted.ppo, 6), tiny.results_of(runs.ppo, 6)
+    assert local.keys() == on_ray.keys()
+    # Ray draws from the random numbers of the driver's process; nothing of ours does.
+    different = {name for name in local if local[name] != on_ray[name]}
+    assert different <= {"controller.safetensors", "sha256 of files"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loss_and_gradient_do_not_change_with_the_number_of_ranks(runs, ranks):
+    one, several = (read_jsonl(run / "metrics.jsonl") for run in (runs.exact_1, getattr(runs, f"exact_{ranks}")))
+    for before, after in zip(one, several, strict=True):
+        for name in ("actor/loss", "actor/policy_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy"):
+            assert after[name] == pytest.approx(before[name], rel=1e-9, abs=1e-14), name
+        for name in ("critic/score/mean", "response_length/mean", "actor/lr"):
+            assert after[name] == before[name]
+
+
+def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(runs):
+    for step in (1, 2):
+        calls = {e.method: e for s, e in events_of(runs.three_pools) if s == step and e.kind == "call"}
+        score = calls["score"]
+        for method in ("compute_ref_log_probs", "compute_values", "compute_log_probs"):
+            assert score.start < calls[method].start < score.end, method
+    spans = sorted((e.start, e.end) for _, e in events_of(runs.one_pool) if e.kind == "call")
+    assert all(end <= next_start for (_, end), (next_start, _) in zip(spans, spans[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", ["one_pool", "three_pools"])
+def test_the_drawn_graph_is_the_traffic_of_a_real_step(runs, name):
+    run = getattr(runs, name)
+    drawn = set(dataflow_edges(run_on_placeholders(load_config(run / "config.toml"))))
+    training = [event for step, event in events_of(run) if step == 1 and "validation" not in event.where]
+    assert drawn == set(dataflow_edges(training))
+
+
+def test_the_controller_reads_a_small_part_of_what_flows(runs):
+    for row in read_jsonl(runs.exact_4 / "metrics.jsonl")[1:]:
+        assert 0 < row["transfer/bytes_read"] < 0.1 * row["transfer/bytes_flowed"]
+        assert 0 < row["transfer/bytes_sent"] < 0.5 * row["transfer/bytes_flowed"]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(task, tmp_path):
+    command = [sys.executable, "-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
+    command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
+    environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and everything it started
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "stopped after step" in output
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step_{len(read_jsonl(metrics)):06d}"
