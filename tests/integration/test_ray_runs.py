@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -92,9 +93,9 @@ def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(ru
         calls = {e.method: e for s, e in events_of(runs.three_pools) if s == step and e.kind == "call"}
         score = calls["score"]
         for method in ("compute_ref_log_probs", "compute_values", "compute_log_probs"):
-            assert score.start < calls[method].start < score.end, method
+            assert calls[method].start < score.end - 0.2, method  # of the half second that the rewards take
     spans = sorted((e.start, e.end) for _, e in events_of(runs.one_pool) if e.kind == "call")
-    assert all(end <= next_start for (_, end), (next_start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= next_start for (_, end), (next_start, _) in pairwise(spans))
 
 
 @pytest.mark.parametrize("name", ["one_pool", "three_pools"])

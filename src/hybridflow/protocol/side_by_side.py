@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol.concat import concat_batches
 from hybridflow.protocol.consistency import tensors_of
-from hybridflow.protocol.fields import FIELDS, RESPONSE, RESPONSE_OR_ROW, SEQUENCE
+from hybridflow.protocol.fields import FIELDS, PROMPT, RESPONSE, RESPONSE_OR_ROW, SEQUENCE
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
@@ -39,7 +39,12 @@ def response_len(data: "DataProto") -> int | None:
         is_wide = column.ndim > 1 and (shape == RESPONSE or (shape == RESPONSE_OR_ROW and column.shape[1] > 1))
         if is_wide:
             return column.shape[1]
-    return None
+    widths = {
+        FIELDS[name].shape: column.shape[1]
+        for name, column in tensors_of(data.batch).items()
+        if name in FIELDS and column.ndim > 1
+    }
+    return widths[SEQUENCE] - widths[PROMPT] if SEQUENCE in widths and PROMPT in widths else None
 
 
 def _disjoint_union(first: "DataProto", second: "DataProto") -> "DataProto":

@@ -28,7 +28,7 @@ from hybridflow.controller import (
     register_dispatch_mode,
     spawn_colocated,
 )
-from hybridflow.errors import FieldError, HybridFlowError
+from hybridflow.errors import DispatchError, FieldError, HybridFlowError
 from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
 
 pytestmark = pytest.mark.ray
@@ -429,33 +429,28 @@ def test_a_value_arrives_and_returns_the_same_on_both_backends(both, value):
     same_on_both(both, program)
 
 
-@pytest.mark.xfail(strict=True, reason="on Ray numpy subclasses arrive as plain arrays: the mask is lost")
 def test_a_masked_array_keeps_its_mask_on_both_backends(both):
     masked = np.ma.array([1, 2, 3], mask=[False, True, False])
     result = same_on_both(both, lambda groups: [value for _, value, _ in groups.pair.broadcast(masked)])
     assert result[0].sum() == 4
 
 
-@pytest.mark.xfail(strict=True, reason="a lazily conjugated tensor cannot be packed")
 def test_a_conjugated_column_travels_on_both_backends(both):
     batch = DataProto.from_dict({"waves": torch.tensor([1 + 2j, 3 - 1j]).conj()})
     same_on_both(both, lambda groups: groups.pair.echo(batch))
 
 
-@pytest.mark.xfail(strict=True, reason="one element of an expanded column cannot be packed")
 def test_one_row_of_an_expanded_column_travels_on_both_backends(both):
     batch = DataProto.from_dict({"temperatures": torch.tensor(0.5).expand(2)})
     same_on_both(both, lambda groups: groups.pair.echo(batch))
 
 
-@pytest.mark.xfail(strict=True, reason="on Ray a tensor in meta_info or in an object column still requires grad")
 def test_tensors_inside_objects_and_meta_info_arrive_detached_on_both_backends(both):
     weights = torch.ones(2, requires_grad=True)
     batch = DataProto.from_dict(non_tensors={"infos": [weights, {"weights": weights}]}, meta_info={"weights": weights})
     same_on_both(both, lambda groups: (groups.pair.broadcast(batch), groups.pair.forget()))
 
 
-@pytest.mark.xfail(strict=True, reason="a shared view of an aligned record gets its padding bytes as fields")
 def test_records_with_padding_bytes_keep_their_type_on_both_backends(both):
     aligned = np.dtype([("a", "i1"), ("b", "f8")], align=True)
     records = np.array([(1, 0.5), (2, 1.5), (3, 2.5)], aligned)
@@ -502,7 +497,6 @@ def test_an_error_has_the_same_type_and_words_on_both_backends(both, attempt):
     assert errors[0] == errors[1]
 
 
-@pytest.mark.xfail(strict=True, reason="here no note says which worker returned what it had not declared")
 def test_an_undeclared_column_is_noted_with_its_worker_on_both_backends(both):
     for groups in (both.local, both.ray):
         with pytest.raises(FieldError) as caught:
@@ -589,7 +583,6 @@ def test_one_column_of_a_future_is_read_alone(both):
     assert results[2].batch["ranks"].tolist() == [0, 1, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="a narrowed concat asks the selects inside it for 'ranks', which is not sent")
 def test_a_concat_of_selected_futures_feeds_a_method_that_reads_one_column(both):
     def program(groups):
         parts = [groups.model.describe.remote(batch_of(*values)) for values in ((1, 2, 3), (4, 5))]
@@ -599,7 +592,6 @@ def test_a_concat_of_selected_futures_feeds_a_method_that_reads_one_column(both)
     assert same_on_both(both, program).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
 
 
-@pytest.mark.xfail(strict=True, reason="of a union, a worker gets the meta_info of the parts that it reads alone")
 @pytest.mark.parametrize("name", ["local", "ray"])
 def test_a_worker_gets_the_meta_info_of_a_future_as_it_gets_that_of_a_batch(both, name):
     groups = getattr(both, name)
@@ -614,7 +606,6 @@ def test_a_worker_gets_the_meta_info_of_a_future_as_it_gets_that_of_a_batch(both
     assert received[1] == received[0]
 
 
-@pytest.mark.xfail(strict=True, reason="without tensors, batch is None on Ray and a TensorDict of no columns here")
 def test_an_object_column_of_a_future_read_alone_is_the_same_on_both_backends(both):
     same_on_both(both, lambda groups: groups.model.describe.remote(batch_of(1, 2, 3)).get("infos"))
 
@@ -631,7 +622,6 @@ def test_a_future_reaches_a_worker_unread(both):
     assert results[3].batch["doubled"].tolist() == [2, 4, 6, 8, 10]
 
 
-@pytest.mark.xfail(strict=True, reason="narrow() forgets the number of rows, so a worker cannot ask len(future)")
 def test_a_worker_may_ask_for_the_length_of_a_future_on_both_backends(both):
     def program(groups):
         return groups.pair.length_of_future(groups.model.double.remote(batch_of(1, 2, 3, 4)))
@@ -639,12 +629,11 @@ def test_a_worker_may_ask_for_the_length_of_a_future_on_both_backends(both):
     assert same_on_both(both, program) == [2, 2]
 
 
-@pytest.mark.xfail(strict=True, reason="the future of an undeclared method holds its group, which cannot be sent")
-def test_an_undeclared_future_reaches_a_worker_unread_on_both_backends(both):
-    same_on_both(both, lambda groups: groups.pair.read_whole_future(groups.model.echo.remote(batch_of(1, 2))))
+def test_an_undeclared_future_cannot_be_sent_unread(both):
+    with pytest.raises(DispatchError, match=r"does not declare what it writes; declare writes=\(\.\.\.\)"):
+        both.ray.pair.read_whole_future(both.ray.model.echo.remote(batch_of(1, 2)))
 
 
-@pytest.mark.xfail(strict=True, reason="on Ray the worker gets the transport's Reply in place of the batch")
 def test_handles_put_together_reach_a_worker_unread_on_both_backends(both):
     def program(groups):
         handles = groups.pair.execute_all("echo", [batch_of(1, 2), batch_of(3)])
@@ -662,7 +651,6 @@ def test_handles_put_together_feed_the_next_call(both):
     assert same_on_both(both, program)[0][3][1].batch["x"].tolist() == [1, 2, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="a future inside a dict is opened on Ray and arrives as a future here")
 def test_a_future_inside_a_dict_arrives_the_same_on_both_backends(both):
     def program(groups):
         future = groups.pair.double.remote(batch_of(1, 2))
@@ -673,14 +661,12 @@ def test_a_future_inside_a_dict_arrives_the_same_on_both_backends(both):
     same_on_both(both, program)
 
 
-@pytest.mark.xfail(strict=True, reason="on Ray a failed replica is not noticed where its future is passed on")
 def test_a_failed_replica_is_noticed_where_its_future_is_passed_on(both):
     for groups in (both.local, both.ray):
         with pytest.raises(HybridFlowError, match="rank 1 is unlucky"):
             groups.pair.echo(groups.model.fail_on_rank_one.remote(batch_of(1, 2)))
 
 
-@pytest.mark.xfail(strict=True, reason="pushing no columns down to a batch of objects alone loses its rows here")
 def test_a_future_of_objects_alone_is_split_for_a_method_that_reads_no_column(both):
     def program(groups):
         part = groups.backend.put(DataProto.from_dict(non_tensors={"texts": ["a", "b", "c"]}, meta_info={"step": 1}))
@@ -740,13 +726,7 @@ def test_callers_write_into_the_tensors_they_got_unnoticed(groups):
     assert groups.pair.echo(future).batch["x"].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_callers_write_into_the_objects_they_got_unnoticed(groups, request):
-    if groups.backend.__class__ is LocalBackend:
-        request.applymarker(
-            pytest.mark.xfail(
-                strict=True, reason="LocalHandle.view shares the objects of a column with whoever reads it"
-            )
-        )
+def test_callers_write_into_the_objects_they_got_unnoticed(groups):
     future = groups.model.describe.remote(batch_of(1, 2, 3))
     future.get().non_tensor_batch["infos"][1]["numbers"].append("written")
     assert future.get().non_tensor_batch["infos"][1] == {"name": "name 2", "numbers": [1]}
@@ -848,6 +828,5 @@ def test_a_batch_that_several_ranks_get_is_put_once(both):
     assert 3.5 < peak_while_napping(both.ray.model, large) < 7
 
 
-@pytest.mark.xfail(strict=True, reason="only a DataProto is put once; an array is sent to each rank on its own")
 def test_an_array_that_several_ranks_get_is_put_once(both):
     assert 3.5 < peak_while_napping(both.ray.model, np.ones((4, 256, 1024), np.float32)) < 7

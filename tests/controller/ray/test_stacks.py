@@ -72,7 +72,7 @@ def overdue(ray_backend):
         pids += group.pid()
 
         def call(method, *arguments):
-            backend._waiting.call_timeout_s = 3.0
+            backend.call_timeout_s = 3.0
             start = time.monotonic()
             with pytest.raises(WorkerTimeoutError) as caught:
                 getattr(group, method)(*arguments)
@@ -103,7 +103,7 @@ def paragraphs(error):
 def test_of_a_worker_in_an_all_reduce_that_another_rank_never_joins_the_line_is_told(overdue):
     error, pids, group = overdue("reduce_without_rank_1")
     said = paragraphs(error)
-    assert said[""].startswith("Stuck.reduce_without_rank_1 on actor rank 0 has been running for 3.")
+    assert said[""].startswith("Stuck.reduce_without_rank_1 on actor, rank 0, is running for 3.")
     assert "longer than its deadline of 3 s (controller.call_timeout_s)." in said[""]
     assert f"Process {pids[0]} on " in said["actor/0"]
     assert re.search(r" is blocked, for \d+\.\d s in Stuck.reduce_without_rank_1; its heartbeat is ", said["actor/0"])
@@ -124,7 +124,7 @@ def test_of_a_worker_in_an_all_reduce_that_another_rank_never_joins_the_line_is_
 def test_of_a_worker_in_c_with_the_interpreter_lock_the_line_and_the_lock_are_told(overdue, how, says):
     error, pids, group = overdue("hold_the_lock", how)
     said = paragraphs(error)
-    assert said[""].startswith("Stuck.hold_the_lock on actor rank 1 has been running for 3.")
+    assert said[""].startswith("Stuck.hold_the_lock on actor, rank 1, is running for 3.")
     assert f"Process {pids[1]} on " in said["actor/1"]
     assert " s in Stuck.hold_the_lock; its heartbeat is " in said["actor/1"]
     (finding,) = [line for line in said["actor/1"].splitlines() if line.startswith("Its heartbeat is ")]
@@ -140,7 +140,7 @@ def test_of_a_worker_in_c_with_the_interpreter_lock_the_line_and_the_lock_are_to
 def test_of_a_stopped_worker_it_is_told_that_it_is_stopped_and_that_it_has_no_stacks_to_give(overdue):
     error, pids, group = overdue("stop_rank_1")
     said = paragraphs(error)
-    assert said[""].startswith("Stuck.stop_rank_1 on actor rank 1 has been running for 3.")
+    assert said[""].startswith("Stuck.stop_rank_1 on actor, rank 1, is running for 3.")
     assert f"Process {pids[1]} on " in said["actor/1"]
     assert re.search(r" is stopped, for \d+\.\d s in Stuck.stop_rank_1; ", said["actor/1"])
     assert "It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on." in said["actor/1"]

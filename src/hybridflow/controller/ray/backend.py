@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -380,7 +380,12 @@ class RayBackend:
                 "this result was released; keep the future, or what its get() returned, instead of the handle."
             )
         self._require_connection()
-        value: Any = ray.get(handle.ref)
+        try:
+            value: Any = ray.get(handle.ref)
+        except RayError as error:  # the call succeeded, but its result could not be kept or brought here
+            if handle.call is None:
+                raise WorkerError(f"a value that was put is lost: {error}") from error
+            raise self._waiting.failure(handle.call, getattr(error, "cause", error), error) from None
         return value.value if isinstance(value, Reply) else value
 
     def _require_connection(self) -> None:

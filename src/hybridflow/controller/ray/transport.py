@@ -6,6 +6,7 @@ needs them. A future goes as its plan, with handles in place of contents. Tensor
 
 import importlib.machinery
 import io
+import pickle
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,22 @@ from hybridflow.protocol.future import BatchHandle
 from hybridflow.protocol.packed_batch import PackedBatch, PackedColumn
 
 cloudpickle: Any = ray.cloudpickle
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    """Tensors inside objects travel detached, as all others do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.requires_grad:
+            return obj.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(obj)
+
+
+def dumps(value: Any) -> bytes:
+    """The value as bytes, functions and classes that no other process could import included."""
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,7 @@ class Outgoing:
         """The value as it is sent. Raises DispatchError or BatchError for what cannot be sent, with its name."""
         if isinstance(value, DataProto):
             try:
-                packed = PackedBatch.pack(value, cloudpickle.dumps, self._compress)
+                packed = PackedBatch.pack(value, dumps, self._compress)
             except BatchError as error:
                 raise BatchError(f"{what}: {error}") from error
             self.num_bytes += packed.num_bytes()
@@ -111,8 +128,8 @@ class Outgoing:
             return _SentHandle(self._slot(ref))
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
             return PackedColumn.of_tensor(value, self._compress)
-        if isinstance(value, np.ndarray):
-            return PackedColumn.of_array(what, value, cloudpickle.dumps, self._compress)
+        if type(value) is np.ndarray:
+            return PackedColumn.of_array(what, value, dumps, self._compress)
         if isinstance(value, TensorDictBase):
             value = value.detach().cpu()
         if type(value) in (list, tuple):
@@ -127,7 +144,7 @@ class Outgoing:
 
     def _send_handle(self, handle: Any) -> Any:
         if isinstance(handle, BatchHandle):
-            packed = PackedBatch.pack(handle.batch, cloudpickle.dumps, self._compress)
+            packed = PackedBatch.pack(handle.batch, dumps, self._compress)
             self.num_bytes += packed.num_bytes()
             return BatchHandle(packed)  # pyright: ignore[reportArgumentType]
         ref = self._ref_of_handle(handle)
@@ -204,7 +221,7 @@ def _dumps(value: Any, what: str) -> bytes:
     try:
         if isinstance(value, io.IOBase):
             raise TypeError("an open file")  # of one for reading, pickle would send the contents
-        return cloudpickle.dumps(value)
+        return dumps(value)
     except Exception as error:  # whatever the object raises
         raise DispatchError(
             f"{what} is a {type(value).__name__}, which cannot be sent to another process ({error}); pass data, and "
@@ -251,6 +268,8 @@ def pack_error(error: BaseException, where: str, role: str, rank: int, node: str
     except Exception:  # an error whose own text raises
         trace = "".join(traceback.format_tb(error.__traceback__))
     try:
+        if not isinstance(error, Exception):
+            raise TypeError("an interrupt of the worker is none of the driver")
         packed = _dumped(error, trace)
         str(_loaded(packed))
     except Exception:  # whatever the error's own class raises

@@ -17,6 +17,7 @@ from hybridflow.controller.ray.transport import CallFailed, Reply
 from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hybridflow.observability import Trace
+from hybridflow.observability.trace import CONTROLLER
 from hybridflow.runtime.process_report import own_stacks
 
 SLICE_S = 0.2
@@ -74,22 +75,22 @@ class Waiting:
             if isinstance(reply, Reply) and not call.is_finished:
                 self._trace.record(replace(reply.event, sources=call.sources))
         except RayTaskError as error:
-            failure = self._failure(call, error.cause, error)
+            failure = self.failure(call, error.cause, error)
         except RayError as error:
-            failure = self._failure(call, error, error)
+            failure = self.failure(call, error, error)
         if failure is not None:
             raise failure  # out here, so that its cause is its own
         call.is_finished = True
         call.after = []
 
-    def _failure(self, call: RayCall, cause: Any, error: Exception) -> BaseException:
+    def failure(self, call: RayCall, cause: Any, error: Exception) -> BaseException:
         """What to raise for the error of a call."""
         if isinstance(cause, RayActorError):
             return self._tell_death(call.worker, call.where, cause)
         if isinstance(cause, CallFailed):
             return self._death_of_a_peer(call) or cause.error()
         if isinstance(cause, FULL):
-            made = [source.where for source in call.after] or [call.where]
+            made = [producer for producer, _ in call.sources if producer != CONTROLLER] or [call.where]
             return _worker_error(
                 f"{call.where} on worker {call.worker.name}: a result of {' or '.join(made)} fits neither into the "
                 f"shared memory of its node nor on its disk ({type(cause).__name__}); use smaller batches, a larger "

@@ -1,0 +1,152 @@
+"""Start and stop clusters again and again, some of them by SIGKILL to the driver, and count what stays behind.
+
+    make soak                                  50 cycles, 10 of them killed
+    .venv/bin/python benchmarks/soak.py --cycles 5 --killed 1
+
+Each cycle starts a fresh cluster on this machine with a worker group, makes calls, and ends. Counted before and after:
+processes, entries of /dev/shm, entries of the temporary directory, and file descriptors of the process that starts most
+of the clusters (Ray leaks one or two sockets there for each). Exits with status 1 if anything else grew.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+DRIVER = """
+import os, sys, time
+import torch
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller.ray import RayBackend
+from hybridflow.protocol import DataProto
+
+
+class Doubler(Worker):
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("doubled",))
+    def double(self, batch):
+        return DataProto.from_dict({"doubled": batch.batch["x"] * 2})
+
+
+def cycle():
+    with RayBackend(num_cpus=1, object_store_bytes=100 * 2**20) as backend:
+        group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Doubler), backend)
+        batch = DataProto.from_dict({"x": torch.ones(4, 100_000)})
+        futures = [group.double.remote(batch) for _ in range(3)]
+        assert float(futures[-1].get("doubled").batch["doubled"].sum()) == 800_000
+        if sys.argv[1] == "killed":
+            print("ready", flush=True)
+            time.sleep(600)
+
+
+def count_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+if sys.argv[1] == "killed":
+    cycle()
+cycle()  # what is opened once and for all
+before = count_descriptors()
+for index in range(int(sys.argv[2])):
+    cycle()
+    print("cycle", flush=True)
+print("descriptors", before, count_descriptors(), flush=True)
+"""
+
+SOCKETS_OF_RAY_FOR_EACH_CYCLE = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=50, help="clusters to start (50)")
+    parser.add_argument("--killed", type=int, default=10, help="how many of them end by SIGKILL to the driver (10)")
+    arguments = parser.parse_args()
+    in_order = arguments.cycles - arguments.killed
+    before = count_all()
+    start = time.monotonic()
+    opened, left_open = run_in_order(in_order)
+    for index in range(arguments.killed):
+        run_and_kill()
+        print(f"killed {index + 1} of {arguments.killed}", file=sys.stderr, flush=True)
+    after = wait_for(before)
+    print(f"{'':<24}{'before':>10}{'after':>10}")
+    for name in before:
+        print(f"{name:<24}{before[name]:>10}{after[name]:>10}")
+    print(f"{'descriptors of driver':<24}{opened:>10}{left_open:>10}")
+    print(f"{arguments.cycles} cycles, {arguments.killed} of them killed, in {time.monotonic() - start:.0f} s")
+    grew = [name for name in before if after[name] > before[name]]
+    if left_open - opened > SOCKETS_OF_RAY_FOR_EACH_CYCLE * max(in_order - 1, 0):
+        grew.append("descriptors of driver")
+    rows = [
+        {"name": name, "unit": "count", "ours": after[name] - before[name], "peer": None, "limit": 0, "ratio": None}
+        for name in before
+    ]
+    print(json.dumps({"benchmark": "soak", "rows": rows}))
+    return 1 if grew else 0
+
+
+def count_all() -> dict[str, int]:
+    """What may stay behind, by name."""
+    return {
+        "processes": sum(1 for name in os.listdir("/proc") if name.isdigit() and is_of_ray(name)),
+        "/dev/shm": len(os.listdir("/dev/shm")),
+        "temporary directory": sum(
+            1 for name in os.listdir(tempfile.gettempdir()) if name.startswith(("hybridflow-", "ray"))
+        ),
+    }
+
+
+def is_of_ray(pid: str) -> bool:
+    """Ray's services, its workers, and our reapers."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(mark in command for mark in (b"ray::", b"raylet", b"gcs_server", b"/ray/", b"reaper.py"))
+
+
+def wait_for(before: dict[str, int], timeout_s: float = 30.0) -> dict[str, int]:
+    """The counts, as soon as none is larger than before, or after some time as they are."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        after = count_all()
+        if all(after[name] <= before[name] for name in before) or time.monotonic() > deadline:
+            return after
+        time.sleep(0.2)
+
+
+def run_in_order(cycles: int) -> tuple[int, int]:
+    """Cycles that end as they should, in one process: its descriptors after the first and after the last."""
+    if not cycles:
+        return 0, 0
+    command = [sys.executable, "-c", DRIVER, "in order", str(cycles - 1)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        opened, left_open, done = 0, 0, 1
+        for line in process.stdout:
+            if line.startswith("cycle"):
+                done += 1
+                print(f"cycle {done} of {cycles}", file=sys.stderr, flush=True)
+            elif line.startswith("descriptors"):
+                opened, left_open = map(int, line.split()[1:])
+    if process.returncode:
+        raise SystemExit(f"the driver failed with status {process.returncode}")
+    return opened, left_open
+
+
+def run_and_kill() -> None:
+    """A cycle whose driver gets SIGKILL in the middle of it."""
+    with subprocess.Popen([sys.executable, "-c", DRIVER, "killed"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ready"):
+                break
+        process.send_signal(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
