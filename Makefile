@@ -10,7 +10,7 @@ TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup demo demo-control test soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport
+.PHONY: help setup demo demo-control test soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -39,6 +39,9 @@ test: $(STAMP) ## every check: lint, format, types, layers, all tests that need 
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+bench-controller_scale: $(STAMP) ## cost of a call in the controller, for 1 to 4,096 ranks; ARGS="--help" for more
+	$(BIN)/python benchmarks/controller_scale.py $(ARGS)
 
 soak: $(STAMP) ## start and stop 50 clusters, ten by SIGKILL, and count what stays behind; ARGS="--help" for more
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
+from hybridflow.controller.group_size import group_size
 from hybridflow.controller.register import Execute, Registration
 from hybridflow.errors import DispatchError, HybridFlowError
 from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
@@ -138,8 +139,10 @@ class BoundMethod:
                 f"{self.columns.where} was called with a batch of 0 rows: there is nothing to split over the ranks; "
                 f"skip the call, or use Dispatch.ONE_TO_ALL to hand over meta_info alone."
             )
-        num_parts = self._mode.num_parts(self._group)
-        pad_size = -lengths[0] % num_parts
+        num_parts, unit = self._mode.num_parts(self._group), 1
+        if self.registration.keep_groups is not None:
+            unit = group_size(batches, self.registration.keep_groups, self.columns.where)
+        pad_size = -lengths[0] % (num_parts * unit)
         return Rows(lengths[0], pad_size, (lengths[0] + pad_size) // num_parts)
 
     def _reduce(self, rows: Rows | None, value: Any, is_alone: bool) -> Any:

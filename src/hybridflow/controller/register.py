@@ -38,6 +38,7 @@ class Registration:
     reads: ColumnsOf
     writes: ColumnsOf
     rows: RowsOf
+    keep_groups: str | None = None
 
 
 def register(
@@ -48,6 +49,7 @@ def register(
     reads: ColumnsOf = None,
     writes: ColumnsOf = None,
     rows: RowsOf = "same",
+    keep_groups: str | None = None,
 ) -> Callable[[_Method], _Method]:
     """Make a worker method a call on the whole group.
 
@@ -60,6 +62,7 @@ def register(
       them, resolved when the method is bound. None: everything is shipped, the result is not checked.
     - `rows`: rows out per row in: "same", a number, a function of the configuration; "one": the result does not
       have the rows of the batch (metrics only, or one row for each part).
+    - `keep_groups`: a column, "group_ids" for one, whose equal values stay on one rank; padding is by whole groups.
 
     Raises DispatchError if the declaration contradicts itself.
     """
@@ -72,6 +75,10 @@ def register(
         raise DispatchError(
             f"{mode.name} splits a batch over all ranks, Execute.RANK_ZERO would run one part of it only; "
             f"use Dispatch.RANK_ZERO or Dispatch.ONE_TO_ALL, which hand rank 0 the whole batch."
+        )
+    if keep_groups is not None and mode.num_parts is None:
+        raise DispatchError(
+            f"keep_groups={keep_groups!r}: {mode.name} splits no batch, so there are no groups to keep."
         )
     if not isinstance(execute_mode, Execute):
         raise DispatchError(f"execute_mode={execute_mode!r}; use Execute.ALL, Execute.RANK_ZERO or Execute.SEQUENTIAL.")
@@ -89,7 +96,7 @@ def register(
             raise DispatchError(
                 f"@register on {where}: workers are synchronous; write a plain def that returns its result."
             )
-        registration = Registration(mode, execute_mode, blocking, materialize_futures, reads, writes, rows)
+        registration = Registration(mode, execute_mode, blocking, materialize_futures, reads, writes, rows, keep_groups)
         setattr(method, _ATTRIBUTE, registration)
         return cast(_Method, method)
 

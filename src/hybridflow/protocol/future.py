@@ -64,6 +64,7 @@ class DataProtoFuture:
     columns: Columns | None = None
     part_rows: Sequence[int] | None = None
     _contents: Any = field(default=None, init=False, repr=False)
+    _first_rows: Any = field(default=None, init=False, repr=False)
 
     @staticmethod
     def of(batch: "DataProto | DataProtoFuture") -> "DataProtoFuture":
@@ -249,7 +250,7 @@ class DataProtoFuture:
                 return self
             kept = self.columns if columns is None else columns
             return _Taken(_first, [self], num_rows=num_rows, columns=kept, asked=columns, rows=rows)
-        pieces, order = _pieces(self.part_rows, rows)
+        pieces, order = _pieces(self._starts(), rows)
         parts = []
         for index, local in pieces:
             part = self.futures[index]
@@ -310,10 +311,16 @@ class DataProtoFuture:
         """A batch, read from no more handles than needed; handles that only have `get` are asked once."""
         if self.part_rows is None or self._contents is not None:
             return take(self._whole(columns, rows), columns, rows)
-        pieces, order = _pieces(self.part_rows, rows)
+        pieces, order = _pieces(self._starts(), rows)
         read = "view" if len(pieces) > 1 else "read"
         batch = self.collect_fn([self._read_part(read, index, columns, local) for index, local in pieces])
         return batch if order is None else batch.select_idxs(order)
+
+    def _starts(self) -> np.ndarray:
+        """The first row of each part, then the number of rows."""
+        if self._first_rows is None:
+            self._first_rows = np.concatenate([[0], np.cumsum(self.part_rows)])  # pyright: ignore[reportArgumentType]
+        return self._first_rows
 
     def _read_part(self, read: str, index: int, columns: Columns | None, rows: Rows) -> DataProto:
         part = self.futures[index]
@@ -563,19 +570,25 @@ def _names(data: DataProto) -> list[str]:
     return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]  # pyright: ignore
 
 
-def _pieces(part_rows: Sequence[int], rows: Rows) -> tuple[list[tuple[int, Rows]], np.ndarray | None]:
-    """Which rows to read of which parts, and how to order them then (None: as they come); at least one part."""
+def _pieces(starts: np.ndarray, rows: Rows) -> tuple[list[tuple[int, Rows]], np.ndarray | None]:
+    """Which rows to read of which parts, and how to order them then (None: as they come); at least one part.
+
+    `starts` are the first rows of the parts, and the number of all rows.
+    """
     if rows is None:
-        return [(index, None) for index in range(len(part_rows))], None
-    starts = np.concatenate([[0], np.cumsum(part_rows)])
+        return [(index, None) for index in range(len(starts) - 1)], None
     pieces: list[tuple[int, Rows]] = []
     if isinstance(rows, slice):
         chosen = range(int(starts[-1]))[rows]
-        rows = slice(chosen.start, max(chosen.start, chosen.stop))
-        for index, start in enumerate(starts[:-1].tolist()):
-            first, last = max(rows.start - start, 0), min(rows.stop - start, part_rows[index])
+        begin, end = chosen.start, max(chosen.start, chosen.stop)
+        first_part = max(int(np.searchsorted(starts, begin, side="right")) - 1, 0)
+        last_part = int(np.searchsorted(starts, end, side="left"))
+        for index in range(first_part, last_part):
+            start, stop = int(starts[index]), int(starts[index + 1])
+            first, last = max(begin, start), min(end, stop)
             if first < last:
-                pieces.append((index, None if last - first == part_rows[index] else slice(first, last)))
+                whole = (first, last) == (start, stop)
+                pieces.append((index, None if whole else slice(first - start, last - start)))
         return pieces or [(0, slice(0, 0))], None
     part_of = np.searchsorted(starts, rows, side="right") - 1
     order = np.argsort(part_of, kind="stable")
@@ -599,7 +612,7 @@ def _compose(first: Rows, second: Rows, num_rows: int) -> Rows:
     if isinstance(first, slice) and isinstance(second, slice):
         chosen = range(num_rows)[first][second]
         return slice(chosen.start, max(chosen.start, chosen.stop))
-    return np.arange(num_rows)[first][second]
+    return first[second] if isinstance(first, np.ndarray) else np.arange(num_rows)[first][second]
 
 
 def _first(contents: list) -> Any:

@@ -23,7 +23,7 @@ from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
-from hybridflow.controller.ray.transport import Outgoing, Reply, pickled_class
+from hybridflow.controller.ray.transport import Outgoing, Reply, freeze, pickled_class, thaw
 from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
@@ -310,7 +310,8 @@ class RayBackend:
             start = time.time()
             remote = worker.process.remote_call(2 if as_batch else 1)
             try:
-                refs = remote.remote(worker.role, method_name, terms, (own_args, own_kwargs), as_batch, *outgoing.refs)
+                message = (worker.role, method_name, terms, own_args, own_kwargs, as_batch)
+                refs = remote.remote(freeze(message, outgoing.num_bytes_in_all), *outgoing.refs)
             except FULL as error:
                 raise WorkerError(
                     f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
@@ -345,8 +346,10 @@ class RayBackend:
         )
 
     def put(self, value: Any) -> RayHandle:
-        packed = Outgoing(_no_ref, self.compress).pack(value, "a value to put")
-        return RayHandle(self, ray.put(packed), produced=produced_columns(value))
+        outgoing = Outgoing(_no_ref, self.compress)
+        packed = outgoing.pack(value, "a value to put")
+        frozen = freeze(packed, outgoing.num_bytes_in_all)
+        return RayHandle(self, ray.put(frozen), produced=produced_columns(value))
 
     def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
         self.wait(handles)
@@ -381,7 +384,7 @@ class RayBackend:
             )
         self._require_connection()
         try:
-            value: Any = ray.get(handle.ref)
+            value: Any = thaw(ray.get(handle.ref))
         except RayError as error:  # the call succeeded, but its result could not be kept or brought here
             if handle.call is None:
                 raise WorkerError(f"a value that was put is lost: {error}") from error

@@ -53,6 +53,20 @@ class Reply:
     value: Any = None
 
 
+SMALL_BYTES = 64 * 2**10
+"""Up to here an object travels as one string of bytes, which spares Ray most of its work for each object."""
+
+
+def freeze(value: Any, num_bytes: int) -> Any:
+    """A packed value as Ray gets it: small ones as bytes, others as they are, with their buffers out of band."""
+    return pickle.dumps(value, protocol=5) if num_bytes <= SMALL_BYTES else value
+
+
+def thaw(value: Any) -> Any:
+    """What was frozen."""
+    return pickle.loads(value) if type(value) is bytes else value
+
+
 @dataclass(frozen=True)
 class Slot:
     """Stands for the object that arrives at this place beside the message."""
@@ -99,7 +113,7 @@ class Outgoing:
 
     def __init__(self, ref_of_handle: Any, compress: bool = False) -> None:
         self.refs: list[Any] = []
-        self.num_bytes = 0
+        self.num_bytes = self.num_bytes_beside = 0
         self.sources = SourceList()
         self._ref_of_handle, self._compress = ref_of_handle, compress
         self._slots: dict[int, Slot] = {}
@@ -127,9 +141,9 @@ class Outgoing:
             self.sources.add_value(value)
             return _SentHandle(self._slot(ref))
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
-            return PackedColumn.of_tensor(value, self._compress)
+            return self._counted(PackedColumn.of_tensor(value, self._compress))
         if type(value) is np.ndarray:
-            return PackedColumn.of_array(what, value, dumps, self._compress)
+            return self._counted(PackedColumn.of_array(what, value, dumps, self._compress))
         if isinstance(value, TensorDictBase):
             value = value.detach().cpu()
         if type(value) in (list, tuple):
@@ -139,8 +153,20 @@ class Outgoing:
         if type(value) is dict:
             return {key: self.pack(element, f"[{key!r}] in {what}", opens_futures) for key, element in value.items()}
         if value is None or type(value) in (bool, int, float, str, bytes):
+            self.num_bytes_beside += len(value) if isinstance(value, (str, bytes)) else 8
             return value
-        return _Pickled(_dumps(value, what))
+        pickled = _Pickled(_dumps(value, what))
+        self.num_bytes_beside += len(pickled.raw)
+        return pickled
+
+    def _counted(self, column: PackedColumn) -> PackedColumn:
+        self.num_bytes_beside += column.num_bytes
+        return column
+
+    @property
+    def num_bytes_in_all(self) -> int:
+        """Bytes of the message, of batches and of what is beside them."""
+        return self.num_bytes + self.num_bytes_beside
 
     def _send_handle(self, handle: Any) -> Any:
         if isinstance(handle, BatchHandle):
@@ -176,11 +202,11 @@ def unpack(value: Any, beside: Sequence[Any]) -> Any:
     if isinstance(value, _Pickled):
         return cloudpickle.loads(value.raw)
     if isinstance(value, _SentHandle):
-        stored = beside[value.slot.index]
+        stored = thaw(beside[value.slot.index])
         return unpack(stored.value if isinstance(stored, Reply) else stored, ())
     if isinstance(value, _SentFuture):
         future = value.future.with_handles(
-            lambda handle: StoredBatch(handle.batch if isinstance(handle, BatchHandle) else beside[handle.index])
+            lambda handle: StoredBatch(handle.batch if isinstance(handle, BatchHandle) else thaw(beside[handle.index]))
         )
         return future.get() if value.opens else future
     if type(value) in (list, tuple):

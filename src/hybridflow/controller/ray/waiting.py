@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
 
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
-from hybridflow.controller.ray.transport import CallFailed, Reply
+from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
 from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hybridflow.observability import Trace
@@ -71,7 +71,7 @@ class Waiting:
             call.worker.process.unfinished.remove(call)
         failure: BaseException | None = None
         try:
-            reply: Any = ray.get(call.done)
+            reply: Any = thaw(ray.get(call.done))
             if isinstance(reply, Reply) and not call.is_finished:
                 self._trace.record(replace(reply.event, sources=call.sources))
         except RayTaskError as error:

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.one_call import checked_output, naming_errors
-from hybridflow.controller.ray.transport import Outgoing, Reply, cloudpickle, pack_error, unpack
+from hybridflow.controller.ray.transport import Outgoing, Reply, cloudpickle, freeze, pack_error, thaw, unpack
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory
 from hybridflow.runtime.pulse import Pulse, PulseAddress
+
+MEMORY_EVERY_S = 0.1
+"""How often memory is looked at: reading it takes longer than a small call."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class WorkerProcess:
         self.label = label
         self._instances: dict[str, Any] = {}
         self._node = socket.gethostname()
+        self._memory = 0.0, 0
         self._rank = 0
         # What the driver can import, a worker can: its script's directory is on the path, as if it ran there.
         sys.path.extend(path for path in driver_path if path not in sys.path)
@@ -87,16 +90,20 @@ class WorkerProcess:
             except (Exception, KeyboardInterrupt) as error:  # a constructor may raise anything; the driver is told
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
 
-    def call(self, role: str, method_name: str, terms: CallTerms, message: Any, as_batch: bool, *beside: Any) -> Any:
-        """Run a method. `beside` are the objects that the message refers to. With `as_batch`, the result is two
-        objects: a `Reply`, and the batch; otherwise a `Reply` with the value."""
+    def call(self, message: Any, *beside: Any) -> Any:
+        """Run a method: `message` is role, method, terms, arguments, and whether the result is a batch on its own.
+
+        `beside` are the objects that the arguments refer to. A batch on its own makes two results: a `Reply`, and the
+        batch; otherwise there is a `Reply` with the value.
+        """
         started = time.time()
+        role, method_name, terms, packed_args, packed_kwargs, as_batch = thaw(message)
         instance = self._instances.get(role)
         where = f"{type(instance).__name__}.{method_name}"
         worker_name = f"{role}/{self._rank}"
         try:
             with naming_errors(where, worker_name, role, self._rank), self._pulse.during(where):
-                args, kwargs = unpack(message, beside)
+                args, kwargs = unpack(packed_args, beside), unpack(packed_kwargs, beside)
                 unpacked = time.time()
                 bytes_in = sum(map(batch_bytes, [*args, *kwargs.values()]))
                 output = getattr(instance, method_name)(*args, **kwargs)
@@ -116,9 +123,17 @@ class WorkerProcess:
             bytes_in=bytes_in,
             bytes_out=outgoing.num_bytes,
             transfer_s=unpacked - started + ended - computed,
-            memory_bytes=memory_bytes().get("resident", 0),
+            memory_bytes=self._resident_bytes(ended),
         )
-        return (Reply(event), value) if as_batch else Reply(event, value)
+        if as_batch:
+            return freeze(Reply(event), 0), freeze(value, outgoing.num_bytes_in_all)
+        return freeze(Reply(event, value), outgoing.num_bytes_in_all)
+
+    def _resident_bytes(self, now: float) -> int:
+        """Resident memory, as of a moment ago at most."""
+        if now - self._memory[0] > MEMORY_EVERY_S:
+            self._memory = now, memory_bytes().get("resident", 0)
+        return self._memory[1]
 
     def drop(self, role: str) -> int:
         """Let the object of a role go; how many are left."""
