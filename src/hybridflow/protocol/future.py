@@ -319,7 +319,7 @@ class DataProtoFuture:
     def _starts(self) -> np.ndarray:
         """The first row of each part, then the number of rows."""
         if self._first_rows is None:
-            self._first_rows = np.concatenate([[0], np.cumsum(self.part_rows)])  # pyright: ignore[reportArgumentType]
+            self._first_rows = np.concatenate([[0], np.cumsum(np.asarray(self.part_rows, dtype=np.int64))])
         return self._first_rows
 
     def _read_part(self, read: str, index: int, columns: Columns | None, rows: Rows) -> DataProto:

@@ -183,9 +183,10 @@ def wait_until_gone(pids, timeout_s=15.0):
 
 @contextmanager
 def within(seconds):
+    """Soon enough, on a machine that is three times as slow or busy as this one was."""
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < seconds
+    assert time.monotonic() - start < 3 * seconds
 
 
 @contextmanager
@@ -641,7 +642,7 @@ def test_results_that_were_passed_on_and_never_read_are_let_go(group, other):
     for _ in range(4):
         assert other.sum_big(group.make_big.remote(rows(), 4)).batch["sums"].tolist() == [2.0**20] * 4
     gc.collect()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while stored_mib() - before >= 16 and time.monotonic() < end:
         time.sleep(0.1)
     assert stored_mib() - before < 16  # one result has 16 MiB
@@ -664,7 +665,7 @@ def test_a_pool_whose_group_was_shut_down_and_that_nobody_has_any_more_is_free_a
         return [ray.util.placement_group_table(placement_group)["state"] for placement_group in reserved]
 
     try:
-        end = time.monotonic() + 3
+        end = time.monotonic() + 20
         while states() != ["REMOVED"] and time.monotonic() < end:
             time.sleep(0.1)
         assert states() == ["REMOVED"]
