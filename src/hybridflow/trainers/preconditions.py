@@ -48,6 +48,6 @@ def require_one_rank(config: Config) -> None:
     if config.controller.backend == "local" and config.controller.num_workers > 1:
         raise ConfigError(
             f"controller.num_workers={config.controller.num_workers} with controller.backend='local' runs ranks one "
-            "after another, so an update could not sum their gradients; train with num_workers = 1 "
-            "(generating and evaluating work with any number)."
+            "after another, so an update could not sum their gradients; train with controller.backend = 'ray', or with "
+            "num_workers = 1 (generating and evaluating work with any number)."
         )
