@@ -22,11 +22,11 @@ import json, sys
 from hybridflow.cli.main import main
 sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
 """
-THREE_POOLS = (
-    "placement.pools={main=[1],second=[1],third=[1]}",
+POOLS_OF_THEIR_OWN = (
+    "placement.pools={main=[1],second=[1],third=[1],fourth=[1]}",
     "placement.roles.critic=second",
-    "placement.roles.reference=second",
-    "placement.roles.reward=third",
+    "placement.roles.reference=third",
+    "placement.roles.reward=fourth",
 )
 
 
@@ -49,7 +49,8 @@ def events_of(run):
 
 @pytest.fixture(scope="module")
 def runs(tiny, task, tmp_path_factory):
-    """PPO stopped and continued on one Ray worker; GRPO in float64 on 1, 2 and 4; PPO on three pools and on one."""
+    """PPO stopped and continued on one Ray worker; GRPO in float64 on 1, 2 and 4; PPO with critic, reference and
+    rewards on pools of their own, and on one."""
     directory = tmp_path_factory.mktemp("ray_runs")
     ray = ["controller.backend=ray", "controller.cpus_per_worker=0.5"]
     ppo = [*tiny.commands(task)["ppo"], f"trainer.run_dir={directory}/ppo", *ray]
@@ -63,7 +64,7 @@ def runs(tiny, task, tmp_path_factory):
     )
     pools = ["train", f"{task}/rl.toml", *tiny.PPO, *ray, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
-        [*pools, f"trainer.run_dir={directory}/three_pools", *THREE_POOLS],
+        [*pools, f"trainer.run_dir={directory}/own_pools", *POOLS_OF_THEIR_OWN],
         [*pools, f"trainer.run_dir={directory}/one_pool"],
         SECONDS_FOR_EACH_REWARD="0.02",
     )
@@ -90,7 +91,7 @@ def test_loss_and_gradient_do_not_change_with_the_number_of_ranks(runs, ranks):
 
 def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(runs):
     for step in (1, 2):
-        calls = {e.method: e for s, e in events_of(runs.three_pools) if s == step and e.kind == "call"}
+        calls = {e.method: e for s, e in events_of(runs.own_pools) if s == step and e.kind == "call"}
         score = calls["score"]
         for method in ("compute_ref_log_probs", "compute_values", "compute_log_probs"):
             assert calls[method].start < score.end - 0.2, method  # of the half second that the rewards take
@@ -98,7 +99,7 @@ def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(ru
     assert all(end <= next_start for (_, end), (next_start, _) in pairwise(spans))
 
 
-@pytest.mark.parametrize("name", ["one_pool", "three_pools"])
+@pytest.mark.parametrize("name", ["one_pool", "own_pools"])
 def test_the_drawn_graph_is_the_traffic_of_a_real_step(runs, name):
     run = getattr(runs, name)
     drawn = set(dataflow_edges(run_on_placeholders(load_config(run / "config.toml"))))

@@ -253,6 +253,15 @@ def test_a_pool_larger_than_the_cluster_is_refused_at_once(ray_backend):
         ray_backend.check_fit([ResourcePool([1, 1])])
 
 
+def test_a_pool_that_did_not_fit_is_refused_for_the_same_reason_when_tried_again(ray_backend):
+    from hybridflow.controller.ray import RayResourcePool
+
+    pool = RayResourcePool([1000])
+    for _ in range(2):
+        with within(5), pytest.raises(ConfigError, match="does not fit the cluster"):
+            WorkerGroup(pool, ClassWithInitArgs(Unlucky), ray_backend)
+
+
 def test_pools_that_fit_one_by_one_but_not_together_are_refused(ray_backend):
     ray_backend.check_fit([ResourcePool([20])])
     with within(5), pytest.raises(ConfigError, match=r"process_on_nodes=\[40\].* does not fit the cluster"):

@@ -30,6 +30,7 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns
 from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
+from hybridflow.observability.log import LEVEL_VARIABLE
 from hybridflow.protocol.packed_batch import batch_bytes
 
 START_TIMEOUT_S = 300.0
@@ -91,10 +92,10 @@ class RayBackend:
         pool = self._as_ray_pool(resource_pool)
         self._connection.open([pool])
         pool.take_tenancy(detached=bool(detached_as))
-        places = pool.places()
         label = "+".join(classes)
         processes: list[RayProcess] = []
         try:
+            places = pool.places()
             actors = [
                 self._start_process(f"{label}/{rank}", place, pool, f"{detached_as}/{rank}" if detached_as else "")
                 for rank, place in enumerate(places)
@@ -166,7 +167,7 @@ class RayBackend:
         }
         if detached_as:
             options |= {"name": detached_as, "namespace": NAMESPACE, "lifetime": "detached"}
-        return ray.remote(WorkerProcess).options(**options).remote(label, _importable_paths())
+        return ray.remote(WorkerProcess).options(**options).remote(label, _importable_paths(), os.getcwd())
 
     def _build(self, processes: Sequence[RayProcess], classes: Mapping[str, ClassWithInitArgs]) -> None:
         """Construct the objects of all ranks at the same time: constructors may meet in collectives."""
@@ -193,7 +194,9 @@ class RayBackend:
                 "MASTER_ADDR": homes[0].node_address,
                 "MASTER_PORT": str(port),
             }
-            arguments.append((shared, environment, self.threads))
+            if LEVEL_VARIABLE in os.environ:
+                environment[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
+            arguments.append((shared, environment, self.threads, self.compress))
         where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
         self._ask(processes, "build", arguments, where)
 

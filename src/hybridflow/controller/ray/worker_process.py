@@ -38,14 +38,16 @@ class Home:
 class WorkerProcess:
     """`label` is how the process is named in logs and errors: roles, "/", rank."""
 
-    def __init__(self, label: str, driver_path: list[str]) -> None:
+    def __init__(self, label: str, driver_path: list[str], working_directory: str) -> None:
         self.label = label
         self._instances: dict[str, Any] = {}
         self._node = socket.gethostname()
         self._memory = 0.0, 0
-        self._rank = 0
+        self._rank, self._compress = 0, False
         # What the driver can import, a worker can: its script's directory is on the path, as if it ran there.
         sys.path.extend(path for path in driver_path if path not in sys.path)
+        if os.path.isdir(working_directory):  # so that relative paths of a recipe mean the same on every node
+            os.chdir(working_directory)
         keep_freed_memory()
         self._pulse = Pulse()
         self._pulse.start()
@@ -72,8 +74,9 @@ class WorkerProcess:
             sock.bind(("", 0))
             return sock.getsockname()[1]
 
-    def build(self, packed_classes: Any, environment: Mapping[str, str], threads: int) -> None:
+    def build(self, packed_classes: Any, environment: Mapping[str, str], threads: int, compress: bool) -> None:
         """Construct the object of each role, with the environment variables of an SPMD rank."""
+        self._compress = compress
         os.environ.update(environment)
         if environment["MASTER_ADDR"].startswith("127."):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the name of the machine leads
@@ -109,7 +112,7 @@ class WorkerProcess:
                 output = getattr(instance, method_name)(*args, **kwargs)
                 output = checked_output(output, terms, self._rank)
                 computed = time.time()
-                outgoing = Outgoing(lambda value: None)
+                outgoing = Outgoing(lambda value: None, self._compress)
                 value = outgoing.pack(output, f"the result of {where}")
         except (Exception, KeyboardInterrupt) as error:  # a method may raise anything; the driver is told
             raise pack_error(error, where, role, self._rank, self._node) from None
