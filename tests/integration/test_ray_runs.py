@@ -118,7 +118,13 @@ def test_ctrl_c_finishes_the_step_and_saves(task, tmp_path):
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
     environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits "ignore"
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60

@@ -4,6 +4,7 @@ Its methods run on the main thread, one after another, as collectives want it.
 """
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -48,6 +49,8 @@ class WorkerProcess:
         sys.path.extend(path for path in driver_path if path not in sys.path)
         if os.path.isdir(working_directory):  # so that relative paths of a recipe mean the same on every node
             os.chdir(working_directory)
+        # Ctrl-C in a terminal reaches every process of the run, but what it means is for the driver to say.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         keep_freed_memory()
         self._pulse = Pulse()
         self._pulse.start()
