@@ -47,7 +47,9 @@ class MethodColumns:
             return [self.select_reads(element) for element in value]
         if isinstance(value, DataProtoFuture) and value.columns is not None:
             return value.select_columns([column for column in self.reads if column in value.columns])
-        return select_columns(value, self.reads) if isinstance(value, DataProto) else value
+        if isinstance(value, DataProto) and not set(columns_of(value)).issubset(self.reads):
+            return select_columns(value, self.reads)
+        return value
 
     def check_output(self, output: Any, rank: int, num_rows: int | None) -> None:
         """Check what a rank returned for a part of `num_rows` rows (None: the batch was not split).

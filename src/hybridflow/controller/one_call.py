@@ -2,9 +2,11 @@
 returns is what it declared.
 """
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from hybridflow.controller.backend import CallTerms
@@ -16,7 +18,7 @@ from hybridflow.observability import get_logger, log_memory
 def naming_errors(where: str, worker_name: str, role: str, rank: int) -> Iterator[None]:
     """An error of our own keeps its type and gets a note; any other becomes a WorkerError that says who. Memory is
     logged before and after, at debug level."""
-    logger = get_logger(__name__)
+    logger = _logger()
     log_memory(f"before {where}, rank {rank}", logger)
     try:
         yield
@@ -32,6 +34,11 @@ def naming_errors(where: str, worker_name: str, role: str, rank: int) -> Iterato
         ) from error
     finally:
         log_memory(f"after {where}, rank {rank}", logger)
+
+
+@cache
+def _logger() -> logging.Logger:
+    return get_logger(__name__)
 
 
 def described(error: BaseException) -> str:

@@ -6,8 +6,7 @@ Always on: recording an event appends one small object. What becomes of it (a fi
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["call", "send", "read"]
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
@@ -16,8 +15,7 @@ CONTROLLER = "controller"
 """The name of the driver among those who make and read columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceEvent:
+class TraceEvent(NamedTuple):
     """One call on a worker, or one transfer of the controller's.
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
@@ -132,7 +130,7 @@ def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
 
 def trace_row(event: TraceEvent) -> dict[str, Any]:
     """An event as a row of a file."""
-    return asdict(event)
+    return event._asdict()
 
 
 def _transfer_seconds(event: TraceEvent) -> float:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol.consistency import count_rows, tensors_of
 from hybridflow.protocol.fields import FIELDS, PROMPT, RESPONSE, SEQUENCE, TOKEN_COLUMNS, Number
-from hybridflow.protocol.meta_info import concat_meta_info
+from hybridflow.protocol.meta_info import concat_meta_info, copy_structure
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
@@ -34,7 +34,7 @@ def concat_batches(parts: "Sequence[DataProto]") -> "DataProto":
         joined = _concat_tensors(tensors, meta_info.get("pad_token_id") or 0)
         batch = TensorDict(joined, [sum(n or 0 for n in rows)], device=batches[0].device)
     columns = {name: _concat_arrays(name, [part[name] for part in arrays]) for name in arrays[0]}
-    return type(parts[0])(batch, columns, meta_info, any(part.auto_padding for part in parts))
+    return parts[0]._of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
 
 
 def _require_same_names(parts: Sequence[Mapping], where: str) -> None:

@@ -7,10 +7,11 @@ are its own); only `pop` and `padding` change the batch they are called on.
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, overload
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
 import torch
@@ -58,6 +59,18 @@ class DataProto:
         self.batch = None if self.batch is None else self.batch.copy()  # pyright: ignore[reportAttributeAccessIssue]
         self.non_tensor_batch = dict(self.non_tensor_batch)
         self.meta_info = copy_structure(self.meta_info)
+
+    @classmethod
+    def _of_own(
+        cls, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict, auto_padding: bool
+    ) -> Self:
+        """As the constructor, of containers that fit and that nobody else holds: neither checked nor copied."""
+        if (cls.__init__, cls.__post_init__) != (DataProto.__init__, DataProto.__post_init__):
+            return cls(batch, non_tensor_batch, meta_info, auto_padding)  # pyright: ignore[reportArgumentType]
+        made = cls.__new__(cls)
+        made.batch, made.non_tensor_batch = batch, non_tensor_batch  # pyright: ignore[reportAttributeAccessIssue]
+        made.meta_info, made.auto_padding = meta_info, auto_padding
+        return made
 
     def check_consistency(self) -> None:
         """Raise BatchError or FieldError unless every column is well formed and has the same number of rows.
@@ -180,12 +193,15 @@ class DataProto:
     def _map_rows(self, num_rows: int, change: Callable[[Any], Any]) -> "DataProto":
         """`change` applied to every column; the result has `num_rows` rows."""
         self.check_consistency()
+        return self._map_consistent(num_rows, change)
+
+    def _map_consistent(self, num_rows: int, change: Callable[[Any], Any]) -> "DataProto":
         batch = self.batch
         if batch is not None:
-            columns = {name: change(column) for name, column in tensors_of(batch).items()}
+            columns = {name: change(column) for name, column in batch.items()}
             batch = TensorDict(columns, [num_rows], device=batch.device)
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
-        return type(self)(batch, arrays, self.meta_info, self.auto_padding)
+        return self._of_own(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
 
     # Parts and wholes
 
@@ -203,12 +219,16 @@ class DataProto:
                 "(auto_padding=True, or DataProtoConfig.auto_padding), or split by size."
             )
         starts = [part * size + min(part, longer) for part in range(chunks + 1)]
-        return [self.slice(start, end) for start, end in pairwise(starts)]
+        return self._parts(pairwise(starts))
 
     def split(self, split_size: int) -> "list[DataProto]":
         """Parts of `split_size` rows (views), the last one short; one empty part if there are no rows."""
         size = as_count(split_size, "split_size", 1)
-        return [self.slice(start, start + size) for start in range(0, max(len(self), 1), size)]
+        return self._parts((start, min(start + size, len(self))) for start in range(0, max(len(self), 1), size))
+
+    def _parts(self, bounds: Iterable[tuple[int, int]]) -> "list[DataProto]":
+        self.check_consistency()
+        return [self._map_consistent(end - start, itemgetter(slice(start, end))) for start, end in bounds]
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
@@ -249,7 +269,7 @@ class DataProto:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         if batch is not None:
             batch = TensorDict(columns, batch.batch_size, device=batch.device)
-        return type(self)(batch, arrays, meta_info, self.auto_padding)
+        return self._of_own(batch, arrays, copy_structure(meta_info), self.auto_padding)
 
     def pop(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None

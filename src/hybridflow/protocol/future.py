@@ -90,7 +90,8 @@ class DataProtoFuture:
             return contents
         if self.num_rows is not None and len(contents) != self.num_rows and _names(contents):
             raise BatchError(f"the future declared {self.num_rows} rows, but has {len(contents)}.")
-        return contents.select()
+        is_shared = self._contents is not None or self.collect_fn is not DataProto.concat
+        return contents.select() if is_shared else contents
 
     def __len__(self) -> int:
         if self.num_rows is None:

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol.consistency import count_rows, require_names, tensors_of
+from hybridflow.protocol.meta_info import copy_structure
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
@@ -40,10 +41,13 @@ class PackedColumn:
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, compress: bool = False) -> "PackedColumn":
         """A tensor of at least one dimension or none, sharing its memory; detached, and brought to the CPU."""
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if flat.numel() == 1:
-            flat = flat.clone(memory_format=torch.contiguous_format)  # of an expanded one the stride is still 0
-        raw = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+        if not _has_plain_bytes(tensor):
+            flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            if flat.numel() == 1:
+                flat = flat.clone(memory_format=torch.contiguous_format)  # of an expanded one the stride is still 0
+            raw = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+        else:
+            raw = tensor.view(torch.uint8).numpy().reshape(-1)
         return _packed("tensor", tensor.dtype, tuple(tensor.shape), raw, compress)
 
     @classmethod
@@ -85,10 +89,10 @@ class PackedColumn:
             own = _as_if_writable(own) if shared else np.array(own)
         if self.kind == "array":
             return own
-        shape = (len(own), *self.shape[1:]) if self.shape else ()
+        shape = self.shape if rows is None else (len(own), *self.shape[1:])
         if own.size == 0:
             return torch.empty(shape, dtype=self.dtype)
-        return torch.from_numpy(own.reshape(-1)).view(self.dtype).reshape(shape)
+        return torch.frombuffer(own, dtype=self.dtype).reshape(shape)
 
     def _bytes(self) -> Any:
         if not self.is_compressed:
@@ -158,9 +162,11 @@ class PackedBatch:
             num_rows = self.num_rows if rows is None else _count(rows, self.num_rows)
             batch = TensorDict(tensors, [num_rows], device="cpu" if self._has_device else None)
         meta_info = self._meta_info
-        if not isinstance(meta_info, dict):
+        if isinstance(meta_info, dict):
+            meta_info = copy_structure(meta_info)
+        else:
             meta_info = {} if meta_info is None else pickle.loads(meta_info)
-        return self._cls(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
+        return self._cls._of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
 
     def num_bytes(self, columns: Iterable[str] | None = None) -> int:
         """Bytes of the named columns (None: all) as they travel."""
@@ -196,6 +202,18 @@ def batch_bytes(value: Any) -> int:
         return 0
     arrays = [array.nbytes for array in value.non_tensor_batch.values() if not array.dtype.hasobject]
     return sum(tensor.nbytes for tensor in tensors_of(value.batch).values()) + sum(arrays)
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of the tensor, in order, are its memory: by far the most frequent case."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and tensor.ndim > 0
+        and tensor.stride(-1) == 1
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 class _Memory:

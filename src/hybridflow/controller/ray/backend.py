@@ -23,11 +23,11 @@ from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
-from hybridflow.controller.ray.transport import Outgoing, Reply, freeze, pickled_class, thaw
+from hybridflow.controller.ray.transport import Outgoing, Reply, freeze, pack_header, pickled_class, thaw
 from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import produced_columns
+from hybridflow.controller.sources import SourceList, produced_columns
 from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE
@@ -173,7 +173,7 @@ class RayBackend:
         """Construct the objects of all ranks at the same time: constructors may meet in collectives."""
         packed = {}
         for name, cls_with_init in classes.items():
-            outgoing, where = Outgoing(_no_ref), f"{cls_with_init.cls.__name__}.__init__"
+            outgoing, where = Outgoing(), f"{cls_with_init.cls.__name__}.__init__"
             args = [
                 outgoing.pack(value, f"argument {index} of {where}") for index, value in enumerate(cls_with_init.args)
             ]
@@ -297,7 +297,7 @@ class RayBackend:
             raise self._gone(worker, method_name)
         where = f"{worker.class_name}.{method_name}"
         calls_read = _CallsRead()
-        outgoing = Outgoing(calls_read, self.compress)
+        outgoing = Outgoing(calls_read, self.compress, sources := SourceList())
         own_args = [
             outgoing.pack(value, f"argument {index} of {where}", terms.opens_futures)
             for index, value in enumerate(args)
@@ -308,13 +308,14 @@ class RayBackend:
         }
         outgoing.also_wait_for(calls_read.silent)
         as_batch = bool(terms.is_read and terms.columns is not None and terms.columns.writes)
+        header = pack_header(worker.role, method_name, terms, as_batch)
 
         def send() -> RayHandle:
             start = time.time()
             remote = worker.process.remote_call(2 if as_batch else 1)
             try:
-                message = (worker.role, method_name, terms, own_args, own_kwargs, as_batch)
-                refs = remote.remote(freeze(message, outgoing.num_bytes_in_all), *outgoing.refs)
+                message = freeze((header, own_args, own_kwargs), outgoing.num_bytes_in_all)
+                refs = remote.remote(message, *outgoing.refs)
             except FULL as error:
                 raise WorkerError(
                     f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
@@ -324,9 +325,7 @@ class RayBackend:
                     rank=worker.rank,
                 ) from error
             done, value = refs if as_batch else (refs, None)
-            call = RayCall(
-                done, worker, where, self.call_timeout_s, calls_read.unfinished(), outgoing.sources.as_tuple()
-            )
+            call = RayCall(done, worker, where, self.call_timeout_s, calls_read.unfinished(), sources.as_tuple())
             self._waiting.track(call)
             if outgoing.num_bytes:
                 self._trace.record(
@@ -349,7 +348,7 @@ class RayBackend:
         )
 
     def put(self, value: Any) -> RayHandle:
-        outgoing = Outgoing(_no_ref, self.compress)
+        outgoing = Outgoing(compress=self.compress)
         packed = outgoing.pack(value, "a value to put")
         frozen = freeze(packed, outgoing.num_bytes_in_all)
         return RayHandle(self, ray.put(frozen), produced=produced_columns(value))
@@ -387,6 +386,8 @@ class RayBackend:
             )
         self._require_connection()
         try:
+            if handle.call is not None and handle.call.small_value is not None:
+                return thaw(handle.call.small_value)
             value: Any = thaw(ray.get(handle.ref))
         except RayError as error:  # the call succeeded, but its result could not be kept or brought here
             if handle.call is None:
@@ -425,10 +426,6 @@ class _CallsRead:
     def unfinished(self) -> list[RayCall]:
         """Those that may not have ended."""
         return [call for call in self._calls if not call.is_finished]
-
-
-def _no_ref(value: Any) -> None:
-    return None
 
 
 def _importable_paths() -> list[str]:

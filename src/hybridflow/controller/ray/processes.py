@@ -51,7 +51,7 @@ class RayWorker:
 
 class RayCall:
     """A call on its way. `done` is a small object that is there when it has ended; `after` are the calls whose results
-    it reads. It holds nothing of the result, unless the method declares none."""
+    it reads. It holds nothing of the result, unless that is small, or the method declares none."""
 
     def __init__(
         self,
@@ -66,6 +66,12 @@ class RayCall:
         self.after = list(after)
         self.running_since: float | None = None
         self.is_finished = False
+        self.small_value: Any = None
+
+    def forget_unfinished(self) -> None:
+        """It has ended, for its process."""
+        if self in self.worker.process.unfinished:
+            self.worker.process.unfinished.remove(self)
 
 
 class Store(Protocol):
@@ -97,7 +103,8 @@ class RayHandle:
         return self._open(lambda packed: StoredBatch(packed).view(columns, rows))
 
     def _open(self, unpack_value: Callable[[Any], Any]) -> Any:
-        self.store.wait([self])
+        if self.call is not None and not self.call.is_finished:
+            self.store.wait([self])
         start = time.time()
         contents = unpack_value(self.store.fetch(self))
         self.store.note_read(self, start, contents)

@@ -11,13 +11,15 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray.cloudpickle
 import torch
 from tensordict import TensorDictBase
 
+from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.one_call import described
 from hybridflow.controller.sources import SourceList
 from hybridflow.errors import BatchError, DispatchError, WorkerError
@@ -45,12 +47,23 @@ def dumps(value: Any) -> bytes:
         return file.getvalue()
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What a call returns beside its batch: what the trace says of it, and its value unless that is the batch."""
+class Reply(NamedTuple):
+    """What a call returns at once: what the trace says of it, and its value; of a batch only if it is small, frozen."""
 
     event: TraceEvent
     value: Any = None
+
+
+@lru_cache(1024)
+def pack_header(role: str, method_name: str, terms: CallTerms, as_batch: bool) -> bytes:
+    """What is the same in most calls of a method, as the key by which the worker knows it again."""
+    return pickle.dumps((role, method_name, terms, as_batch), protocol=5)
+
+
+@lru_cache(1024)
+def open_header(header: bytes) -> tuple[str, str, CallTerms, bool]:
+    """What was packed."""
+    return pickle.loads(header)
 
 
 SMALL_BYTES = 64 * 2**10
@@ -109,13 +122,15 @@ class _SentHandle:
 
 
 class Outgoing:
-    """Packs the values of one message; `refs` are the stored objects that must arrive beside it."""
+    """Packs the values of one message; `refs` are the stored objects that must arrive beside it.
 
-    def __init__(self, ref_of_handle: Any, compress: bool = False) -> None:
+    `ref_of_handle` gives the stored object of a value that is a handle. `sources` is told where columns come from.
+    """
+
+    def __init__(self, ref_of_handle: Any = None, compress: bool = False, sources: SourceList | None = None) -> None:
         self.refs: list[Any] = []
         self.num_bytes = self.num_bytes_beside = 0
-        self.sources = SourceList()
-        self._ref_of_handle, self._compress = ref_of_handle, compress
+        self._ref_of_handle, self._compress, self._sources = ref_of_handle or _no_ref, compress, sources
         self._slots: dict[int, Slot] = {}
 
     def pack(self, value: Any, what: str, opens_futures: bool = True) -> Any:
@@ -126,7 +141,7 @@ class Outgoing:
             except BatchError as error:
                 raise BatchError(f"{what}: {error}") from error
             self.num_bytes += packed.num_bytes()
-            self.sources.add_value(value)
+            self._add_source(value)
             return packed
         if isinstance(value, DataProtoFuture):
             if not value.is_plain:
@@ -135,10 +150,10 @@ class Outgoing:
                     f"writes; declare writes=(...), or read it (future.get()) and pass the batch."
                 )
             narrow = value.narrow()
-            self.sources.add_value(narrow)
+            self._add_source(narrow)
             return _SentFuture(narrow.with_handles(self._send_handle), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
-            self.sources.add_value(value)
+            self._add_source(value)
             return _SentHandle(self._slot(ref))
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
             return self._counted(PackedColumn.of_tensor(value, self._compress))
@@ -158,6 +173,10 @@ class Outgoing:
         pickled = _Pickled(_dumps(value, what))
         self.num_bytes_beside += len(pickled.raw)
         return pickled
+
+    def _add_source(self, value: Any) -> None:
+        if self._sources is not None:
+            self._sources.add_value(value)
 
     def _counted(self, column: PackedColumn) -> PackedColumn:
         self.num_bytes_beside += column.num_bytes
@@ -191,6 +210,10 @@ class Outgoing:
             self._slots[ref] = Slot(len(self.refs))
             self.refs.append(ref)
         return self._slots[ref]
+
+
+def _no_ref(value: Any) -> None:
+    return None
 
 
 def unpack(value: Any, beside: Sequence[Any]) -> Any:

@@ -6,7 +6,6 @@ Whoever waits learns who is waited for, and why that does not answer.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -58,6 +57,10 @@ class Waiting:
         """Until all have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for one that
         is over its deadline."""
         pending = {call.done: call for call in calls if not call.is_finished}
+        with contextlib.suppress(RayError):  # what has failed, or takes longer, is looked at one by one
+            for call, reply in zip(pending.values(), ray.get(list(pending), timeout=SLICE_S), strict=True):
+                self._note_success(call, reply)
+            return
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=SLICE_S, fetch_local=False)
             for ref in ready:
@@ -67,19 +70,24 @@ class Waiting:
 
     def _finish(self, call: RayCall) -> None:
         """Note that a call has ended. Raises what it raised."""
-        if call in call.worker.process.unfinished:
-            call.worker.process.unfinished.remove(call)
-        failure: BaseException | None = None
         try:
-            reply: Any = thaw(ray.get(call.done))
-            if isinstance(reply, Reply) and not call.is_finished:
-                self._trace.record(replace(reply.event, sources=call.sources))
+            self._note_success(call, ray.get(call.done))
+            return
         except RayTaskError as error:
             failure = self.failure(call, error.cause, error)
         except RayError as error:
             failure = self.failure(call, error, error)
-        if failure is not None:
-            raise failure  # out here, so that its cause is its own
+        call.forget_unfinished()
+        raise failure  # out here, so that its cause is its own
+
+    def _note_success(self, call: RayCall, frozen: Any) -> None:
+        """Take the reply of a call that has ended. A small value is kept, so that nobody has to ask for it again."""
+        call.forget_unfinished()
+        reply = thaw(frozen)
+        if isinstance(reply, Reply) and not call.is_finished:
+            self._trace.record(reply.event._replace(sources=call.sources))
+            if type(frozen) is bytes:
+                call.small_value = reply.value
         call.is_finished = True
         call.after = []
 

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from hybridflow.controller.one_call import checked_output, naming_errors
-from hybridflow.controller.ray.transport import Outgoing, Reply, cloudpickle, freeze, pack_error, thaw, unpack
+from hybridflow.controller.ray.transport import (
+    Outgoing,
+    Reply,
+    cloudpickle,
+    freeze,
+    open_header,
+    pack_error,
+    thaw,
+    unpack,
+)
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory
@@ -97,13 +106,15 @@ class WorkerProcess:
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
 
     def call(self, message: Any, *beside: Any) -> Any:
-        """Run a method: `message` is role, method, terms, arguments, and whether the result is a batch on its own.
+        """Run a method: `message` is a header (role, method, terms, whether the result is a batch on its own) and the
+        arguments, `beside` are the objects that these refer to.
 
-        `beside` are the objects that the arguments refer to. A batch on its own makes two results: a `Reply`, and the
-        batch; otherwise there is a `Reply` with the value.
+        A batch on its own makes two results: a `Reply`, with the batch too if it is small, and the batch; otherwise
+        there is a `Reply` with the value.
         """
         started = time.time()
-        role, method_name, terms, packed_args, packed_kwargs, as_batch = thaw(message)
+        header, packed_args, packed_kwargs = thaw(message)
+        role, method_name, terms, as_batch = open_header(header)
         instance = self._instances.get(role)
         where = f"{type(instance).__name__}.{method_name}"
         worker_name = f"{role}/{self._rank}"
@@ -115,7 +126,7 @@ class WorkerProcess:
                 output = getattr(instance, method_name)(*args, **kwargs)
                 output = checked_output(output, terms, self._rank)
                 computed = time.time()
-                outgoing = Outgoing(lambda value: None, self._compress)
+                outgoing = Outgoing(compress=self._compress)
                 value = outgoing.pack(output, f"the result of {where}")
         except (Exception, KeyboardInterrupt) as error:  # a method may raise anything; the driver is told
             raise pack_error(error, where, role, self._rank, self._node) from None
@@ -132,7 +143,8 @@ class WorkerProcess:
             memory_bytes=self._resident_bytes(ended),
         )
         if as_batch:
-            return freeze(Reply(event), 0), freeze(value, outgoing.num_bytes_in_all)
+            frozen = freeze(value, outgoing.num_bytes_in_all)
+            return freeze(Reply(event, frozen if type(frozen) is bytes else None), 0), frozen
         return freeze(Reply(event, value), outgoing.num_bytes_in_all)
 
     def _resident_bytes(self, now: float) -> int:
