@@ -51,7 +51,7 @@ class TransportWorker(Worker):
 
 def main() -> None:
     channel = Channel()
-    keep_freed_memory()  # as a run does
+    keep_freed_memory(large_blocks=True)  # as the driver of a run does
     threads = set_num_threads(channel.options["threads"])
     with RayBackend(num_cpus=2 * NUM_WORKERS, object_store_bytes=OBJECT_STORE_BYTES, threads=1) as backend:
         groups = tuple(

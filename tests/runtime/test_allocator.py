@@ -9,22 +9,23 @@ from hybridflow.runtime import bound_shape_caches
 PROGRAM = """
 import ctypes, sys, torch
 from hybridflow.runtime import keep_freed_memory
-if sys.argv[1] == "kept" and not keep_freed_memory():
+if sys.argv[1] != "returned" and not keep_freed_memory(large_blocks=sys.argv[1] == "large"):
     raise SystemExit("no mallopt")
 class Mallinfo2(ctypes.Structure):  # of glibc's malloc.h
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = Mallinfo2
-blocks = [torch.ones(3_000_000) for _ in range(8)]  # 12 MB each
+blocks = [torch.ones(int(sys.argv[2]) // 4) for _ in range(8)]
 blocks.clear()
 print(mallinfo2().fordblks)
 """
 
 
-def free_bytes_held(mode: str) -> int:
-    """What the C library holds for its next allocation after 96 MB were freed."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=False)
+def free_bytes_held(mode: str, size: int = 12_000_000) -> int:
+    """What the C library holds for its next allocation after 8 blocks of `size` bytes were freed."""
+    command = [sys.executable, "-c", PROGRAM, mode, str(size)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "no mallopt" in done.stderr or "mallinfo2" in done.stderr:
         pytest.skip("not glibc 2.33 or newer")
     return int(done.stdout)
@@ -32,6 +33,10 @@ def free_bytes_held(mode: str) -> int:
 
 def test_memory_that_was_freed_stays_in_the_process():
     assert free_bytes_held("returned") < 90e6 < free_bytes_held("kept")
+
+
+def test_large_blocks_stay_only_where_asked():
+    assert free_bytes_held("kept", 40_000_000) < 300e6 < free_bytes_held("large", 40_000_000)
 
 
 SHAPES = """

@@ -3,22 +3,28 @@
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _KEEP_BYTES = 2**31 - 1
 _MMAP_BYTES = 2**25  # the largest that glibc takes
 _SHAPES = 32
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(large_blocks: bool = False) -> bool:
     """Keep freed memory in this process for its next allocation; returns whether the C library could be told to.
 
     By default glibc returns large blocks to the system at once. A training step allocates the same blocks over and
     over, and each time the system would have to find, clear and map their pages anew.
+
+    `large_blocks`: also those above 32 MiB. For a process that puts whole batches together (268 MB in 15 ms instead of
+    75); one that trains would hold some 15% more memory at its peak, in holes between blocks of changing sizes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES) and mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))
+    options = {_M_TRIM_THRESHOLD: _KEEP_BYTES, _M_MMAP_THRESHOLD: _MMAP_BYTES}
+    if large_blocks:
+        options[_M_MMAP_MAX] = 0
+    return all([mallopt(option, value) for option, value in options.items()])
 
 
 def bound_shape_caches() -> None:

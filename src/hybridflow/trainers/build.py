@@ -138,7 +138,7 @@ def _with_weights(actor_rollout: WorkerGroup, checkpoint: Checkpoint | None) -> 
 
 def _prepare_process(config: Config) -> None:
     """Memory, threads, kernels and global random state, before anything is computed: results depend on them."""
-    keep_freed_memory()
+    keep_freed_memory(large_blocks=config.controller.backend == "ray")  # then this process has batches, but no model
     bound_shape_caches()
     set_num_threads(config.controller.threads)
     use_kernels(config.controller.compiled_kernels)
