@@ -134,7 +134,7 @@ def columns_of(batch: DataProto | DataProtoFuture) -> list[str]:
     """The names of all columns, tensors first; of a future those that are declared."""
     if isinstance(batch, DataProtoFuture):
         return list(batch.columns or ())
-    tensors = [] if batch.batch is None else [str(key) for key in batch.batch.keys()]  # noqa: SIM118 (a TensorDict)
+    tensors = [] if batch.batch is None else [*batch.batch.keys()]  # pyright: ignore
     return [*tensors, *batch.non_tensor_batch]
 
 

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.one_call import checked_output, naming_errors
+from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.private_copy import private_copy
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import SourceList, produced_columns
@@ -249,7 +249,7 @@ def _turn_of(worker: LocalWorker, where: str) -> Iterator[None]:
         os.environ.pop(RANKS_TAKE_TURNS, None)
         os.environ.update(worker.environment)
         try:
-            with naming_errors(where, worker.name, worker.role, worker.rank):
+            with NamingErrors(where, worker.name, worker.role, worker.rank):
                 yield
         finally:
             for key, value in before.items():

@@ -4,8 +4,6 @@ returns is what it declared.
 
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,26 +12,29 @@ from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import get_logger, log_memory
 
 
-@contextmanager
-def naming_errors(where: str, worker_name: str, role: str, rank: int) -> Iterator[None]:
-    """An error of our own keeps its type and gets a note; any other becomes a WorkerError that says who. Memory is
-    logged before and after, at debug level."""
-    logger = _logger()
-    log_memory(f"before {where}, rank {rank}", logger)
-    try:
-        yield
-    except HybridFlowError as error:
-        error.add_note(f"in {where}, worker {worker_name}")
-        raise
-    except Exception as error:
-        raise WorkerError(
-            f"{where} failed on worker {worker_name}: {described(error)}",
-            role=role,
-            rank=rank,
-            node=socket.gethostname(),
-        ) from error
-    finally:
-        log_memory(f"after {where}, rank {rank}", logger)
+class NamingErrors:
+    """A block in which an error of our own keeps its type and gets a note; any other becomes a WorkerError that says
+    who. Memory is logged before and after, at debug level."""
+
+    __slots__ = ("_rank", "_role", "_where", "_worker_name")
+
+    def __init__(self, where: str, worker_name: str, role: str, rank: int) -> None:
+        self._where, self._worker_name, self._role, self._rank = where, worker_name, role, rank
+
+    def __enter__(self) -> None:
+        log_memory(f"before {self._where}, rank {self._rank}", _logger())
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        log_memory(f"after {self._where}, rank {self._rank}", _logger())
+        if isinstance(error, HybridFlowError):
+            error.add_note(f"in {self._where}, worker {self._worker_name}")
+        elif isinstance(error, Exception):
+            raise WorkerError(
+                f"{self._where} failed on worker {self._worker_name}: {described(error)}",
+                role=self._role,
+                rank=self._rank,
+                node=socket.gethostname(),
+            ) from error
 
 
 @cache

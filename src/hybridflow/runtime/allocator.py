@@ -24,7 +24,7 @@ def keep_freed_memory(large_blocks: bool = False) -> bool:
     options = {_M_TRIM_THRESHOLD: _KEEP_BYTES, _M_MMAP_THRESHOLD: _MMAP_BYTES}
     if large_blocks:
         options[_M_MMAP_MAX] = 0
-    return all([mallopt(option, value) for option, value in options.items()])
+    return all(mallopt(option, value) for option, value in options.items())
 
 
 def bound_shape_caches() -> None:

@@ -19,8 +19,7 @@ import struct
 import threading
 import time
 from binascii import crc32
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -163,14 +162,9 @@ class Pulse:
             what, _ = self._calls.pop()
             self._note_call(last=what)
 
-    @contextmanager
-    def during(self, what: str) -> Iterator[None]:
+    def during(self, what: str) -> "_During":
         """`begin` and `end` around a block, whether or not it raises."""
-        self.begin(what)
-        try:
-            yield
-        finally:
-            self.end()
+        return _During(self, what)
 
     def _open_files(self) -> tuple[int, int, int]:
         record_fd = os.memfd_create(RECORD_NAME)
@@ -222,6 +216,19 @@ class Pulse:
             # Through the mapping: a system call would release the interpreter lock, and wait to have it back.
             start = (first_slot + sequence % 2) * _SLOT_BYTES
             self._record[start : start + _CHECKSUM.size + len(body)] = _CHECKSUM.pack(crc32(body)) + body
+
+
+class _During:
+    __slots__ = ("_pulse", "_what")
+
+    def __init__(self, pulse: Pulse, what: str) -> None:
+        self._pulse, self._what = pulse, what
+
+    def __enter__(self) -> None:
+        self._pulse.begin(self._what)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pulse.end()
 
 
 _started: Pulse | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.controller.one_call import checked_output, naming_errors
+from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.ray.transport import (
     Outgoing,
     Reply,
@@ -100,7 +100,7 @@ class WorkerProcess:
             try:
                 cls = cloudpickle.loads(pickled_class)
                 where = f"{cls.__name__}.__init__"
-                with naming_errors(where, f"{name}/{self._rank}", name, self._rank), self._pulse.during(where):
+                with NamingErrors(where, f"{name}/{self._rank}", name, self._rank), self._pulse.during(where):
                     self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
             except (Exception, KeyboardInterrupt) as error:  # a constructor may raise anything; the driver is told
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
@@ -119,7 +119,7 @@ class WorkerProcess:
         where = f"{type(instance).__name__}.{method_name}"
         worker_name = f"{role}/{self._rank}"
         try:
-            with naming_errors(where, worker_name, role, self._rank), self._pulse.during(where):
+            with NamingErrors(where, worker_name, role, self._rank), self._pulse.during(where):
                 args, kwargs = unpack(packed_args, beside), unpack(packed_kwargs, beside)
                 unpacked = time.time()
                 bytes_in = sum(map(batch_bytes, [*args, *kwargs.values()]))
