@@ -53,6 +53,7 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "critic.warmup_steps=5 leaves the actor none of trainer.total_steps=5; use at most 4",
         ),
         (["trainer.val_every=5"], "trainer.val_every=5, but data.val_files is empty"),
+        (["controller.parts=measured"], "controller.parts='measured' lets timings decide which rank computes a row"),
     ],
 )
 def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
@@ -77,6 +78,7 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
         ["algorithm.advantage=gae", "critic.warmup_steps=5"],
         ["algorithm.advantage=gae", "critic.warmup_steps=4", "trainer.total_steps=5"],
         ["trainer.val_every=5", "data.val_files=['val.parquet']"],
+        ["controller.parts=measured", "trainer.deterministic=false"],
     ],
 )
 def test_what_fits_together_passes(overrides):

@@ -29,6 +29,8 @@ POOLS_OF_THEIR_OWN = (
     "placement.roles.reward=fourth",
 )
 
+MEASURED = ("controller.parts=measured", "trainer.deterministic=false")
+
 
 def run_in_turn(*commands, **environment):
     """`hybridflow` commands one after another in a process that is not this one."""
@@ -61,6 +63,7 @@ def runs(tiny, task, tmp_path_factory):
         ppo,
         [*exact, f"trainer.run_dir={directory}/exact_1"],
         *([*exact, *ray, f"trainer.run_dir={directory}/exact_{n}", f"controller.num_workers={n}"] for n in (2, 4)),
+        [*exact, *ray, f"trainer.run_dir={directory}/exact_measured", "controller.num_workers=2", *MEASURED],
     )
     pools = ["train", f"{task}/rl.toml", *tiny.PPO, *ray, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
@@ -79,8 +82,8 @@ def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resu
     assert different <= {"controller.safetensors", "sha256 of files"}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_loss_and_gradient_do_not_change_with_the_number_of_ranks(runs, ranks):
+@pytest.mark.parametrize("ranks", [2, 4, "measured"])
+def test_loss_and_gradient_do_not_change_with_the_number_of_ranks_or_the_size_of_parts(runs, ranks):
     one, several = (read_jsonl(run / "metrics.jsonl") for run in (runs.exact_1, getattr(runs, f"exact_{ranks}")))
     for before, after in zip(one, several, strict=True):
         for name in ("actor/loss", "actor/policy_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy"):

@@ -148,4 +148,23 @@ def _backend(config: Config) -> Iterator[str]:
         yield f"{key} is set, but controller.backend='local' is this process alone; use backend = 'ray'"
 
 
-SUBJECTS = (_placement, _backend, _mini_batches, _groups, _kl, _old_log_probs, _tokens, _critic_warmup, _validation)
+def _parts(config: Config) -> Iterator[str]:
+    if config.controller.parts == "measured" and config.trainer.deterministic:
+        yield (
+            "controller.parts='measured' lets timings decide which rank computes a row, but trainer.deterministic=true "
+            "promises equal bits; use parts = 'equal', or deterministic = false"
+        )
+
+
+SUBJECTS = (
+    _placement,
+    _backend,
+    _parts,
+    _mini_batches,
+    _groups,
+    _kl,
+    _old_log_probs,
+    _tokens,
+    _critic_warmup,
+    _validation,
+)

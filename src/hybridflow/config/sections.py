@@ -262,6 +262,11 @@ class ControllerConfig(Section):
     compress_transfers: bool = Field(
         default=False, description="ray: zstd on batches that are sent; for slow networks between nodes."
     )
+    parts: Literal["equal", "measured"] = Field(
+        default="equal",
+        description="How many rows each rank gets of generation, log-probs, values and scores: as many, or fewer where "
+        "it was slower in the last calls. 'measured' needs trainer.deterministic = false.",
+    )
     threads: NonNegative = Field(
         default=0,
         description="Threads per rank; 0 is the number of physical cores. Rounding depends on it.",

@@ -39,11 +39,22 @@ class WorkerRef(Protocol):
         ...
 
 
+class Duration:
+    """How long a call ran on its worker, in seconds; None as long as that is not known."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+
 class ObjectHandle(Protocol):
     """A value kept by the backend: the result of a call, perhaps not there yet, or something put.
 
-    The value is let go when the handle is released or nobody refers to it any more.
+    The value is let go when the handle is released or nobody refers to it any more. `duration` is of its call.
     """
+
+    duration: Duration
 
     def get(self) -> Any:
         """A private copy of the value, waiting for it if need be. Raises what the call raised."""

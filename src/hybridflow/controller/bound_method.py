@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
 from hybridflow.controller.group_size import group_size
+from hybridflow.controller.part_sizes import Parts
 from hybridflow.controller.register import Execute, Registration
 from hybridflow.errors import DispatchError, HybridFlowError
 from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
@@ -31,7 +33,12 @@ class Rows:
 
     num_rows: int
     pad_size: int
-    part_size: int
+    part_sizes: tuple[int, ...]
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all parts have as many rows."""
+        return len(set(self.part_sizes)) == 1
 
 
 class BoundMethod:
@@ -96,7 +103,7 @@ class BoundMethod:
             parts,
             num_rows=factor * (rows.num_rows + rows.pad_size),
             columns=self.columns.writes,
-            part_rows=[factor * rows.part_size] * len(parts),
+            part_rows=[factor * size for size in rows.part_sizes],
         )
         return future.slice(0, factor * rows.num_rows) if rows.pad_size else future
 
@@ -118,12 +125,29 @@ class BoundMethod:
         rows = self._count_rows(batches)
         self.columns.check_reads([*args, *kwargs.values()])
         args, kwargs = _map(partial(self._reduce, rows, is_alone=len(batches) == 1), args, kwargs)
+        args, kwargs = _map(partial(_parts_of, rows=rows), args, kwargs)
         per_rank = self._dispatch(args, kwargs)
-        terms = CallTerms(self.columns, rows and rows.part_size, True, self.registration.materialize_futures)
-        unread = replace(terms, is_read=False)
-        read = set(self._collected_ranks())
-        per_rank_terms = [terms if rank in read else unread for rank in range(self._group.world_size)]
-        return rows, self._group.call_ranks(self.__name__, per_rank, self.registration.execute_mode, per_rank_terms)
+        terms = self._terms(rows, per_rank)
+        handles = self._group.call_ranks(self.__name__, per_rank, self.registration.execute_mode, terms)
+        if rows is not None and self.registration.parts == "measured":
+            self._measure(rows, handles)
+        return rows, handles
+
+    def _terms(self, rows: Rows | None, per_rank: Sequence[Arguments]) -> list[CallTerms]:
+        first = CallTerms(self.columns, rows and rows.part_sizes[0], True, self.registration.materialize_futures)
+        unread, read = replace(first, is_read=False), set(self._collected_ranks())
+        terms = [first if rank in read else unread for rank in range(self._group.world_size)]
+        if rows is not None and not rows.are_equal:
+            terms = [replace(own, num_rows=_rows_of(values)) for own, values in zip(terms, per_rank, strict=True)]
+        return terms
+
+    def _measure(self, rows: Rows, handles: Sequence[Any]) -> None:
+        """Have the parts of the next calls follow how long this one takes on each rank."""
+        assert self._mode.part_of_rank is not None, "register() asked for it"
+        durations: list[list[Any]] = [[] for _ in rows.part_sizes]
+        for part, handle in zip(self._mode.part_of_rank(self._group), handles, strict=True):
+            durations[part].append(handle.duration)
+        self._group.measured_parts(self.__name__, len(durations)).note(rows.part_sizes, durations)
 
     def _count_rows(self, batches: Sequence[DataProto | DataProtoFuture]) -> Rows | None:
         if self._mode.num_parts is None or not batches:
@@ -142,8 +166,11 @@ class BoundMethod:
         num_parts, unit = self._mode.num_parts(self._group), 1
         if self.registration.keep_groups is not None:
             unit = group_size(batches, self.registration.keep_groups, self.columns.where)
+        if self.registration.parts == "measured" and lengths[0] // unit >= num_parts:
+            sizes = self._group.measured_parts(self.__name__, num_parts).sizes(lengths[0] // unit)
+            return Rows(lengths[0], 0, tuple(size * unit for size in sizes))
         pad_size = -lengths[0] % (num_parts * unit)
-        return Rows(lengths[0], pad_size, (lengths[0] + pad_size) // num_parts)
+        return Rows(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
 
     def _reduce(self, rows: Rows | None, value: Any, is_alone: bool) -> Any:
         """What is sent of an argument: of a batch the columns that are read, with as many rows as can be split."""
@@ -229,6 +256,21 @@ def _reduce_unread(columns: MethodColumns, rows: Rows | None, is_alone: bool, va
     if is_alone:
         columns.check_reads([value])
     return _padded(columns.select_reads(value), rows)
+
+
+def _rows_of(arguments: Arguments) -> int | None:
+    """Of the batch among the arguments of a rank."""
+    args, kwargs = arguments
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, (DataProto, DataProtoFuture))]
+    return len(batches[0]) if batches else None
+
+
+def _parts_of(value: Any, rows: Rows | None) -> Any:
+    """A batch that is split into parts that are not equal, split; anything else as it is."""
+    if rows is None or rows.are_equal or not isinstance(value, (DataProto, DataProtoFuture)):
+        return value
+    ends = list(accumulate(rows.part_sizes))
+    return Parts(value.slice(end - size, end) for size, end in zip(rows.part_sizes, ends, strict=True))
 
 
 def _padded(value: Any, rows: Rows | None) -> Any:

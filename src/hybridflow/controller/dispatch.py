@@ -38,6 +38,7 @@ class DispatchMode:
     `num_parts`: into how many equal parts `dispatch_fn` splits batches; a batch is padded to a multiple of it
     before, and its padding removed from the result after. None: batches are not split.
     `collected_ranks`: whose outputs `collect_fn` gets, in order; None: those of all ranks.
+    `part_of_rank`: which part each rank gets, of a `dispatch_fn` that also takes batches that are split already.
     """
 
     name: str
@@ -45,6 +46,7 @@ class DispatchMode:
     collect_fn: Callable[[Any, list[Any]], Any]
     num_parts: Callable[[Group], int] | None = None
     collected_ranks: Callable[[Group], list[int]] | None = None
+    part_of_rank: Callable[[Group], list[int]] | None = None
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
@@ -70,16 +72,18 @@ def _mesh_mode(
     mesh_name: str = "default",
     split_axes: Sequence[str] = ("data",),
 ) -> DispatchMode:
+    def part_of_rank(group: Group) -> list[int]:
+        mesh = group.mesh(mesh_name)
+        return [mesh.part_of(rank, split_axes) for rank in range(group.world_size)]
+
     def dispatch_fn(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
         if split_value is split:
             require_batch(args, kwargs)
-        mesh = group.mesh(mesh_name)
-        num_parts = mesh.num_parts(split_axes)
-        part_of_rank = [mesh.part_of(rank, split_axes) for rank in range(group.world_size)]
+        num_parts, part_of = group.mesh(mesh_name).num_parts(split_axes), part_of_rank(group)
 
         def to_ranks(value: Any) -> PerRank:
             parts = split_value(value, num_parts)
-            return [parts[part] for part in part_of_rank]
+            return [parts[part] for part in part_of]
 
         return each_argument(to_ranks, args, kwargs)
 
@@ -89,11 +93,20 @@ def _mesh_mode(
         collect_fn,
         num_parts=lambda group: group.mesh(mesh_name).num_parts(split_axes),
         collected_ranks=lambda group: group.mesh(mesh_name).collected_ranks(split_axes),
+        part_of_rank=part_of_rank,
     )
 
 
-def _world_size(group: Group) -> int:
-    return group.world_size
+def _data_parallel(
+    name: str, dispatch_fn: Callable[..., Dispatched], collect_fn: Callable[[Any, list[Any]], Any]
+) -> DispatchMode:
+    return DispatchMode(
+        name,
+        dispatch_fn,
+        collect_fn,
+        num_parts=lambda group: group.world_size,
+        part_of_rank=lambda group: list(range(group.world_size)),
+    )
 
 
 DISPATCH_MODES: dict[str, DispatchMode] = {
@@ -102,15 +115,12 @@ DISPATCH_MODES: dict[str, DispatchMode] = {
         DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_all_to_all),
         DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all),
         DispatchMode("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all),
-        DispatchMode("DP_COMPUTE", dispatch_dp_compute, collect_all_to_all, _world_size),
-        DispatchMode("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto, _world_size),
-        DispatchMode(
-            "DP_COMPUTE_PROTO_WITH_FUNC",
-            dispatch_dp_compute_data_proto_with_func,
-            collect_dp_compute_data_proto,
-            _world_size,
+        _data_parallel("DP_COMPUTE", dispatch_dp_compute, collect_all_to_all),
+        _data_parallel("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+        _data_parallel(
+            "DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
         ),
-        DispatchMode("DP_COMPUTE_METRIC", dispatch_dp_compute_data_proto, collect_all_to_all, _world_size),
+        _data_parallel("DP_COMPUTE_METRIC", dispatch_dp_compute_data_proto, collect_all_to_all),
         _mesh_mode("MEGATRON_COMPUTE", split_or_one_for_each, collect_all_to_all),
         make_nd_compute_dataproto_dispatch_fn(name="MEGATRON_COMPUTE_PROTO"),
         make_nd_compute_dataproto_dispatch_fn(name="TP_FORWARD"),

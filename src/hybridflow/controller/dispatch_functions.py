@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridflow.controller.mesh import Mesh
+from hybridflow.controller.part_sizes import Parts
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto, DataProtoFuture
 
@@ -58,13 +59,15 @@ def split(value: Any, num_parts: int) -> list[Any]:
     """A batch in equal parts; anything else `num_parts` times."""
     if isinstance(value, DataProtoFuture) or (isinstance(value, DataProto) and len(value) > 0):
         return list(value.chunk(num_parts))
+    if isinstance(value, Parts):
+        return list(value)
     return [value] * num_parts
 
 
 def require_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises DispatchError for arguments without a batch: each rank would do the same work again."""
     values = [*args, *kwargs.values()]
-    if values and not any(isinstance(value, (DataProto, DataProtoFuture)) for value in values):
+    if values and not any(isinstance(value, (DataProto, DataProtoFuture, Parts)) for value in values):
         raise DispatchError(
             f"this mode splits a DataProto over the ranks, but the arguments are {', '.join(_type_names(values))}; use "
             f"DataProto.from_dict to make a batch, or Dispatch.ONE_TO_ALL to give every rank the same arguments."

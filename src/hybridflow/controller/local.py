@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
+from hybridflow.controller.backend import NO_TERMS, CallTerms, Duration, ObjectHandle, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.private_copy import private_copy
@@ -34,6 +34,7 @@ class LocalHandle:
 
     def __init__(self, value: Any, where: str = "", trace: Trace | None = None) -> None:
         self._value: list[Any] = [value]
+        self.duration = Duration()
         self.where, self.produced, self._trace = where, produced_columns(value), trace
 
     def get(self) -> Any:
@@ -161,6 +162,7 @@ class LocalBackend:
                 sources=sources.as_tuple(),
             )
         )
+        handle.duration.seconds = end - start
         return handle
 
     def call_all(

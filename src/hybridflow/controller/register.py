@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from hybridflow.controller.columns import ColumnsOf, RowsOf, check_columns, check_rows
 from hybridflow.controller.dispatch import Dispatch, DispatchMode, find_dispatch_mode
+from hybridflow.controller.part_sizes import PARTS, PartsOf
 from hybridflow.errors import DispatchError
 
 _ATTRIBUTE = "__hybridflow_registration__"
@@ -39,6 +40,7 @@ class Registration:
     writes: ColumnsOf
     rows: RowsOf
     keep_groups: str | None = None
+    parts: PartsOf | Callable[[Any], PartsOf] = "equal"
 
 
 def register(
@@ -50,6 +52,7 @@ def register(
     writes: ColumnsOf = None,
     rows: RowsOf = "same",
     keep_groups: str | None = None,
+    parts: PartsOf | Callable[[Any], PartsOf] = "equal",
 ) -> Callable[[_Method], _Method]:
     """Make a worker method a call on the whole group.
 
@@ -63,6 +66,8 @@ def register(
     - `rows`: rows out per row in: "same", a number, a function of the configuration; "one": the result does not
       have the rows of the batch (metrics only, or one row for each part).
     - `keep_groups`: a column, "group_ids" for one, whose equal values stay on one rank; padding is by whole groups.
+    - `parts`: "equal", or "measured": a rank that was slower in the last calls gets fewer rows; or a function of the
+      configuration. For methods whose rows do not depend on each other.
 
     Raises DispatchError if the declaration contradicts itself.
     """
@@ -80,6 +85,10 @@ def register(
         raise DispatchError(
             f"keep_groups={keep_groups!r}: {mode.name} splits no batch, so there are no groups to keep."
         )
+    if parts != "equal" and mode.part_of_rank is None:
+        raise DispatchError(f"parts={parts!r}: {mode.name} makes its parts itself; use a mode that splits batches.")
+    if not callable(parts):
+        check_parts("parts", parts)
     if not isinstance(execute_mode, Execute):
         raise DispatchError(f"execute_mode={execute_mode!r}; use Execute.ALL, Execute.RANK_ZERO or Execute.SEQUENTIAL.")
     for name, columns in (("reads", reads), ("writes", writes)):
@@ -96,11 +105,20 @@ def register(
             raise DispatchError(
                 f"@register on {where}: workers are synchronous; write a plain def that returns its result."
             )
-        registration = Registration(mode, execute_mode, blocking, materialize_futures, reads, writes, rows, keep_groups)
+        registration = Registration(
+            mode, execute_mode, blocking, materialize_futures, reads, writes, rows, keep_groups, parts
+        )
         setattr(method, _ATTRIBUTE, registration)
         return cast(_Method, method)
 
     return attach
+
+
+def check_parts(what: str, parts: Any) -> PartsOf:
+    """`parts` if it is one of the two kinds; DispatchError if not."""
+    if parts not in PARTS:
+        raise DispatchError(f"{what}={parts!r}: needs 'equal', 'measured', or a function of the configuration.")
+    return parts
 
 
 def registration_of(method: Any) -> Registration | None:

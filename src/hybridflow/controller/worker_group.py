@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +19,8 @@ from hybridflow.controller.columns import MethodColumns, resolve_columns
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.mesh import Mesh
-from hybridflow.controller.register import Execute, Registration, registered_methods
+from hybridflow.controller.part_sizes import MeasuredParts
+from hybridflow.controller.register import Execute, Registration, check_parts, registered_methods
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto
@@ -53,6 +55,7 @@ class WorkerGroup:
         self._world_size, self._is_open = resource_pool.world_size, True
         self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
         self._declared = self._declare_methods()
+        self._measured_parts: dict[str, MeasuredParts] = {}
         self._workers = list(workers or self._start_workers())
 
     # ------------------------------------------------------------------------------------------ who
@@ -82,6 +85,10 @@ class WorkerGroup:
         if name not in self._meshes:
             raise DispatchError(f"{self!r} has no mesh {name!r}; its meshes are {list(self._meshes.values())}.")
         return self._meshes[name]
+
+    def measured_parts(self, method_name: str, num_parts: int) -> MeasuredParts:
+        """What is known of the speed of the ranks in calls of a method."""
+        return self._measured_parts.setdefault(method_name, MeasuredParts(num_parts))
 
     def __getattr__(self, name: str) -> BoundMethod:
         if name.startswith("__") or "_declared" not in self.__dict__:
@@ -228,12 +235,28 @@ class WorkerGroup:
                 raise DispatchError(
                     f"{cls.__name__}.{name} cannot be bound: WorkerGroup.{name} exists; rename the method."
                 )
-        return {name: (registrations[name], columns[name]) for name in registrations}
+        config = self.cls_with_init.config
+        return {
+            name: (_with_parts(f"{cls.__name__}.{name}", registered, config), columns[name])
+            for name, registered in registrations.items()
+        }
 
     def _check_callable(self, method_name: str) -> None:
         self.check_open(f"{self.cls_with_init.cls.__name__}.{method_name}")
         if method_name not in self._declared:
             getattr(self, method_name)  # raises the error that says what is wrong
+
+
+def _with_parts(where: str, registered: Registration, config: Any) -> Registration:
+    """With `parts` resolved, as `reads` is, against the configuration of the worker."""
+    if not callable(registered.parts):
+        return registered
+    if config is None:
+        raise DispatchError(
+            f"{where} declares parts as a function of the configuration, but its worker is built without one; give "
+            f"ClassWithInitArgs the keyword argument config=..."
+        )
+    return replace(registered, parts=check_parts(f"{where}: parts", registered.parts(config)))
 
 
 def columns_of_methods(cls_with_init: ClassWithInitArgs) -> dict[str, MethodColumns]:

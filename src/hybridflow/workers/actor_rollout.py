@@ -52,6 +52,7 @@ class ActorRolloutWorker(ModelWorker):
         reads=PROMPT_COLUMNS,
         writes=ROLLOUT_COLUMNS,
         rows=lambda config: config.rollout.group_size,
+        parts=lambda config: config.controller.parts,
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """`rollout.group_size` responses for each prompt, in order."""
@@ -67,7 +68,12 @@ class ActorRolloutWorker(ModelWorker):
         """`validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("old_log_probs", "entropies"))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=MODEL_COLUMNS,
+        writes=("old_log_probs", "entropies"),
+        parts=lambda config: config.controller.parts,
+    )
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probs of the responses under the policy before the update, and its entropies."""
         outputs = self.engine.forward(batch, with_entropy=True, temperature=self.config.rollout.temperature)

@@ -26,7 +26,9 @@ class CriticWorker(ModelWorker):
             total_updates=total_updates,
         )
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("values",))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("values",), parts=lambda config: config.controller.parts
+    )
     def compute_values(self, batch: DataProto) -> DataProto:
         """The critic's estimate of the return at every response token."""
         return DataProto.from_dict(self.engine.forward(batch))

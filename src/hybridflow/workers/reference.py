@@ -18,7 +18,12 @@ class ReferenceWorker(ModelWorker):
         path = config.reference.model_path or config.model.path
         self.engine = TorchEngine(path, "policy", model=config.model, memory=config.memory)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("ref_log_probs",))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=MODEL_COLUMNS,
+        writes=("ref_log_probs",),
+        parts=lambda config: config.controller.parts,
+    )
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probs of the responses under the reference, at the temperature of the rollouts."""
         outputs = self.engine.forward(batch, temperature=self.config.rollout.temperature)

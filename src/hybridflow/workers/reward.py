@@ -30,7 +30,12 @@ class RewardWorker(Worker):
         reward = config.reward
         self.scorer = RewardScorer(reward.function, on_error=reward.on_error, error_score=reward.error_score)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=SCORE_COLUMNS)
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=SCORED_COLUMNS,
+        writes=SCORE_COLUMNS,
+        parts=lambda config: config.controller.parts,
+    )
     def score(self, batch: DataProto) -> DataProto:
         """`scores`, which rows' function failed, and the further numbers it returned for each row."""
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}

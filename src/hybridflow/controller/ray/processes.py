@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from hybridflow.controller.backend import Duration
 from hybridflow.controller.ray.transport import StoredBatch, unpack
 from hybridflow.controller.ray.worker_process import Home
 from hybridflow.errors import WorkerError
@@ -66,6 +67,7 @@ class RayCall:
         self.after = list(after)
         self.running_since: float | None = None
         self.is_finished = False
+        self.duration = Duration()
         self.small_value: Any = None
 
     def forget_unfinished(self) -> None:
@@ -90,6 +92,7 @@ class RayHandle:
     def __init__(self, store: Store, value: Any, call: RayCall | None = None, produced: tuple[str, ...] = ()) -> None:
         self.store, self.value, self.call, self.produced = store, value, call, produced
         self.where = call.where if call else ""
+        self.duration = call.duration if call else Duration()
 
     def get(self) -> Any:
         return self._open(lambda packed: unpack(packed, ()))

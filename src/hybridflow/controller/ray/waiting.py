@@ -86,6 +86,7 @@ class Waiting:
         reply = thaw(frozen)
         if isinstance(reply, Reply) and not call.is_finished:
             self._trace.record(reply.event._replace(sources=call.sources))
+            call.duration.seconds = reply.event.end - reply.event.start
             if type(frozen) is bytes:
                 call.small_value = reply.value
         call.is_finished = True

@@ -1,0 +1,70 @@
+"""Parts of a batch sized by measured load: a rank that was slow in the last calls of a method gets fewer rows."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from hybridflow.controller.backend import Duration
+
+PartsOf = Literal["equal", "measured"]
+PARTS = ("equal", "measured")
+
+NEWEST_SHARE = 0.5
+"""What the newest call counts for in the speed of a rank; the ones before count for the rest."""
+
+
+class Parts(list[Any]):
+    """A batch that is split already, one element for each part."""
+
+
+class MeasuredParts:
+    """The speed of each part's ranks in calls of one method, and the parts that would take all of them equally long.
+
+    Sizes are counted in units, one row or one group of rows. No part is empty, so that every rank stays measured.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._speeds: list[float] = []
+        self._num_parts = num_parts
+        self._calls: list[tuple[list[int], list[list[Duration]]]] = []
+
+    def note(self, sizes: Sequence[int], durations: Sequence[Sequence[Duration]]) -> None:
+        """A call of these sizes has started; `durations` are those of the ranks of each part."""
+        self._calls.append((list(sizes), [list(of_part) for of_part in durations]))
+
+    def sizes(self, num_units: int) -> list[int]:
+        """The units of each part, at least one; equal, as far as that goes, until all have been measured.
+
+        `num_units` is at least the number of parts.
+        """
+        self._learn()
+        speeds = self._speeds or [1.0] * self._num_parts
+        quotas = [num_units * speed / sum(speeds) for speed in speeds]
+        sizes = [max(1, int(quota)) for quota in quotas]
+        while (missing := num_units - sum(sizes)) != 0:
+            step = 1 if missing > 0 else -1
+            candidates = [part for part in range(self._num_parts) if sizes[part] + step >= 1]
+            chosen = max(candidates, key=lambda part: (step * (quotas[part] - sizes[part]), -part))
+            sizes[chosen] += step
+        return sizes
+
+    def _learn(self) -> None:
+        """Take in the calls of which every rank has ended, in their order."""
+        waiting = []
+        for sizes, durations in self._calls:
+            seconds = [[duration.seconds for duration in of_part] for of_part in durations]
+            if any(second is None for of_part in seconds for second in of_part):
+                waiting.append((sizes, durations))
+                continue
+            slowest = [max(second or 0.0 for second in of_part) for of_part in seconds]
+            if min(slowest) <= 0.0:
+                continue  # too short to be measured
+            speeds = [size / second for size, second in zip(sizes, slowest, strict=True)]
+            before = self._speeds or speeds
+            self._speeds = [
+                NEWEST_SHARE * new + (1 - NEWEST_SHARE) * old for new, old in zip(speeds, before, strict=True)
+            ]
+        self._calls = waiting[-MAX_WAITING:]
+
+
+MAX_WAITING = 16
+"""Calls that are kept until they have ended; of more than these, the oldest are not measured."""

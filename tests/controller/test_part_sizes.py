@@ -1,0 +1,195 @@
+"""Parts sized by measured load: the arithmetic, and groups whose ranks are not equally fast, on every backend."""
+
+import time
+
+import pytest
+import torch
+
+from hybridflow.controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    LocalBackend,
+    ResourcePool,
+    Worker,
+    WorkerGroup,
+    register,
+    register_dispatch_mode,
+)
+from hybridflow.controller.backend import Duration
+from hybridflow.controller.part_sizes import MeasuredParts
+from hybridflow.errors import DispatchError
+from hybridflow.protocol import DataProto
+
+
+def measured(sizes, *seconds):
+    """`MeasuredParts` after calls of these sizes, whose parts took so long; several ranks of a part in a tuple."""
+    parts = MeasuredParts(len(sizes))
+    for of_call in seconds:
+        durations = [
+            [lasting(s) for s in (of_part if isinstance(of_part, tuple) else (of_part,))] for of_part in of_call
+        ]
+        parts.note(sizes, durations)
+    return parts
+
+
+def lasting(seconds):
+    duration = Duration()
+    duration.seconds = seconds
+    return duration
+
+
+def test_parts_are_equal_as_far_as_that_goes_until_something_was_measured():
+    assert MeasuredParts(3).sizes(6) == [2, 2, 2]
+    assert MeasuredParts(3).sizes(8) == [3, 3, 2]
+    assert measured([2, 2], [1.0, None]).sizes(4) == [2, 2]
+
+
+def test_parts_are_in_proportion_to_rows_a_second():
+    assert measured([4, 4], [1.0, 3.0]).sizes(8) == [6, 2]
+    assert measured([6, 2], [1.0, 1.0]).sizes(8) == [6, 2]
+    assert measured([4, 4, 4], [1.0, 2.0, 4.0]).sizes(14) == [8, 4, 2]
+
+
+def test_a_part_is_as_slow_as_the_slowest_of_its_ranks():
+    assert measured([4, 4], [(1.0, 3.0), (1.0, 1.0)]).sizes(8) == [2, 6]
+
+
+def test_older_calls_count_for_less():
+    assert measured([4, 4], [1.0, 3.0], [1.0, 1.0]).sizes(100) == [60, 40]  # 4 rows a second, and 4/3 + 4 over 2
+
+
+@pytest.mark.parametrize("num_units", range(3, 40))
+def test_no_part_is_empty_and_all_are_handed_out(num_units):
+    sizes = measured([1, 1, 1], [1.0, 1000.0, 500.0]).sizes(num_units)
+    assert min(sizes) >= 1
+    assert sum(sizes) == num_units
+
+
+def test_a_call_that_took_no_time_is_not_counted():
+    assert measured([4, 4], [0.0, 3.0]).sizes(8) == [4, 4]
+
+
+class Uneven(Worker):
+    """Rank 1 needs five times as long for a row."""
+
+    def __init__(self, config=None):
+        self.received = []
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",), rows=2, parts=lambda config: config["parts"])
+    def double(self, batch):
+        self.received.append(len(batch))
+        time.sleep(len(batch) * (0.02 if self.rank == 1 else 0.004))
+        return DataProto.from_dict({"y": batch.batch["x"].repeat_interleave(2) * 10})
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, reads=("x", "group_ids"), writes=("y",), keep_groups="group_ids", parts="measured"
+    )
+    def in_groups(self, batch):
+        self.received.append(len(batch))
+        time.sleep(len(batch) * (0.02 if self.rank == 1 else 0.004))
+        return DataProto.from_dict({"y": batch.batch["group_ids"]})
+
+    @register(Dispatch.MEGATRON_COMPUTE_PROTO, reads=("x",), writes=("y",), parts="measured")
+    def on_mesh(self, batch):
+        self.received.append(len(batch))
+        time.sleep(len(batch) * (0.02 if self.rank == 1 else 0.004))
+        return DataProto.from_dict({"y": batch.batch["x"]})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sizes(self):
+        return self.received
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def backend(request):
+    return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
+
+
+def group_of(backend, parts="measured", processes=2, **options):
+    return WorkerGroup(
+        ResourcePool([processes]), ClassWithInitArgs(Uneven, config={"parts": parts}), backend, "uneven", **options
+    )
+
+
+X = DataProto.from_dict({"x": torch.arange(24)})
+
+
+def test_a_slow_rank_gets_less_and_the_rows_come_back_in_order(backend):
+    with group_of(backend) as group:
+        for _ in range(3):
+            assert group.double(X).batch["y"].tolist() == [row * 10 for row in range(24) for _ in "ab"]
+        fast, slow = group.sizes()
+    assert fast[0] == slow[0] == 12
+    assert slow[-1] <= 8
+    assert [f + s for f, s in zip(fast, slow, strict=True)] == [24] * 3
+
+
+def test_futures_of_unequal_parts_are_read_by_rows_and_passed_on(backend):
+    with group_of(backend) as group:
+        group.double(X)
+        future = group.double.remote(X)
+        assert len(future) == 48
+        assert future.slice(30, 34).get().batch["y"].tolist() == [150, 150, 160, 160]
+        again = group.double(future.select_columns("y").rename("y", "x"))
+        assert again.batch["y"].tolist() == [row * 100 for row in range(24) for _ in "abcd"]
+
+
+def test_equal_parts_stay_equal(backend):
+    with group_of(backend, "equal") as group:
+        for _ in range(3):
+            group.double(X)
+        assert group.sizes() == [[12, 12, 12], [12, 12, 12]]
+
+
+def test_whole_groups_go_to_a_rank_whatever_its_speed(backend):
+    batch = X.union(DataProto.from_dict({"group_ids": torch.arange(24) // 4}))
+    with group_of(backend) as group:
+        for _ in range(3):
+            assert group.in_groups(batch).batch["y"].tolist() == batch.batch["group_ids"].tolist()
+        fast, slow = group.sizes()
+    assert slow[-1] < 12
+    assert all(size % 4 == 0 for size in fast + slow)
+
+
+def test_the_ranks_of_a_replica_get_the_same_part():
+    with group_of(LocalBackend(), processes=4, meshes={"default": {"data": 2, "tensor": 2}}) as group:
+        for _ in range(3):
+            assert group.on_mesh(X).batch["y"].tolist() == list(range(24))
+        sizes = group.sizes()
+    assert sizes[0] == sizes[1]
+    assert sizes[2] == sizes[3]
+    assert sizes[0][-1] < sizes[2][-1]  # rank 1 belongs to the first part
+
+
+def test_a_batch_with_fewer_rows_than_ranks_is_padded():
+    with group_of(LocalBackend(), processes=3) as group:
+        assert group.double(X[:2]).batch["y"].tolist() == [0, 0, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        ("ONE_TO_ALL makes its parts itself", {"dispatch_mode": Dispatch.ONE_TO_ALL, "parts": "measured"}),
+        ("needs 'equal', 'measured'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
+    ],
+)
+def test_parts_that_cannot_be_are_an_error(problem, options):
+    with pytest.raises(DispatchError, match=problem):
+        register(**options)
+
+
+def test_a_mode_of_a_user_makes_its_own_parts():
+    mode = register_dispatch_mode("FOR_PARTS", lambda group: ((), {}), lambda group, outputs: outputs, lambda group: 2)
+    with pytest.raises(DispatchError, match="FOR_PARTS makes its parts itself"):
+        register(mode, parts="measured")
+
+
+def test_parts_as_a_function_need_a_configuration_that_says_something_valid():
+    with pytest.raises(DispatchError, match=r"NoConfig\.double declares parts as a function"):
+        WorkerGroup(ResourcePool([1]), ClassWithInitArgs(NoConfig))
+    with pytest.raises(DispatchError, match=r"Uneven\.double: parts='fair'"):
+        group_of(LocalBackend(), "fair")
+
+
+class NoConfig(Worker):
+    double = Uneven.double
