@@ -4,11 +4,12 @@ Always on: recording an event appends one small object. What becomes of it (a fi
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["call", "send", "read"]
+Kind = Literal["call", "send", "read", "probe"]
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
 
 CONTROLLER = "controller"
@@ -19,10 +20,11 @@ class TraceEvent(NamedTuple):
     """One call on a worker, or one transfer of the controller's.
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
-    store; "read", it read contents. `where`: the method. Times are seconds of `time.time()`. `transfer_s` is the part
-    of a call that went into unpacking arguments and packing the result. `bytes_in`, `bytes_out`: what was copied out
-    of and into the store by that side. `memory_bytes`: resident memory of the worker's process after a call. `sources`:
-    who made the columns that were read, "controller" or a method, and which these were.
+    store; "read", it read contents; "probe", a measurement of a node. `where`: the method. Times are seconds of
+    `time.time()`. `transfer_s` is the part of a call that went into unpacking arguments and packing the result.
+    `bytes_in`, `bytes_out`: what was copied out of and into the store by that side. `memory_bytes`: resident memory of
+    the worker's process after a call. `sources`: who made the columns that were read, "controller" or a method, and
+    which these were.
     """
 
     kind: Kind
@@ -97,7 +99,7 @@ def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> di
 
 def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
     """`transfer/...` of a step: bytes that workers read and made, that the controller sent and read, and the time."""
-    events = list(events)
+    events = [event for event in events if event.kind != "probe"]
     calls = [event for event in events if event.kind == "call"]
     return {
         "transfer/bytes_flowed": sum(event.bytes_moved for event in calls),
@@ -109,9 +111,13 @@ def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
 
 def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
     """`total_transfer_time` (seconds), `total_data_transferred` (bytes), `average_throughput` (bytes a second), and for
-    each worker under `workers`: `time`, `memory`, `data_size`, `throughput`."""
+    each worker under `workers`: `time`, `memory`, `data_size`, `throughput`; for each node that was measured, under
+    `nodes`: `latency` (seconds of a call there and back) and `bandwidth` (bytes a second, from the driver's store)."""
     workers: dict[str, dict[str, float]] = {}
+    events = list(events)
     for event in events:
+        if event.kind == "probe":
+            continue
         entry = workers.setdefault(event.worker, {"time": 0.0, "memory": 0, "data_size": 0})
         entry["time"] += _transfer_seconds(event)
         entry["data_size"] += event.bytes_moved
@@ -125,7 +131,19 @@ def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
         "total_data_transferred": size,
         "average_throughput": size / seconds if seconds else 0.0,
         "workers": dict(sorted(workers.items())),
+        "nodes": _links([event for event in events if event.kind == "probe"]),
     }
+
+
+def _links(probes: Sequence[TraceEvent]) -> dict[str, dict[str, float]]:
+    """Medians for each node."""
+    links = {}
+    for node in sorted({event.node for event in probes}):
+        of_node = [event for event in probes if event.node == node]
+        latencies = [event.end - event.start for event in of_node if not event.bytes_in]
+        bandwidths = [event.bytes_in / max(event.end - event.start, 1e-9) for event in of_node if event.bytes_in]
+        links[node] = {"latency": median(latencies), "bandwidth": median(bandwidths)}
+    return links
 
 
 def trace_row(event: TraceEvent) -> dict[str, Any]:

@@ -369,6 +369,9 @@ for name, shape in (("2, 1", [2, 1]), ("1, 2", [1, 2]), ("2, 2", [2, 2])):
 big, small = RayResourcePool([2]), RayResourcePool([1])
 here, there = (WorkerGroup(p, ClassWithInitArgs(Rank), backend, n) for p, n in ((big, "here"), (small, "there")))
 seen["here"], seen["there"] = here.environment(), there.environment()
+backend.trace.take()
+backend.measure_nodes()
+seen["measured"] = [event.worker for event in backend.trace.take() if event.kind == "probe" and event.bytes_in]
 future = here.add_one.remote(DataProto.from_dict({"x": torch.arange(2**20)}))  # 4 MiB a rank: through the stores
 future = there.add_one.remote(future.rename("y", "x"))
 result = here.add_one(future.rename("y", "x")).batch["y"]
@@ -507,6 +510,11 @@ def test_batches_pass_between_groups_on_different_nodes(unequal):
 
 
 @pytest.mark.slow
+def test_every_node_is_measured_by_one_of_its_processes(unequal):
+    assert unequal["measured"] == ["here/0", "there/0"]
+
+
+@pytest.mark.slow
 def test_a_pool_with_more_or_larger_nodes_than_there_are_is_refused_at_once(unequal):
     text, seconds = unequal["too many nodes"]
     assert seconds < 2
@@ -552,3 +560,17 @@ def test_a_driver_that_shuts_its_own_detached_group_down_gives_its_reservation_b
 @pytest.mark.slow
 def test_a_detached_group_is_refused_on_the_pool_of_groups_that_end_with_their_driver(detached):
     assert "give a detached group a pool of its own" in detached["shared pool"]["refused"]
+
+
+def test_a_node_is_measured_when_its_first_process_starts_and_when_asked(cluster):
+    from hybridflow.controller.ray import RayResourcePool
+    from hybridflow.observability import transfer_report
+
+    with build_group(RayResourcePool([2], cpus_per_process=0.25), cluster, "measured"):
+        cluster.trace.take()
+        with build_group(RayResourcePool([1], cpus_per_process=0.25), cluster, "later"):
+            assert not transfer_report(cluster.trace.take())["nodes"]  # it is known
+        cluster.measure_nodes()
+        (link,) = transfer_report(cluster.trace.take())["nodes"].values()
+    assert 1e-5 < link["latency"] < 1.0
+    assert 1e6 < link["bandwidth"] < 1e12

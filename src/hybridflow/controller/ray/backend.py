@@ -21,6 +21,7 @@ from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, Wor
 from hybridflow.controller.bound_method import HandleOfReplica
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.ray.cluster import Connection
+from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
 from hybridflow.controller.ray.transport import Outgoing, Reply, freeze, pack_header, pickled_class, thaw
@@ -70,6 +71,7 @@ class RayBackend:
         self._trace = Trace()
         self._waiting = Waiting(self._processes, self._stop, self._trace)
         self._own_pools: dict[int, RayResourcePool] = {}
+        self._measured_nodes: set[str] = set()
 
     @property
     def trace(self) -> Trace:
@@ -107,6 +109,7 @@ class RayBackend:
             self._processes += processes
             self._find_homes(processes)
             self._build(processes, classes)
+            self.measure_nodes(processes, again=False)
         except BaseException:
             self._stop(processes)
             if not processes:
@@ -116,6 +119,18 @@ class RayBackend:
             name: [RayWorker(f"{name}/{p.rank}", name, p.rank, cls_with_init.cls.__name__, p) for p in processes]
             for name, cls_with_init in classes.items()
         }
+
+    def measure_nodes(self, processes: Sequence[RayProcess] | None = None, again: bool = True) -> None:
+        """Measure latency and bandwidth of each node that has a process of ours, for the trace and `transfer_report`.
+
+        A node is measured when its first process starts, and when this is called.
+        """
+        first_on: dict[str, RayProcess] = {}
+        for process in self._processes if processes is None else processes:
+            if process.home is not None and (again or process.home.node_id not in self._measured_nodes):
+                first_on.setdefault(process.home.node_id, process)
+        probe_nodes(list(first_on.values()), self._ask, self._trace)
+        self._measured_nodes.update(first_on)
 
     def _as_ray_pool(self, pool: ResourcePool) -> RayResourcePool:
         """A plain pool becomes one of Ray's, the same one each time it is used."""

@@ -1,0 +1,44 @@
+from hybridflow.observability import TraceEvent, dataflow_edges, draw_dot, draw_mermaid, draw_text
+
+
+def event(kind, where, **sources):
+    named = tuple((producer.replace("_", "."), columns) for producer, columns in sources.items())
+    return TraceEvent(kind, where, f"{where}/0", "", 0.0, 0.0, sources=named)
+
+
+EVENTS = [
+    event("send", "Actor.gen", controller=("prompts",)),
+    event("call", "Actor.gen", controller=("prompts",)),
+    event("call", "Reward.score", Actor_gen=("text", "mask")),
+    event("call", "Reward.score", Actor_gen=("text", "mask")),  # another rank
+    event("read", "Reward.score", Reward_score=("scores",)),
+    event("read", "", controller=("kept",)),
+]
+
+
+def test_an_edge_is_who_made_a_column_and_who_read_it_and_counts_once():
+    assert dataflow_edges(EVENTS) == [
+        ("controller", "Actor.gen", "prompts"),
+        ("Actor.gen", "Reward.score", "text"),
+        ("Actor.gen", "Reward.score", "mask"),
+        ("Reward.score", "controller", "scores"),
+    ]
+
+
+def test_the_drawings_name_every_reader_with_its_sources():
+    edges = dataflow_edges(EVENTS)
+    assert draw_text(edges, {"Actor.gen": "pool main"}) == (
+        "Actor.gen  (pool main)\n    <- controller: prompts\n"
+        "Reward.score\n    <- Actor.gen: mask, text\n"
+        "controller\n    <- Reward.score: scores\n"
+    )
+    assert draw_mermaid(edges).splitlines() == [
+        "flowchart TD",
+        '    n0["controller"]',
+        '    n1["Actor.gen"]',
+        '    n2["Reward.score"]',
+        '    n2 -->|"scores"| n0',
+        '    n0 -->|"prompts"| n1',
+        '    n1 -->|"mask, text"| n2',
+    ]
+    assert '    "Actor.gen" -> "Reward.score" [label="mask, text"];' in draw_dot(edges).splitlines()
