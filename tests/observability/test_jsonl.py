@@ -140,6 +140,14 @@ def test_a_broken_line_is_an_error_that_names_file_and_line(path, line, reason):
 def test_a_row_that_does_not_fit_on_the_disk_is_a_clear_error_and_the_next_writer_drops_its_part(small_disk):
     writer = JsonlWriter(small_disk / "metrics.jsonl")
     writer.log(1, {})
-    with pytest.raises(DataError, match=r"metrics\.jsonl: a row of \d+ characters was not written: .*No space left"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: text of \d+ characters was not written: .*No space left"):
         writer.log(2, {"text": "x" * (2 << 20)})
     assert [row["step"] for row in read_jsonl(JsonlWriter(writer.path).path)] == [1]
+
+
+def test_several_rows_are_written_at_once_and_all_or_none_where_one_is_no_json(path):
+    writer = JsonlWriter(path)
+    writer.write_all({"step": step} for step in (1, 2))
+    with pytest.raises(DataError, match="is no JSON"):
+        writer.write_all([{"step": 3}, {"step": 4, "x": object()}])
+    assert [row["step"] for row in read_jsonl(path)] == [1, 2]

@@ -7,9 +7,9 @@ under the key `non_finite`, as in `{"step": 3, "actor/loss": null, "non_finite":
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from hybridflow.errors import DataError
 from hybridflow.runtime import write_text_atomically
@@ -34,12 +34,16 @@ class JsonlWriter:
 
         Raises DataError for what JSON cannot hold, and for a row that cannot be written: the disk may be full.
         """
-        line = to_json_line(row)
+        self.write_all([row])
+
+    def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows at once, as `write` does."""
+        lines = "".join(map(to_json_line, rows))
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(lines)
         except OSError as error:
-            raise DataError(f"{self.path}: a row of {len(line)} characters was not written: {error}.") from error
+            raise DataError(f"{self.path}: text of {len(lines)} characters was not written: {error}.") from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.write({"step": step, **metrics})
@@ -82,7 +86,7 @@ def to_json_line(row: Mapping[str, Any]) -> str:
     values, non_finite = {}, {}
     try:
         for name, value in row.items():
-            number = value.item() if isinstance(value, _Scalar) else value
+            number = value.item() if hasattr(value, "item") else value  # of numpy or torch
             if isinstance(number, float) and not math.isfinite(number):
                 non_finite[name], number = str(number), None
             values[name] = number
@@ -92,13 +96,6 @@ def to_json_line(row: Mapping[str, Any]) -> str:
         )
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"a row of {', '.join(row)} is no JSON: {error}; give numbers, text, lists of them.") from error
-
-
-@runtime_checkable
-class _Scalar(Protocol):
-    """A number of numpy or torch."""
-
-    def item(self) -> Any: ...
 
 
 def _lines(path: Path) -> list[str]:

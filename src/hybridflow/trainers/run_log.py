@@ -31,10 +31,8 @@ class RunLog:
         events: Sequence[TraceEvent] = (),
     ) -> None:
         """One row of metrics, none if it is empty, the samples, and the trace."""
-        for event in events:
-            self._trace.write({"step": step, **trace_row(event)})
-        for sample in samples:
-            self._samples.write(sample)
+        self._trace.write_all({"step": step, **trace_row(event)} for event in events)
+        self._samples.write_all(samples)
         if metrics:
             self._trackers.log(step, dict(sorted(metrics.items())))
         if samples:
