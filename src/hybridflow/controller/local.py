@@ -18,7 +18,7 @@ from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.private_copy import private_copy
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import SourceList, produced_columns
-from hybridflow.controller.worker import RANKS_TAKE_TURNS
+from hybridflow.controller.worker import RANKS_TAKE_TURNS, concurrent_calls_of
 from hybridflow.errors import WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.protocol import DataProto
@@ -103,6 +103,7 @@ class LocalBackend:
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[LocalWorker]]:
+        concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
         return {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
 
     def _spawn(self, name: str, cls_with_init: ClassWithInitArgs, resource_pool: ResourcePool) -> list[LocalWorker]:

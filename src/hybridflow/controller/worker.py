@@ -3,9 +3,10 @@ knows nothing of groups, dispatch or the backend that runs it.
 """
 
 import os
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
-from hybridflow.errors import WorkerError
+from hybridflow.errors import DispatchError, WorkerError
 
 # Set by a backend that runs several ranks of a group in one process, one after another.
 RANKS_TAKE_TURNS = "HYBRIDFLOW_RANKS_TAKE_TURNS"
@@ -15,7 +16,14 @@ class Worker:
     """Base class of all workers. `super().__init__()` need not be called.
 
     Outside a worker group and outside `torchrun`, a worker is rank 0 of 1.
+
+    `concurrent_calls`: how many calls a process of the class runs at the same time, where the backend has a process for
+    each rank. With the usual 1 they run on the main thread, one after another, as collectives need it. A class that
+    mostly waits for others (rewards from a service, a server) may set more: each call has a thread of its own, the
+    class must bear that, and its ranks cannot meet in collectives.
     """
+
+    concurrent_calls: ClassVar[int] = 1
 
     _rank: int
     _world_size: int
@@ -56,15 +64,24 @@ class Worker:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether the ranks of the group can meet: False where they take turns in one process."""
-        return not self._ranks_take_turns
+        """Whether the ranks of the group can meet: not where they take turns in a process, or calls are concurrent."""
+        return not self._ranks_take_turns and self.concurrent_calls == 1
 
     def require_collectives(self, reason: str) -> None:
         """Call this before the first collective of a method (or of the constructor).
 
         Raises WorkerError where ranks cannot meet because they take turns in one process (the local backend
-        with several ranks): the collective would wait for ever. `reason` says what it is for.
+        with several ranks) or because calls run in threads: the collective would wait for ever, or meet the wrong one.
+        `reason` says what it is for.
         """
+        if self.concurrent_calls != 1:
+            raise WorkerError(
+                f"{type(self).__name__} needs a collective over its {self.world_size} ranks ({reason}), but runs "
+                f"{self.concurrent_calls} calls at the same time, in no order that the ranks share; use "
+                f"concurrent_calls = 1.",
+                role=type(self).__name__,
+                rank=self.rank,
+            )
         if self._ranks_take_turns:
             raise WorkerError(
                 f"{type(self).__name__} needs a collective over its {self.world_size} ranks ({reason}), but the local "
@@ -73,3 +90,17 @@ class Worker:
                 role=type(self).__name__,
                 rank=self.rank,
             )
+
+
+def concurrent_calls_of(classes: Mapping[str, type]) -> int:
+    """Of a process that holds these roles. Raises DispatchError for roles that cannot share one."""
+    wanted = {name: getattr(cls, "concurrent_calls", 1) for name, cls in classes.items()}
+    for name, calls in wanted.items():
+        if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+            raise DispatchError(f"{classes[name].__name__}.concurrent_calls={calls!r}: needs an integer of 1 or more.")
+        if calls > 1 and len(wanted) > 1:
+            raise DispatchError(
+                f"{name!r} runs {calls} calls at the same time and {', '.join(repr(n) for n in wanted if n != name)} "
+                f"would share its process, whose calls must take turns; give {name!r} a pool of its own."
+            )
+    return max(wanted.values(), default=1)

@@ -151,16 +151,22 @@ class Pulse:
                     os.close(fd)
         self._address = self._record = self._thread = self._wake_fd = self._found_handler = _started = None
 
-    def begin(self, what: str) -> None:
-        """From now on the process is in `what`, of which an observer sees the first 400 bytes."""
-        self._calls.append((what, time.monotonic()))
+    def begin(self, what: str) -> tuple[str, float]:
+        """From now on the process is in `what`, of which an observer sees the first 400 bytes; give the result to `end`
+        where several are going on in threads."""
+        call = (what, time.monotonic())
+        self._calls.append(call)
         self._note_call()
+        return call
 
-    def end(self) -> None:
-        """The innermost `begin` is over; without one, nothing happens."""
-        if self._calls:
-            what, _ = self._calls.pop()
-            self._note_call(last=what)
+    def end(self, call: tuple[str, float] | None = None) -> None:
+        """This `begin` is over, by default the innermost; without one, nothing happens."""
+        with suppress(ValueError, IndexError):
+            if call is None:
+                call = self._calls.pop()
+            else:
+                self._calls.remove(call)
+            self._note_call(last=call[0])
 
     def during(self, what: str) -> "_During":
         """`begin` and `end` around a block, whether or not it raises."""
@@ -206,10 +212,11 @@ class Pulse:
         self._write(0, sequence, _HEARTBEAT.pack(sequence, time.monotonic(), self._interval_s, owns_signal))
 
     def _note_call(self, last: str = "") -> None:
-        what, since = self._calls[-1] if self._calls else (last, time.monotonic())
+        newest = self._calls[-1:]
+        what, since = newest[0] if newest else (last, time.monotonic())
         data = what.encode("utf-8", "replace")[:400]
         sequence = next(self._notes)
-        self._write(2, sequence, _CALL.pack(sequence, since, len(data), bool(self._calls), data))
+        self._write(2, sequence, _CALL.pack(sequence, since, len(data), bool(newest), data))
 
     def _write(self, first_slot: int, sequence: int, body: bytes) -> None:
         if self._record is not None:
@@ -219,16 +226,16 @@ class Pulse:
 
 
 class _During:
-    __slots__ = ("_pulse", "_what")
+    __slots__ = ("_call", "_pulse", "_what")
 
     def __init__(self, pulse: Pulse, what: str) -> None:
         self._pulse, self._what = pulse, what
 
     def __enter__(self) -> None:
-        self._pulse.begin(self._what)
+        self._call = self._pulse.begin(self._what)
 
     def __exit__(self, *exc_info: object) -> None:
-        self._pulse.end()
+        self._pulse.end(self._call)
 
 
 _started: Pulse | None = None

@@ -29,6 +29,7 @@ from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import SourceList, produced_columns
+from hybridflow.controller.worker import concurrent_calls_of
 from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE
@@ -91,6 +92,7 @@ class RayBackend:
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool, detached_as: str = ""
     ) -> dict[str, list[RayWorker]]:
         """As `Backend.spawn`. `detached_as`: a name; the processes then outlive this one, see `find_detached`."""
+        concurrent_calls = concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
         pool = self._as_ray_pool(resource_pool)
         self._connection.open([pool])
         pool.take_tenancy(detached=bool(detached_as))
@@ -99,13 +101,15 @@ class RayBackend:
         try:
             places = pool.places()
             actors = [
-                self._start_process(f"{label}/{rank}", place, pool, f"{detached_as}/{rank}" if detached_as else "")
+                self._start_process(
+                    f"{label}/{rank}", place, pool, f"{detached_as}/{rank}" if detached_as else "", concurrent_calls
+                )
                 for rank, place in enumerate(places)
             ]
             processes += [RayProcess(actor, f"{label}/{rank}", rank, set(classes)) for rank, actor in enumerate(actors)]
             for process in processes:
                 process.peers, process.on_last_stop = processes, pool.give_up_tenancy
-                process.is_detached = bool(detached_as)
+                process.is_detached, process.concurrent_calls = bool(detached_as), concurrent_calls
             self._processes += processes
             self._find_homes(processes)
             self._build(processes, classes)
@@ -161,6 +165,7 @@ class RayBackend:
         group = self._ask(processes[:1], "placement_group")[0]
         for process in processes:
             process.peers, process.on_last_stop = processes, partial(remove_placement_group, group)
+            process.concurrent_calls = cls_with_init.cls.concurrent_calls
         class_name = cls_with_init.cls.__name__
         return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
 
@@ -170,12 +175,15 @@ class RayBackend:
         for process, home in zip(processes, self._ask(processes, "home", timeout_s=timeout_s), strict=True):
             process.home = home
 
-    def _start_process(self, label: str, place: Place, pool: RayResourcePool, detached_as: str) -> Any:
+    def _start_process(
+        self, label: str, place: Place, pool: RayResourcePool, detached_as: str, concurrent_calls: int
+    ) -> Any:
         share = pool.share_of_one_group
         options: Any = {
             "num_cpus": share["CPU"],
             "num_gpus": share.get("GPU", 0),
             "max_restarts": 0,
+            "max_concurrency": concurrent_calls,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
             ),

@@ -14,7 +14,8 @@ from hybridflow.observability.trace import Sources
 class RayProcess:
     """One worker process, with the calls that have not ended as far as is known, oldest first.
 
-    `home` is None until it has started. `fate` is the error that ended it. `peers` are the processes of all ranks.
+    It runs the first `concurrent_calls` of them. `home` is None until it has started. `fate` is the error that ended
+    it. `peers` are the processes of all ranks.
     """
 
     def __init__(self, actor: Any, label: str, rank: int, roles: set[str]) -> None:
@@ -22,6 +23,7 @@ class RayProcess:
         self.home: Home | None = None
         self.unfinished: list[RayCall] = []
         self.is_stopped = self.is_detached = False
+        self.concurrent_calls = 1
         self.fate: WorkerError | None = None
         self.peers: list[RayProcess] = [self]
         self.on_last_stop: Callable[[], None] = _nothing

@@ -40,7 +40,7 @@ class Waiting:
     def track(self, call: RayCall) -> None:
         """A call has been sent."""
         unfinished = call.worker.process.unfinished
-        if not unfinished and not call.after:
+        if len(unfinished) < call.worker.process.concurrent_calls and not call.after:
             call.running_since = time.monotonic()
         unfinished.append(call)
 
@@ -49,7 +49,9 @@ class Waiting:
         for process in self._processes:
             for call in list(process.unfinished):
                 if not self._has_ended(call):
-                    break
+                    if process.concurrent_calls == 1:
+                        break
+                    continue
                 with contextlib.suppress(Exception):  # it is raised again when the result is read
                     self._finish(call)
 
@@ -142,7 +144,7 @@ class Waiting:
             while queue and queue[0] is not call and self._has_ended(queue[0]):
                 with contextlib.suppress(Exception):  # it is raised again when the result is read
                     self._finish(queue[0])
-            if queue and queue[0] is not call and call in queue:
+            if call in queue[call.worker.process.concurrent_calls :]:
                 call = queue[0]
                 continue
             call.after = [source for source in call.after if not self._has_ended(source)]

@@ -1,12 +1,14 @@
 """`WorkerProcess`: one rank as a Ray actor. In it live the objects of one or several roles; each call names its own.
 
-Its methods run on the main thread, one after another, as collectives want it.
+Its methods run on the main thread, one after another, as collectives want it. Of a class with more concurrent calls,
+each call has a thread of its own.
 """
 
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,13 +55,14 @@ class WorkerProcess:
         self._instances: dict[str, Any] = {}
         self._node = socket.gethostname()
         self._memory = 0.0, 0
-        self._rank, self._compress = 0, False
+        self._rank, self._threads, self._compress = 0, 1, False
         # What the driver can import, a worker can: its script's directory is on the path, as if it ran there.
         sys.path.extend(path for path in driver_path if path not in sys.path)
         if os.path.isdir(working_directory):  # so that relative paths of a recipe mean the same on every node
             os.chdir(working_directory)
         # Ctrl-C in a terminal reaches every process of the run, but what it means is for the driver to say.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         keep_freed_memory()
         self._pulse = Pulse()
         self._pulse.start()
@@ -102,9 +105,9 @@ class WorkerProcess:
         if environment["MASTER_ADDR"].startswith("127."):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the name of the machine leads
         self._rank = int(environment["RANK"])
-        threads = threads or max(1, count_physical_cores() // int(environment["LOCAL_WORLD_SIZE"]))
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
+        self._threads = threads or max(1, count_physical_cores() // int(environment["LOCAL_WORLD_SIZE"]))
+        os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        torch.set_num_threads(self._threads)
         for name, (pickled_class, args, kwargs) in packed_classes.items():
             try:
                 cls = cloudpickle.loads(pickled_class)
@@ -122,6 +125,8 @@ class WorkerProcess:
         there is a `Reply` with the value.
         """
         started = time.time()
+        if threading.current_thread() is not threading.main_thread():
+            torch.set_num_threads(self._threads)  # each thread has a number of its own
         header, packed_args, packed_kwargs = thaw(message)
         role, method_name, terms, as_batch = open_header(header)
         instance = self._instances.get(role)

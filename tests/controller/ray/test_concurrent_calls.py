@@ -1,0 +1,98 @@
+"""Workers that run several calls at the same time, each in a thread."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hybridflow.controller import ClassWithInitArgs, Dispatch, LocalBackend, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller.colocate import spawn_colocated
+from hybridflow.errors import DispatchError, WorkerError, WorkerTimeoutError
+from hybridflow.protocol import DataProto
+
+SECONDS = 0.5
+
+
+class Judge(Worker):
+    concurrent_calls = 4
+
+    def __init__(self):
+        self.lock, self.running, self.most = threading.Lock(), 0, 0
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
+    def judge(self, batch):
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        time.sleep(SECONDS)
+        with self.lock:
+            self.running -= 1
+        return DataProto.from_dict({"y": batch.batch["x"] + 1})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def at_the_same_time(self):
+        return self.most, torch.get_num_threads()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self):
+        self.require_collectives("averaging")
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang(self):
+        time.sleep(60)
+
+
+class Plain(Worker):
+    pass
+
+
+class Zero(Worker):
+    concurrent_calls = 0
+
+
+def batch_of(number):
+    return DataProto.from_dict({"x": torch.tensor([number])})
+
+
+@pytest.mark.ray
+def test_as_many_calls_run_at_the_same_time_as_the_class_says(ray_backend):
+    with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), ray_backend, "judge") as group:
+        group.judge(batch_of(0))
+        start = time.monotonic()
+        futures = [group.judge.remote(batch_of(number)) for number in range(8)]
+        assert [int(future.get().batch["y"]) for future in futures] == list(range(1, 9))
+        assert 2 * SECONDS <= time.monotonic() - start < 6 * SECONDS  # two rounds of four
+        ((most, threads),) = group.at_the_same_time()
+    assert most == 4
+    assert threads == (ray_backend.threads or threads)
+
+
+@pytest.mark.ray
+def test_a_result_can_be_read_while_an_older_call_is_still_running(ray_backend):
+    from hybridflow.controller.ray import RayBackend
+
+    with RayBackend(call_timeout_s=2.0) as backend:
+        group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), backend, "judge")
+        hanging = group.hang.remote()
+        assert int(group.judge(batch_of(1)).batch["y"]) == 2
+        with pytest.raises(WorkerTimeoutError, match=r"Judge\.hang on judge, rank 0, is running for"):
+            hanging.get()
+
+
+def test_on_the_local_backend_calls_run_at_once_as_all_do():
+    with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), LocalBackend(), "judge") as group:
+        assert int(group.judge.remote(batch_of(4)).get().batch["y"]) == 5
+        with pytest.raises(WorkerError, match="runs 4 calls at the same time, in no order that the ranks share"):
+            group.meet()
+
+
+def test_roles_of_one_process_take_turns_so_none_of_them_can_be_concurrent():
+    classes = {"judge": ClassWithInitArgs(Judge), "plain": ClassWithInitArgs(Plain)}
+    with pytest.raises(DispatchError, match=r"'plain' would share its process.*give 'judge' a pool of its own"):
+        spawn_colocated(ResourcePool([1]), classes, LocalBackend())
+
+
+def test_no_call_at_a_time_is_an_error():
+    with pytest.raises(DispatchError, match=r"Zero\.concurrent_calls=0: needs an integer of 1 or more"):
+        WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Zero))
