@@ -430,6 +430,19 @@ pool.release()
 seen["free after"] = settle(6)
 backend.close()
 ''')
+seen["hole"] = drive('''
+RayWorkerGroup(RayResourcePool([3]), RayClassWithInitArgs(Rank), "hole", backend=backend, detached=True)
+ray.kill(ray.get_actor("hole/1", namespace="hybridflow"))
+end = time.monotonic() + 20
+while "refused" not in seen and time.monotonic() < end:
+    try:
+        RayWorkerGroup.attach("hole", RayClassWithInitArgs(Rank), backend=backend)
+    except HybridFlowError as error:
+        seen["refused"] = str(error)
+for rank in (0, 2):
+    ray.kill(ray.get_actor(f"hole/{rank}", namespace="hybridflow"))
+backend.close()
+''')
 seen["shared pool"] = drive('''
 pool = RayResourcePool([1], max_colocate_count=2)
 ordinary = RayWorkerGroup(pool, RayClassWithInitArgs(Rank), "ordinary", backend=backend)
@@ -549,12 +562,19 @@ def test_a_driver_that_shuts_an_attached_group_down_gives_its_reservation_back(d
     second = detached["second"]
     assert second["free"] == 3
     assert second["free after"] == 6
-    assert second["gone"].startswith("no detached worker group 'kept' is on the cluster; was it built with detached=")
+    assert second["gone"].startswith("no detached worker group 'kept' is on the cluster, or its rank 0 is gone; was it")
 
 
 @pytest.mark.slow
 def test_a_driver_that_shuts_its_own_detached_group_down_gives_its_reservation_back(detached):
     assert detached["own shutdown"] == {"free after": 6}
+
+
+@pytest.mark.slow
+def test_a_detached_group_of_which_a_rank_is_gone_is_not_taken_for_a_smaller_one(detached):
+    refused = detached["hole"]["refused"]
+    assert refused.startswith("rank 1 of the 3 of the detached worker group 'hole' is gone")
+    assert "ray.kill(ray.get_actor('hole/0', namespace='hybridflow'))" in refused
 
 
 @pytest.mark.slow

@@ -148,24 +148,37 @@ class RayBackend:
         return pool
 
     def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
-        """The pool and the workers of a detached group. Raises WorkerError if there is none of that name."""
+        """The pool and the workers of a detached group. Raises WorkerError if there is none of that name, or if one of
+        its ranks is gone."""
         self._connection.open([RayResourcePool([1])])
-        actors: list[Any] = []
-        try:
-            while True:
-                actors.append(ray.get_actor(f"{name}/{len(actors)}", namespace=NAMESPACE))
-        except ValueError:
-            pass
+        actors = [actor for actor in [_find_actor(f"{name}/0")] if actor is not None]
         if not actors:
-            raise WorkerError(f"no detached worker group {name!r} is on the cluster; was it built with detached=True?")
-        processes = [RayProcess(actor, f"{name}/{rank}", rank, {name}) for rank, actor in enumerate(actors)]
+            raise WorkerError(
+                f"no detached worker group {name!r} is on the cluster, or its rank 0 is gone; was it built with "
+                f"detached=True, on this cluster?"
+            )
+        processes = [RayProcess(actors[0], f"{name}/0", 0, {name})]
+        (world_size,) = self._ask(processes, "world_size")
+        for rank in range(1, world_size):
+            actor = _find_actor(f"{name}/{rank}")
+            if actor is None:
+                raise WorkerError(
+                    f"rank {rank} of the {world_size} of the detached worker group {name!r} is gone, and the others "
+                    f"would wait for it; end each of them, ray.kill(ray.get_actor('{name}/0', "
+                    f"namespace={NAMESPACE!r})) is the first, and build the group again.",
+                    role=name,
+                    rank=rank,
+                )
+            processes.append(RayProcess(actor, f"{name}/{rank}", rank, {name}))
+        for process in processes:
+            process.is_detached, process.concurrent_calls = True, cls_with_init.cls.concurrent_calls
+        self._processes += processes
         self._find_homes(processes)
         nodes = [process.home.node_id for process in processes if process.home]
         pool = RayResourcePool([nodes.count(node) for node in dict.fromkeys(nodes)])
         group = self._ask(processes[:1], "placement_group")[0]
         for process in processes:
             process.peers, process.on_last_stop = processes, partial(remove_placement_group, group)
-            process.concurrent_calls = cls_with_init.cls.concurrent_calls
         class_name = cls_with_init.cls.__name__
         return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
 
@@ -449,6 +462,14 @@ class _CallsRead:
     def unfinished(self) -> list[RayCall]:
         """Those that may not have ended."""
         return [call for call in self._calls if not call.is_finished]
+
+
+def _find_actor(name: str) -> Any:
+    """A detached process by its name; None if there is none."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
 
 
 def _importable_paths() -> list[str]:

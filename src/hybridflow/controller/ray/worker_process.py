@@ -83,6 +83,10 @@ class WorkerProcess:
 
         return ray.util.get_current_placement_group()
 
+    def world_size(self) -> int:
+        """Ranks of its group."""
+        return int(os.environ["WORLD_SIZE"])
+
     def free_port(self) -> int:
         """A port that nobody on the node uses."""
         with socket.socket() as sock:
