@@ -509,6 +509,8 @@ def test_a_death_in_a_call_is_told_at_once_and_ends_the_group(start, how):
     if how == "segmentation fault":
         assert "Fatal Python error: Segmentation fault" in str(error)
         assert "in die" in str(error)
+    if how == "SIGKILL":
+        assert "It ended without a word: killed by a signal" in str(error)
     wait_until_gone(pids)
     assert not doomed.is_alive()
     with within(5), pytest.raises(WorkerError, match=r"worker actor/0 has ended \(worker actor/1 .* died while .*"):

@@ -28,6 +28,10 @@ DEATH_SHOWS_AFTER_S = 1.0
 MAX_REPORTS = 4
 """Workers that a report of an overdue call looks at."""
 
+NO_LAST_WORD = (
+    "It ended without a word: killed by a signal, by the kernel for want of memory (`dmesg` says so), or by a crash."
+)
+
 FULL = (OutOfDiskError, ObjectStoreFullError)
 
 
@@ -217,8 +221,10 @@ class Waiting:
 def _exit_reason(error: RayActorError) -> str:
     """What Ray says of the end of a process, without its advice."""
     text = str(error).partition("The actor is dead because")[2] or str(error)
-    text = text.partition("Some common causes")[0]
-    return " ".join(text.split()).removeprefix("its worker process has died. ") or type(error).__name__
+    text = " ".join(text.partition("Some common causes")[0].split()).removeprefix("its worker process has died. ")
+    if "connection error code 2" in text:  # all that Ray knows is that the connection ended
+        text += f" {NO_LAST_WORD}"
+    return text or type(error).__name__
 
 
 def _worker_error(message: str, worker: RayWorker) -> WorkerError:
