@@ -53,6 +53,10 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "critic.warmup_steps=5 leaves the actor none of trainer.total_steps=5; use at most 4",
         ),
         (["trainer.val_every=5"], "trainer.val_every=5, but data.val_files is empty"),
+        (
+            ["controller.backend=ray", "placement.pools={main=[1],small=[1]}", "placement.roles.critic=small"],
+            "placement.pools.small is the pool of no role that runs; give it one of actor_rollout, reward in",
+        ),
         (["controller.parts=measured"], "controller.parts='measured' lets timings decide which rank computes a row"),
     ],
 )

@@ -16,7 +16,7 @@ from hybridflow.controller import (
     register_dispatch_mode,
 )
 from hybridflow.controller.backend import Duration
-from hybridflow.controller.part_sizes import MeasuredParts
+from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto
 
@@ -63,6 +63,13 @@ def test_no_part_is_empty_and_all_are_handed_out(num_units):
     sizes = measured([1, 1, 1], [1.0, 1000.0, 500.0]).sizes(num_units)
     assert min(sizes) >= 1
     assert sum(sizes) == num_units
+
+
+def test_only_the_newest_calls_are_kept_until_they_have_ended():
+    parts = MeasuredParts(1)
+    for _ in range(100):
+        parts.note([1], [[Duration()]])
+    assert len(parts._calls) == MAX_WAITING
 
 
 def test_a_call_that_took_no_time_is_not_counted():

@@ -91,7 +91,7 @@ def test_malformed_parts_are_named():
         DataProto.from_dict({"x": torch.zeros(2)}, {"x": np.zeros(2)})
     with pytest.raises(BatchError, match="must be dicts"):
         DataProto(meta_info=wrong([1]))
-    with pytest.raises(FieldError, match="nested or sparse"):
+    with pytest.raises(FieldError, match="nested, sparse or quantized"):
         DataProto.from_dict({"x": torch.zeros(2, 2).to_sparse()})
     with pytest.raises(FieldError, match=r"batch\['x'\] is a TensorDict"):
         DataProto(TensorDict({"x": TensorDict({"y": torch.zeros(2)}, [2])}, [2]))
@@ -341,3 +341,10 @@ def test_copy_and_deepcopy_keep_type_and_contents():
     assert shallow.batch["scores"].data_ptr() == data.batch["scores"].data_ptr()
     assert deep.batch["scores"].data_ptr() != data.batch["scores"].data_ptr()
     assert deep.non_tensor_batch["raw_prompts"].tolist() == ["a", "b", "c"]
+
+
+def test_repeating_once_copies_as_any_other_repeating_does():
+    data = DataProto.from_dict({"x": torch.zeros(2)}, {"a": np.zeros(2)})
+    once = data.repeat(1)
+    once.batch["x"][0] = once.non_tensor_batch["a"][0] = 1
+    assert float(data.batch["x"].sum()) == float(data.non_tensor_batch["a"].sum()) == 0

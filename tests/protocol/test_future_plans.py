@@ -530,3 +530,11 @@ def test_an_undeclared_column_is_not_renamed_onto_another():
     future = DataProtoFuture(DataProto.concat, [Logged(0, xy(1, 2))]).rename("x", "y")
     with pytest.raises(FieldError, match="is taken"):
         future.get("y")
+
+
+def test_a_future_is_shown_by_its_rows_and_columns():
+    future = DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(3)}))
+    assert repr(future.repeat(2)) == "DataProtoFuture of 6 rows: x"
+    assert repr(DataProtoFuture(list, [])) == (
+        "DataProtoFuture of as many rows as its call makes: columns that are not declared"
+    )

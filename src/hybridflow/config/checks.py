@@ -130,7 +130,7 @@ def _placement(config: Config) -> Iterator[str]:
     if pools and num_workers != 1:
         yield (
             f"controller.num_workers={num_workers} and placement.pools={pools} both say how many ranks there are; "
-            "leave num_workers at 1"
+            "the pools decide, leave num_workers at 1"
         )
     for name, processes in pools.items():
         if not processes:
@@ -139,6 +139,13 @@ def _placement(config: Config) -> Iterator[str]:
         if pool not in pools:
             known = ", ".join(pools) or "none, as placement.pools is empty"
             yield f"placement.roles.{role}={pool!r} is no pool; there are: {known}"
+    used = ["actor_rollout", "reward", *["critic"] * config.uses_critic, *["reference"] * config.uses_reference]
+    for name in list(pools)[1:]:
+        if name not in [config.placement.roles.get(role) for role in used]:  # pyright: ignore
+            yield (
+                f"placement.pools.{name} is the pool of no role that runs; give it one of {', '.join(used)} in "
+                f"placement.roles, or remove it"
+            )
 
 
 def _backend(config: Config) -> Iterator[str]:

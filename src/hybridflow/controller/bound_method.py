@@ -118,6 +118,15 @@ class BoundMethod:
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, list[Any]]:
         """Everything up to the ranks: the rows of the call (None if no batch is split), a handle for each rank."""
+        try:
+            return self._send(args, kwargs)
+        except RecursionError as error:
+            raise DispatchError(
+                f"an argument of {self.columns.where} nests too deeply to be sent; if it is a future of hundreds of "
+                f"operations, read it in between (future.get()), or do the operations in a worker."
+            ) from error
+
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Rows | None, list[Any]]:
         self._group.check_open(self.columns.where)
         if self.registration.materialize_futures:
             args, kwargs = _map(_open_opaque, args, kwargs)
@@ -129,7 +138,7 @@ class BoundMethod:
         per_rank = self._dispatch(args, kwargs)
         terms = self._terms(rows, per_rank)
         handles = self._group.call_ranks(self.__name__, per_rank, self.registration.execute_mode, terms)
-        if rows is not None and self.registration.parts == "measured":
+        if rows is not None and rows.pad_size == 0 and self.registration.parts == "measured":
             self._measure(rows, handles)
         return rows, handles
 

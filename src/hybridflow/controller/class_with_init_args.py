@@ -31,3 +31,14 @@ class ClassWithInitArgs:
 
     def __repr__(self) -> str:
         return f"ClassWithInitArgs({self.cls.__name__})"
+
+
+def require_init_args(cls: Any) -> ClassWithInitArgs:
+    """What was given. Raises DispatchError for a class by itself, where a class with its arguments is needed."""
+    if not isinstance(cls, ClassWithInitArgs):
+        name = cls.__name__ if isinstance(cls, type) else "MyWorker"
+        raise DispatchError(
+            f"a worker group needs a class with the arguments of its constructor, ClassWithInitArgs({name}) or on Ray "
+            f"RayClassWithInitArgs({name}); got {cls!r}."
+        )
+    return cls

@@ -32,10 +32,10 @@ _turn = threading.RLock()
 class LocalHandle:
     """Owns a value: when the handle goes, the value goes."""
 
-    def __init__(self, value: Any, where: str = "", trace: Trace | None = None) -> None:
+    def __init__(self, value: Any, where: str = "", trace: Trace | None = None, worker: str = "") -> None:
         self._value: list[Any] = [value]
         self.duration = Duration()
-        self.where, self.produced, self._trace = where, produced_columns(value), trace
+        self.where, self.produced, self._trace, self._worker = where, produced_columns(value), trace, worker
 
     def get(self) -> Any:
         return self._read_by_caller(private_copy(self._shown(), "a result"))
@@ -61,7 +61,9 @@ class LocalHandle:
         if self._trace is not None and (columns := produced_columns(contents)):
             now, size = time.time(), batch_bytes(contents)
             sources = ((self.where, columns),)
-            self._trace.record(TraceEvent("read", self.where, "", "", now, now, bytes_in=size, sources=sources))
+            self._trace.record(
+                TraceEvent("read", self.where, self._worker, "", now, now, bytes_in=size, sources=sources)
+            )
         return contents
 
     def _shown(self) -> Any:
@@ -148,7 +150,7 @@ class LocalBackend:
             result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
             result = checked_output(result, terms, worker.rank)
         computed = time.time()
-        handle = self._keep(private_copy(result, f"the result of {where}"), where)
+        handle = self._keep(private_copy(result, f"the result of {where}"), where, worker.name)
         self.trace.record(
             TraceEvent(
                 kind="call",
@@ -204,8 +206,8 @@ class LocalBackend:
         """Stop every worker."""
         self.shutdown(list(self._workers))
 
-    def _keep(self, value: Any, where: str = "") -> LocalHandle:
-        handle = LocalHandle(value, where, self.trace)
+    def _keep(self, value: Any, where: str = "", worker: str = "") -> LocalHandle:
+        handle = LocalHandle(value, where, self.trace, worker)
         self._handles.add(handle)
         return handle
 

@@ -12,6 +12,10 @@ NEWEST_SHARE = 0.5
 """What the newest call counts for in the speed of a rank; the ones before count for the rest."""
 
 
+MAX_WAITING = 16
+"""Calls that are kept until they have ended; of more than these, the oldest are not measured."""
+
+
 class Parts(list[Any]):
     """A batch that is split already, one element for each part."""
 
@@ -29,7 +33,7 @@ class MeasuredParts:
 
     def note(self, sizes: Sequence[int], durations: Sequence[Sequence[Duration]]) -> None:
         """A call of these sizes has started; `durations` are those of the ranks of each part."""
-        self._calls.append((list(sizes), [list(of_part) for of_part in durations]))
+        self._calls = [*self._calls, (list(sizes), [list(of_part) for of_part in durations])][-MAX_WAITING:]
 
     def sizes(self, num_units: int) -> list[int]:
         """The units of each part, at least one; equal, as far as that goes, until all have been measured.
@@ -63,8 +67,4 @@ class MeasuredParts:
             self._speeds = [
                 NEWEST_SHARE * new + (1 - NEWEST_SHARE) * old for new, old in zip(speeds, before, strict=True)
             ]
-        self._calls = waiting[-MAX_WAITING:]
-
-
-MAX_WAITING = 16
-"""Calls that are kept until they have ended; of more than these, the oldest are not measured."""
+        self._calls = waiting

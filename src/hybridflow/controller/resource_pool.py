@@ -3,7 +3,7 @@ Pools are plans; nothing is started here.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ class ResourcePool:
     """
 
     def __init__(self, process_on_nodes: Sequence[int], use_gpu: bool = False, max_colocate_count: int = 1) -> None:
-        counts = list(process_on_nodes)
+        counts = list(process_on_nodes) if isinstance(process_on_nodes, Iterable) else []
         if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
             raise ConfigError(
                 f"process_on_nodes={process_on_nodes!r}: needs at least one process on each node, e.g. [4, 4]."

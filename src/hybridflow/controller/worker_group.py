@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
 from hybridflow.controller.bound_method import Arguments, BoundMethod
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
 from hybridflow.controller.columns import MethodColumns, resolve_columns
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
 from hybridflow.controller.local import LocalBackend
@@ -49,6 +49,7 @@ class WorkerGroup:
         meshes: Mapping[str, Mapping[str, int]] | None = None,
         workers: Sequence[WorkerRef] | None = None,
     ) -> None:
+        require_init_args(cls_with_init)
         self.resource_pool, self.cls_with_init = resource_pool, cls_with_init
         self.backend: Backend = backend if backend is not None else LocalBackend()
         self.name = name or cls_with_init.cls.__name__

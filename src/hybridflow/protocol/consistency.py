@@ -76,8 +76,11 @@ def _check_tensors(batch: TensorDictBase) -> None:
                 f"batch[{name!r}] is a {type(column).__name__}, but columns of batch are tensors under a str; "
                 "DataProto.from_tensordict sorts non-tensor data into non_tensor_batch and meta_info."
             )
-        if column.is_nested or column.layout != torch.strided:
-            raise FieldError(f"batch[{name!r}] is nested or sparse; columns are dense tensors, pad or densify it.")
+        if column.is_nested or column.layout != torch.strided or column.is_quantized:
+            raise FieldError(
+                f"batch[{name!r}] is nested, sparse or quantized; columns are dense tensors: pad, densify or "
+                f"dequantize it."
+            )
 
 
 def _check_array(name: str, array: np.ndarray) -> None:

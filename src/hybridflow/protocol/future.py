@@ -47,7 +47,7 @@ class BatchHandle:
     view = read
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DataProtoFuture:
     """The batch that `collect_fn` makes of the handles' contents, then `dispatch_fn` of that.
 
@@ -100,6 +100,11 @@ class DataProtoFuture:
 
     def __bool__(self) -> bool:
         return True
+
+    def __repr__(self) -> str:
+        rows = "as many rows as its call makes" if self.num_rows is None else f"{self.num_rows} rows"
+        columns = "columns that are not declared" if self.columns is None else ", ".join(self.columns) or "no columns"
+        return f"DataProtoFuture of {rows}: {columns}"
 
     # Rows
 
@@ -371,7 +376,7 @@ class DataProtoFuture:
         return {**self.__dict__, "_contents": None}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Piece:
     """Some columns and rows of one handle."""
 
@@ -385,7 +390,7 @@ class _Piece:
         return take(self.handle.get(), self.columns, self.rows)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _OfOne(DataProtoFuture):
     """A future made of one other."""
 
@@ -394,7 +399,7 @@ class _OfOne(DataProtoFuture):
         return self.futures[0]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Taken(_OfOne):
     """Columns and rows of a future that can only be read as a whole."""
 
@@ -405,7 +410,7 @@ class _Taken(_OfOne):
         return take(take(self._source._read(self.asked, self.rows), columns, None), None, rows)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Rows(_OfOne):
     """Some rows of another future, in any order."""
 
@@ -422,7 +427,7 @@ class _Rows(_OfOne):
         return self._source._origin(column), rows
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Padded(_OfOne):
     """Another future with copies of its first rows at the end."""
 
@@ -439,7 +444,7 @@ class _Padded(_OfOne):
         return _Marked(_first, [source], num_rows=len(wanted), columns=source.columns, copies=copies)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Marked(_OfOne):
     """Another future some of whose rows are copies, which the glossary may want marked."""
 
@@ -459,7 +464,7 @@ class _Marked(_OfOne):
         return np.flatnonzero(np.isin(np.arange(len(self))[rows], self.copies))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Step(_OfOne):
     """One operation on another future. `needs` maps the columns asked of this one to those asked of that one; None:
     the operation needs all rows and columns, and makes others of them."""
@@ -499,7 +504,7 @@ class _Step(_OfOne):
         return id(self), column
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Union(DataProtoFuture):
     """Futures side by side; one that declares its columns is read only if some of them are asked for."""
 

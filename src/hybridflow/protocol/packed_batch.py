@@ -41,6 +41,8 @@ class PackedColumn:
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, compress: bool = False) -> "PackedColumn":
         """A tensor of at least one dimension or none, sharing its memory; detached, and brought to the CPU."""
+        if tensor.is_quantized:
+            raise BatchError("a quantized tensor has more than its bytes; send what tensor.dequantize() returns.")
         if not _has_plain_bytes(tensor):
             flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if flat.numel() == 1:
@@ -169,9 +171,10 @@ class PackedBatch:
         return self._cls._of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
 
     def num_bytes(self, columns: Iterable[str] | None = None) -> int:
-        """Bytes of the named columns (None: all) as they travel."""
+        """Bytes of the named columns (None: all, and meta_info) as they travel."""
         names = self.columns if columns is None else columns
-        return sum(self.columns[name].num_bytes for name in names)
+        num_bytes = sum(self.columns[name].num_bytes for name in names)
+        return num_bytes + (len(self._meta_info) if columns is None and isinstance(self._meta_info, bytes) else 0)
 
     def __len__(self) -> int:
         return self.num_rows

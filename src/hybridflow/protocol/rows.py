@@ -65,6 +65,8 @@ def repeat_rows(column: Column, times: int, interleave: bool) -> Column:
     if isinstance(column, torch.Tensor):
         new_axis, expanded = (1, (num_rows, times)) if interleave else (0, (times, num_rows))
         rest = column.shape[1:]
+        if times == 1:
+            return column.clone()
         return column.unsqueeze(new_axis).expand(*expanded, *rest).reshape(num_rows * times, *rest)
     return np.repeat(column, times, axis=0) if interleave else np.tile(column, (times,) + (1,) * (column.ndim - 1))
 

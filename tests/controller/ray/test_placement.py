@@ -109,7 +109,8 @@ def test_the_error_says_what_was_asked_and_what_each_node_has():
     assert str(does_not_fit("the pool", [9, 1], ONE_CPU, nodes)) == (
         "the pool does not fit the cluster: asked for processes on 2 node(s), [9, 1] of them, each with 1 CPU; the "
         "cluster has 2 node(s): 10.0.0.9: 8 of 8 CPU free; 10.0.0.10: 0.5 of 4 CPU free. Ask for fewer processes or a "
-        "smaller share (controller.cpus_per_worker), add nodes, or wait until others release theirs."
+        "smaller share (controller.cpus_per_worker; cpus_per_process of a pool), add nodes, or wait until others "
+        "release theirs (shutdown() of a group)."
     )
     assert "the cluster has 0 node(s): none." in str(does_not_fit("the pool", [1], ONE_CPU, []))
 
@@ -414,6 +415,10 @@ seen["pool"] = group.resource_pool.process_on_nodes
 seen["total"] = group.total()
 seen["rows"] = group.add_one(DataProto.from_dict({"x": torch.arange(7)})).batch["y"].tolist()
 seen["free"] = ray.available_resources().get("CPU", 0)
+try:
+    RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Rank), "kept", backend=backend, detached=True)
+except ConfigError as error:
+    seen["taken"] = str(error)
 group.shutdown()
 seen["free after"] = settle(6)
 try:
@@ -560,6 +565,10 @@ def test_a_detached_group_is_found_by_a_second_driver_as_the_first_one_left_it(d
 @pytest.mark.slow
 def test_a_driver_that_shuts_an_attached_group_down_gives_its_reservation_back(detached):
     second = detached["second"]
+    assert (
+        "a detached group 'kept' is on the cluster already; take it over by RayWorkerGroup.attach('kept'"
+        in second["taken"]
+    )
     assert second["free"] == 3
     assert second["free after"] == 6
     assert second["gone"].startswith("no detached worker group 'kept' is on the cluster, or its rank 0 is gone; was it")

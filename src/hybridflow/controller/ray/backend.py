@@ -20,17 +20,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
 from hybridflow.controller.bound_method import HandleOfReplica
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
-from hybridflow.controller.ray.transport import Outgoing, Reply, freeze, pack_header, pickled_class, thaw
+from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, pickled_class, thaw
 from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import SourceList, produced_columns
 from hybridflow.controller.worker import concurrent_calls_of
-from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.errors import ConfigError, DispatchError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE
 from hybridflow.protocol.packed_batch import batch_bytes
@@ -95,6 +96,8 @@ class RayBackend:
         concurrent_calls = concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
         pool = self._as_ray_pool(resource_pool)
         self._connection.open([pool])
+        if detached_as:
+            self._check_detached(detached_as)
         pool.take_tenancy(detached=bool(detached_as))
         label = "+".join(classes)
         processes: list[RayProcess] = []
@@ -146,6 +149,19 @@ class RayBackend:
                 self._own_pools[id(pool)] = own
             pool = own
         return pool
+
+    def _check_detached(self, name: str) -> None:
+        """Raise ConfigError if processes of that name could not outlive this one."""
+        if self._connection.ends_with_us:
+            raise ConfigError(
+                f"detached group {name!r}: it is to outlive this process, but the cluster ends with it; start a "
+                f"cluster with `ray start --head` and give RayBackend its address."
+            )
+        if _find_actor(f"{name}/0") is not None:
+            raise ConfigError(
+                f"a detached group {name!r} is on the cluster already; take it over by RayWorkerGroup.attach({name!r}, "
+                f"...), end it by shutdown() of what attach returns, or choose another name."
+            )
 
     def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
         """The pool and the workers of a detached group. Raises WorkerError if there is none of that name, or if one of
@@ -343,14 +359,12 @@ class RayBackend:
             for key, value in kwargs.items()
         }
         outgoing.also_wait_for(calls_read.silent)
-        as_batch = bool(terms.is_read and terms.columns is not None and terms.columns.writes)
-        header = pack_header(worker.role, method_name, terms, as_batch)
+        message = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
 
         def send() -> RayHandle:
             start = time.time()
-            remote = worker.process.remote_call(2 if as_batch else 1)
+            remote = worker.process.remote_call(2 if terms.is_read else 1)
             try:
-                message = freeze((header, own_args, own_kwargs), outgoing.num_bytes_in_all)
                 refs = remote.remote(message, *outgoing.refs)
             except FULL as error:
                 raise WorkerError(
@@ -360,7 +374,7 @@ class RayBackend:
                     role=worker.role,
                     rank=worker.rank,
                 ) from error
-            done, value = refs if as_batch else (refs, None)
+            done, value = refs if terms.is_read else (refs, None)
             call = RayCall(done, worker, where, self.call_timeout_s, calls_read.unfinished(), sources.as_tuple())
             self._waiting.track(call)
             if outgoing.num_bytes:
@@ -386,7 +400,7 @@ class RayBackend:
     def put(self, value: Any) -> RayHandle:
         outgoing = Outgoing(compress=self.compress)
         packed = outgoing.pack(value, "a value to put")
-        frozen = freeze(packed, outgoing.num_bytes_in_all)
+        frozen = _frozen(packed, outgoing, "put")
         return RayHandle(self, ray.put(frozen), produced=produced_columns(value))
 
     def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
@@ -424,12 +438,11 @@ class RayBackend:
         try:
             if handle.call is not None and handle.call.small_value is not None:
                 return thaw(handle.call.small_value)
-            value: Any = thaw(ray.get(handle.ref))
+            return thaw(ray.get(handle.ref))
         except RayError as error:  # the call succeeded, but its result could not be kept or brought here
             if handle.call is None:
                 raise WorkerError(f"a value that was put is lost: {error}") from error
             raise self._waiting.failure(handle.call, getattr(error, "cause", error), error) from None
-        return value.value if isinstance(value, Reply) else value
 
     def _require_connection(self) -> None:
         if not ray.is_initialized():  # asked for an object, Ray would connect to some cluster or start one
@@ -462,6 +475,18 @@ class _CallsRead:
     def unfinished(self) -> list[RayCall]:
         """Those that may not have ended."""
         return [call for call in self._calls if not call.is_finished]
+
+
+def _frozen(value: Any, outgoing: Outgoing, where: str) -> Any:
+    """As `freeze`. Raises DispatchError for what cannot be sent."""
+    try:
+        return freeze(value, outgoing.num_bytes_in_all, outgoing.is_plain)
+    except RecursionError:
+        raise  # of a future: the caller knows better
+    except Exception as error:  # whatever an object raises when it is pickled
+        raise DispatchError(
+            f"an argument of {where} cannot be sent to another process ({described(error)}); pass data."
+        ) from error
 
 
 def _find_actor(name: str) -> Any:

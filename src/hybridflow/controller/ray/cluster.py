@@ -9,8 +9,11 @@ import ray
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
+from hybridflow.observability import get_logger
 
 CONNECT_TIMEOUT_S = 5.0
+
+logger = get_logger(__name__)
 
 
 class Connection:
@@ -45,10 +48,20 @@ class Connection:
                 ) from error
             self._is_ours = True
             return
+        processes, cores = sum(pool.world_size for pool in pools), os.cpu_count() or 1
+        if processes > cores:
+            logger.warning(
+                "%d worker processes for the %d cores of this machine: they will wait in turn", processes, cores
+            )
         num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
         num_gpus = self._num_gpus or sum(pool.world_size for pool in pools if pool.use_gpu)
         self._local = LocalCluster(num_cpus, num_gpus, self._object_store_bytes)
         self._local.start()
+
+    @property
+    def ends_with_us(self) -> bool:
+        """Whether the cluster is one that this connection started."""
+        return self._local is not None
 
     def close(self) -> None:
         """Disconnect from what `open` connected to."""
@@ -62,13 +75,25 @@ class Connection:
 
 def _require_answer(address: str) -> None:
     """Raise ConfigError unless somebody listens at HOST:PORT; Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():  # "auto"
-        return
+    found = _found_by_ray() if address == "auto" else address
+    host, _, port = found.rpartition(":")
+    if not port.isdigit():
+        return  # whatever is wrong with it, Ray says so at once
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
+        last = f", which was the last one started here, {found}: `ray stop` forgets it" if address == "auto" else ""
         raise ConfigError(
-            f"no Ray cluster answers at address={address!r} ({error}); start one with `ray start --head`, or leave the "
-            f"address empty for a cluster on this machine that starts and stops with the run."
+            f"no Ray cluster answers at address={address!r}{last} ({error}); start one with `ray start --head`, or "
+            f"leave the address empty for a cluster on this machine that starts and stops with the run."
         ) from error
+
+
+def _found_by_ray() -> str:
+    """Where "auto" leads: RAY_ADDRESS, or the cluster that was last started on this machine; "" if there is none."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        return canonicalize_bootstrap_address("auto") or ""
+    except ConnectionError:
+        return ""

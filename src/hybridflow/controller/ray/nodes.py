@@ -86,6 +86,6 @@ def does_not_fit(what: str, process_on_nodes: Sequence[int], share: Resources, n
     return ConfigError(
         f"{what} does not fit the cluster: asked for processes on {len(process_on_nodes)} node(s), "
         f"{list(process_on_nodes)} of them, each with {asked or 'nothing'}; the cluster has {len(nodes)} node(s): "
-        f"{there or 'none'}. Ask for fewer processes or a smaller share (controller.cpus_per_worker), add nodes, or "
-        f"wait until others release theirs."
+        f"{there or 'none'}. Ask for fewer processes or a smaller share (controller.cpus_per_worker; cpus_per_process "
+        f"of a pool), add nodes, or wait until others release theirs (shutdown() of a group)."
     )

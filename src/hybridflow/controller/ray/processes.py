@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from hybridflow.controller.backend import Duration
+from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.transport import StoredBatch, unpack
 from hybridflow.controller.ray.worker_process import Home
-from hybridflow.errors import WorkerError
+from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability.trace import Sources
 
 
@@ -54,7 +56,7 @@ class RayWorker:
 
 class RayCall:
     """A call on its way. `done` is a small object that is there when it has ended; `after` are the calls whose results
-    it reads. It holds nothing of the result, unless that is small, or the method declares none."""
+    it reads. It holds nothing of the result, unless that is small: `small_value` is it, frozen."""
 
     def __init__(
         self,
@@ -70,11 +72,11 @@ class RayCall:
         self.running_since: float | None = None
         self.is_finished = False
         self.duration = Duration()
-        self.small_value: Any = None
+        self.small_value: bytes | None = None
 
     def forget_unfinished(self) -> None:
         """It has ended, for its process."""
-        if self in self.worker.process.unfinished:
+        with suppress(ValueError):  # it was not there, or another thread was faster
             self.worker.process.unfinished.remove(self)
 
 
@@ -111,7 +113,14 @@ class RayHandle:
         if self.call is not None and not self.call.is_finished:
             self.store.wait([self])
         start = time.time()
-        contents = unpack_value(self.store.fetch(self))
+        try:
+            contents = unpack_value(self.store.fetch(self))
+        except (HybridFlowError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # whatever the classes of the value raise where they are not at home
+            raise WorkerError(
+                f"what {self.where or 'put()'} returned cannot be opened in this process: {described(error)}"
+            ) from error
         self.store.note_read(self, start, contents)
         return contents
 

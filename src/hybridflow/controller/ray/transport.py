@@ -48,20 +48,20 @@ def dumps(value: Any) -> bytes:
 
 
 class Reply(NamedTuple):
-    """What a call returns at once: what the trace says of it, and its value; of a batch only if it is small, frozen."""
+    """What a call returns at once: what the trace says of it, and its frozen value if that is small."""
 
     event: TraceEvent
-    value: Any = None
+    value: bytes | None = None
 
 
 @lru_cache(1024)
-def pack_header(role: str, method_name: str, terms: CallTerms, as_batch: bool) -> bytes:
+def pack_header(role: str, method_name: str, terms: CallTerms) -> bytes:
     """What is the same in most calls of a method, as the key by which the worker knows it again."""
-    return pickle.dumps((role, method_name, terms, as_batch), protocol=5)
+    return pickle.dumps((role, method_name, terms), protocol=5)
 
 
 @lru_cache(1024)
-def open_header(header: bytes) -> tuple[str, str, CallTerms, bool]:
+def open_header(header: bytes) -> tuple[str, str, CallTerms]:
     """What was packed."""
     return pickle.loads(header)
 
@@ -70,14 +70,28 @@ SMALL_BYTES = 64 * 2**10
 """Up to here an object travels as one string of bytes, which spares Ray most of its work for each object."""
 
 
-def freeze(value: Any, num_bytes: int) -> Any:
-    """A packed value as Ray gets it: small ones as bytes, others as they are, with their buffers out of band."""
-    return pickle.dumps(value, protocol=5) if num_bytes <= SMALL_BYTES else value
+@dataclass(frozen=True)
+class _Bytes:
+    """Many bytes that are a value themselves, nothing frozen."""
+
+    value: bytes
+
+
+def freeze(value: Any, num_bytes: int, is_plain: bool = True) -> Any:
+    """A packed value as Ray gets it: small ones as bytes, others as they are, with their buffers out of band.
+
+    `is_plain`: whether it is made of what every process can import; otherwise classes and functions go along.
+    """
+    if num_bytes <= SMALL_BYTES:
+        return (pickle.dumps if is_plain else cloudpickle.dumps)(value, protocol=5)
+    return _Bytes(value) if type(value) is bytes else value
 
 
 def thaw(value: Any) -> Any:
     """What was frozen."""
-    return pickle.loads(value) if type(value) is bytes else value
+    if type(value) is bytes:
+        return pickle.loads(value)
+    return value.value if isinstance(value, _Bytes) else value
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class StoredBatch:
     packed: Any
 
     def get(self) -> Any:
-        return unpack(self.packed.value if isinstance(self.packed, Reply) else self.packed, ())
+        return unpack(self.packed, ())
 
     def read(self, columns: tuple[str, ...] | None, rows: Any) -> DataProto:
         return _as_batch(self.packed).read(columns, rows)
@@ -125,11 +139,13 @@ class Outgoing:
     """Packs the values of one message; `refs` are the stored objects that must arrive beside it.
 
     `ref_of_handle` gives the stored object of a value that is a handle. `sources` is told where columns come from.
+    `is_plain`: see `freeze`.
     """
 
     def __init__(self, ref_of_handle: Any = None, compress: bool = False, sources: SourceList | None = None) -> None:
         self.refs: list[Any] = []
         self.num_bytes = self.num_bytes_beside = 0
+        self.is_plain = True
         self._ref_of_handle, self._compress, self._sources = ref_of_handle or _no_ref, compress, sources
         self._slots: dict[int, Slot] = {}
 
@@ -141,6 +157,7 @@ class Outgoing:
             except BatchError as error:
                 raise BatchError(f"{what}: {error}") from error
             self.num_bytes += packed.num_bytes()
+            self.is_plain = self.is_plain and type(value) is DataProto
             self._add_source(value)
             return packed
         if isinstance(value, DataProtoFuture):
@@ -149,13 +166,18 @@ class Outgoing:
                     f"{what} is a future that only this process can read, as its method does not declare what it "
                     f"writes; declare writes=(...), or read it (future.get()) and pass the batch."
                 )
+            self.is_plain = False  # its operations may hold whatever their caller gave them
             narrow = value.narrow()
             self._add_source(narrow)
             return _SentFuture(narrow.with_handles(self._send_handle), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
             self._add_source(value)
             return _SentHandle(self._slot(ref))
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and not (value.is_nested or value.is_quantized)
+        ):
             return self._counted(PackedColumn.of_tensor(value, self._compress))
         if type(value) is np.ndarray:
             return self._counted(PackedColumn.of_array(what, value, dumps, self._compress))
@@ -212,6 +234,10 @@ class Outgoing:
         return self._slots[ref]
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+
+
 def _no_ref(value: Any) -> None:
     return None
 
@@ -225,8 +251,7 @@ def unpack(value: Any, beside: Sequence[Any]) -> Any:
     if isinstance(value, _Pickled):
         return cloudpickle.loads(value.raw)
     if isinstance(value, _SentHandle):
-        stored = thaw(beside[value.slot.index])
-        return unpack(stored.value if isinstance(stored, Reply) else stored, ())
+        return unpack(thaw(beside[value.slot.index]), ())
     if isinstance(value, _SentFuture):
         future = value.future.with_handles(
             lambda handle: StoredBatch(handle.batch if isinstance(handle, BatchHandle) else thaw(beside[handle.index]))
@@ -240,8 +265,6 @@ def unpack(value: Any, beside: Sequence[Any]) -> Any:
 
 
 def _as_batch(packed: Any) -> PackedBatch:
-    if isinstance(packed, Reply):
-        packed = packed.value
     if not isinstance(packed, PackedBatch):
         raise BatchError(f"the call returned a {type(packed).__name__}, which has no columns; use get().")
     return packed
@@ -251,12 +274,14 @@ def pickled_class(cls: type) -> bytes:
     """A class by its name, or as a whole where no other process could import it: a notebook's, a test's."""
     module = sys.modules.get(cls.__module__)
     if module is not None and cls.__module__ != "__main__" and not _is_importable(cls.__module__):
-        cloudpickle.register_pickle_by_value(module)
+        cloudpickle.register_pickle_by_value(module)  # for good: objects of the class may be arguments
     return cloudpickle.dumps(cls)
 
 
 def _is_importable(name: str) -> bool:
     """Whether a process with the same path finds the module by its name."""
+    if name in sys.builtin_module_names or importlib.machinery.FrozenImporter.find_spec(name) is not None:
+        return True
     path = None
     for depth in range(len(parts := name.split("."))):
         spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), path)

@@ -25,6 +25,9 @@ SLICE_S = 0.2
 DEATH_SHOWS_AFTER_S = 1.0
 """A rank that fails because another has died may be heard of before the death is."""
 
+FORGET_EVERY = 64
+"""Calls sent to a process after which those that have ended are looked for, though nobody may wait for them."""
+
 MAX_REPORTS = 4
 """Workers that a report of an overdue call looks at."""
 
@@ -47,22 +50,28 @@ class Waiting:
         if len(unfinished) < call.worker.process.concurrent_calls and not call.after:
             call.running_since = time.monotonic()
         unfinished.append(call)
+        if len(unfinished) % FORGET_EVERY == 0:  # of calls that nobody waits for
+            self._note_ended_on(call.worker.process)
 
     def note_ended(self) -> None:
         """Take notice of calls that have ended without anybody waiting for them; errors are left to whoever does."""
         for process in self._processes:
-            for call in list(process.unfinished):
-                if not self._has_ended(call):
-                    if process.concurrent_calls == 1:
-                        break
-                    continue
+            self._note_ended_on(process)
+
+    def _note_ended_on(self, process: RayProcess) -> None:
+        for call in list(process.unfinished):
+            if self._has_ended(call):
                 with contextlib.suppress(Exception):  # it is raised again when the result is read
                     self._finish(call)
+            elif process.concurrent_calls == 1:
+                break
 
     def wait(self, calls: Sequence[RayCall]) -> None:
         """Until all have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for one that
         is over its deadline."""
         pending = {call.done: call for call in calls if not call.is_finished}
+        if not pending:
+            return
         with contextlib.suppress(RayError):  # what has failed, or takes longer, is looked at one by one
             for call, reply in zip(pending.values(), ray.get(list(pending), timeout=SLICE_S), strict=True):
                 self._note_success(call, reply)
@@ -93,8 +102,7 @@ class Waiting:
         if isinstance(reply, Reply) and not call.is_finished:
             self._trace.record(reply.event._replace(sources=call.sources))
             call.duration.seconds = reply.event.end - reply.event.start
-            if type(frozen) is bytes:
-                call.small_value = reply.value
+            call.small_value = reply.value
         call.is_finished = True
         call.after = []
 

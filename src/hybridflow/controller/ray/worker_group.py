@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.controller.backend import WorkerRef
-from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
 from hybridflow.controller.colocate import check_names
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.resource_pool import RayResourcePool
@@ -58,7 +58,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers_of: dict[str, list[WorkerRef]] = {}
         self._fused = ray_cls_with_init.classes if isinstance(ray_cls_with_init, FusedClasses) else {}
         first = next(iter(self._fused.values())) if self._fused else ray_cls_with_init
-        assert isinstance(first, ClassWithInitArgs)
+        first = require_init_args(first)
         super().__init__(resource_pool, first, backend or default_backend(), name_prefix, meshes, workers)
         if self._fused:
             self._declared = {}
@@ -106,6 +106,7 @@ class RayWorkerGroup(WorkerGroup):
 
         `ray_cls_with_init` declares its methods; nothing is constructed. Raises WorkerError if there is no such group.
         """
+        require_init_args(ray_cls_with_init)
         backend = backend or default_backend()
         pool, workers = backend.find_detached(name_prefix, ray_cls_with_init)
         return cls(pool, ray_cls_with_init, name_prefix, backend=backend, meshes=meshes, workers=list(workers))

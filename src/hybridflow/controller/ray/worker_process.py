@@ -118,21 +118,24 @@ class WorkerProcess:
                 where = f"{cls.__name__}.__init__"
                 with NamingErrors(where, f"{name}/{self._rank}", name, self._rank), self._pulse.during(where):
                     self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
-            except (Exception, KeyboardInterrupt) as error:  # a constructor may raise anything; the driver is told
+            except SystemExit:
+                raise
+            except BaseException as error:  # a constructor may raise anything; the driver is told
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
 
     def call(self, message: Any, *beside: Any) -> Any:
-        """Run a method: `message` is a header (role, method, terms, whether the result is a batch on its own) and the
-        arguments, `beside` are the objects that these refer to.
-
-        A batch on its own makes two results: a `Reply`, with the batch too if it is small, and the batch; otherwise
-        there is a `Reply` with the value.
+        """Run a method: `message` is a header (role, method, terms) and the arguments, `beside` are the objects that
+        these refer to. Two results: a `Reply`, and the value; of what nobody reads, the `Reply` alone.
         """
         started = time.time()
         if threading.current_thread() is not threading.main_thread():
             torch.set_num_threads(self._threads)  # each thread has a number of its own
-        header, packed_args, packed_kwargs = thaw(message)
-        role, method_name, terms, as_batch = open_header(header)
+        try:
+            header, packed_args, packed_kwargs = thaw(message)
+            role, method_name, terms = open_header(header)
+        except Exception as error:  # classes of the arguments may be missing here, or raise anything
+            label = self.label.rpartition("/")[0]
+            raise pack_error(error, "reading the arguments of a call", label, self._rank, self._node) from None
         instance = self._instances.get(role)
         where = f"{type(instance).__name__}.{method_name}"
         worker_name = f"{role}/{self._rank}"
@@ -146,7 +149,10 @@ class WorkerProcess:
                 computed = time.time()
                 outgoing = Outgoing(compress=self._compress)
                 value = outgoing.pack(output, f"the result of {where}")
-        except (Exception, KeyboardInterrupt) as error:  # a method may raise anything; the driver is told
+                frozen = freeze(value, outgoing.num_bytes_in_all, outgoing.is_plain)
+        except SystemExit:
+            raise
+        except BaseException as error:  # a method may raise anything; the driver is told
             raise pack_error(error, where, role, self._rank, self._node) from None
         event = TraceEvent(
             kind="call",
@@ -160,10 +166,9 @@ class WorkerProcess:
             transfer_s=unpacked - started + ended - computed,
             memory_bytes=self._resident_bytes(ended),
         )
-        if as_batch:
-            frozen = freeze(value, outgoing.num_bytes_in_all)
+        if terms.is_read:
             return freeze(Reply(event, frozen if type(frozen) is bytes else None), 0), frozen
-        return freeze(Reply(event, value), outgoing.num_bytes_in_all)
+        return freeze(Reply(event), 0)
 
     def _resident_bytes(self, now: float) -> int:
         """Resident memory, as of a moment ago at most."""
