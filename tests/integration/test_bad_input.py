@@ -162,7 +162,7 @@ def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
     with open(small_disk / "others", "wb") as file:
         file.write(bytes(984 * 1024))  # 40 KiB are left; 30 steps would need 45 KiB
     problem = refuse("data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0", run_dir=small_disk / "run")
-    assert re.search(r"/(metrics|trace/calls)\.jsonl: a row of ", problem)
+    assert re.search(r"/(metrics|trace/calls)\.jsonl: text of ", problem)
     assert "was not written: [Errno 28] No space left on device" in problem
 
 
