@@ -141,16 +141,16 @@ def test_futures_of_unequal_parts_are_read_by_rows_and_passed_on(backend):
         assert again.batch["y"].tolist() == [row * 100 for row in range(24) for _ in "abcd"]
 
 
-def test_equal_parts_stay_equal(backend):
-    with group_of(backend, "equal") as group:
+def test_equal_parts_stay_equal():
+    with group_of(LocalBackend(), "equal") as group:
         for _ in range(3):
             group.double(X)
         assert group.sizes() == [[12, 12, 12], [12, 12, 12]]
 
 
-def test_whole_groups_go_to_a_rank_whatever_its_speed(backend):
+def test_whole_groups_go_to_a_rank_whatever_its_speed():
     batch = X.union(DataProto.from_dict({"group_ids": torch.arange(24) // 4}))
-    with group_of(backend) as group:
+    with group_of(LocalBackend()) as group:
         for _ in range(3):
             assert group.in_groups(batch).batch["y"].tolist() == batch.batch["group_ids"].tolist()
         fast, slow = group.sizes()
