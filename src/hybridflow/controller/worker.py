@@ -75,21 +75,22 @@ class Worker:
         `reason` says what it is for.
         """
         if self.concurrent_calls != 1:
-            raise WorkerError(
-                f"{type(self).__name__} needs a collective over its {self.world_size} ranks ({reason}), but runs "
-                f"{self.concurrent_calls} calls at the same time, in no order that the ranks share; use "
-                f"concurrent_calls = 1.",
-                role=type(self).__name__,
-                rank=self.rank,
+            why = (
+                f"runs {self.concurrent_calls} calls at the same time, in no order that the ranks share; use "
+                f"concurrent_calls = 1."
             )
-        if self._ranks_take_turns:
-            raise WorkerError(
-                f"{type(self).__name__} needs a collective over its {self.world_size} ranks ({reason}), but the local "
-                f"backend runs ranks one after another, so they cannot meet; use one worker "
-                f"(process_on_nodes=[1]), or a backend with one process per rank.",
-                role=type(self).__name__,
-                rank=self.rank,
+        elif self._ranks_take_turns:
+            why = (
+                "the local backend runs ranks one after another, so they cannot meet; use one worker "
+                "(process_on_nodes=[1]), or a backend with one process per rank."
             )
+        else:
+            return
+        raise WorkerError(
+            f"{type(self).__name__} needs a collective over its {self.world_size} ranks ({reason}), but {why}",
+            role=type(self).__name__,
+            rank=self.rank,
+        )
 
 
 def concurrent_calls_of(classes: Mapping[str, type]) -> int:

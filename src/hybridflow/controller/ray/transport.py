@@ -173,11 +173,7 @@ class Outgoing:
         if (ref := self._ref_of_handle(value)) is not None:
             self._add_source(value)
             return _SentHandle(self._slot(ref))
-        if (
-            isinstance(value, torch.Tensor)
-            and value.layout == torch.strided
-            and not (value.is_nested or value.is_quantized)
-        ):
+        if isinstance(value, torch.Tensor) and _is_dense(value):
             return self._counted(PackedColumn.of_tensor(value, self._compress))
         if type(value) is np.ndarray:
             return self._counted(PackedColumn.of_array(what, value, dumps, self._compress))
