@@ -47,6 +47,9 @@ def main() -> int:
     except HybridFlowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if not seconds_of_step:
+        print(f"error: {run} has no steps yet; train some.", file=sys.stderr)
+        return 2
     shares, counts, costs = [], [], []
     for step, seconds in seconds_of_step.items():
         events = events_of_step.get(step, [])

@@ -166,6 +166,7 @@ class RayBackend:
     def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
         """The pool and the workers of a detached group. Raises WorkerError if there is none of that name, or if one of
         its ranks is gone."""
+        concurrent_calls = concurrent_calls_of({name: cls_with_init.cls})
         self._connection.open([RayResourcePool([1])])
         actors = [actor for actor in [_find_actor(f"{name}/0")] if actor is not None]
         if not actors:
@@ -187,7 +188,7 @@ class RayBackend:
                 )
             processes.append(RayProcess(actor, f"{name}/{rank}", rank, {name}))
         for process in processes:
-            process.is_detached, process.concurrent_calls = True, cls_with_init.cls.concurrent_calls
+            process.is_detached, process.concurrent_calls = True, concurrent_calls
         self._processes += processes
         self._find_homes(processes)
         nodes = [process.home.node_id for process in processes if process.home]

@@ -95,5 +95,5 @@ def _found_by_ray() -> str:
 
     try:
         return canonicalize_bootstrap_address("auto") or ""
-    except ConnectionError:
+    except (ConnectionError, ValueError):  # said again, with what is wrong, by whoever connects
         return ""

@@ -27,8 +27,6 @@ def probe_nodes(processes: Sequence[RayProcess], ask: Callable[..., list[Any]], 
             start = time.time()
             ask([process], "take", [([],)])
             trace.record(TraceEvent("probe", WHERE, process.label, node, start, time.time()))
-        content = np.zeros(PROBE_BYTES, np.uint8)
-        ((start, end),) = ask(
-            [process], "take", [([ray.put(content)],)]
-        )  # in a list, Ray leaves the object where it is
+        content = ray.put(np.zeros(PROBE_BYTES, np.uint8))
+        ((start, end),) = ask([process], "take", [([content],)])  # in a list, Ray leaves the object where it is
         trace.record(TraceEvent("probe", WHERE, process.label, node, start, end, bytes_in=PROBE_BYTES))
