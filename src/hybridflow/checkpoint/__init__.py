@@ -1,6 +1,7 @@
 """Checkpoints: any nested state on disk, whole or not at all, without code in it; and export to Hugging Face."""
 
 from hybridflow.checkpoint.export import EXPORT_DTYPES, export_model
+from hybridflow.checkpoint.sharded_state import describe_state, read_state_into, save_sharded_state
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.state_files import load_state, save_state
 from hybridflow.checkpoint.store import Checkpoint, CheckpointStore, open_checkpoint
@@ -9,10 +10,13 @@ __all__ = [
     "EXPORT_DTYPES",
     "Checkpoint",
     "CheckpointStore",
+    "describe_state",
     "export_model",
     "join_state",
     "load_state",
     "open_checkpoint",
+    "read_state_into",
+    "save_sharded_state",
     "save_state",
     "split_state",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridflow.errors import CheckpointError
 
@@ -99,6 +100,10 @@ class _Splitter:
             return items if kind is list else {"$tuple": items}
         if isinstance(value, dict):
             return self._split_dict(value, path)
+        if isinstance(value, DTensor):  # its shards are for `save_sharded_state`
+            name = self._free_name("/".join(map(str, path)))
+            self.tensors[name] = value.detach()
+            return {"$tensor": name}
         if kind in (Tensor, torch.nn.Parameter):
             return {"$tensor": self._add(value.detach(), path)}
         if kind is np.ndarray:

@@ -1,15 +1,15 @@
-"""A state on disk: `NAME.safetensors` with the tensors and `NAME.json` with everything else."""
+"""A state on disk: `NAME.safetensors`, or a folder `NAME` of shards, with the tensors; `NAME.json` with all else."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
 from hybridflow.checkpoint.state import join_state, split_state
+from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
 
 STATE_FORMAT = "hybridflow-state"
@@ -24,7 +24,7 @@ def save_state(state: Any, path: str | Path) -> None:
     """
     tensor_file, tree_file = _files(path)
     tree, tensors = split_state(state)
-    text = json.dumps({"format": STATE_FORMAT, "version": STATE_VERSION, "state": tree}, allow_nan=False)
+    text = tree_text(tree)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + len(text)
     try:
         save_file(tensors, tensor_file, metadata={"format": STATE_FORMAT})
@@ -39,41 +39,30 @@ def load_state(path: str | Path, key: str | None = None) -> Any:
 
     Raises CheckpointError naming the file if one is missing, damaged, of another format or of a newer version.
     """
-    tensor_file, tree_file = _files(path)
-    tree = _read_tree(tree_file)
+    _, tree_file = _files(path)
+    tree = read_tree(tree_file)
     if key is not None:
         if not isinstance(tree, dict) or key not in tree:
             raise CheckpointError(
                 f"'{tree_file}' has no entry '{key}'; it has {', '.join(tree) if isinstance(tree, dict) else 'none'}."
             )
         tree = tree[key]
-    try:
-        with safe_open(tensor_file, framework="pt") as file:
-            return join_state(tree, _TensorsOfFile(file))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"'{tensor_file}' cannot be read as safetensors: {error}") from error
-    except (CheckpointError, ValueError) as error:
-        raise CheckpointError(f"'{tree_file}' and '{tensor_file.name}' do not fit together: {error}") from error
+    with StoredTensors(Path(path)) as stored:
+        try:
+            return join_state(tree, stored)
+        except (CheckpointError, ValueError) as error:
+            raise CheckpointError(f"'{tree_file}' and its tensors do not fit together: {error}") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"the tensors of '{tree_file}' cannot be read: {error}") from error
 
 
-class _TensorsOfFile(dict[str, Tensor]):
-    """The tensors of an open safetensors file, read on first use into memory of their own."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__()
-        self._file = file
-        self._stored = frozenset(file.keys())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored
-
-    def __missing__(self, name: str) -> Tensor:
-        # The file's tensors are views of mapped memory: they would keep a deleted file on the disk.
-        self[name] = self._file.get_tensor(name).clone()
-        return self[name]
+def tree_text(tree: Any) -> str:
+    """What stands in the JSON file of a state."""
+    return json.dumps({"format": STATE_FORMAT, "version": STATE_VERSION, "state": tree}, allow_nan=False)
 
 
-def _read_tree(path: Path) -> Any:
+def read_tree(path: Path) -> Any:
+    """The tree in the JSON file of a state. Raises CheckpointError."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

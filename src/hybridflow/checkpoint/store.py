@@ -45,7 +45,9 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     manifest = read_manifest(directory, verify_hashes=True)
     trees = (name.removesuffix(".json") for name in manifest.files if name.endswith(".json"))
-    components = tuple(name for name in trees if f"{name}.safetensors" in manifest.files)
+    with_tensors = {name.removesuffix(".safetensors") for name in manifest.files}
+    with_tensors |= {name.split("/")[0] for name in manifest.files if "/" in name}  # folders of shards
+    components = tuple(name for name in trees if name in with_tensors)
     return Checkpoint(directory, manifest.step, manifest.info, components)
 
 

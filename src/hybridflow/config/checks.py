@@ -148,6 +148,25 @@ def _placement(config: Config) -> Iterator[str]:
             )
 
 
+def _parallel(config: Config) -> Iterator[str]:
+    parallel, controller = config.parallel, config.controller
+    size = parallel.tensor * parallel.sequence
+    if size == 1:
+        return
+    both = f"parallel.tensor={parallel.tensor} times parallel.sequence={parallel.sequence}"
+    if controller.backend == "local":
+        yield f"{both} needs {size} ranks that meet, but controller.backend='local' is one process; use backend = 'ray'"
+        return
+    placement = config.placement
+    only_rewards = {pool for role, pool in placement.roles.items() if role == "reward"} - {
+        placement.roles.get(role, next(iter(placement.pools), "")) for role in ("actor_rollout", "critic", "reference")
+    }
+    pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in only_rewards}
+    for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
+        if ranks % size:
+            yield f"{both} does not divide {key}={ranks}; change one of them"
+
+
 def _backend(config: Config) -> Iterator[str]:
     controller = config.controller
     if controller.backend == "local" and (controller.address or config.placement.pools):
@@ -166,6 +185,7 @@ def _parts(config: Config) -> Iterator[str]:
 SUBJECTS = (
     _placement,
     _backend,
+    _parallel,
     _parts,
     _mini_batches,
     _groups,

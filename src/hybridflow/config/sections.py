@@ -12,6 +12,7 @@ AdvantageName = Literal["gae", "grpo"]
 PolicyLossName = Literal["ppo"]
 AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 KLEstimatorName = Literal["k1", "k2", "k3", "abs"]
+OffloadName = Literal["idle", "host"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 DTypeName = Literal["float32", "bfloat16", "float64"]
 RoleName = Literal["actor_rollout", "critic", "reference", "reward", "actor"]
@@ -125,6 +126,22 @@ class MemoryConfig(Section):
     share_prompts: bool = Field(
         default=True,
         description="When packing, compute a prompt once for its responses in a micro-batch: faster, equal results.",
+    )
+    offload: dict[RoleName, OffloadName] = Field(
+        default={},
+        description="Roles whose memory moves to the host, as in {critic = 'idle'}: 'idle' is weights and optimizer "
+        "state between calls, 'host' is always, the optimizer steps there too. On a CPU 'idle' moves nothing.",
+    )
+
+
+class ParallelConfig(Section):
+    tensor: Positive = Field(
+        default=1,
+        description="Ranks that share each layer: heads, MLP columns and vocabulary. Llama, Qwen2 and Qwen3 only.",
+    )
+    sequence: Positive = Field(
+        default=1,
+        description="Ranks that share the tokens of each micro-batch (Ulysses). Llama, Qwen2 and Qwen3 only.",
     )
 
 
@@ -307,6 +324,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     memory: MemoryConfig = MemoryConfig()
+    parallel: ParallelConfig = ParallelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()

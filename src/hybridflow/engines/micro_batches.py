@@ -4,10 +4,46 @@ Knows lengths, and which rows have a prompt in common. Rows of similar length me
 padded rows are short of padding; rows of one prompt are neighbours.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from hybridflow.engines.ranks import Ranks
 from hybridflow.errors import BatchError
+
+
+def agree_on_micro_batches(plan: Callable[[], list[Tensor]], ranks: Ranks) -> list[Tensor]:
+    """`plan()` of this rank with as many micro-batches as that of the rank that has most.
+
+    Every micro-batch is a collective call, so ranks settle their number, or that one of them cannot go on, before the
+    first: rows are spread over more micro-batches, and a rank with too few rows has empty ones. Raises BatchError on
+    every rank if any rank's plan does.
+    """
+    try:
+        own, problem = plan(), ""
+    except BatchError as error:
+        if ranks.is_alone:
+            raise
+        own, problem = [], str(error)
+    if ranks.is_alone:
+        return own
+    answers = ranks.gather((len(own), problem))
+    if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]:
+        raise BatchError("; ".join(problems))
+    return _spread(own, max(count for count, _ in answers))
+
+
+def _spread(micro_batches: list[Tensor], count: int) -> list[Tensor]:
+    """The same rows in `count` micro-batches: the largest are halved; then empty ones are added."""
+    parts = list(micro_batches)
+    while len(parts) < count:
+        longest = max(range(len(parts)), key=lambda part: (len(parts[part]), -part), default=None)
+        if longest is None or len(parts[longest]) < 2:
+            parts.append(torch.zeros(0, dtype=torch.int64))
+        else:
+            parts[longest : longest + 1] = parts[longest].tensor_split(2)
+    return parts
 
 
 def plan_micro_batches(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import BatchError
-from hybridflow.models import AttentionPlan, PackedPlan, PaddedPlan, SharedPromptPlan, sharing_pays
+from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan, WholePlan, sharing_pays
 from hybridflow.protocol import DataProto
 
 
@@ -23,7 +23,7 @@ class ModelInput:
 
     input_ids: Tensor
     position_ids: Tensor
-    plan: AttentionPlan
+    plan: WholePlan
     positions: Tensor
     labels: Tensor
     response_mask: Tensor
@@ -91,6 +91,21 @@ def pad(batch: DataProto) -> ModelInput:
     )
 
 
+def idle_input(num_tokens: int, device: torch.device) -> ModelInput:
+    """Tokens that nobody counts: what a rank computes while others have rows and it has none."""
+    zeros = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    return ModelInput(
+        input_ids=zeros,
+        position_ids=torch.arange(num_tokens, device=device)[None],
+        plan=PackedPlan.from_lengths([num_tokens]),
+        positions=zeros[0, :1],
+        labels=zeros[0, :1],
+        response_mask=torch.ones(1, 1, dtype=torch.bool, device=device),
+        num_tokens=0,
+        num_padding_tokens=num_tokens,
+    )
+
+
 def prompt_families(batch: DataProto, *, compiled: bool) -> tuple[Tensor, Tensor]:
     """For each row a number, (batch,), equal for rows that share their prompt; and how many tokens of it they can."""
     prompts = _prompts(batch)
@@ -122,7 +137,7 @@ def _prompts(batch: DataProto) -> Tensor:
     return batch.batch["input_ids"][:, :width].masked_fill(~is_real, -1)
 
 
-def _plan(lengths: list[int], prefix_lens: list[int]) -> AttentionPlan:
+def _plan(lengths: list[int], prefix_lens: list[int]) -> WholePlan:
     """`lengths` of rows without what they share, `prefix_lens`, with the row before."""
     if not any(prefix_lens):
         return PackedPlan.from_lengths(lengths)

@@ -1,26 +1,45 @@
-"""The training engine of one process, or of several that add up their gradients: PyTorch on a Hugging Face model."""
+"""The training engine: PyTorch on a Hugging Face model, on one process or sharded over many."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
-from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.config import MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
-from hybridflow.engines.data_parallel import gather_lists, sum_gradients, sum_over_ranks
+from hybridflow.engines.blame import blame
 from hybridflow.engines.engine_state import require_fitting_state
-from hybridflow.engines.micro_batches import plan_micro_batches
+from hybridflow.engines.gradient_norm import clip_gradients
+from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches
 from hybridflow.engines.optimizer import build_adamw, learning_rate
-from hybridflow.engines.packing import ModelInput, pack, pad, prompt_families, sequence_lengths
+from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
+from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
+from hybridflow.engines.sharding import shard_model
+from hybridflow.engines.stretch import stretch_of
 from hybridflow.errors import ModelError, NonFiniteError
 from hybridflow.kernels import serves
-from hybridflow.models import DTYPES, forward_of, load_causal_lm, load_value_model
+from hybridflow.models import (
+    DTYPES,
+    TensorRanks,
+    build_with_placeholders,
+    build_without_weights,
+    forward_of,
+    has_fused_forward,
+    load_causal_lm,
+    load_shards,
+    load_value_model,
+    require_tensor_parallel,
+)
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import own_device
 
 Head = Literal["policy", "value"]
 
@@ -32,7 +51,8 @@ class TorchEngine:
     """A policy (log-probs of response tokens) or a critic (values at response tokens).
 
     `optimizer` None makes an engine that only computes, as a reference does. `total_updates` is where the schedule
-    of the learning rate ends.
+    of the learning rate ends. Where the process has joined a group, parameters are sharded over its ranks (FSDP2), and
+    every call is one that all ranks make.
     """
 
     def __init__(
@@ -44,17 +64,31 @@ class TorchEngine:
         memory: MemoryConfig,
         optimizer: OptimizerConfig | None = None,
         total_updates: int = 1,
+        parallel: ParallelConfig | None = None,
+        offload: OffloadName | None = None,
     ) -> None:
         self.head: Head = head
         self.memory = memory
         self.optimizer_config = optimizer
         self.total_updates = total_updates
         self.num_updates = 0
-        dtype = DTYPES[model.dtype]
-        load = load_causal_lm if head == "policy" else load_value_model
-        learns_in_float32 = optimizer is not None and dtype == torch.bfloat16
-        self.model = load(path, torch.float32 if learns_in_float32 else dtype)
-        self.model_forward = forward_of(self.model)
+        self.device = own_device()
+        self.ranks = Ranks(parallel or ParallelConfig(), self.device)
+        self.compute_dtype, self.path = DTYPES[model.dtype], path
+        learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
+        dtype = torch.float32 if learns_in_float32 else self.compute_dtype
+        if self.ranks.is_alone:
+            load = load_causal_lm if head == "policy" else load_value_model
+            self.model = load(path, dtype)
+            torch.nn.Module.to(self.model, self.device)
+            self.model_forward = forward_of(self.model)
+        else:
+            self.model = build_without_weights(path, head, dtype)
+            self._require_parallel()
+            shard_model(self.model, self.ranks, self.device, self.compute_dtype, on_host=offload == "host")
+            load_shards(self.model, path)
+            tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
+            self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -65,7 +99,8 @@ class TorchEngine:
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
             enable({"use_reentrant": False, "preserve_rng_state": False})
-        self.master = MasterParameters(self.model, dtype)
+        # Sharded, the parameters are those that learn, and their cast is made as they are brought together.
+        self.master = MasterParameters(self.model, self.compute_dtype if self.ranks.is_alone else dtype)
         self.parameters = self.master.by_name
         self.optimizer = build_adamw(self.parameters, optimizer)
 
@@ -73,11 +108,13 @@ class TorchEngine:
         results: Outputs = {}
         with torch.no_grad():
             for indices in self._micro_batches(rows):
-                outputs = self._compute(self._arrange(rows.select_idxs(indices)), with_entropy, temperature)
-                for name, values in outputs.items():
+                outputs = self._compute(self._arrange(self._part(rows, indices)), with_entropy, temperature)
+                for name, values in outputs.items() if len(indices) else ():
                     if name not in results:
-                        results[name] = values.new_zeros(rows.batch["response_mask"].shape)
-                    results[name][indices] = values
+                        results[name] = values.new_zeros(rows.batch["response_mask"].shape, device="cpu")
+                    results[name][indices] = values.cpu()
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # what a backward pass would do
         return results
 
     def update(
@@ -89,24 +126,22 @@ class TorchEngine:
         counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
         self.optimizer.zero_grad(set_to_none=True)  # of an update that an error ended
         for indices in self._micro_batches(rows):
-            part = rows.select_idxs(indices)
-            model_input = self._arrange(part)
-            with self._training_mode():
-                share, extra = loss_function(self._compute(model_input, with_entropy, temperature), part)
-                share.backward()
-            loss += share.item()
+            part = self._part(rows, indices)
+            share, extra, model_input = self._learn(part, loss_function, with_entropy, temperature)
+            loss += share
             for name, value in extra.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
-        summed_loss = sum_gradients(self.parameters.values(), loss)
+        (summed_loss,) = self.ranks.sum_floats([loss])
         # A rank without rows in this mini-batch has no share of a metric: that is 0.
-        metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(gather_lists(list(metrics)))}
-        learning = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(learning, self.optimizer_config.clip_grad_norm, foreach=True))
+        names = [name for of_rank in self.ranks.gather(list(metrics)) for name in of_rank]
+        metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
+        norm = clip_gradients(self.parameters.values(), self.optimizer_config.clip_grad_norm, self.ranks)
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
-            blamed = gather_lists(self._blame(rows, loss_function, with_entropy, temperature))
-            raise NonFiniteError(self._report(summed_loss, norm, blamed))
+            raise NonFiniteError(
+                self._report(summed_loss, norm, blame(self, rows, loss_function, with_entropy, temperature))
+            )
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -117,10 +152,21 @@ class TorchEngine:
         return UpdateResult(loss, norm, lr, metrics, **counts)
 
     def all_reduce_sum(self, value: int) -> int:
-        return sum_over_ranks(value)
+        return self.ranks.sum(value)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        if self.ranks.is_alone:
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+            return
+        for name, parameter in self.parameters.items():
+            whole = cast(DTensor, parameter.detach()).full_tensor()
+            yield name, whole.to(self.device, self.compute_dtype)
+
+    def rollout_model(self) -> PreTrainedModel:
+        """A model to generate with: this one, or where it is sharded one that `weights` are to be given to."""
+        if self.ranks.is_alone:
+            return self.model
+        return build_with_placeholders(self.path, "policy", self.compute_dtype, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """As the Protocol says; the tensors are the engine's own, to be written or copied before the next update."""
@@ -132,6 +178,22 @@ class TorchEngine:
             moments = self.optimizer.state
             state["optimizer"] = {n: dict(moments[p]) for n, p in self.parameters.items() if p in moments}
         return state
+
+    def load_shards(self, described: dict[str, Any], read_into: Callable[[dict[str, Any]], None]) -> None:
+        """As `load_state_dict`, of a state on several ranks: `described` is what was stored, without contents, and
+        `read_into` fills the tensors of a state like that in place."""
+        learns = self.optimizer_config is not None
+        require_fitting_state(self.parameters, described, with_optimizer=learns)
+        moments = described.get("optimizer", {})
+        if learns:
+            self.optimizer.state.clear()
+            for name in moments:
+                self.optimizer.state[self.parameters[name]] = {
+                    key: torch.zeros_like(self.parameters[name].detach()) if value.ndim else torch.zeros(())
+                    for key, value in moments[name].items()
+                }
+        read_into({key: value for key, value in self.state_dict().items() if key in described})
+        self.num_updates = described["num_updates"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         learns = self.optimizer_config is not None
@@ -150,21 +212,55 @@ class TorchEngine:
                 }
             self.master.cast()
 
-    def _micro_batches(self, rows: DataProto) -> list[Tensor]:
-        packing = self.memory.packing
-        families, shared = None, None
-        if packing and self.memory.share_prompts:
-            families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
-        budget = self.memory.max_tokens_per_micro_batch
-        return plan_micro_batches(sequence_lengths(rows), budget, packing=packing, families=families, shared=shared)
+    def _require_parallel(self) -> None:
+        config = self.model.config
+        require_tensor_parallel(config, self.ranks.tensor)
+        if self.ranks.sequence > 1 and not has_fused_forward(config):
+            raise ModelError(
+                f"parallel.sequence={self.ranks.sequence}: {config.model_type} models are computed by their own code, "
+                "which knows whole sequences only; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3 model."
+            )
 
-    def _arrange(self, rows: DataProto) -> ModelInput:
+    def _micro_batches(self, rows: DataProto) -> list[Tensor]:
+        """Row indices of each micro-batch; as many on every rank, empty ones where this one has no more rows."""
+        packing = self.memory.packing
+
+        def plan() -> list[Tensor]:
+            families, shared = None, None
+            if packing and self.memory.share_prompts:
+                families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
+            budget = self.memory.max_tokens_per_micro_batch * self.ranks.sequence
+            return plan_micro_batches(sequence_lengths(rows), budget, packing=packing, families=families, shared=shared)
+
+        return agree_on_micro_batches(plan, self.ranks)
+
+    def _part(self, rows: DataProto, indices: Tensor) -> DataProto | None:
+        """Some rows on the engine's device; None for no rows."""
+        return rows.select_idxs(indices).to(self.device) if len(indices) else None
+
+    def _arrange(self, rows: DataProto | None) -> ModelInput:
+        if rows is None:
+            return idle_input(2 * self.ranks.sequence, self.device)
         if not self.memory.packing:
             return pad(rows)
         return pack(rows, share_prompts=self.memory.share_prompts, compiled=self._has_compiled_attention())
 
     def _has_compiled_attention(self) -> bool:
-        return serves(next(self.model.parameters()))
+        return serves(torch.empty(0, dtype=self.compute_dtype, device=self.device))
+
+    def _learn(
+        self, part: DataProto | None, loss_function: LossFunction, with_entropy: bool, temperature: float
+    ) -> tuple[float, dict[str, float], ModelInput]:
+        """Add the gradient of some rows; returns their share of the loss and of the metrics, and what was computed."""
+        model_input = self._arrange(part)
+        with self._training_mode():
+            outputs = self._compute(model_input, with_entropy, temperature)
+            if part is None:
+                share, extra = torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0, {}
+            else:
+                share, extra = loss_function(outputs, part)
+            share.backward()
+        return share.item(), extra, model_input
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
@@ -176,17 +272,21 @@ class TorchEngine:
             self.model.eval()
 
     def _compute(self, inputs: ModelInput, with_entropy: bool, temperature: float) -> Outputs:
-        arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan}
+        if self.ranks.sequence == 1:
+            mine, to_rows = inputs, inputs.to_rows
+        else:
+            stretch = stretch_of(inputs, self.ranks.group(SEQUENCE))
+            mine, to_rows = stretch.input, stretch.to_rows
+        arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
         if self.head == "value":
-            values = self.model_forward(inputs.input_ids, **arguments).flatten()[inputs.positions]
-            return {"values": inputs.to_rows(values if values.dtype == torch.float64 else values.float())}
-        logits = self._response_logits(inputs, arguments)
+            values = self.model_forward(mine.input_ids, **arguments).flatten()[mine.positions]
+            return {"values": to_rows(values if values.dtype == torch.float64 else values.float())}
+        logits = self._response_logits(mine, arguments)
         temperature = temperature or 1.0
         if not with_entropy:
-            log_probs = log_probs_from_logits(logits, inputs.labels, temperature=temperature)
-            return {"log_probs": inputs.to_rows(log_probs)}
-        log_probs, entropies = log_probs_and_entropy_from_logits(logits, inputs.labels, temperature=temperature)
-        return {"log_probs": inputs.to_rows(log_probs), "entropies": inputs.to_rows(entropies)}
+            return {"log_probs": to_rows(log_probs_from_logits(logits, mine.labels, temperature=temperature))}
+        log_probs, entropies = log_probs_and_entropy_from_logits(logits, mine.labels, temperature=temperature)
+        return {"log_probs": to_rows(log_probs), "entropies": to_rows(entropies)}
 
     def _response_logits(self, inputs: ModelInput, arguments: dict[str, Any]) -> Tensor:
         """Logits (num_response_tokens, vocabulary) of the positions that predict a response token, and no others."""
@@ -198,20 +298,6 @@ class TorchEngine:
         kept = torch.arange(first, columns, device=places.device)
         logits = self.model_forward(inputs.input_ids, logits_to_keep=kept, **arguments)
         return logits[rows, places - first]
-
-    def _blame(self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float) -> list[str]:
-        """The rows whose loss or gradient is not finite; each is computed again alone."""
-        blamed = []
-        for index in range(len(rows)):
-            row = rows.select_idxs([index])
-            share, _ = loss_function(self._compute(self._arrange(row), with_entropy, temperature), row)
-            share.backward()
-            finite = all(bool(p.grad.isfinite().all()) for p in self.parameters.values() if p.grad is not None)
-            self.optimizer.zero_grad(set_to_none=True)
-            if not (finite and share.isfinite()):
-                row_id = int(row.batch["row_ids"][0]) if "row_ids" in row.batch.keys() else index  # noqa: SIM118
-                blamed.append(f"row {row_id}: loss {share.item()}, gradient {'finite' if finite else 'not finite'}")
-        return blamed
 
     def _report(self, loss: float, norm: float, blamed: list[str]) -> str:
         listed = "; ".join(blamed[:MAX_BLAMED]) or "none alone, only their sum"

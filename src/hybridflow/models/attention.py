@@ -35,6 +35,14 @@ class AttentionPlan(Protocol):
         ...
 
 
+class WholePlan(AttentionPlan, Protocol):
+    """The attention of whole sequences, to which tokens can be added until ranks can share them evenly."""
+
+    def with_filling(self, count: int) -> "WholePlan":
+        """The same plan where `count` tokens that nobody reads follow the last one, in each row of the batch."""
+        ...
+
+
 @dataclass(frozen=True)
 class PackedPlan:
     """Causal attention within each of several sequences that lie one after another in a single row (batch 1).
@@ -71,6 +79,9 @@ class PackedPlan:
             start = stop
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
+    def with_filling(self, count: int) -> "PackedPlan":
+        return PackedPlan((*self.runs, (1, count))) if count else self
+
     def _parts(self, compiled: bool) -> list[list[tuple[int, int]]]:
         """The runs of each kernel call."""
         parts: list[list[tuple[int, int]]] = []
@@ -93,6 +104,9 @@ class PaddedPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         return pytorch_attention(query, key, value, scaling).transpose(1, 2)
+
+    def with_filling(self, count: int) -> "PaddedPlan":
+        return self
 
 
 def run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, scaling: float) -> Tensor:

@@ -7,18 +7,23 @@ The fused pass reads the same parameters and computes the same mathematics as th
 prompts. On a CPU one token more for each row is a single call of the compiled decoder.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridflow.errors import ModelError
 from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.decoder import decoder_of
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.support import has_angles_of_length
+from hybridflow.models.tensor_parallel import TensorRanks, local
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
 """By `model_type`: pre-norm layers of full attention with rotary embeddings and a gated SiLU, biases where they are."""
@@ -60,9 +65,26 @@ class Forward(Protocol):
         ...
 
 
-def forward_of(model: PreTrainedModel) -> Forward:
-    """The fused forward pass where the model's family has one, else the model's own."""
-    return FusedForward(model) if _is_fusable(model) else OwnForward(model)
+def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> Forward:
+    """The fused forward pass where the model's family has one, else the model's own.
+
+    `is_sharded`: the modules' hooks bring the weights together (FSDP2), so they must be called as modules. `tensor`:
+    the ranks that share each layer; only for families with a fused pass, else ModelError.
+    """
+    if _is_fusable(model):
+        return FusedForward(model, is_sharded=is_sharded, tensor=tensor)
+    if tensor is not None:
+        raise ModelError(
+            f"parallel.tensor: a {model.config.model_type} model with this configuration has no plan; use "
+            "parallel.tensor = 1."
+        )
+    return OwnForward(model)
+
+
+def has_fused_forward(config: PretrainedConfig) -> bool:
+    """Whether a model of this configuration has the fused pass, its rotary angles apart."""
+    is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
+    return config.model_type in FUSED_FAMILIES and is_gated_silu and not has_angles_of_length(config)
 
 
 class OwnForward:
@@ -95,15 +117,25 @@ class OwnForward:
 
 
 class FusedForward:
-    """Llama, Qwen2 and Qwen3 on the kernels of `hybridflow.kernels`."""
+    """Llama, Qwen2 and Qwen3 on the kernels of `hybridflow.kernels`.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    Of a sharded model it takes the place of the modules' own `forward`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
+        self.model, self._tensor = model, tensor
         self._body: Any = model.model
         self._head: Any = model.lm_head if _is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
         self._angles: tuple[Tensor, Tensor] | None = None
         self._decoder: Decoder | None = None
+        self._run: Callable[..., Tensor] = self._run_layers
+        self._layers: list[Callable[..., Tensor]] = [partial(self._layer, layer) for layer in self._body.layers]
+        if is_sharded:
+            for layer, forward in zip(self._body.layers, self._layers, strict=True):
+                layer.forward = forward
+            model.forward = self._run_layers
+            self._run, self._layers = model, list(self._body.layers)
 
     def pack_weights(self) -> None:
         self._decoder = None  # its memory first
@@ -126,45 +158,76 @@ class FusedForward:
         attention_plan: AttentionPlan,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
+        logits = self._run(input_ids, position_ids, attention_plan, logits_to_keep)
+        return logits.view(len(input_ids), -1, self._head.out_features)
+
+    def _run_layers(
+        self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, logits_to_keep: Tensor | None
+    ) -> Tensor:
+        """Logits (batch * kept, vocabulary)."""
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
-        recompute = self.model.training  # as the models of transformers do: nothing else depends on the mode
         packed = None if torch.is_grad_enabled() else self._decoder
-        hidden = self._body.embed_tokens(input_ids).flatten(0, 1)
-        for index in range(len(self._body.layers)):
-            arguments = (index, hidden, cos, sin, attention_plan, batch)
-            if packed:
-                hidden = _packed_layer(packed, *arguments)
-            elif recompute:
-                hidden = checkpoint(self._layer, *arguments, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = self._layer(*arguments)
+        hidden = self._embed(input_ids).flatten(0, 1)
+        for index, layer in enumerate(self._layers):
+            arguments = (hidden, cos, sin, plan, batch)
+            hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)
         if logits_to_keep is not None:
             hidden = hidden.view(batch, tokens, -1)[:, logits_to_keep].flatten(0, 1)
         hidden = self._norm(hidden, self._body.norm)
-        logits = packed.head(hidden) if packed else self._head(hidden)
-        return logits.view(batch, -1, self._head.out_features)
+        return packed.head(hidden) if packed else self._logits(hidden)
 
-    def _layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
+    def _layer(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
         """One decoder layer on hidden (batch * tokens, width)."""
-        layer = self._body.layers[index]
+        arguments = (layer, hidden, cos, sin, plan, batch)
+        if self.model.training:  # as the models of transformers do: nothing else depends on the mode
+            return checkpoint(self._compute_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return self._compute_layer(*arguments)
+
+    def _compute_layer(
+        self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
+    ) -> Tensor:
         attention, mlp = layer.self_attn, layer.mlp
-        x = self._norm(hidden, layer.input_layernorm)
+        x = self._copy(self._norm(hidden, layer.input_layernorm))
         query, key, value = (
-            projection(x).view(len(x), -1, attention.head_dim)
+            self._linear(projection, x).view(len(x), -1, attention.head_dim)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if hasattr(attention, "q_norm"):
-            query, key = self._norm(query, attention.q_norm), self._norm(key, attention.k_norm)
+        if hasattr(attention, "q_norm"):  # of each rank's own heads
+            query, key = self._head_norm(query, attention.q_norm), self._head_norm(key, attention.k_norm)
         query, key = rotary(query, cos, sin), rotary(key, cos, sin)
         query, key, value = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        attended = plan.attend(index, query, key, value, attention.scaling)
-        hidden = _add_linear(hidden, attended.reshape(len(hidden), -1), attention.o_proj)
-        x = self._norm(hidden, layer.post_attention_layernorm)
-        return _add_linear(hidden, silu_mul(mlp.gate_proj(x), mlp.up_proj(x)), mlp.down_proj)
+        attended = plan.attend(attention.layer_idx, query, key, value, attention.scaling)
+        hidden = self._add_linear(hidden, attended.reshape(len(hidden), -1), attention.o_proj)
+        x = self._copy(self._norm(hidden, layer.post_attention_layernorm))
+        return self._add_linear(
+            hidden, silu_mul(self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)), mlp.down_proj
+        )
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._tensor.embed(self._body.embed_tokens, ids) if self._tensor else self._body.embed_tokens(ids)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self._tensor is None:
+            return self._head(hidden)
+        if _is_causal_lm(self.model):
+            return self._tensor.logits(self._head, hidden)
+        return linear(hidden, local(self._head.weight), local(self._head.bias))
+
+    def _copy(self, x: Tensor) -> Tensor:
+        return self._tensor.copy(x) if self._tensor else x
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        return self._tensor.linear(module, x) if self._tensor else module(x)
+
+    def _add_linear(self, residual: Tensor, x: Tensor, module: Any) -> Tensor:
+        return residual + self._tensor.linear_sum(module, x) if self._tensor else _add_linear(residual, x, module)
 
     def _norm(self, x: Tensor, module: Any) -> Tensor:
-        return rms_norm(x, module.weight, self._epsilon)
+        return rms_norm(x, local(module.weight), self._epsilon)
+
+    def _head_norm(self, x: Tensor, module: Any) -> Tensor:
+        return rms_norm(x, self._copy(local(module.weight)), self._epsilon)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, head_dim / 2) each."""
@@ -221,10 +284,7 @@ def _is_causal_lm(model: PreTrainedModel) -> bool:
 
 
 def _is_fusable(model: PreTrainedModel) -> bool:
-    config = model.config
-    if config.model_type not in FUSED_FAMILIES or config.hidden_act not in ("silu", "swish"):
-        return False
-    if has_angles_of_length(config):
+    if not has_fused_forward(model.config):
         return False
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)

@@ -4,7 +4,7 @@ No code of the directory is ever executed. Dropout is off: a token's log-probabi
 which pass computed it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelError
@@ -26,6 +32,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 HEADS = ("lm_head.", "score.")
 """Parameters that a policy has and a critic has not, or the other way round."""
 
+VALUE_HEAD = "score."
+VALUE_MODEL = {"num_labels": 1, "classifier_dropout": 0.0}
+"""What a critic's configuration says besides that of its body."""
+
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
+"""What transformers and safetensors raise for directories that they cannot read."""
+
 logger = get_logger(__name__)
 
 
@@ -36,7 +49,7 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype = torch.float32) -> PreT
     attention cannot be planned.
     """
     model, missing = _load(AutoModelForCausalLM, path, dtype)
-    _require_complete(path, missing)
+    require_complete(path, missing)
     return model
 
 
@@ -45,8 +58,8 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> Pr
 
     Raises ModelError as `load_causal_lm` does.
     """
-    model, missing = _load(AutoModelForTokenClassification, path, dtype, num_labels=1, classifier_dropout=0.0)
-    _require_complete(path, {name for name in missing if not name.startswith("score.")})
+    model, missing = _load(AutoModelForTokenClassification, path, dtype, **VALUE_MODEL)
+    require_complete(path, {name for name in missing if not name.startswith(VALUE_HEAD)})
     with torch.no_grad():
         for name in missing:
             model.get_parameter(name).zero_()
@@ -55,18 +68,11 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> Pr
 
 def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: object) -> tuple[PreTrainedModel, set[str]]:
     """The model, and the names of parameters that the directory does not hold."""
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"'{path}' is no model directory, it has no config.json; give a local Hugging Face directory as "
-            "model.path (nothing is downloaded)."
-        )
     try:
-        with _quiet_transformers():
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, **options)
-            require_supported_config(config)
+        with quiet_transformers():
+            config = read_config(path, **options)
             model, info = auto_class.from_pretrained(
-                directory,
+                Path(path),
                 config=config,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
@@ -75,35 +81,65 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
                 ignore_mismatched_sizes=True,  # reported here, with names and shapes
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        kind = auto_class.__name__.removeprefix("AutoModelFor")
-        reason = "its attention cannot be planned" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
-        raise ModelError(
-            f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
-            "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
-            f"{USE_INSTEAD}"
-        ) from error
+    except LOADING_ERRORS as error:
+        raise cannot_be_loaded(path, auto_class, error) from error
     for name, stored, wanted in info["mismatched_keys"]:
+        require_shape(path, name, stored, wanted)
+    warn_of_ignored(path, info["unexpected_keys"])
+    require_planned_attention(model)
+    turn_off_dropout(model)
+    return model.eval(), set(info["missing_keys"])
+
+
+def read_config(path: str | Path, **options: object) -> PretrainedConfig:
+    """The configuration of a model directory; `options` replace keys. Raises ModelError if it cannot be served."""
+    if not (Path(path) / "config.json").is_file():
+        raise ModelError(
+            f"'{path}' is no model directory, it has no config.json; give a local Hugging Face directory as "
+            "model.path (nothing is downloaded)."
+        )
+    config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)
+    require_supported_config(config)
+    return config
+
+
+def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> ModelError:
+    """What to tell of an error of transformers or safetensors."""
+    kind = auto_class.__name__.removeprefix("AutoModelFor")
+    reason = "its attention cannot be planned" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
+    return ModelError(
+        f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
+        "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
+        f"{USE_INSTEAD}"
+    )
+
+
+def require_shape(path: str | Path, name: str, stored: Iterable[int], wanted: Iterable[int]) -> None:
+    """Raises ModelError if a stored weight does not have the shape that the configuration gives it."""
+    if tuple(stored) != tuple(wanted):
         raise ModelError(
             f"'{path}': {name} has shape {tuple(stored)} in the weights and {tuple(wanted)} by config.json; "
             "they are of different models, copy both again."
         )
-    if ignored := sorted(name for name in info["unexpected_keys"] if not name.startswith(HEADS)):
-        logger.warning("%s holds weights that its config.json has no place for: %s", path, _listed(ignored))
-    require_planned_attention(model)
-    _turn_off_dropout(model)
-    return model.eval(), set(info["missing_keys"])
 
 
-def _require_complete(path: str | Path, missing: set[str]) -> None:
-    if missing:
+def require_complete(path: str | Path, missing: Iterable[str]) -> None:
+    """Raises ModelError if weights are missing."""
+    if names := sorted(missing):
         raise ModelError(
-            f"'{path}': the weights lack {_listed(sorted(missing))}, which config.json asks for; "
+            f"'{path}': the weights lack {_listed(names)}, which config.json asks for; "
             "the files are incomplete or of another model, copy them again."
         )
 
 
-def _turn_off_dropout(model: nn.Module) -> None:
+def warn_of_ignored(path: str | Path, names: Iterable[str]) -> None:
+    """Say which stored weights nobody asked for; that a critic ignores the head of a policy is no news."""
+    if ignored := sorted(name for name in names if not name.startswith(HEADS)):
+        logger.warning("%s holds weights that its config.json has no place for: %s", path, _listed(ignored))
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """A token's log-prob must not depend on which pass computed it."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -117,7 +153,7 @@ def _listed(names: list[str]) -> str:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """A value head that is not stored is no news, and a progress bar for seconds none either."""
     verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

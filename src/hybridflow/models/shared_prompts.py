@@ -49,6 +49,9 @@ class SharedPromptPlan:
             start = stop
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
+    def with_filling(self, count: int) -> "SharedPromptPlan":
+        return SharedPromptPlan((*self.families, (count,))) if count else self
+
 
 def _longest(family: Sequence[int]) -> int:
     return family[0] + max(family[1:], default=0)

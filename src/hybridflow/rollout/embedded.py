@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.errors import AlgorithmError, RolloutError
-from hybridflow.models import forward_of
+from hybridflow.models import forward_of, placeholder
 from hybridflow.rollout.base import Completion, Request, SamplingParams
 from hybridflow.rollout.wave import Wave
 from hybridflow.runtime import derive_seed
@@ -101,6 +101,13 @@ class EmbeddedRollout:
             own[name].data = tensor.detach().to(own[name])
         self._is_packed = False
         self.version = version
+
+    def drop_weights(self) -> None:
+        """Free the weights until they are loaded again. Not of a model that somebody else uses."""
+        for parameter in self.model.parameters():
+            parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
+        self._forward.drop_packed_weights()
+        self._is_packed = False
 
     def _admit(self) -> None:
         """Start waiting requests that fit, in order; those that draw alike, to whatever length, share a wave."""

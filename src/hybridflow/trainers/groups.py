@@ -1,6 +1,6 @@
 """From a configuration to the backend, the pools and the worker groups of a run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
@@ -110,9 +110,21 @@ def build_groups(
     groups: dict[Role, WorkerGroup] = {}
     for name, roles in roles_of.items():
         if roles:
-            on_pool = spawn_colocated(pools[name], {role.value: classes[role] for role in roles}, backend)
+            by_name = {role.value: classes[role] for role in roles}
+            on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
     return groups
+
+
+def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:
+    """For each group the axes of its ranks, as its engines have them."""
+    parallel, meshes = config.parallel, {}
+    for name in names:
+        ranks = sum(pools_of(config)[pool_of(config, Role(name))])
+        data = max(ranks // (parallel.sequence * parallel.tensor), 1)
+        if name != Role.Reward.value and data * parallel.sequence * parallel.tensor == ranks:
+            meshes[name] = {"default": {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}}
+    return meshes
 
 
 def _build_pool(config: Config, name: str, processes: tuple[int, ...]) -> ResourcePool:

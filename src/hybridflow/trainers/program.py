@@ -6,7 +6,7 @@ from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
-from hybridflow.trainers.groups import pool_of, pools_of
+from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
 from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardWorker
@@ -40,7 +40,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
         roles = {role: cls for role, cls in (classes or role_classes(config)).items() if pool_of(config, role) == name}
         if roles:
             by_name = {role.value: cls for role, cls in roles.items()}
-            on_pool = spawn_colocated(ResourcePool(processes), by_name, backend)
+            on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
     algorithm = PPO(
         config,

@@ -1,5 +1,8 @@
 """The hybrid worker: the policy that learns and the engine that generates with its weights, in one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
@@ -7,12 +10,11 @@ from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.data.tokenizer import pad_token_id
-from hybridflow.engines import TorchEngine
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
-from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 from hybridflow.workers.rollout_batch import rollout_batch
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "group_ids")
@@ -26,22 +28,16 @@ class ActorRolloutWorker(ModelWorker):
     """Generates, computes log-probs of what was generated, and learns from it."""
 
     component = "actor"
+    role = "actor_rollout"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         self.prepare_process(config)
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
-        self.engine = TorchEngine(
-            config.model.path,
-            "policy",
-            model=config.model,
-            memory=config.memory,
-            optimizer=config.actor.optimizer,
-            total_updates=total_updates,
-        )
+        self.engine = self.build_engine(config, config.model.path, "policy", config.actor.optimizer, total_updates)
         self.rollout = EmbeddedRollout(
-            self.engine.model,
+            self.engine.rollout_model(),
             max_running_sequences=config.rollout.max_running_sequences,
             pack_weights=config.rollout.pack_weights,
         )
@@ -69,7 +65,7 @@ class ActorRolloutWorker(ModelWorker):
         return self._generate(prompts, self.config.validation)
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO,
+        TO_REPLICAS,
         reads=MODEL_COLUMNS,
         writes=("old_log_probs", "entropies"),
         parts=lambda config: config.controller.parts,
@@ -80,7 +76,7 @@ class ActorRolloutWorker(ModelWorker):
         return DataProto.from_dict({"old_log_probs": outputs["log_probs"], "entropies": outputs["entropies"]})
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO,
+        TO_REPLICAS,
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
         writes=("num_tokens", "entropy_sum", "drift_sum"),
         rows="one",
@@ -98,7 +94,7 @@ class ActorRolloutWorker(ModelWorker):
         return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO,
+        TO_REPLICAS,
         reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
@@ -131,8 +127,21 @@ class ActorRolloutWorker(ModelWorker):
         self._sync_weights()
 
     def _sync_weights(self) -> None:
-        """The rollout engine generates with the weights after so many updates."""
+        """The rollout engine generates with the weights after so many updates; where they are sharded, it has them
+        whole while it generates."""
+        if self.engine.ranks.is_alone:
+            self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        if self.engine.ranks.is_alone:
+            yield
+            return
         self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
+        try:
+            yield
+        finally:
+            self.rollout.drop_weights()
 
     def _generate(self, prompts: DataProto, how: RolloutConfig | ValidationConfig) -> DataProto:
         sampling = SamplingParams(
@@ -150,7 +159,8 @@ class ActorRolloutWorker(ModelWorker):
                 zip(columns["prompts"], columns["prompt_mask"].bool(), columns["group_ids"], strict=True)
             )
         ]
-        completions = generate(self.rollout, requests)
+        with self._whole_weights():
+            completions = generate(self.rollout, requests)
         source = torch.arange(len(prompts)).repeat_interleave(how.group_size)
         batch = rollout_batch(
             columns["prompts"][source],

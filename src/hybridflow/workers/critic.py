@@ -1,39 +1,32 @@
 """The critic: values of response tokens, learned from returns."""
 
 from hybridflow.config import Config
-from hybridflow.controller import Dispatch, register
-from hybridflow.engines import TorchEngine
+from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
-from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 
 
 class CriticWorker(ModelWorker):
     """A model with a scalar head; the value at a response token is read before that token is seen."""
 
     component = "critic"
+    role = "critic"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         self.prepare_process(config)
         self.config = config
-        self.engine = TorchEngine(
-            config.critic.model_path or config.model.path,
-            "value",
-            model=config.model,
-            memory=config.memory,
-            optimizer=config.critic.optimizer,
-            total_updates=total_updates,
+        self.engine = self.build_engine(
+            config, config.critic.model_path or config.model.path, "value", config.critic.optimizer, total_updates
         )
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("values",), parts=lambda config: config.controller.parts
-    )
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("values",), parts=lambda config: config.controller.parts)
     def compute_values(self, batch: DataProto) -> DataProto:
         """The critic's estimate of the return at every response token."""
         return DataProto.from_dict(self.engine.forward(batch))
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=(*MODEL_COLUMNS, "row_ids", "values", "returns"), writes=(), rows="one")
+    @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "values", "returns"), writes=(), rows="one")
     def update_critic(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")

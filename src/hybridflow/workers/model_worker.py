@@ -2,10 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
-from hybridflow.checkpoint import load_state, save_state
-from hybridflow.config import Config
-from hybridflow.controller import Dispatch, Execute, Worker, register
+from hybridflow.checkpoint import describe_state, load_state, read_state_into, save_sharded_state, save_state
+from hybridflow.config import Config, OptimizerConfig, RoleName
+from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.engines import TorchEngine, join_process_group
 from hybridflow.kernels import use_kernels
 from hybridflow.runtime import (
@@ -16,6 +17,9 @@ from hybridflow.runtime import (
     set_num_threads,
 )
 
+TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
+"""Rows are split over the replicas of the data; the ranks that share a replica's layers or sequences get the same."""
+
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """What any model reads of a rollout batch."""
 
@@ -24,7 +28,28 @@ class ModelWorker(Worker):
     """A worker around one engine; `component` names its files in a checkpoint."""
 
     component: str
+    role: RoleName
     engine: TorchEngine
+
+    def build_engine(
+        self,
+        config: Config,
+        path: str,
+        head: Literal["policy", "value"],
+        optimizer: OptimizerConfig | None = None,
+        total_updates: int = 1,
+    ) -> TorchEngine:
+        """The engine of this role, as the configuration has it."""
+        return TorchEngine(
+            path,
+            head,
+            model=config.model,
+            memory=config.memory,
+            optimizer=optimizer,
+            total_updates=total_updates,
+            parallel=config.parallel,
+            offload=config.memory.offload.get(self.role),
+        )
 
     def prepare_process(self, config: Config) -> None:
         """Memory, threads, kernels and the other ranks, before a model is built: results depend on them."""
@@ -38,12 +63,21 @@ class ModelWorker(Worker):
             address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
             join_process_group(self.rank, self.world_size, address, port, config.controller.call_timeout_s)
 
-    @register(Dispatch.ONE_TO_ALL, Execute.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str) -> None:
-        """Write the engine's state into a checkpoint directory; every rank holds the same, so rank 0 writes."""
-        save_state(self.engine.state_dict(), Path(directory) / self.component)
+        """Write the engine's state into a checkpoint directory, each rank its shards; where all hold the same, rank 0
+        writes."""
+        path = Path(directory) / self.component
+        if not self.engine.ranks.is_alone:
+            save_sharded_state(self.engine.state_dict(), path)
+        elif self.rank == 0:
+            save_state(self.engine.state_dict(), path)
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
-        """Continue from the state that `save` wrote."""
-        self.engine.load_state_dict(load_state(Path(directory) / self.component))
+        """Continue from the state that `save` wrote, on as many ranks as there were or not."""
+        path = Path(directory) / self.component
+        if self.engine.ranks.is_alone:
+            self.engine.load_state_dict(load_state(path))
+        else:
+            self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))

@@ -1,25 +1,25 @@
 """The reference policy: a frozen model whose log-probs the KL terms compare with."""
 
 from hybridflow.config import Config
-from hybridflow.controller import Dispatch, register
-from hybridflow.engines import TorchEngine
+from hybridflow.controller import register
 from hybridflow.protocol import DataProto
-from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
     """Computes; never learns, so it is not part of a checkpoint."""
 
     component = "reference"
+    role = "reference"
 
     def __init__(self, config: Config) -> None:
         self.prepare_process(config)
         self.config = config
         path = config.reference.model_path or config.model.path
-        self.engine = TorchEngine(path, "policy", model=config.model, memory=config.memory)
+        self.engine = self.build_engine(config, path, "policy")
 
     @register(
-        Dispatch.DP_COMPUTE_PROTO,
+        TO_REPLICAS,
         reads=MODEL_COLUMNS,
         writes=("ref_log_probs",),
         parts=lambda config: config.controller.parts,

@@ -1,31 +1,24 @@
 """The supervised worker: a policy that learns to imitate the responses of a batch."""
 
 from hybridflow.config import Config
-from hybridflow.controller import Dispatch, register
-from hybridflow.engines import TorchEngine
+from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import sft_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
-from hybridflow.workers.model_worker import MODEL_COLUMNS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 
 
 class SFTWorker(ModelWorker):
     """Shares the actor's component name: what it saves is a policy."""
 
     component = "actor"
+    role = "actor"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         self.prepare_process(config)
-        self.engine = TorchEngine(
-            config.model.path,
-            "policy",
-            model=config.model,
-            memory=config.memory,
-            optimizer=config.sft.optimizer,
-            total_updates=total_updates,
-        )
+        self.engine = self.build_engine(config, config.model.path, "policy", config.sft.optimizer, total_updates)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=(*MODEL_COLUMNS, "row_ids"), writes=(), rows="one")
+    @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids"), writes=(), rows="one")
     def update_sft(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")
@@ -42,7 +35,7 @@ class SFTWorker(ModelWorker):
             )
         return DataProto(meta_info={"metrics": mean_metrics(steps)})
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=MODEL_COLUMNS, writes=("old_log_probs",))
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("old_log_probs",))
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probs of the responses, for a validation loss."""
         return DataProto.from_dict({"old_log_probs": self.engine.forward(batch)["log_probs"]})

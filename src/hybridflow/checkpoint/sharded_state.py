@@ -1,0 +1,85 @@
+"""States whose tensors are shared by several ranks: every rank writes its own shards, any number of ranks read them.
+
+`NAME/` has a safetensors file for each rank, by `torch.distributed.checkpoint`; `NAME.json` is what other states have.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hybridflow.checkpoint.disk_space import describe_free_space
+from hybridflow.checkpoint.state import join_state, split_state
+from hybridflow.checkpoint.state_files import read_tree, tree_text
+from hybridflow.checkpoint.stored_tensors import StoredShapes, StoredTensors
+from hybridflow.errors import CheckpointError
+
+# It announces every read and write.
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
+
+
+def save_sharded_state(state: Any, path: str | Path) -> None:
+    """Write the shards of a state with DTensors; every rank calls it. What is not sharded is equal on all ranks.
+
+    Raises CheckpointError on every rank if one cannot write.
+    """
+    path = Path(path)
+    tree, tensors = split_state(state)
+    problem = ""
+    try:
+        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+        if dist.get_rank() == 0:
+            path.with_name(path.name + ".json").write_text(tree_text(tree), encoding="utf-8")
+    except (OSError, CheckpointException) as error:
+        free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
+        problem = f"cannot write '{path}'{free}: {' '.join(str(error).split())[-300:]}"
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        raise CheckpointError("; ".join(dict.fromkeys(filter(None, problems))))
+
+
+def describe_state(path: str | Path) -> Any:
+    """The state that was saved, with tensors that have a shape and no contents. Raises CheckpointError."""
+    path = Path(path)
+    with StoredTensors(path) as stored:
+        return join_state(read_tree(path.with_name(path.name + ".json")), StoredShapes(stored))
+
+
+@torch.no_grad()
+def read_state_into(state: Any, path: str | Path) -> None:
+    """Fill the tensors of a state, DTensors or not, from what any number of ranks saved; every rank calls it.
+
+    The stored state has the structure and the shapes of this one: compare it with `describe_state` before. Raises
+    CheckpointError.
+    """
+    path = Path(path)
+    _, tensors = split_state(state)
+    if path.is_dir():
+        try:
+            load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
+        except (OSError, CheckpointException, json.JSONDecodeError) as error:
+            raise CheckpointError(f"'{path}' cannot be read: {' '.join(str(error).split())[-300:]}") from error
+        return
+    with StoredTensors(path) as stored:
+        for name, tensor in tensors.items():
+            _copy_into(tensor, stored[name])
+            stored.pop(name)  # one whole tensor at a time
+
+
+def _copy_into(tensor: Tensor, whole: Any) -> None:
+    if isinstance(tensor, DTensor):
+        whole = whole.to(tensor.device_mesh.device_type)
+        shared = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(shared.to_local())
+    else:
+        tensor.copy_(whole)

@@ -1,0 +1,53 @@
+"""Which rows made a step be refused: each is computed again, alone."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybridflow.engines.base import LossFunction
+from hybridflow.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hybridflow.engines.torch_engine import TorchEngine
+
+
+def blame(
+    engine: "TorchEngine", rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
+) -> list[str]:
+    """The rows of all ranks whose loss or gradient is not finite, in words.
+
+    Every rank computes its next row at the same time, for their gradient is one sum; where that is not finite and no
+    loss says why, they take turns.
+    """
+    ranks, blamed = engine.ranks, []
+
+    def learn(index: int | None) -> tuple[float, bool]:
+        """The loss of a row, and whether the gradient of what all ranks computed now is finite."""
+        part = None if index is None else engine._part(rows, torch.tensor([index]))
+        loss, *_ = engine._learn(part, loss_function, with_entropy, temperature)
+        gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
+        finite = all(bool(_own(gradient).isfinite().all()) for gradient in gradients)
+        engine.optimizer.zero_grad(set_to_none=True)
+        return loss, ranks.count_all(not finite) == 0
+
+    for index in range(max(ranks.gather(len(rows)))):
+        mine = index if index < len(rows) else None
+        loss, finite = learn(mine)
+        losses = ranks.gather(loss)
+        if not finite and ranks.data > 1 and all(map(math.isfinite, losses)):
+            turns = [learn(mine if turn == ranks.place("data") else None)[1] for turn in range(ranks.data)]
+            finite = turns[ranks.place("data")]
+        elif ranks.data > 1:
+            finite = finite or math.isfinite(loss)
+        if mine is not None and not (finite and math.isfinite(loss)):
+            row = rows.batch[index]
+            row_id = int(row["row_ids"]) if "row_ids" in row.keys() else index  # noqa: SIM118
+            blamed.append(f"row {row_id}: loss {loss}, gradient {'finite' if finite else 'not finite'}")
+    return [text for of_rank in ranks.gather(blamed) for text in of_rank]
+
+
+def _own(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

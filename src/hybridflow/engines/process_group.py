@@ -1,0 +1,38 @@
+"""Where the ranks of a worker group meet, once for each process."""
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from hybridflow.errors import WorkerError
+
+
+def join_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float | None = None) -> None:
+    """Meet the other ranks, once for each process; a rank that is alone meets nobody.
+
+    The store of rank 0 listens at the address that the others are told, not on every interface. Raises WorkerError if
+    the others do not come in time.
+    """
+    if world_size == 1 or dist.is_initialized():
+        return
+    timeout = timedelta(seconds=timeout_s or 10**8)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        listening = _listen(address, port) if rank == 0 else None
+        store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (OSError, RuntimeError) as error:
+        raise WorkerError(
+            f"rank {rank} of {world_size} could not meet the others at {address}:{port}: {error}", rank=rank
+        ) from error
+
+
+def _listen(address: str, port: int) -> int:
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((address, port))
+    sock.listen()
+    return sock.detach()

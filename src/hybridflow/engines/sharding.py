@@ -1,0 +1,63 @@
+"""FSDP2: parameters, gradients and optimizer state in shards, brought together layer by layer (Zhao et al., 2023)."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from transformers import PreTrainedModel
+
+from hybridflow.engines.ranks import SHARD, TENSOR, Ranks
+from hybridflow.models import distribute_parameters
+
+# Whole weights of FSDP and tensor parallel together are gathered along one axis after the other, which it warns of.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def shard_model(
+    model: PreTrainedModel, ranks: Ranks, device: torch.device, compute_dtype: torch.dtype, *, on_host: bool = False
+) -> None:
+    """Share the parameters of a model without weights over the ranks; afterwards each has memory for its shards.
+
+    Gradients are summed, in float32 where the model computes in bfloat16: losses are divided by global counts already.
+    `on_host`: shards, gradients and the optimizer's state stay in host memory.
+    """
+    if ranks.tensor > 1:
+        distribute_parameters(model, ranks.axis(TENSOR))
+    in_bfloat16 = compute_dtype == torch.bfloat16
+    how: dict[str, Any] = {
+        "mesh": ranks.axis(SHARD),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype if in_bfloat16 else None,
+            reduce_dtype=torch.float32 if in_bfloat16 else None,
+            cast_forward_inputs=False,  # rotary angles keep their precision
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
+    }
+    for layer in layers_of(model):
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # On gloo the mean of ranks needs to be asked for as a sum, or the factor is ignored.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu" if on_host else device)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, buffer.to(device))
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, by what the family says must not be split."""
+    kinds = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -1,0 +1,177 @@
+"""A model whose parameters are shared by several ranks: built without memory, then filled a parameter at a time.
+
+No rank ever holds more than its own shards and one whole parameter.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hybridflow.errors import ModelError
+from hybridflow.models.attention import ATTENTION
+from hybridflow.models.loading import (
+    LOADING_ERRORS,
+    VALUE_HEAD,
+    VALUE_MODEL,
+    cannot_be_loaded,
+    quiet_transformers,
+    read_config,
+    require_complete,
+    require_shape,
+    turn_off_dropout,
+    warn_of_ignored,
+)
+
+Head = Literal["policy", "value"]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BODY = "model."
+"""What the parameters of the body are called under a head; a directory of the body alone leaves it out."""
+
+
+def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a directory with parameters of `dtype` on the meta device; its buffers are real.
+
+    Raises ModelError as `load_causal_lm` does for what the configuration alone rules out.
+    """
+    auto_class: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
+    try:
+        with quiet_transformers(), no_init_weights(), _parameters_on_meta():
+            config = read_config(path, **({} if head == "policy" else VALUE_MODEL))
+            model = auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
+    except LOADING_ERRORS as error:
+        raise cannot_be_loaded(path, auto_class, error) from error
+    model.tie_weights()
+    turn_off_dropout(model)
+    return model.eval()
+
+
+def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """As `build_without_weights`, on `device` with one zero in place of each parameter, until `data` is given to it."""
+    model = build_without_weights(path, head, dtype)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in replaced:
+                place = placeholder(parameter.shape, dtype, device)
+                replaced[parameter] = nn.Parameter(place, requires_grad=False)
+            setattr(module, name, replaced[parameter])
+    for module in model.modules():
+        module._buffers = {
+            name: buffer if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()
+        }
+    return model
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Something of this shape that has the memory of one number."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+@torch.no_grad()
+def load_shards(model: PreTrainedModel, path: str | Path) -> None:
+    """Fill the parameters, whole or shards of this rank, from the safetensors files of the directory.
+
+    A value head that is not stored becomes zero. Raises ModelError if files or weights are missing, damaged or of
+    another shape.
+    """
+    with StoredWeights(path) as stored:
+        wanted = {name: stored.name_of(name) for name, _ in model.named_parameters()}
+        require_complete(path, (n for n, found in wanted.items() if found is None and not n.startswith(VALUE_HEAD)))
+        for name, parameter in model.named_parameters():
+            found = wanted[name]
+            if found is None:
+                _own(parameter).zero_()
+                continue
+            require_shape(path, name, stored.shape(found), parameter.shape)
+            whole = stored.read(found).to(parameter.dtype)
+            _own(parameter).copy_(_own(_shard_like(whole, parameter)))
+        tied = {stored.name_of(name) for name in model.state_dict(keep_vars=True)}
+        warn_of_ignored(path, set(stored.names) - set(wanted.values()) - tied)
+
+
+class StoredWeights:
+    """The tensors of a model directory by their stored names, read one at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self._open = Path(path), ExitStack()
+        self._files: dict[str, Any] = {}
+        try:
+            names = self._read_index() if (self.path / INDEX).is_file() else {SINGLE}
+            for file_name in sorted(names):
+                file: Any = self._open.enter_context(safe_open(self.path / file_name, framework="pt"))
+                self._files |= dict.fromkeys(file.keys(), file)
+        except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+            self._open.close()
+            raise ModelError(
+                f"'{path}': the weights cannot be read: {' '.join(str(error).split())}. The directory must hold "
+                f"{SINGLE}, or {INDEX} and every file that it lists; copy them again."
+            ) from error
+
+    def _read_index(self) -> set[str]:
+        names = set(json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{INDEX} lists '{name}', which is not a file of the directory")
+        return names
+
+    @property
+    def names(self) -> list[str]:
+        """Every stored name."""
+        return list(self._files)
+
+    def name_of(self, parameter: str) -> str | None:
+        """The stored name of a parameter; None if it is not there."""
+        candidates = (parameter, parameter.removeprefix(BODY), BODY + parameter)
+        return next((name for name in candidates if name in self._files), None)
+
+    def shape(self, name: str) -> list[int]:
+        """Of a stored tensor."""
+        return self._files[name].get_slice(name).get_shape()
+
+    def read(self, name: str) -> Tensor:
+        """A stored tensor."""
+        return self._files[name].get_tensor(name)
+
+    def __enter__(self) -> "StoredWeights":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.close()
+
+
+def _own(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    whole = whole.to(parameter.device_mesh.device_type)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules register here have no memory."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register

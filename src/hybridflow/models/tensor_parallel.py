@@ -1,0 +1,154 @@
+"""Tensor parallel: which axis of each weight the ranks share, and the four places where they meet in a layer.
+
+    x ──copy──> columns of q, k, v, gate, up ──heads of this rank──> rows of o, down ──sum──> the same on every rank
+
+Each rank has some heads of attention, some columns of the MLP and some entries of the vocabulary (Shoeybi et al., 2019,
+Megatron-LM). What is computed between `copy` and `sum` differs between ranks, everything else is the same on all.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.functional import embedding, linear
+
+from hybridflow.errors import ModelError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""By `model_type`: those whose plan is known."""
+
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+"""Modules whose outputs are shared out: weight and bias are cut along their first axis."""
+
+BY_COLUMNS = ("o_proj", "down_proj")
+"""Modules whose inputs are shared out: the weight is cut along its second axis, each rank makes a part of the sum."""
+
+
+def placement_of(name: str) -> Placement:
+    """How the ranks share the parameter of this name."""
+    *_, module, kind = name.split(".")
+    if module in BY_ROWS:
+        return Shard(0)
+    return Shard(1) if module in BY_COLUMNS and kind == "weight" else Replicate()
+
+
+def require_tensor_parallel(config: Any, size: int) -> None:
+    """Raises ModelError unless `size` ranks can share the layers of such a model."""
+    if size == 1:
+        return
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"parallel.tensor={size}: {config.model_type} models have no plan for it, only {', '.join(FAMILIES)}; use "
+            "parallel.tensor = 1, which shards them over all ranks as well."
+        )
+    counts = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    if wrong := [f"{key}={count}" for key, count in counts.items() if count % size]:
+        raise ModelError(
+            f"parallel.tensor={size} does not divide {' and '.join(wrong)} of this model; choose a divisor of "
+            "all of them, and parallel.sequence for the other ranks."
+        )
+
+
+def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter by its DTensor on the mesh of one axis; a tied one stays one. Nothing is sent."""
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in replaced:
+                placement = placement_of(f"{module_name}.{name}")
+                shared = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+                replaced[parameter] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
+            setattr(module, name, replaced[parameter])
+
+
+def local(parameter: Any) -> Any:
+    """What this rank has of a parameter; a parameter that is not shared, or None, is itself."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class TensorRanks:
+    """The meetings of the ranks of one group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+
+    def copy(self, x: Tensor) -> Tensor:
+        """x, equal on all ranks, which each uses in its own way: its gradient is the sum of theirs."""
+        return _Copy.apply(x, self._group)
+
+    def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """The outputs of this rank, where the outputs of a module are shared out."""
+        return linear(x, local(module.weight), local(module.bias))
+
+    def linear_sum(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """The whole output, equal on all ranks, where the inputs of a module are shared out."""
+        out = _Sum.apply(linear(x, local(module.weight)), self._group)
+        return out if module.bias is None else out + local(module.bias)
+
+    def embed(self, module: nn.Embedding, ids: Tensor) -> Tensor:
+        """Embeddings of ids, of which each rank has some entries of the vocabulary."""
+        weight: Any = local(module.weight)
+        first = self._rank * self._part(module.weight.shape[0])
+        is_here = (ids >= first) & (ids < first + len(weight))
+        found = embedding((ids - first).where(is_here, 0), weight)
+        return _Sum.apply(found * is_here.unsqueeze(-1), self._group)
+
+    def logits(self, module: nn.Linear, x: Tensor) -> Tensor:
+        """Logits (tokens, vocabulary), equal on all ranks."""
+        own = linear(self.copy(x), local(module.weight), local(module.bias))
+        return _GatherColumns.apply(own, module.weight.shape[0], self._part(module.weight.shape[0]), self._group)
+
+    def _part(self, count: int) -> int:
+        """How many entries a rank has at most: the ranks share in parts of this size, the last may have fewer."""
+        return -(-count // self._size)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own, count, part, group):
+        ctx.first, ctx.width = group.rank() * part, own.shape[1]
+        padded = own.new_zeros(len(own), part)
+        padded[:, : own.shape[1]] = own
+        parts = [torch.empty_like(padded) for _ in range(group.size())]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat(parts, dim=1)[:, :count].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad[:, ctx.first : ctx.first + ctx.width], None, None, None
