@@ -10,7 +10,7 @@ TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup demo demo-control test soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale
+.PHONY: help setup demo demo-control test soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -61,6 +61,9 @@ bench-compiled_kernels: $(STAMP) ## compiled kernels and shared prompts against 
 
 bench-transport: $(STAMP) $(VERL_STAMP) ## batches between processes against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/transport.py $(ARGS)
+
+bench-balance: $(STAMP) $(VERL_STAMP) ## rows dealt out to ranks against verl; ARGS="--help" for more
+	$(BIN)/python benchmarks/balance.py $(ARGS)
 
 $(TRL_STAMP):
 	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl

@@ -26,8 +26,8 @@ from support.rounds import alternate
 from support.side import Side
 
 from hybridflow.config import load_config
+from hybridflow.models import decoder_shape
 from hybridflow.runtime import count_physical_cores, set_num_threads
-from hybridflow.trainers.speed import decoder_shape
 
 PEER = "trl"
 DTYPES = ("bfloat16", "float32")

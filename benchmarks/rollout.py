@@ -25,8 +25,8 @@ from support.rounds import Measurements, alternate
 from support.side import Side
 from support.workloads import PROMPT_LEN, WORKLOADS, Workload, build_workload
 
+from hybridflow.models import decoder_shape
 from hybridflow.runtime import count_physical_cores, set_num_threads
-from hybridflow.trainers.speed import decoder_shape
 
 PEERS = ("transformers", "vllm")
 DTYPES = ("bfloat16", "float32")

@@ -6,8 +6,7 @@ The peak is that of torch's own product; a side whose kernels are better than to
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hybridflow.models import DTYPES
-from hybridflow.observability import DecoderShape, forward_flops
+from hybridflow.models import DTYPES, DecoderShape, forward_flops
 from hybridflow.runtime import measure_peak_flops
 
 PEAK_SIZES = (1024, 2048)

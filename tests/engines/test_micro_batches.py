@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.engines.micro_batches import plan_micro_batches
+from hybridflow.engines.micro_batches import plan_micro_batches, spread_micro_batches
 from hybridflow.errors import BatchError
 
 
@@ -64,3 +64,41 @@ def test_rows_of_different_prompts_are_planned_as_without_families():
     lengths = torch.randint(1, 9, (50,), generator=torch.Generator().manual_seed(0))
     alone = plan_micro_batches(lengths, 20, packing=True, families=torch.arange(50), shared=lengths - 1)
     assert [part.tolist() for part in alone] == planned(lengths.tolist(), 20, packing=True)
+
+
+def spread(lengths, count, max_tokens, **options):
+    lengths, options = torch.tensor(lengths), {"packing": True, **options}
+    plan = plan_micro_batches(lengths, max_tokens, **options)
+    return spread_micro_batches(plan, count, lengths, lengths.tolist(), max_tokens, **options)
+
+
+def test_micro_batches_take_equally_long_and_the_longest_comes_first():
+    parts = spread([9, 8, 2, 1, 5], 3, 12)
+    sums = [sum([9, 8, 2, 1, 5][row] for row in part) for part in parts]
+    assert sums == sorted(sums, reverse=True) == [9, 8, 8]
+
+
+def test_a_rank_with_too_few_rows_has_empty_micro_batches_at_the_end():
+    parts = spread([3, 4], 4, 10)
+    assert [len(part) for part in parts] == [1, 1, 0, 0]
+    assert [len(part) for part in spread_micro_batches([], 2, torch.tensor([]), [], 10, packing=True)] == [0, 0]
+
+
+def test_where_balance_would_exceed_the_budget_the_plan_is_halved():
+    lengths = [6, 6, 4, 4, 4]
+    for count in (3, 4, 5):
+        parts = spread(lengths, count, 10)
+        assert sorted(row for part in parts for row in part.tolist()) == [0, 1, 2, 3, 4]
+        assert max(sum(lengths[row] for row in part) for part in parts) <= 10
+        assert len(parts) == count
+
+
+def test_padded_micro_batches_keep_similar_lengths_together():
+    parts = spread([1, 9, 1, 9], 2, 20, packing=False)
+    assert sorted(sorted(part.tolist()) for part in parts) == [[0, 2], [1, 3]]
+
+
+def test_families_stay_together_and_their_prompt_counts_once():
+    families, shared = torch.tensor([0, 0, 1, 1]), torch.tensor([5, 5, 5, 5])
+    parts = spread([6, 6, 6, 6], 2, 7, families=families, shared=shared)
+    assert sorted(part.tolist() for part in parts) == [[0, 1], [2, 3]]

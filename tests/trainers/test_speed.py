@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from hybridflow.observability import DecoderShape, forward_flops, training_flops
-from hybridflow.trainers.speed import Learner, Lengths, Speedometer, decoder_shape
+from hybridflow.models import DecoderShape, decoder_shape, forward_flops, training_flops
+from hybridflow.trainers.speed import Learner, Lengths, Speedometer
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6

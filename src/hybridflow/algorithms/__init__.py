@@ -16,6 +16,7 @@ from hybridflow.algorithms.log_probs import (
     log_probs_from_logits,
 )
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hybridflow.algorithms.partition import balanced_partition, imbalance
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.algorithms.ppo import ppo_policy_loss
 from hybridflow.algorithms.token_losses import PolicyLoss, ValueLoss
@@ -32,10 +33,12 @@ __all__ = [
     "ValueLoss",
     "aggregate_loss",
     "apply_kl_penalty",
+    "balanced_partition",
     "clipped_value_loss",
     "entropy_from_logits",
     "gae_advantages",
     "grpo_advantages",
+    "imbalance",
     "kl_loss",
     "log_probs_and_entropy_from_logits",
     "log_probs_from_logits",

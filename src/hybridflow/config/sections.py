@@ -284,6 +284,11 @@ class ControllerConfig(Section):
         description="How many rows each rank gets of generation, log-probs, values and scores: as many, or fewer where "
         "it was slower in the last calls. 'measured' needs trainer.deterministic = false.",
     )
+    balance: Literal["rows", "groups", "none"] = Field(
+        default="rows",
+        description="Which rows each rank gets after generation: those that make the ranks take equally long, by the "
+        "model's cost of each length; 'groups' keeps the responses to a prompt on one rank; 'none' is as they come.",
+    )
     threads: NonNegative = Field(
         default=0,
         description="Threads per rank; 0 is the number of physical cores. Rounding depends on it.",

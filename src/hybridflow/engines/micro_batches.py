@@ -4,46 +4,14 @@ Knows lengths, and which rows have a prompt in common. Rows of similar length me
 padded rows are short of padding; rows of one prompt are neighbours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms import balanced_partition
 from hybridflow.engines.ranks import Ranks
 from hybridflow.errors import BatchError
-
-
-def agree_on_micro_batches(plan: Callable[[], list[Tensor]], ranks: Ranks) -> list[Tensor]:
-    """`plan()` of this rank with as many micro-batches as that of the rank that has most.
-
-    Every micro-batch is a collective call, so ranks settle their number, or that one of them cannot go on, before the
-    first: rows are spread over more micro-batches, and a rank with too few rows has empty ones. Raises BatchError on
-    every rank if any rank's plan does.
-    """
-    try:
-        own, problem = plan(), ""
-    except BatchError as error:
-        if ranks.is_alone:
-            raise
-        own, problem = [], str(error)
-    if ranks.is_alone:
-        return own
-    answers = ranks.gather((len(own), problem))
-    if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]:
-        raise BatchError("; ".join(problems))
-    return _spread(own, max(count for count, _ in answers))
-
-
-def _spread(micro_batches: list[Tensor], count: int) -> list[Tensor]:
-    """The same rows in `count` micro-batches: the largest are halved; then empty ones are added."""
-    parts = list(micro_batches)
-    while len(parts) < count:
-        longest = max(range(len(parts)), key=lambda part: (len(parts[part]), -part), default=None)
-        if longest is None or len(parts[longest]) < 2:
-            parts.append(torch.zeros(0, dtype=torch.int64))
-        else:
-            parts[longest : longest + 1] = parts[longest].tensor_split(2)
-    return parts
 
 
 def plan_micro_batches(
@@ -86,3 +54,60 @@ def plan_micro_batches(
             rows.append(row)
             used = would_use
     return [torch.tensor(rows) for rows in micro_batches]
+
+
+def agree_on_micro_batches(
+    plan: Callable[[], list[Tensor]], spread: Callable[[list[Tensor], int], list[Tensor]], ranks: Ranks
+) -> list[Tensor]:
+    """`plan()` of this rank, in as many micro-batches as the rank that has most.
+
+    Every micro-batch is a collective call, so ranks settle their number, or that one of them cannot go on, before the
+    first. `spread` makes more of them out of a plan. Raises BatchError on every rank if any rank's plan does.
+    """
+    if ranks.is_alone:
+        return plan()
+    own, problem = [], ""
+    try:
+        own = plan()
+    except BatchError as error:
+        problem = str(error)
+    answers = ranks.gather((len(own), problem))
+    if problems := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]:
+        raise BatchError("; ".join(problems))
+    return spread(own, max(count for count, _ in answers))
+
+
+def spread_micro_batches(
+    plan: list[Tensor],
+    count: int,
+    lengths: Tensor,
+    costs: Sequence[float],
+    max_tokens: int,
+    *,
+    packing: bool,
+    families: Tensor | None = None,
+    shared: Tensor | None = None,
+) -> list[Tensor]:
+    """The rows of a plan in `count` micro-batches that take equally long, the longest first; the last may be empty.
+
+    Rows of a family stay together. Where that would exceed the budget of tokens, or without packing, the largest
+    micro-batches of the plan are halved instead.
+    """
+    rows = [row for micro_batch in plan for row in micro_batch.tolist()]  # of similar length are neighbours
+    units: dict[int, list[int]] = {}
+    for row in rows:
+        units.setdefault(row if families is None else int(families[row]), []).append(row)
+    members = list(units.values())
+    tokens = [int(lengths[unit].sum()) for unit in members]
+    if shared is not None:
+        tokens = [n - (len(unit) - 1) * int(shared[unit[0]]) for n, unit in zip(tokens, members, strict=True)]
+    partition = balanced_partition([sum(costs[row] for row in unit) for unit in members], count)
+    parts = [[row for unit in part for row in members[unit]] for part in partition]
+    if not packing or any(sum(tokens[unit] for unit in part) > max_tokens for part in partition):
+        parts = [micro_batch.tolist() for micro_batch in plan]
+        while len(parts) < count:
+            parts.sort(key=len)
+            longest = parts.pop() if parts else []
+            parts += [longest[: len(longest) // 2], longest[len(longest) // 2 :]]
+    parts.sort(key=lambda part: -sum(costs[row] for row in part))
+    return [torch.tensor(part, dtype=torch.int64) for part in parts]

@@ -17,7 +17,7 @@ from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.blame import blame
 from hybridflow.engines.engine_state import require_fitting_state
 from hybridflow.engines.gradient_norm import clip_gradients
-from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches
+from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
@@ -31,12 +31,14 @@ from hybridflow.models import (
     TensorRanks,
     build_with_placeholders,
     build_without_weights,
+    decoder_shape,
     forward_of,
     has_fused_forward,
     load_causal_lm,
     load_shards,
     load_value_model,
     require_tensor_parallel,
+    sequence_costs,
 )
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import own_device
@@ -89,6 +91,7 @@ class TorchEngine:
             load_shards(self.model, path)
             tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
+        self.shape = decoder_shape(path, has_lm_head=head == "policy")
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -223,16 +226,20 @@ class TorchEngine:
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
         """Row indices of each micro-batch; as many on every rank, empty ones where this one has no more rows."""
-        packing = self.memory.packing
+        packing, budget = self.memory.packing, self.memory.max_tokens_per_micro_batch * self.ranks.sequence
+        lengths, families, shared = sequence_lengths(rows), None, None
+        if packing and self.memory.share_prompts:
+            families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
 
         def plan() -> list[Tensor]:
-            families, shared = None, None
-            if packing and self.memory.share_prompts:
-                families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
-            budget = self.memory.max_tokens_per_micro_batch * self.ranks.sequence
-            return plan_micro_batches(sequence_lengths(rows), budget, packing=packing, families=families, shared=shared)
+            return plan_micro_batches(lengths, budget, packing=packing, families=families, shared=shared)
 
-        return agree_on_micro_batches(plan, self.ranks)
+        def spread(plan: list[Tensor], count: int) -> list[Tensor]:
+            costs = sequence_costs(self.shape, lengths.tolist())
+            sharing = {"families": families, "shared": shared}
+            return spread_micro_batches(plan, count, lengths, costs, budget, packing=packing, **sharing)
+
+        return agree_on_micro_batches(plan, spread, self.ranks)
 
     def _part(self, rows: DataProto, indices: Tensor) -> DataProto | None:
         """Some rows on the engine's device; None for no rows."""

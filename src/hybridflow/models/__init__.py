@@ -1,6 +1,16 @@
 """What is known per model family: loading, heads, attention."""
 
 from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan, WholePlan
+from hybridflow.models.flops import (
+    DecoderShape,
+    decoder_shape,
+    flops_per_token,
+    forward_flops,
+    generation_flops,
+    mfu,
+    sequence_costs,
+    training_flops,
+)
 from hybridflow.models.forward import Forward, forward_of, has_fused_forward
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
@@ -11,6 +21,7 @@ from hybridflow.models.tensor_parallel import TensorRanks, distribute_parameters
 __all__ = [
     "DTYPES",
     "AttentionPlan",
+    "DecoderShape",
     "Forward",
     "GatherTokens",
     "PackedPlan",
@@ -21,13 +32,20 @@ __all__ = [
     "WholePlan",
     "build_with_placeholders",
     "build_without_weights",
+    "decoder_shape",
     "distribute_parameters",
+    "flops_per_token",
+    "forward_flops",
     "forward_of",
+    "generation_flops",
     "has_fused_forward",
     "load_causal_lm",
     "load_shards",
     "load_value_model",
+    "mfu",
     "placeholder",
     "require_tensor_parallel",
+    "sequence_costs",
     "sharing_pays",
+    "training_flops",
 ]

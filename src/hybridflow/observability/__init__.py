@@ -10,14 +10,6 @@ from hybridflow.observability.metrics import flatten, reduce_lists, reduce_metri
 from hybridflow.observability.plot import plot_curves
 from hybridflow.observability.run_info import collect_run_info, git_commit
 from hybridflow.observability.tensorboard import TensorBoardTracker
-from hybridflow.observability.throughput import (
-    DecoderShape,
-    flops_per_token,
-    forward_flops,
-    generation_flops,
-    mfu,
-    training_flops,
-)
 from hybridflow.observability.timing import per_token_ms, timed, tokens_per_s
 from hybridflow.observability.trace import (
     Trace,
@@ -34,7 +26,6 @@ __all__ = [
     "RL_FIGURES",
     "SFT_FIGURES",
     "ConsoleTracker",
-    "DecoderShape",
     "JsonlWriter",
     "Metric",
     "MultiTracker",
@@ -49,15 +40,11 @@ __all__ = [
     "draw_text",
     "find_metric",
     "flatten",
-    "flops_per_token",
-    "forward_flops",
-    "generation_flops",
     "get_logger",
     "git_commit",
     "log_memory",
     "memory_bytes",
     "metrics_markdown",
-    "mfu",
     "per_token_ms",
     "plot_curves",
     "read_jsonl",
@@ -68,7 +55,6 @@ __all__ = [
     "timed",
     "tokens_per_s",
     "trace_row",
-    "training_flops",
     "transfer_metrics",
     "transfer_report",
 ]

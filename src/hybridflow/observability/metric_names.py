@@ -66,6 +66,12 @@ METRICS: dict[str, Metric] = {
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage for each token it handled.", "max"),
+    "balance/imbalance_before": Metric(
+        "How much longer the slowest rank would compute than the mean if rows stayed as they were generated: "
+        "max / mean - 1 of the model's cost, the mean over mini-batches.",
+        "mean",
+    ),
+    "balance/imbalance_after": Metric("The same as the rows were dealt out (controller.balance).", "mean"),
     "perf/num_tokens": Metric("Tokens of prompts and responses in the step.", "sum"),
     "perf/tokens_per_s": Metric("perf/num_tokens for each second of the step.", "sum"),
     "perf/<stage>_tokens_per_s": Metric(

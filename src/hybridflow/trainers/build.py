@@ -8,7 +8,7 @@ from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.kernels import use_kernels
-from hybridflow.models import DTYPES
+from hybridflow.models import DTYPES, decoder_shape
 from hybridflow.runtime import (
     bound_shape_caches,
     keep_freed_memory,
@@ -24,7 +24,7 @@ from hybridflow.trainers.preconditions import require_files, require_one_rank, r
 from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
-from hybridflow.trainers.speed import Learner, Speedometer, decoder_shape
+from hybridflow.trainers.speed import Learner, Speedometer
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker, RewardWorker, SFTWorker
 

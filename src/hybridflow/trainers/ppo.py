@@ -9,11 +9,15 @@ the run around it.
 
 from typing import Any
 
+import numpy as np
+
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
+from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.balance import balanced_order
 from hybridflow.trainers.rl_metrics import log_prob_metrics
 from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import (
@@ -54,6 +58,8 @@ class PPO:
         self.critic = StageCalls(critic) if critic else None
         self.reference = StageCalls(reference) if reference else None
         self.kl_controller = _kl_controller(config)
+        self.num_replicas = actor_rollout.mesh().axes["data"]
+        self.shape = decoder_shape(config.model.path) if config.model.path else None
         self.global_step = 0
 
     def step(self, prompts: DataProto) -> DataProtoFuture:
@@ -68,6 +74,7 @@ class PPO:
         rollouts = self.rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order
         batch = with_row_ids(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
         batch = batch.union(self.rewards.score(batch))
+        batch, as_generated = self._balanced(batch)
         if config.actor.old_log_probs_from == "rollout":
             batch = batch.union(rollout_as_old_log_probs(batch))
         elif needs_old_log_probs(config):
@@ -94,7 +101,18 @@ class PPO:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
         if sums:
             self.metrics |= log_prob_metrics(sums)
-        return batch
+        return batch.select_rows(as_generated)
+
+    def _balanced(self, batch: DataProtoFuture) -> tuple[DataProtoFuture, np.ndarray]:
+        """The rows so that ranks of the actor take equally long, and the places that give them back as they were."""
+        if self.num_replicas == 1 or self.config.controller.balance == "none":
+            return batch, np.arange(len(batch))
+        seed_keys = (self.config.trainer.seed, self.global_step)
+        steps = mini_batch_rows(batch, self.config.actor.mini_batch_size, 1, seed_keys)
+        keep_groups = self.config.controller.balance == "groups"
+        order, metrics = balanced_order(batch, self.num_replicas, steps, self.shape, keep_groups=keep_groups)
+        self.metrics |= metrics
+        return batch.select_rows(order), np.argsort(order)
 
     def _steer_kl(self, kl: float, num_samples: int) -> None:
         """The coefficient of this step into the metrics, then that of the next step from this step's KL."""

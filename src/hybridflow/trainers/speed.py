@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hybridflow.observability import DecoderShape, forward_flops, generation_flops, mfu, per_token_ms, tokens_per_s
+from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
+from hybridflow.observability import per_token_ms, tokens_per_s
 
 WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor", "update_sft")
 
@@ -67,22 +67,3 @@ def _flops_of_sequences(shape: DecoderShape, lengths: Lengths) -> float:
         return forward_flops(shape, lengths.sequence_lens)
     of_groups = dict(zip(lengths.group_ids, lengths.prompt_lens, strict=True))
     return generation_flops(shape, of_groups.values(), lengths.sequence_lens, lengths.prompt_lens)
-
-
-def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:
-    """What FLOPs depend on, from a model directory; None where its configuration does not tell it."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
-    try:
-        return DecoderShape(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            vocab_size=config.vocab_size if has_lm_head else 1,
-            head_dim=getattr(config, "head_dim", None) or 0,
-        )
-    except AttributeError:
-        return None

@@ -6,6 +6,7 @@ padding nor recomputed activations count): a multiply-add is two, a backward pas
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,25 @@ class DecoderShape:
         return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
 
 
+def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:
+    """What FLOPs depend on, from a model directory; None where its configuration does not tell it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+    try:
+        return DecoderShape(
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            vocab_size=config.vocab_size if has_lm_head else 1,
+            head_dim=getattr(config, "head_dim", None) or 0,
+        )
+    except AttributeError:
+        return None
+
+
 def flops_per_token(shape: DecoderShape, context_len: float) -> float:
     """Forward FLOPs of one token that attends to `context_len` tokens (itself included)."""
     return 2.0 * shape.num_matrix_weights + 4.0 * shape.num_layers * shape.attention_size * context_len
@@ -43,6 +63,12 @@ def flops_per_token(shape: DecoderShape, context_len: float) -> float:
 def forward_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
     """Forward FLOPs of whole sequences under causal attention: token i of a sequence attends to i tokens."""
     return sum(length * flops_per_token(shape, (length + 1) / 2) for length in sequence_lens)
+
+
+def sequence_costs(shape: DecoderShape | None, sequence_lens: Iterable[int]) -> list[float]:
+    """What each sequence costs against the others: linear and quadratic in its length; the length itself for a model
+    whose shape is not known."""
+    return [float(length) if shape is None else forward_flops(shape, [length]) for length in sequence_lens]
 
 
 def generation_flops(

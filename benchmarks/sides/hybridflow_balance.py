@@ -1,0 +1,16 @@
+"""hybridflow's partition of rows over ranks: what `benchmarks/balance.py` measures."""
+
+import hybridflow
+from hybridflow.algorithms import balanced_partition
+from sides.balance_rounds import serve
+
+
+def main() -> None:
+    serve(
+        lambda costs, parts, equal: balanced_partition(costs, parts, equal_counts=equal),
+        hybridflow=hybridflow.__version__,
+    )
+
+
+if __name__ == "__main__":
+    main()

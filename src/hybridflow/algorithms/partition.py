@@ -1,0 +1,190 @@
+"""Rows of different cost dealt out to parts that take equally long.
+
+A start by differencing (Karmarkar and Karp, 1982) or greedily, the better of both, then swaps between heavy and light
+parts until none helps. Equal costs give equal parts: nothing is random.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybridflow.errors import AlgorithmError
+
+TOLERANCE = 5e-4
+"""Good enough for many items in parts of equal counts: the heaviest is this share above the mean."""
+
+MANY = 4096
+"""Items; fewer are swapped until nothing helps."""
+
+GREEDY_BLOCKS = 16
+"""Blocks that are dealt out with care, the costliest ones; the others matter less."""
+
+DIFFERENCING_LIMIT = 512
+"""Beyond so many merges differencing is left out: the greedy start is as good then, and faster."""
+
+MAX_ROUNDS = 256
+
+_Slots = np.ndarray
+"""(parts, slots): indices of items; an index of `len(costs)` is an empty slot, which costs nothing."""
+
+
+def balanced_partition(costs: Sequence[float], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """The indices of each part, ascending, every index once; the costs of the parts are as equal as they get.
+
+    With `equal_counts` the numbers of items differ by one at most. With fewer items than parts some parts are empty.
+    Raises AlgorithmError for a cost that is negative or not finite, or fewer than one part.
+    """
+    if num_parts < 1:
+        raise AlgorithmError(f"balanced_partition: num_parts={num_parts}; it must be at least 1.")
+    values = np.asarray(costs, dtype=np.float64)
+    if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
+        raise AlgorithmError("balanced_partition: costs must be a list of finite numbers of at least 0.")
+    if not len(values):
+        return [[] for _ in range(num_parts)]
+    values = np.append(values, 0.0)  # of an empty slot
+    starts = _equal_starts(values, num_parts) if equal_counts else _free_starts(values, num_parts)
+    tolerance = TOLERANCE if len(values) > MANY else 0.0
+    for slots in starts:
+        if equal_counts:  # then empty slots are the last ones, and items move only to where another one was
+            full = int((slots < len(costs)).all(0).sum())
+            slots[:, :full] = _swap(values, slots[:, :full], values[slots[:, full:]].sum(1), tolerance)
+        else:
+            _swap(values, slots, np.zeros(num_parts), 0.0)
+    best = min(starts, key=lambda slots: float(values[slots].sum(1).max()))
+    best.sort(axis=1)
+    filled = (best < len(values) - 1).sum(1)
+    return [part[:count].tolist() for part, count in zip(best, filled.tolist(), strict=True)]
+
+
+def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
+    """How much longer the heaviest part takes than the mean: max / mean - 1; 0 where nothing costs anything."""
+    values = np.asarray(costs, dtype=np.float64)
+    sums = np.array([values[list(part)].sum() for part in partition])
+    return float(sums.max() / sums.mean() - 1) if sums.any() else 0.0
+
+
+def _equal_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:
+    """Blocks of the next `num_parts` items in descending order, each part getting one of every block."""
+    num_items = len(values) - 1
+    num_blocks = -(-num_items // num_parts)
+    order = np.full(num_blocks * num_parts, num_items)
+    order[:num_items] = np.argsort(-values[:-1])
+    blocks = order.reshape(num_blocks, num_parts)
+    starts = [_greedy(values, blocks)]
+    if num_blocks <= DIFFERENCING_LIMIT // num_parts:
+        starts.append(_differencing(values, list(blocks[:, :, None])))
+    return starts
+
+
+def _free_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:
+    """The next item in descending order to the lightest part."""
+    num_items = len(values) - 1
+    order = np.argsort(-values[:-1]).tolist()
+    cost_of, parts = values.tolist(), [[] for _ in range(num_parts)]
+    lightest = [(0.0, part) for part in range(num_parts)]
+    for item in order:
+        cost, part = lightest[0]
+        parts[part].append(item)
+        heapq.heapreplace(lightest, (cost + cost_of[item], part))
+    starts = [_as_slots(parts, num_items)]
+    if num_items <= DIFFERENCING_LIMIT:
+        alone = np.full((num_items, num_parts, 1), num_items)
+        alone[:, 0, 0] = order
+        starts.append(_differencing(values, list(alone)))
+    return starts
+
+
+def _as_slots(parts: list[list[int]], empty: int) -> _Slots:
+    """With an empty slot in each part at least, for an item that moves there."""
+    slots = np.full((len(parts), max(map(len, parts)) + 1), empty)
+    for row, part in zip(slots, parts, strict=True):
+        row[: len(part)] = part
+    return slots
+
+
+def _greedy(values: np.ndarray, blocks: np.ndarray) -> _Slots:
+    """Of each block the costliest item to the lightest part; of the last blocks to the first and the last in turn."""
+    sums, slots = np.zeros(blocks.shape[1]), blocks.copy()
+    slots[1::2] = blocks[1::2, ::-1]
+    for row, block, costs in zip(slots[:GREEDY_BLOCKS], blocks, values[blocks[:GREEDY_BLOCKS]], strict=False):
+        place = sums.argsort()
+        row[place] = block
+        sums[place] += costs
+    return np.ascontiguousarray(slots.T)
+
+
+def _differencing(values: np.ndarray, states: list[np.ndarray]) -> _Slots:
+    """Merge the two partial partitions (parts, slots) whose parts differ most, heavy parts with light ones."""
+    heap = []
+    for number, slots in enumerate(states):
+        sums = values[slots].sum(1)
+        heap.append((float(sums.min() - sums.max()), number, slots, sums))
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, slots, sums = heapq.heappop(heap)
+        _, _, others, other_sums = heapq.heappop(heap)
+        heavy, light = (-sums).argsort(kind="stable"), other_sums.argsort(kind="stable")
+        merged, sums = np.concatenate([slots[heavy], others[light]], axis=1), sums[heavy] + other_sums[light]
+        heapq.heappush(heap, (float(sums.min() - sums.max()), number, merged, sums))
+        number += 1
+    slots = heap[0][2]
+    return _as_slots([[i for i in part if i < len(values) - 1] for part in slots.tolist()], len(values) - 1)
+
+
+def _swap(values: np.ndarray, slots: _Slots, fixed: np.ndarray, tolerance: float) -> _Slots:
+    """Swap one item of each heavy part with one of a light part, the heaviest with the lightest, round by round.
+
+    fixed: (parts,) the cost of what else is in each part. `slots` are changed in place.
+    """
+    num_parts, num_slots = slots.shape
+    costs = values[slots]
+    sums = costs.sum(1) + fixed
+    mean = sums.mean()
+    stride, one_by_one = 8 if num_slots >= 64 else 1, False  # which of a heavy part's items are tried in a round
+    for number in range(MAX_ROUNDS):
+        excess = sums.max() - mean
+        if excess <= tolerance * mean or not num_slots:
+            break
+        by_sum = sums.argsort()
+        light = by_sum[:-1] if one_by_one else by_sum[: num_parts // 2]
+        heavy = np.full(len(light), by_sum[-1]) if one_by_one else by_sum[::-1][: num_parts // 2]
+        gap = sums[heavy] - sums[light]
+        light, heavy, gap = light[gap > excess / 4], heavy[gap > excess / 4], gap[gap > excess / 4]
+        tried = np.arange(number % stride, num_slots, stride)
+        given, taken = _best_swaps(costs, heavy, light, gap, tried)
+        moved = costs[heavy, given] - costs[light, taken]
+        helps = (moved > 0) & (moved < gap)
+        if not helps.any():
+            if one_by_one:
+                break
+            one_by_one, stride = stride == 1, 1  # then all items are tried, then the heaviest part with every other one
+            continue
+        if one_by_one:
+            helps = np.maximum(sums[heavy] - moved, sums[light] + moved).argmin(keepdims=True)
+        heavy, light, given, taken, moved = (x[helps] for x in (heavy, light, given, taken, moved))
+        for x in (slots, costs):
+            x[heavy, given], x[light, taken] = x[light, taken], x[heavy, given]
+        sums[heavy] -= moved
+        sums[light] += moved
+    return slots
+
+
+def _best_swaps(
+    costs: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: np.ndarray, tried: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each pair of parts the slots whose swap moves closest to half their gap: (pairs,) each."""
+    pairs, num_slots = np.arange(len(gap))[:, None], costs.shape[1]
+    order = costs[light].argsort(1)
+    ascending = np.take_along_axis(costs[light], order, 1)
+    wanted = costs[heavy][:, tried] - gap[:, None] / 2
+    # One search for all pairs: each has a range of numbers of its own.
+    top = ascending.max() + 1
+    found = np.searchsorted((ascending + pairs * top).ravel(), (wanted.clip(0, top) + pairs * top).ravel())
+    above = (found.reshape(wanted.shape) - pairs * num_slots).clip(0, num_slots - 1)
+    below = (above - 1).clip(0)
+    to_above, to_below = (np.abs(np.take_along_axis(ascending, x, 1) - wanted) for x in (above, below))
+    nearest = np.where(to_below <= to_above, below, above)
+    best = np.minimum(to_below, to_above).argmin(1)
+    return tried[best], order[pairs[:, 0], nearest[pairs[:, 0], best]]

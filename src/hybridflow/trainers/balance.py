@@ -1,0 +1,53 @@
+"""Which rank gets which rows: an order of the batch whose equal parts take equally long."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybridflow.algorithms import balanced_partition, imbalance
+from hybridflow.models import DecoderShape, sequence_costs
+from hybridflow.trainers.stages import Batch, read
+
+
+def balanced_order(
+    batch: Batch,
+    num_parts: int,
+    mini_batches: Sequence[Sequence[int]],
+    shape: DecoderShape | None,
+    *,
+    keep_groups: bool = False,
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Row numbers of `batch` in their new order, and `balance/...`.
+
+    Each optimizer step waits for its slowest rank, so the rows of each mini-batch are dealt out by themselves, as many
+    to each part, or as many groups. `mini_batches` lists row ids.
+    """
+    columns = read(batch, ("prompt_mask", "response_mask", "group_ids", "row_ids")).batch
+    lengths = columns["prompt_mask"].sum(-1) + columns["response_mask"].sum(-1)
+    costs = np.array(sequence_costs(shape, lengths.tolist()))
+    groups, row_of = columns["group_ids"].tolist(), {int(id_): row for row, id_ in enumerate(columns["row_ids"])}
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for members in mini_batches:
+        units: dict[int, list[int]] = {}
+        for row in sorted(row_of[id_] for id_ in members):
+            units.setdefault(groups[row] if keep_groups else row, []).append(row)
+        rows = list(units.values())
+        partition = balanced_partition([costs[unit].sum() for unit in rows], num_parts, equal_counts=True)
+        dealt = [[row for unit in part for row in rows[unit]] for part in partition]
+        dealt.sort(key=len, reverse=True)
+        for part, more in zip(sorted(parts, key=len), dealt, strict=True):  # parts change in place
+            part += more
+    order = np.array([row for part in parts for row in part], dtype=np.int64)
+    own_rows = [np.array([row_of[id_] for id_ in members]) for members in mini_batches]
+    return order, {
+        "balance/imbalance_before": _mean_imbalance(costs, np.arange(len(order)), own_rows, num_parts),
+        "balance/imbalance_after": _mean_imbalance(costs, order, own_rows, num_parts),
+    }
+
+
+def _mean_imbalance(costs: np.ndarray, order: np.ndarray, mini_batches: list[np.ndarray], num_parts: int) -> float:
+    """Over the mini-batches, where each rank gets an equal part of `order`."""
+    size = -(-len(order) // num_parts)
+    chunks = [order[start : start + size] for start in range(0, num_parts * size, size)]
+    of_each = [imbalance(costs.tolist(), [np.intersect1d(c, rows).tolist() for c in chunks]) for rows in mini_batches]
+    return float(np.mean(of_each))

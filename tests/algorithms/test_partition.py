@@ -1,0 +1,77 @@
+"""Partitions against the best there is, found by trying all, and their promises on random costs."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hybridflow.algorithms import balanced_partition, imbalance
+from hybridflow.errors import AlgorithmError
+
+
+def heaviest(costs, partition):
+    return max(sum(costs[item] for item in part) for part in partition)
+
+
+def best_of_all(costs, num_parts, equal_counts):
+    """The smallest heaviest part over every way to deal out the items."""
+    best = float("inf")
+    for owners in product(range(num_parts), repeat=len(costs)):
+        counts = [owners.count(part) for part in range(num_parts)]
+        if not equal_counts or max(counts) - min(counts) <= 1:
+            best = min(best, max(np.bincount(owners, weights=costs, minlength=num_parts)))
+    return best
+
+
+def test_numbers_that_karmarkar_and_karp_give_as_an_example_are_split_as_they_do_or_better():
+    costs = [8, 7, 6, 5, 4]  # differencing leaves a difference of 2; 15 and 15 is possible
+    assert heaviest(costs, balanced_partition(costs, 2)) <= 16
+
+
+@pytest.mark.parametrize("equal_counts", [True, False])
+def test_small_cases_are_as_good_as_the_best_of_all_or_nearly(equal_counts):
+    generator, optimal = np.random.default_rng(0), 0
+    for _ in range(100):
+        costs = generator.integers(1, 30, int(generator.integers(1, 8))).tolist()
+        num_parts = int(generator.integers(1, 4))
+        ours = heaviest(costs, balanced_partition(costs, num_parts, equal_counts=equal_counts))
+        best = best_of_all(costs, num_parts, equal_counts)
+        assert best <= ours <= 1.15 * best
+        optimal += ours == best
+    assert optimal >= 95
+
+
+@pytest.mark.parametrize("equal_counts", [True, False])
+@pytest.mark.parametrize(("count", "num_parts"), [(0, 3), (2, 5), (7, 7), (100, 7), (1000, 32), (8192, 64), (5000, 3)])
+def test_every_item_is_in_one_part_and_counts_are_equal_where_asked(count, num_parts, equal_counts):
+    costs = np.random.default_rng(count).lognormal(6, 1, count).tolist()
+    partition = balanced_partition(costs, num_parts, equal_counts=equal_counts)
+    assert len(partition) == num_parts
+    assert sorted(item for part in partition for item in part) == list(range(count))
+    assert all(part == sorted(part) for part in partition)
+    if equal_counts:
+        assert max(map(len, partition)) - min(map(len, partition)) <= 1
+
+
+@pytest.mark.parametrize("equal_counts", [True, False])
+def test_long_tailed_lengths_are_balanced_to_a_thousandth(equal_counts):
+    lengths = np.random.default_rng(1).lognormal(6.5, 1.0, 8192).clip(16, 16384).astype(int).tolist()
+    as_they_come = [list(range(start, start + 128)) for start in range(0, 8192, 128)]
+    assert imbalance(lengths, as_they_come) > 0.1
+    assert imbalance(lengths, balanced_partition(lengths, 64, equal_counts=equal_counts)) < 1e-3
+
+
+def test_equal_costs_give_equal_partitions_and_ties_too():
+    costs = [5.0] * 50 + [1.0] * 14
+    assert balanced_partition(costs, 8) == balanced_partition(list(costs), 8)
+    assert imbalance([3, 3, 3, 3], balanced_partition([3, 3, 3, 3], 2)) == 0
+    assert imbalance([0, 0], [[0], [1]]) == 0
+    assert imbalance([1, 3], [[0], [1]]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_parts"), [([1.0, float("nan")], 2), ([1.0, float("inf")], 2), ([-1.0], 1), ([1.0], 0)]
+)
+def test_costs_that_make_no_sense_are_refused(costs, num_parts):
+    with pytest.raises(AlgorithmError, match="balanced_partition"):
+        balanced_partition(costs, num_parts)

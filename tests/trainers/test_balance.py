@@ -1,0 +1,57 @@
+"""The rows of each mini-batch, dealt out to ranks."""
+
+import pytest
+import torch
+
+from hybridflow.models import DecoderShape
+from hybridflow.protocol import DataProto
+from hybridflow.trainers.balance import balanced_order
+
+SHAPE = DecoderShape(2, 32, 48, 4, 2, 40)
+
+
+def batch_of(lengths, group_size=1):
+    """Rows of one prompt token and the rest response."""
+    lengths = torch.tensor(lengths)
+    return DataProto.from_dict(
+        {
+            "prompt_mask": torch.ones(len(lengths), 1, dtype=torch.bool),
+            "response_mask": torch.arange(int(lengths.max())) < lengths[:, None] - 1,
+            "group_ids": torch.arange(len(lengths)) // group_size,
+            "row_ids": torch.arange(len(lengths)) + 100,
+        }
+    )
+
+
+def rows_of_ranks(order, num_parts):
+    return [sorted(part.tolist()) for part in torch.tensor(order).chunk(num_parts)]
+
+
+def test_long_rows_are_spread_over_the_ranks_and_imbalance_is_reported():
+    batch = batch_of([9, 8, 2, 1])
+    order, metrics = balanced_order(batch, 2, [[100, 101, 102, 103]], None)
+    assert sorted(rows_of_ranks(order, 2)) == [[0, 3], [1, 2]]
+    assert metrics["balance/imbalance_before"] == pytest.approx(17 / 10 - 1)
+    assert metrics["balance/imbalance_after"] == 0
+
+
+def test_each_mini_batch_is_balanced_by_itself():
+    lengths = [50, 40, 3, 2, 30, 20, 2, 2]
+    steps = [[100, 101, 102, 103], [104, 105, 106, 107]]
+    order, metrics = balanced_order(batch_of(lengths), 2, steps, SHAPE)
+    for rank in rows_of_ranks(order, 2):
+        assert len([row for row in rank if row < 4]) == 2
+        assert len({0, 1} & set(rank)) == 1
+        assert len({4, 5} & set(rank)) == 1
+    assert metrics["balance/imbalance_after"] < metrics["balance/imbalance_before"]
+
+
+def test_groups_stay_on_one_rank_where_asked():
+    lengths = [9, 9, 8, 8, 2, 2, 1, 1]
+    order, _ = balanced_order(batch_of(lengths, group_size=2), 2, [list(range(100, 108))], None, keep_groups=True)
+    assert sorted(rows_of_ranks(order, 2)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def test_rows_that_ranks_cannot_share_evenly_are_all_there():
+    order, _ = balanced_order(batch_of([5, 4, 3, 2, 1]), 2, [[100, 101, 102], [103, 104]], None)
+    assert sorted(order.tolist()) == list(range(5))
