@@ -92,6 +92,12 @@ def test_loss_and_gradient_do_not_change_with_the_number_of_ranks_or_the_size_of
             assert after[name] == before[name]
 
 
+def test_rows_are_dealt_out_so_that_ranks_take_equally_long(runs):
+    rows = read_jsonl(runs.exact_2 / "metrics.jsonl")[1:]
+    before, after = (sum(row[f"balance/imbalance_{when}"] for row in rows) for when in ("before", "after"))
+    assert after < 0.5 * before
+
+
 def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(runs):
     for step in (1, 2):
         calls = {e.method: e for s, e in events_of(runs.own_pools) if s == step and e.kind == "call"}

@@ -40,7 +40,8 @@ def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, 
     names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
     assert [name for name in sorted(names) if find_metric(name) is None] == []
     found = {id(find_metric(name)) for name in names}
-    assert [name for name, metric in METRICS.items() if id(metric) not in found] == []
+    unseen = [name for name, metric in METRICS.items() if id(metric) not in found]
+    assert unseen == ["balance/imbalance_before", "balance/imbalance_after"]  # of several ranks
 
 
 def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(train):

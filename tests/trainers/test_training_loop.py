@@ -39,6 +39,9 @@ class NotingTrainer:
     def save(self):
         self._note(f"save {self.global_step}")
 
+    def finish_save(self):
+        pass
+
     def _note(self, call):
         self.calls.append(call)
         if call == self.signal_in:

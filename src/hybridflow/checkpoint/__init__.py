@@ -1,5 +1,6 @@
 """Checkpoints: any nested state on disk, whole or not at all, without code in it; and export to Hugging Face."""
 
+from hybridflow.checkpoint.background import BackgroundSave, copy_state
 from hybridflow.checkpoint.export import EXPORT_DTYPES, export_model
 from hybridflow.checkpoint.sharded_state import describe_state, read_state_into, save_sharded_state
 from hybridflow.checkpoint.state import join_state, split_state
@@ -8,8 +9,10 @@ from hybridflow.checkpoint.store import Checkpoint, CheckpointStore, open_checkp
 
 __all__ = [
     "EXPORT_DTYPES",
+    "BackgroundSave",
     "Checkpoint",
     "CheckpointStore",
+    "copy_state",
     "describe_state",
     "export_model",
     "join_state",

@@ -27,23 +27,25 @@ from hybridflow.errors import CheckpointError
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
 
 
-def save_sharded_state(state: Any, path: str | Path) -> None:
+def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the shards of a state with DTensors; every rank calls it. What is not sharded is equal on all ranks.
 
+    `group`: where the ranks meet for it, all of them; a save beside training needs one of its own.
     Raises CheckpointError on every rank if one cannot write.
     """
     path = Path(path)
     tree, tensors = split_state(state)
     problem = ""
     try:
-        save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+        writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+        save(dict(tensors), storage_writer=writer, process_group=group)
         if dist.get_rank() == 0:
             path.with_name(path.name + ".json").write_text(tree_text(tree), encoding="utf-8")
     except (OSError, CheckpointException) as error:
         free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
         problem = f"cannot write '{path}'{free}: {' '.join(str(error).split())[-300:]}"
     problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group=group)
     if any(problems):
         raise CheckpointError("; ".join(dict.fromkeys(filter(None, problems))))
 

@@ -11,7 +11,7 @@ from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.training_loop import fit
-from hybridflow.trainers.training_state import restore_training, save_training
+from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
 
 
@@ -40,6 +40,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.validator, self.speedometer = validator, speedometer
         self.stateful_groups = [actor_rollout, *([critic] if critic else []), rewards]
         self.global_step = 0
+        self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             state = restore_training(run.checkpoint, self.stateful_groups, loader)
             self.kl_controller.load_state_dict(state["kl_controller"])
@@ -70,11 +71,9 @@ class PPOTrainer(PPO, BackendOwner):
         return metrics
 
     def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number."""
-        save_training(
-            self.run,
-            self.global_step,
-            self.stateful_groups,
-            self.loader,
-            kl_controller=self.kl_controller.state_dict(),
-        )
+        """Write a checkpoint of everything that reaches a number, or begin to."""
+        self.saver.save(self.global_step, kl_controller=self.kl_controller.state_dict())
+
+    def finish_save(self) -> None:
+        """Wait until the save that was begun is a checkpoint."""
+        self.saver.finish()

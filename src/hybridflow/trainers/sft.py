@@ -14,7 +14,7 @@ from hybridflow.trainers.speed import Lengths, Speedometer
 from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import with_row_ids
 from hybridflow.trainers.training_loop import fit
-from hybridflow.trainers.training_state import restore_training, save_training
+from hybridflow.trainers.training_state import TrainingSaver, restore_training
 
 
 class SFTTrainer(BackendOwner):
@@ -39,6 +39,7 @@ class SFTTrainer(BackendOwner):
         self.group, self.policy = policy, StageCalls(policy)
         self.validation, self.speedometer = validation, speedometer
         self.global_step = 0
+        self.saver = TrainingSaver(run, [policy], loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             self.global_step = restore_training(run.checkpoint, [policy], loader)["global_step"]
 
@@ -80,5 +81,9 @@ class SFTTrainer(BackendOwner):
         return {"sft/val_loss": total / count}
 
     def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number."""
-        save_training(self.run, self.global_step, [self.group], self.loader)
+        """Write a checkpoint of everything that reaches a number, or begin to."""
+        self.saver.save(self.global_step)
+
+    def finish_save(self) -> None:
+        """Wait until the save that was begun is a checkpoint."""
+        self.saver.finish()

@@ -1,9 +1,11 @@
 """The loop around the steps of any trainer: when it validates, writes, saves and stops. Knows no algorithm."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from hybridflow.config import Config
+from hybridflow.errors import HybridFlowError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.trainers.run_directory import RunDirectory
@@ -39,7 +41,11 @@ class Trainer(Protocol):
         ...
 
     def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number."""
+        """Write a checkpoint of everything that reaches a number, or begin to: `finish_save` completes it."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until the save that was begun is a checkpoint."""
         ...
 
 
@@ -55,12 +61,13 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
         _say_nothing_is_left(trainer)
         return
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
-    with log, StopRequest() as stop:
+    with log, StopRequest() as stop, _completing_saves(trainer):
         if trainer.global_step == 0 and how.val_before_train:
             log.write(0, trainer.validate(), events=trainer.take_events())
         stopping = stop.requested
         while not stopping:
             samples = trainer.train_step()
+            trainer.finish_save()  # that of the step before, written beside this one
             step = trainer.global_step
             if step == trainer.total_steps or _is_due(how.val_every, step):
                 trainer.metrics |= trainer.validate()
@@ -76,6 +83,20 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             trainer.global_step,
             trainer.total_steps,
         )
+
+
+@contextmanager
+def _completing_saves(trainer: Trainer) -> Iterator[None]:
+    """A save that was begun becomes a checkpoint, also where an error ends the loop."""
+    try:
+        yield
+    except Exception:
+        try:
+            trainer.finish_save()
+        except HybridFlowError as error:
+            logger.error("the checkpoint that was being written is lost: %s", error)
+        raise
+    trainer.finish_save()
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -1,6 +1,7 @@
 """A training run as a checkpoint: the state of its groups, its position in the data, random state, and what more."""
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, save_state
@@ -16,16 +17,42 @@ CONTROLLER = "controller"
 """Component of a checkpoint that the controller writes; each group writes its own."""
 
 
-def save_training(
-    run: RunDirectory, step: int, groups: Iterable[WorkerGroup], loader: BatchLoader, **more: Any
-) -> None:
-    """Write the checkpoint of a step: complete, or not there. Raises CheckpointError."""
-    with run.store.begin(step, info=run.identity) as directory:
-        for group in groups:
-            group.save(str(directory))
-        state = {"global_step": step, "loader": loader.state_dict(), "random": capture_random_state(), **more}
-        save_state(state, directory / CONTROLLER)
-    logger.debug("saved '%s'", run.store.path(step))
+class TrainingSaver:
+    """Writes the checkpoints of a run: each complete, or not there.
+
+    `in_background`: a save returns when the state of now is copied; training may go on while it is written. `finish`
+    makes a checkpoint of it, and so does the next save.
+    """
+
+    def __init__(
+        self, run: RunDirectory, groups: Iterable[WorkerGroup], loader: BatchLoader, *, in_background: bool = False
+    ) -> None:
+        self._run, self._groups, self._loader, self._in_background = run, list(groups), loader, in_background
+        self._open: ExitStack | None = None
+        self._step = 0
+
+    def save(self, step: int, **more: Any) -> None:
+        """Write, or begin to write, the checkpoint of a step. Raises CheckpointError."""
+        self.finish()
+        with ExitStack() as stack:
+            directory = stack.enter_context(self._run.store.begin(step, info=self._run.identity))
+            for group in self._groups:
+                group.save(str(directory), in_background=self._in_background)
+            state = {"global_step": step, "loader": self._loader.state_dict(), "random": capture_random_state(), **more}
+            save_state(state, directory / CONTROLLER)
+            self._open, self._step = stack.pop_all(), step
+        if not self._in_background:
+            self.finish()
+
+    def finish(self) -> None:
+        """Complete the save that was begun, if there is one. Raises CheckpointError; then that save is lost alone."""
+        stack, self._open = self._open, None
+        if stack is None:
+            return
+        with stack:
+            for group in self._groups if self._in_background else ():
+                group.finish_save()
+        logger.debug("saved '%s'", self._run.store.path(self._step))
 
 
 def restore_training(checkpoint: Checkpoint, groups: Iterable[WorkerGroup], loader: BatchLoader) -> dict[str, Any]:

@@ -1,10 +1,21 @@
 """What every worker with a model does alike: threads, kernels, saving and loading its engine."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hybridflow.checkpoint import describe_state, load_state, read_state_into, save_sharded_state, save_state
+import torch.distributed as dist
+
+from hybridflow.checkpoint import (
+    BackgroundSave,
+    copy_state,
+    describe_state,
+    load_state,
+    read_state_into,
+    save_sharded_state,
+    save_state,
+)
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.engines import TorchEngine, join_process_group
@@ -30,6 +41,8 @@ class ModelWorker(Worker):
     component: str
     role: RoleName
     engine: TorchEngine
+    _save: BackgroundSave | None = None
+    _save_group: dist.ProcessGroup | None = None
 
     def build_engine(
         self,
@@ -64,14 +77,38 @@ class ModelWorker(Worker):
             join_process_group(self.rank, self.world_size, address, port, config.controller.call_timeout_s)
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, directory: str) -> None:
+    def save(self, directory: str, in_background: bool = False) -> None:
         """Write the engine's state into a checkpoint directory, each rank its shards; where all hold the same, rank 0
-        writes."""
-        path = Path(directory) / self.component
+        writes.
+
+        `in_background`: the state of now is copied, and written until `finish_save` returns.
+        """
+        path, state = Path(directory) / self.component, self.engine.state_dict()
+        state = copy_state(state) if in_background else state
         if not self.engine.ranks.is_alone:
-            save_sharded_state(self.engine.state_dict(), path)
+            write = partial(save_sharded_state, state, path, self._group_for_saves() if in_background else None)
         elif self.rank == 0:
-            save_state(self.engine.state_dict(), path)
+            write = partial(save_state, state, path)
+        else:
+            return
+        if in_background:
+            self._save = BackgroundSave(write)
+        else:
+            write()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> None:
+        """Wait for the save in the background, if there is one. Raises CheckpointError if it failed."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.finish()
+
+    def _group_for_saves(self) -> dist.ProcessGroup:
+        """Ranks meet there for saves only, while they meet for training elsewhere."""
+        group = self._save_group or dist.new_group(backend="gloo")
+        assert group is not None, "every rank is in it"
+        self._save_group = group
+        return group
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:

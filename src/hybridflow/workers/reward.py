@@ -57,9 +57,13 @@ class RewardWorker(Worker):
             return self.score(batch)
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, directory: str) -> None:
-        """Write the random state, which a reward function may draw from, into a checkpoint directory."""
+    def save(self, directory: str, in_background: bool = False) -> None:
+        """Write the random state, which a reward function may draw from, into a checkpoint directory; at once."""
         save_state({"random": capture_random_state()}, self._state_file(directory))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> None:
+        """Nothing to wait for."""
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
