@@ -8,6 +8,7 @@ calls it; tests of its own checks use that.
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -107,6 +108,36 @@ def ray_backend() -> "Iterator[RayBackend]":
 
     with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=60.0) as backend:
         yield backend
+
+
+@pytest.fixture(scope="session")
+def run_world() -> Callable[..., None]:
+    """`run_world(program, 2, *arguments)`: `program RANK WORLD_SIZE PORT *arguments` in so many processes to the end.
+
+    A rank may end with any of the `returncodes`.
+    """
+
+    def run(program: Path, world_size: int, *arguments: Any, returncodes: Sequence[int] = (0,)) -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, program, *map(str, (rank, world_size, port, *arguments))],
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            errors = [process.communicate(timeout=250)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        assert all(process.returncode in returncodes for process in ranks), "\n".join(errors)[-3000:]
+
+    return run
 
 
 @pytest.fixture

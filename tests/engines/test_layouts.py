@@ -6,9 +6,6 @@ planted bugs that must show. `HYBRIDFLOW_WRITE_TABLES=1` writes the table of doc
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,37 +93,15 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
 
 
 @pytest.fixture(scope="module")
-def results(tiny_model, rows, tmp_path_factory) -> dict[str, SimpleNamespace]:
+def results(tiny_model, rows, tmp_path_factory, run_world) -> dict[str, SimpleNamespace]:
     """What each case left, by name: three worlds of 1, 2 and 4 processes, one after another."""
     out, cases = tmp_path_factory.mktemp("layouts"), cases_of(tiny_model, rows)
     for world_size in (1, 2, 4):
         listed = [{"name": name, **case} for name, (ranks, case) in cases.items() if ranks == world_size]
-        run_world(world_size, listed, out)
+        listing = out / f"cases_{world_size}.json"
+        listing.write_text(json.dumps(listed))
+        run_world(PROGRAM, world_size, listing, out)
     return {name: read_result(out, name) for name in cases}
-
-
-def run_world(world_size: int, cases: list[dict], out: Path) -> None:
-    listing = out / f"cases_{world_size}.json"
-    listing.write_text(json.dumps(cases))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), str(world_size), str(port), listing, out],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=250)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(errors)[-3000:]
 
 
 def read_result(out: Path, name: str) -> SimpleNamespace:

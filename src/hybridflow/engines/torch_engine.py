@@ -17,6 +17,7 @@ from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.blame import blame
 from hybridflow.engines.engine_state import require_fitting_state
 from hybridflow.engines.gradient_norm import clip_gradients
+from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
@@ -76,6 +77,7 @@ class TorchEngine:
         self.num_updates = 0
         self.device = own_device()
         self.ranks = Ranks(parallel or ParallelConfig(), self.device)
+        self._step_guard = StepGuard(self.ranks)
         self.compute_dtype, self.path = DTYPES[model.dtype], path
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
         dtype = torch.float32 if learns_in_float32 else self.compute_dtype
@@ -109,15 +111,15 @@ class TorchEngine:
 
     def forward(self, rows: DataProto, *, with_entropy: bool = False, temperature: float = 1.0) -> Outputs:
         results: Outputs = {}
-        with torch.no_grad():
+        with torch.no_grad(), self._step_guard():
             for indices in self._micro_batches(rows):
                 outputs = self._compute(self._arrange(self._part(rows, indices)), with_entropy, temperature)
                 for name, values in outputs.items() if len(indices) else ():
                     if name not in results:
                         results[name] = values.new_zeros(rows.batch["response_mask"].shape, device="cpu")
                     results[name][indices] = values.cpu()
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # what a backward pass would do
+            if isinstance(self.model, FSDPModule):
+                self.model.reshard()  # what a backward pass would do
         return results
 
     def update(
@@ -128,18 +130,19 @@ class TorchEngine:
         loss, metrics = 0.0, {}
         counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
         self.optimizer.zero_grad(set_to_none=True)  # of an update that an error ended
-        for indices in self._micro_batches(rows):
-            part = self._part(rows, indices)
-            share, extra, model_input = self._learn(part, loss_function, with_entropy, temperature)
-            loss += share
-            for name, value in extra.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-            counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
-        (summed_loss,) = self.ranks.sum_floats([loss])
-        # A rank without rows in this mini-batch has no share of a metric: that is 0.
-        names = [name for of_rank in self.ranks.gather(list(metrics)) for name in of_rank]
-        metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
-        norm = clip_gradients(self.parameters.values(), self.optimizer_config.clip_grad_norm, self.ranks)
+        with self._step_guard():
+            for indices in self._micro_batches(rows):
+                part = self._part(rows, indices)
+                share, extra, model_input = self._learn(part, loss_function, with_entropy, temperature)
+                loss += share
+                for name, value in extra.items():
+                    metrics[name] = metrics.get(name, 0.0) + value
+                counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
+            (summed_loss,) = self.ranks.sum_floats([loss])
+            # A rank without rows in this mini-batch has no share of a metric: that is 0.
+            names = [name for of_rank in self.ranks.gather(list(metrics)) for name in of_rank]
+            metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
+            norm = clip_gradients(self.parameters.values(), self.optimizer_config.clip_grad_norm, self.ranks)
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(
@@ -155,7 +158,8 @@ class TorchEngine:
         return UpdateResult(loss, norm, lr, metrics, **counts)
 
     def all_reduce_sum(self, value: int) -> int:
-        return self.ranks.sum(value)
+        with self._step_guard():
+            return self.ranks.sum(value)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         if self.ranks.is_alone:

@@ -106,7 +106,7 @@ class ModelWorker(Worker):
     def _group_for_saves(self) -> dist.ProcessGroup:
         """Ranks meet there for saves only, while they meet for training elsewhere."""
         group = self._save_group or dist.new_group(backend="gloo")
-        assert group is not None, "every rank is in it"
+        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._save_group = group
         return group
 

@@ -1,0 +1,163 @@
+"""What some ranks saved, any number of ranks resumes: equal bits in the same layout, equal numbers in any other."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hybridflow.checkpoint import describe_state, load_state, save_state
+from hybridflow.errors import CheckpointError
+from hybridflow.protocol import DataProto
+
+PROGRAM = Path(__file__).parent / "resume_program.py"
+
+WORLDS = {
+    4: [
+        ("four", {"tensor": 2, "save": "by_four", "in_background": True}),
+        ("four_again", {"tensor": 2, "load": "by_four"}),
+        ("four_in_other_axes", {"sequence": 2, "load": "by_four"}),
+    ],
+    2: [
+        ("two_from_four", {"load": "by_four"}),
+        ("two", {"save": "by_two"}),
+        ("two_again", {"load": "by_two"}),
+        ("two_in_other_axes", {"tensor": 2, "load": "by_two"}),
+    ],
+    1: [
+        ("one_from_four", {"load": "by_four"}),
+        ("one", {"save": "by_one", "in_background": True}),
+        ("one_again", {"load": "by_one"}),
+    ],
+    -2: [("two_from_one", {"load": "by_one"})],
+}
+"""Ranks -> actions in turn; the names of directories are shared. A negative number is so many ranks once more."""
+
+
+@pytest.fixture(scope="module")
+def results(rollout_rows, tiny_model, run_world, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("resumed")
+    batch = rollout_rows([3, 1, 5, 2, 4, 3, 1, 6, 2, 3], [4, 6, 1, 3, 6, 2, 5, 4, 3, 1], seed=1)
+    generator = torch.Generator().manual_seed(2)
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns")
+    noise = {
+        n: torch.randn(batch.batch["response_mask"].shape, generator=generator, dtype=torch.float64) for n in names
+    }
+    batch.union(DataProto.from_dict(noise)).save_to_disk(directory / "rows")
+    for key, actions in WORLDS.items():
+        listed = []
+        for name, options in actions:
+            paths = {what: str(directory / options[what]) for what in ("load", "save") if what in options}
+            axes = {axis: options[axis] for axis in ("tensor", "sequence") if axis in options}
+            case = {"model": str(tiny_model("qwen2")), "rows": str(directory / "rows"), **axes}
+            listed.append({"name": name, "case": case, "in_background": options.get("in_background", False), **paths})
+        (directory / f"actions_{key}.json").write_text(json.dumps(listed))
+        for options in (options for _, options in actions if "save" in options):
+            (directory / options["save"]).mkdir()
+        run_world(PROGRAM, abs(key), directory / f"actions_{key}.json", directory)
+    names = [name for actions in WORLDS.values() for name, _ in actions]
+    return SimpleNamespace(
+        directory=directory, **{name: load_file(directory / f"{name}.safetensors") for name in names}
+    )
+
+
+def largest_error(weights, reference):
+    assert weights.keys() == reference.keys()
+    return max(float((weights[name] - value).norm() / value.norm()) for name, value in reference.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["four", "two", "one"])
+def test_the_same_layout_resumes_with_the_same_bits(results, ranks):
+    whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("resumed", "saved_by"),
+    [
+        ("four_in_other_axes", "four"),
+        ("two_from_four", "four"),
+        ("one_from_four", "four"),
+        ("two_in_other_axes", "two"),
+        ("two_from_one", "one"),
+    ],
+)
+def test_any_other_layout_resumes_with_the_same_numbers(results, resumed, saved_by):
+    assert largest_error(getattr(results, resumed), getattr(results, saved_by)) < 1e-10
+
+
+@pytest.mark.slow
+def test_a_save_in_the_background_holds_the_state_of_its_beginning(results):
+    saved = load_state(results.directory / "by_four" / "actor")
+    assert saved["num_updates"] == 2
+    assert largest_error(saved["model"], results.four) > 1e-4  # the two steps after it
+    assert largest_error(saved["model"], load_state(results.directory / "by_two" / "actor")["model"]) < 1e-10
+
+
+@pytest.mark.slow
+def test_each_rank_writes_its_own_shards_and_nothing_twice(results):
+    files = sorted((results.directory / "by_four" / "actor").iterdir())
+    assert len(files) == 4
+    assert {file.suffix for file in files} == {".safetensors"}  # nothing that could hold code
+    whole = load_state(results.directory / "by_four" / "actor")
+    numbers = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            numbers += sum(opened.get_tensor(name).numel() for name in opened.keys())  # noqa: SIM118
+    moments = [moment for of_one in whole["optimizer"].values() for moment in of_one.values()]
+    assert numbers == sum(tensor.numel() for tensor in [*whole["model"].values(), *moments])
+
+
+@pytest.mark.slow
+def test_a_described_state_has_shapes_and_no_contents(results):
+    described = describe_state(results.directory / "by_four" / "actor")
+    whole = load_state(results.directory / "by_four" / "actor")
+    assert {n: tuple(t.shape) for n, t in described["model"].items()} == {
+        n: tuple(t.shape) for n, t in whole["model"].items()
+    }
+    assert all(tensor.is_meta for tensor in described["model"].values())
+
+
+def write_shards(directory, *shards, dtype=torch.float32):
+    """Files of rows of one tensor `model/w`: (first row, rows) each."""
+    directory.mkdir()
+    for number, (first, rows) in enumerate(shards):
+        places = {"model/w": {"saved_offsets": [first, 0]}}
+        save_file(
+            {"model/w": torch.arange(first, first + rows, dtype=dtype)[:, None].expand(rows, 2).contiguous()},
+            directory / f"shard-{number}.safetensors",
+            metadata={"DCP_SHARDING_INFO": json.dumps(places)},
+        )
+
+
+def test_shards_are_put_together_by_their_places(tmp_path):
+    save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
+    (tmp_path / "actor.safetensors").unlink()
+    write_shards(tmp_path / "actor", (3, 2), (0, 3))
+    assert load_state(tmp_path / "actor", "model")["w"][:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_missing_file_of_shards_is_named_by_what_it_lacks(tmp_path):
+    save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
+    (tmp_path / "actor.safetensors").unlink()
+    write_shards(tmp_path / "actor", (3, 2))
+    with pytest.raises(CheckpointError, match="'model/w' has 10 numbers and its shards 4: a file of shards is missing"):
+        load_state(tmp_path / "actor")
+    (tmp_path / "actor" / "shard-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        load_state(tmp_path / "actor")
+
+
+def test_a_damaged_file_of_shards_is_named(tmp_path):
+    save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
+    (tmp_path / "actor.safetensors").unlink()
+    write_shards(tmp_path / "actor", (0, 5))
+    (tmp_path / "actor" / "shard-0.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(CheckpointError, match=r"shard-0\.safetensors' cannot be read as safetensors"):
+        describe_state(tmp_path / "actor")

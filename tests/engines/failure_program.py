@@ -1,0 +1,83 @@
+"""One rank of two, of which the second meets trouble; `test_failures_of_ranks` starts it.
+
+`failure_program.py RANK WORLD_SIZE PORT MODEL_DIR ROWS_DIR OUT_DIR`. Leaves `OUT_DIR/<scenario>_<rank>.json` with what
+was raised, and how long it took.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hybridflow.engines import TorchEngine, join_process_group
+from hybridflow.protocol import DataProto
+
+LAYOUTS = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "layout_program.py"), run_name="layout_program"))
+
+
+def main() -> None:
+    rank, world_size, port = map(int, sys.argv[1:4])
+    model, rows_path, out = sys.argv[4:7]
+    torch.set_num_threads(1)
+    join_process_group(rank, world_size, "127.0.0.1", port, timeout_s=60)
+    rows = DataProto.load_from_disk(rows_path)
+
+    def build(**options: Any) -> TorchEngine:
+        return LAYOUTS.build(LAYOUTS.Case("", model, rows_path, **options))
+
+    def attempt(scenario: str, call: Callable[[], Any], **more: Callable[[], Any]) -> None:
+        start, raised, message = time.monotonic(), "", ""
+        try:
+            call()
+        except Exception as error:
+            raised, message = type(error).__name__, str(error)
+        record = {"raised": raised, "message": message, "seconds": time.monotonic() - start}
+        record |= {name: value() for name, value in more.items()}
+        Path(out, f"{scenario}_{rank}.json").write_text(json.dumps(record))
+
+    engine = build()
+    mine, loss = LAYOUTS.rows_of(engine, rows), LAYOUTS.loss_of("policy", rows)
+
+    def update(part: DataProto, function: Any = loss) -> float:
+        return engine.update(part, function, with_entropy=True, temperature=LAYOUTS.TEMPERATURE).grad_norm
+
+    def weights() -> float:
+        return float(sum(weight.sum() for _, weight in engine.weights()))
+
+    before = weights()
+    poisoned = mine.select(deepcopy=True)
+    if rank == 1:
+        poisoned.batch["advantages"][2, 0] = float("nan")
+    attempt("nan_loss", lambda: update(poisoned), unchanged=lambda: weights() == before)
+
+    def poison_gradient(outputs: Any, part: DataProto) -> Any:
+        total, metrics = loss(outputs, part)
+        if rank == 1 and 5 in part.batch["row_ids"].tolist():  # the square root's derivative at 0, times 0
+            values = outputs["log_probs"]
+            total = total + ((values - values.detach()) * 0.0).abs().sqrt().sum() * 0.0
+        return total, metrics
+
+    attempt("nan_gradient", lambda: update(mine, poison_gradient), unchanged=lambda: weights() == before)
+    attempt("after", lambda: update(mine), norm=lambda: update(mine))
+
+    longer = build(max_tokens=9)  # of the second rank's rows some are longer
+    attempt("too_long", lambda: longer.update(mine, loss, with_entropy=True))
+    attempt("mesh", lambda: build(tensor=2, sequence=2))
+
+    def die(outputs: Any, part: DataProto) -> Any:
+        if rank == 1:
+            os._exit(7)
+        return loss(outputs, part)
+
+    attempt("death", lambda: update(mine, die))
+
+
+if __name__ == "__main__":
+    main()

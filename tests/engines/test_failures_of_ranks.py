@@ -1,0 +1,75 @@
+"""Trouble on one of two ranks reaches both, with a reason and nothing applied."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.protocol import DataProto
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).parent / "failure_program.py"
+SCENARIOS = ("nan_loss", "nan_gradient", "after", "too_long", "mesh", "death")
+
+
+@pytest.fixture(scope="module")
+def outcomes(rollout_rows, tiny_model, run_world, tmp_path_factory):
+    """What each rank met in each scenario."""
+    out = tmp_path_factory.mktemp("failures")
+    batch = rollout_rows([3, 1, 5, 2, 4, 3, 1, 6, 2, 3], [4, 6, 1, 3, 6, 2, 5, 4, 3, 1], seed=1)
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns")
+    shape, generator = batch.batch["response_mask"].shape, torch.Generator().manual_seed(2)
+    columns = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in names}
+    batch.union(DataProto.from_dict(columns)).save_to_disk(out / "rows")
+    run_world(PROGRAM, 2, tiny_model("qwen2"), out / "rows", out, returncodes=(0, 7))
+    return {
+        (scenario, rank): json.loads((out / f"{scenario}_{rank}.json").read_text())
+        for scenario in SCENARIOS
+        for rank in ((0,) if scenario == "death" else (0, 1))
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_nan_on_one_rank_is_refused_on_both_with_the_row_named(outcomes, rank):
+    outcome = outcomes["nan_loss", rank]
+    assert outcome["raised"] == "NonFiniteError"
+    assert "row 5: loss nan" in outcome["message"]  # the third row of the second rank
+    assert outcome["message"].count("row ") == 1
+    assert outcome["unchanged"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_found_by_its_row(outcomes, rank):
+    outcome = outcomes["nan_gradient", rank]
+    assert outcome["raised"] == "NonFiniteError"
+    assert "row 5: loss" in outcome["message"]
+    assert "gradient not finite" in outcome["message"]
+    assert outcome["message"].count("row ") == 1
+    assert outcome["unchanged"]
+
+
+def test_training_goes_on_after_a_refused_step(outcomes):
+    assert outcomes["after", 0]["raised"] == outcomes["after", 1]["raised"] == ""
+    assert outcomes["after", 0]["norm"] == outcomes["after", 1]["norm"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sequence_that_is_too_long_on_one_rank_is_refused_on_both_before_a_collective(outcomes, rank):
+    outcome = outcomes["too_long", rank]
+    assert outcome["raised"] == "BatchError"
+    assert "rank 1: row" in outcome["message"]
+    assert "memory.max_tokens_per_micro_batch=9" in outcome["message"]
+
+
+def test_axes_that_do_not_divide_the_ranks_are_refused(outcomes):
+    assert outcomes["mesh", 0]["raised"] == "ModelError"
+    assert "parallel.sequence=2 times parallel.tensor=2 does not divide the 2 ranks" in outcomes["mesh", 0]["message"]
+
+
+def test_the_others_stop_with_a_reason_when_a_rank_dies_in_a_collective(outcomes):
+    outcome = outcomes["death", 0]
+    assert outcome["raised"] == "WorkerError"
+    assert "another rank" in outcome["message"]
+    assert outcome["seconds"] < 60

@@ -1,0 +1,109 @@
+"""Models built without memory and filled from files; here whole ones, `tests/engines` has shards."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hybridflow.errors import ModelError
+from hybridflow.models import build_with_placeholders, build_without_weights, load_causal_lm, load_shards
+from hybridflow.models.sharded_loading import StoredWeights
+
+
+def load(path, head="policy", dtype=torch.float32):
+    model = build_without_weights(path, head, dtype)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    model.tie_weights()
+    load_shards(model, path)
+    return model
+
+
+@pytest.fixture
+def copy_of(tiny_model, tmp_path):
+    def copy(**config):
+        return shutil.copytree(tiny_model("qwen2", **config), tmp_path / "model")
+
+    return copy
+
+
+def in_two_files(path):
+    """Rewrite the weights as two files with their index."""
+    weights = load_file(path / "model.safetensors")
+    names = sorted(weights)
+    files = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file(
+            {name: weights[name] for name in names if files[name] == file}, path / file, metadata={"format": "pt"}
+        )
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_weights_are_those_that_transformers_loads(tiny_model, family, tied):
+    path = tiny_model(family, tie_word_embeddings=tied)
+    ours, theirs = load(path), load_causal_lm(path)
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+
+
+def test_a_value_head_that_is_not_stored_is_zero_and_the_dtype_is_cast(tiny_model):
+    model = load(tiny_model("qwen2"), "value", torch.float64)
+    assert not model.score.weight.any()
+    assert model.dtype == torch.float64
+
+
+def test_files_with_an_index_and_a_body_without_a_prefix_are_read(copy_of):
+    path = copy_of()
+    weights = load_file(path / "model.safetensors")
+    body = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    save_file(body, path / "model.safetensors", metadata={"format": "pt"})
+    in_two_files(path)
+    model = load(path)
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in weights.items())
+
+
+def test_a_file_that_the_index_lists_and_is_missing_is_named(copy_of):
+    path = copy_of()
+    in_two_files(path)
+    (path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"cannot be read.*model-00002-of-00002\.safetensors"):
+        load(path)
+
+
+def test_an_index_cannot_lead_out_of_the_directory(copy_of):
+    path = copy_of()
+    in_two_files(path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../elsewhere.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lists '\.\./elsewhere\.safetensors', which is not a file of the directory"):
+        StoredWeights(path)
+
+
+def test_weights_of_another_model_are_refused_by_name(copy_of):
+    path = copy_of()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
+    with pytest.raises(ModelError, match=r"mlp\.\w+_proj\.weight has shape .* by config\.json"):
+        load(path)
+    (path / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+    )
+    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.2\..* which config\.json asks for"):
+        load(path)
+
+
+def test_a_model_of_placeholders_has_no_weights_and_takes_some(tiny_model):
+    path = tiny_model("qwen2", tie_word_embeddings=True)
+    model = build_with_placeholders(path, "policy", torch.bfloat16, torch.device("cpu"))
+    assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) < 200
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.shape == (40, 32)
