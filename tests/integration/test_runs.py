@@ -226,3 +226,19 @@ def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(chang
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     pairs = zip(weights(compiled, 6).values(), weights(plain, 6).values(), strict=True)
     assert 0 < max(float((one - other).abs().max()) for one, other in pairs) < 1e-3
+
+
+def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_path):
+    options = ("memory.max_tokens_per_micro_batch=auto", "trainer.total_steps=2")
+    run = train(*options, "--stop-after", "1", name="auto")
+    kept = json.loads((run / "token_budgets.json").read_text())
+    assert kept["budgets"].keys() == {"actor_rollout"}
+    budget = kept["budgets"]["actor_rollout"]
+    assert budget >= kept["layout"]["lengths"][0] + kept["layout"]["lengths"][1]
+    kept["budgets"]["actor_rollout"] = budget + 1
+    (run / "token_budgets.json").write_text(json.dumps(kept))
+    train(*options, name="auto")
+    assert json.loads((run / "token_budgets.json").read_text()) == kept
+    (run / "token_budgets.json").write_text("{")
+    with pytest.raises(AssertionError, match=r"token_budgets\.json' is damaged"):
+        train(*options, "trainer.total_steps=3", name="auto")

@@ -96,7 +96,7 @@ def _old_log_probs(config: Config) -> Iterator[str]:
 def _tokens(config: Config) -> Iterator[str]:
     budget, data = config.memory.max_tokens_per_micro_batch, config.data
     longest = data.max_prompt_length + data.max_response_length
-    if budget < longest:
+    if budget != "auto" and budget < longest:
         yield (
             f"memory.max_tokens_per_micro_batch={budget} cannot hold one sequence of data.max_prompt_length="
             f"{data.max_prompt_length} and data.max_response_length={data.max_response_length}; use at least {longest}"

@@ -25,6 +25,15 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 NoneAsText = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
 
 
+def _count_or_auto(value: object) -> object:
+    if value != "auto" and not (isinstance(value, int) and value > 0):
+        raise ValueError('needs an integer above 0, or "auto"')
+    return value
+
+
+CountOrAuto = BeforeValidator(_count_or_auto)
+
+
 class Section(BaseModel):
     """A frozen group of keys; unknown keys are errors."""
 
@@ -115,9 +124,10 @@ class OptimizerConfig(Section):
 
 
 class MemoryConfig(Section):
-    max_tokens_per_micro_batch: Positive = Field(
+    max_tokens_per_micro_batch: Annotated[Positive | Literal["auto"], CountOrAuto] = Field(
         default=16384,
-        description="Tokens in one forward and backward per rank: the memory knob, which changes no result.",
+        description="Tokens in one forward and backward per rank: the memory knob, which changes no result but "
+        "rounding. 'auto' finds for each role what fits at the first start, and the run keeps it.",
     )
     packing: bool = Field(
         default=True,

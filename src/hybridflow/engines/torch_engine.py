@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +22,7 @@ from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
+from hybridflow.engines.presence import Presence
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.stretch import stretch_of
@@ -45,6 +46,9 @@ from hybridflow.protocol import DataProto
 from hybridflow.runtime import own_device
 
 Head = Literal["policy", "value"]
+
+UNSETTLED_BUDGET = 16384
+"""Tokens per micro-batch where the configuration says "auto" and nobody has found out: generating needs none."""
 
 MAX_BLAMED = 8
 """Rows that the report of a refused step lists."""
@@ -72,6 +76,8 @@ class TorchEngine:
     ) -> None:
         self.head: Head = head
         self.memory = memory
+        budget = memory.max_tokens_per_micro_batch
+        self.max_tokens = UNSETTLED_BUDGET if budget == "auto" else budget
         self.optimizer_config = optimizer
         self.total_updates = total_updates
         self.num_updates = 0
@@ -94,10 +100,12 @@ class TorchEngine:
             tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
         self.shape = decoder_shape(path, has_lm_head=head == "policy")
+        self.present: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
             self.parameters = dict(self.model.named_parameters())
+            self._wait_on_host_if(offload == "idle")
             return
         if self.recomputes_activations:
             # The first is the newer name of the second. Without dropout there is no random state to repeat.
@@ -108,10 +116,17 @@ class TorchEngine:
         self.master = MasterParameters(self.model, self.compute_dtype if self.ranks.is_alone else dtype)
         self.parameters = self.master.by_name
         self.optimizer = build_adamw(self.parameters, optimizer)
+        self._wait_on_host_if(offload == "idle")
+
+    def _wait_on_host_if(self, idle: bool) -> None:
+        """Have weights and optimizer state on the device only in `with self.present():`, which calls can share."""
+        if idle and self.device.type != "cpu":
+            moments = self.optimizer.state if self.optimizer_config else {}
+            self.present = Presence(self.model, self.parameters.values(), moments, self.device)
 
     def forward(self, rows: DataProto, *, with_entropy: bool = False, temperature: float = 1.0) -> Outputs:
         results: Outputs = {}
-        with torch.no_grad(), self._step_guard():
+        with torch.no_grad(), self.present(), self._step_guard():
             for indices in self._micro_batches(rows):
                 outputs = self._compute(self._arrange(self._part(rows, indices)), with_entropy, temperature)
                 for name, values in outputs.items() if len(indices) else ():
@@ -127,6 +142,13 @@ class TorchEngine:
     ) -> UpdateResult:
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
+        with self.present():
+            return self._update(rows, loss_function, with_entropy, temperature)
+
+    def _update(
+        self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
+    ) -> UpdateResult:
+        assert self.optimizer_config is not None
         loss, metrics = 0.0, {}
         counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
         self.optimizer.zero_grad(set_to_none=True)  # of an update that an error ended
@@ -165,9 +187,10 @@ class TorchEngine:
         if self.ranks.is_alone:
             yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
             return
-        for name, parameter in self.parameters.items():
-            whole = cast(DTensor, parameter.detach()).full_tensor()
-            yield name, whole.to(self.device, self.compute_dtype)
+        with self.present():
+            for name, parameter in self.parameters.items():
+                whole = cast(DTensor, parameter.detach()).full_tensor()
+                yield name, whole.to(self.device, self.compute_dtype)
 
     def rollout_model(self) -> PreTrainedModel:
         """A model to generate with: this one, or where it is sharded one that `weights` are to be given to."""
@@ -230,7 +253,7 @@ class TorchEngine:
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
         """Row indices of each micro-batch; as many on every rank, empty ones where this one has no more rows."""
-        packing, budget = self.memory.packing, self.memory.max_tokens_per_micro_batch * self.ranks.sequence
+        packing, budget = self.memory.packing, self.max_tokens * self.ranks.sequence
         lengths, families, shared = sequence_lengths(rows), None, None
         if packing and self.memory.share_prompts:
             families, shared = prompt_families(rows, compiled=self._has_compiled_attention())

@@ -4,6 +4,7 @@ from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import own_device
 from hybridflow.runtime.matmul_peak import measure_peak_flops
+from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.random_state import (
     capture_random_state,
     restore_random_state,
@@ -23,7 +24,9 @@ __all__ = [
     "fsync_path",
     "keep_freed_memory",
     "measure_peak_flops",
+    "memory_limit",
     "own_device",
+    "peak_memory_of",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",

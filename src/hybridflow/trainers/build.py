@@ -25,6 +25,7 @@ from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.speed import Learner, Speedometer
+from hybridflow.trainers.token_budgets import settle_token_budgets
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker, RewardWorker, SFTWorker
 
@@ -61,6 +62,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     run_on_placeholders(config, classes)
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
+        settle_token_budgets(config, groups, run)
         actor_rollout, rewards = groups[Role.ActorRollout], groups[Role.Reward]
         return PPOTrainer(
             config,
@@ -92,9 +94,11 @@ def build_sft_trainer(config: Config) -> SFTTrainer:
     run = RunDirectory(config, "sft")
     classes = {Role.Actor: ClassWithInitArgs(SFTWorker, config=config, total_updates=total_steps)}
     with closing_on_error(build_backend(config)) as backend:
+        groups = build_groups(config, backend, classes)
+        settle_token_budgets(config, groups, run)
         return SFTTrainer(
             config,
-            policy=build_groups(config, backend, classes)[Role.Actor],
+            policy=groups[Role.Actor],
             loader=loader,
             total_steps=total_steps,
             run=run,

@@ -44,6 +44,7 @@ class RunDirectory:
         if self.checkpoint:
             require_same_run(self.checkpoint, self.identity)
         self.step = self.checkpoint.step if self.checkpoint else 0
+        self.documents: dict[str, str] = {}  # by file name, to be written when the run begins
         self._release_lock: weakref.finalize[..., Self] | None = None
 
     def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter]:
@@ -61,6 +62,8 @@ class RunDirectory:
             for writer in (metrics, samples, trace):
                 writer.truncate_after(self.step if self.checkpoint else -1)
             self._record_start()
+            for name, text in self.documents.items():
+                write_text_atomically(self.path / name, text)
         except OSError as error:
             raise CheckpointError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
         if self.checkpoint:

@@ -102,6 +102,11 @@ class ActorRolloutWorker(ModelWorker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch; `meta_info["kl_coef"]` weighs the KL in the loss."""
         self.require_collectives("sum gradients")
+        with self.engine.present():
+            metrics = self._update_actor(batch)
+        return DataProto(meta_info={"metrics": metrics})
+
+    def _update_actor(self, batch: DataProto) -> dict[str, float]:
         steps = []
         for mini_batch in iterate_mini_batches(batch, self.engine):
             loss = actor_loss(self.config, batch.meta_info["kl_coef"], mini_batch.num_tokens, mini_batch.num_sequences)
@@ -119,7 +124,7 @@ class ActorRolloutWorker(ModelWorker):
                 }
             )
         self._sync_weights()
-        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+        return mean_metrics(steps)
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
@@ -135,7 +140,8 @@ class ActorRolloutWorker(ModelWorker):
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
         if self.engine.ranks.is_alone:
-            yield
+            with self.engine.present():  # they are the rollout engine's own
+                yield
             return
         self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
         try:

@@ -18,7 +18,7 @@ from hybridflow.checkpoint import (
 )
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from hybridflow.engines import TorchEngine, join_process_group
+from hybridflow.engines import TorchEngine, find_token_budget, join_process_group
 from hybridflow.kernels import use_kernels
 from hybridflow.runtime import (
     bound_shape_caches,
@@ -75,6 +75,16 @@ class ModelWorker(Worker):
         if self.has_collectives:
             address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
             join_process_group(self.rank, self.world_size, address, port, config.controller.call_timeout_s)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def find_token_budget(self, prompt_len: int, response_len: int) -> int:
+        """The tokens per micro-batch that memory bears, for sequences up to these lengths; see `find_token_budget`."""
+        return find_token_budget(self.engine, prompt_len, response_len, self.local_world_size)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_token_budget(self, max_tokens: int) -> None:
+        """Compute at most so many tokens in a micro-batch."""
+        self.engine.max_tokens = max_tokens
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> None:

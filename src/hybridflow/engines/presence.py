@@ -1,0 +1,54 @@
+"""Where weights and optimizer state are while nobody calls the engine: of a role that can wait, on the host."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOST = torch.device("cpu")
+
+
+class Presence:
+    """`with presence:` what the engine computes with is on `device`; outside, on the host. Inside itself it is free.
+
+    `parameters` are those that learn, of the model or not; `optimizer_state` has tensors by parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Iterable[Tensor],
+        optimizer_state: Mapping[Any, dict[str, Any]],
+        device: torch.device,
+    ) -> None:
+        own = {id(parameter) for parameter in model.parameters()}
+        self._model, self._optimizer_state, self._device = model, optimizer_state, device
+        self._masters = [parameter for parameter in parameters if id(parameter) not in own]
+        self._depth = 0
+        self.move_to(HOST)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._depth == 0:
+            self.move_to(self._device)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.move_to(HOST)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move everything; a parameter stays the object that it is."""
+        self._model.to(device)
+        for parameter in self._masters:
+            parameter.data = parameter.data.to(device)
+        for moments in self._optimizer_state.values():
+            for name, value in moments.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    moments[name] = value.to(device)
+        if self._device.type == "cuda" and device.type == "cpu":
+            torch.cuda.empty_cache()

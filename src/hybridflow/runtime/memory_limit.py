@@ -1,0 +1,52 @@
+"""How much memory a process may use, and the most that a call took."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+HOST_SHARE, DEVICE_SHARE = 0.5, 0.9
+"""Of what is free: the host has other users, such as batches, the object store and the page cache."""
+
+_KEY = 'memory.max_tokens_per_micro_batch = "auto"'
+_STATUS, _CLEAR_REFS, _MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
+
+
+def memory_limit(device: "torch.device", processes_on_node: int = 1) -> int:
+    """Bytes that this process may hold in all, of its device or, on a CPU, of its share of the host."""
+    if device.type == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(DEVICE_SHARE * (free + torch.cuda.memory_reserved(device)))
+    available = _kilobytes(_MEMINFO, "MemAvailable") * 1024
+    return _kilobytes(_STATUS, "VmRSS") * 1024 + int(HOST_SHARE * available / processes_on_node)
+
+
+def peak_memory_of(call: Callable[[], object], device: "torch.device") -> int:
+    """The most bytes that the process held, in all, while `call` ran."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        _CLEAR_REFS.write_text("5")  # the peak starts anew
+    except OSError as error:
+        raise ModelError(
+            f"{_KEY} measures memory by {_CLEAR_REFS}, which cannot be written here ({error}); give a number of tokens."
+        ) from error
+    call()
+    return _kilobytes(_STATUS, "VmHWM") * 1024
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    try:
+        return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
+    except (OSError, StopIteration) as error:
+        raise ModelError(f"{_KEY} reads {name} of {path}, which this system lacks; give a number of tokens.") from error

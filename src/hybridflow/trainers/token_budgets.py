@@ -1,0 +1,63 @@
+"""`memory.max_tokens_per_micro_batch = "auto"`: found by a trial at the first start, kept by the run."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hybridflow.config import Config
+from hybridflow.controller import Role, WorkerGroup
+from hybridflow.errors import CheckpointError
+from hybridflow.observability import get_logger
+from hybridflow.trainers.groups import pools_of
+from hybridflow.trainers.run_directory import RunDirectory
+
+logger = get_logger(__name__)
+
+FILE = "token_budgets.json"
+
+
+def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run: RunDirectory) -> None:
+    """Give each role with a model its budget: that which the run had before in this layout, or one found now.
+
+    Rounding depends on it, so a run that is resumed keeps it.
+    """
+    if config.memory.max_tokens_per_micro_batch != "auto":
+        return
+    layout = _layout_of(config)
+    kept = _read(run)
+    budgets: dict[str, int] = kept["budgets"] if kept.get("layout") == layout else {}
+    for role, group in groups.items():
+        if role is Role.Reward:
+            continue
+        if role.value not in budgets:
+            lengths = (config.data.max_prompt_length, config.data.max_response_length)
+            budgets[role.value] = min(group.find_token_budget(*lengths))
+            logger.info("%s: %d tokens per micro-batch fit in memory", role.value, budgets[role.value])
+        group.set_token_budget(budgets[role.value])
+    run.documents[FILE] = json.dumps({"layout": layout, "budgets": budgets}, indent=1) + "\n"
+
+
+def _layout_of(config: Config) -> dict[str, Any]:
+    """What memory depends on; another one is measured anew."""
+    data = config.data
+    return json.loads(
+        json.dumps(
+            {
+                "model": config.model.model_dump(),
+                "parallel": config.parallel.model_dump(),
+                "pools": pools_of(config),
+                "lengths": [data.max_prompt_length, data.max_response_length],
+            }
+        )
+    )
+
+
+def _read(run: RunDirectory) -> dict[str, Any]:
+    file = run.path / FILE
+    if not file.exists():
+        return {}
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return {"layout": kept["layout"], "budgets": {str(role): int(n) for role, n in kept["budgets"].items()}}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{file}' is damaged ({error}); remove it to have the budgets found again.") from error

@@ -1,0 +1,66 @@
+"""How many tokens fit: the line through measured peaks, and what is said where nothing fits."""
+
+import pytest
+
+from hybridflow.engines import find_token_budget, token_budget
+from hybridflow.errors import ModelError
+
+
+@pytest.fixture
+def engine(tiny_model, build_engine):
+    return build_engine(tiny_model("qwen2"))
+
+
+def memory(monkeypatch, *, limit, base, per_token):
+    """A machine where a micro-batch takes exactly so much; what is computed is computed."""
+    tried = []
+
+    def peak(call, device):
+        call()
+        return base + per_token * tried[-1]
+
+    rows_of = token_budget._rows
+    monkeypatch.setattr(
+        token_budget, "_rows", lambda count, *lengths: tried.append(count * sum(lengths)) or rows_of(count, *lengths)
+    )
+    monkeypatch.setattr(token_budget, "peak_memory_of", peak)
+    monkeypatch.setattr(token_budget, "memory_limit", lambda *_: limit)
+
+
+def test_the_budget_is_what_the_limit_leaves_beside_the_model(engine, monkeypatch):
+    memory(monkeypatch, limit=10_000_000, base=2_000_000, per_token=1000)
+    assert find_token_budget(engine, 4, 4, 1) == 8000 // 256 * 256
+    assert all(parameter.grad is None for parameter in engine.parameters.values())
+    assert engine.num_updates == 0
+
+
+def test_a_budget_is_never_below_the_longest_sequence_nor_without_bound(engine, monkeypatch):
+    memory(monkeypatch, limit=2_009_000, base=2_000_000, per_token=1000)
+    assert find_token_budget(engine, 4, 4, 1) == 8
+    memory(monkeypatch, limit=10**15, base=0, per_token=1)
+    assert find_token_budget(engine, 4, 4, 1) == token_budget.LARGEST
+
+
+def test_a_sequence_that_does_not_fit_is_an_error_that_says_what_to_set(engine, monkeypatch):
+    memory(monkeypatch, limit=2_007_000, base=2_000_000, per_token=1000)
+    with pytest.raises(ModelError, match=r"one sequence of 8 tokens takes .* set model\.gradient_checkpointing = true"):
+        find_token_budget(engine, 4, 4, 1)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_real_trial_on_this_machine_gives_a_budget(tiny_model, build_engine, learns):
+    engine = build_engine(tiny_model("qwen2"), learns=learns)
+    budget = find_token_budget(engine, 24, 40, 1)
+    assert 64 <= budget <= token_budget.LARGEST
+
+
+def test_more_tokens_take_more_memory_as_measured(tiny_model, build_engine):
+    """The measurement sees what a larger micro-batch holds, on a model that is large enough to be seen."""
+    from hybridflow.runtime import peak_memory_of
+
+    engine = build_engine(tiny_model("qwen2", vocab_size=4000, max_position_embeddings=1024), max_tokens=100_000)
+    peaks = [
+        peak_memory_of(lambda count=count: token_budget._try(engine, token_budget._rows(count, 8, 504)), engine.device)
+        for count in (1, 1, 16)
+    ]
+    assert peaks[2] - peaks[1] > 16 * 504 * 4000 * 4  # the logits alone
