@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hybridflow.config import Config, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from hybridflow.config import Config, LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from hybridflow.engines import TorchEngine, join_process_group
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import actor_loss, critic_loss
@@ -41,6 +41,7 @@ class Case:
     packing: bool = True
     checkpointing: bool = False
     offload: str | None = None
+    lora: int = 0
     bug: str = ""
     dtype: str = "float64"
 
@@ -86,6 +87,7 @@ def build(case: Case) -> TorchEngine:
         total_updates=STEPS,
         parallel=ParallelConfig(tensor=case.tensor, sequence=case.sequence),
         offload=case.offload,
+        lora=LoRAConfig(rank=case.lora, alpha=2.0 * case.lora + 1),
     )
     if case.dtype == "float64":
         engine.model.model.rotary_emb = Float64Angles(engine.model.config)

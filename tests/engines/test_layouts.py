@@ -89,6 +89,11 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
         if "3 heads" not in family:
             cases[f"{family} tensor"] = 2, {**model, "tensor": 2}
         cases[f"{family} sequence"] = 2, {**model, "sequence": 2}
+    adapted = {"model": qwen2, "rows": rows, "lora": 3}
+    cases["lora alone"] = 1, adapted
+    cases["lora data"] = 2, adapted
+    cases["lora sequence"] = 2, {**adapted, "sequence": 2}
+    cases["lora bfloat16"] = 2, {**adapted, "dtype": "bfloat16"}
     return cases
 
 
@@ -159,6 +164,17 @@ def test_every_family_gives_the_same_training_on_two_ranks(results, family, axis
         pytest.skip("3 heads cannot be shared by 2 ranks of a layer")
     errors = errors_of(results[f"{family} {axis}"], results[f"{family} alone"])
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("axis", ["data", "sequence"])
+def test_adapters_give_the_same_training_on_two_ranks(results, axis):
+    errors = errors_of(results[f"lora {axis}"], results["lora alone"])
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_adapters_beside_bfloat16_weights_learn_on_two_ranks(results):
+    norms, exact = results["lora bfloat16"].grad_norms, results["lora alone"].grad_norms
+    assert norms == pytest.approx(exact, rel=0.1)
 
 
 def test_the_documentation_has_the_table_of_these_layouts(results):

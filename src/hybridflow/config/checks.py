@@ -167,6 +167,16 @@ def _parallel(config: Config) -> Iterator[str]:
             yield f"{both} does not divide {key}={ranks}; change one of them"
 
 
+def _lora(config: Config) -> Iterator[str]:
+    if config.lora.rank and config.parallel.tensor > 1:
+        yield (
+            f"lora.rank={config.lora.rank} with parallel.tensor={config.parallel.tensor}: adapters are not shared by "
+            "the ranks of a layer; use parallel.tensor = 1, which shards weights over all ranks as well"
+        )
+    if config.lora.rank and not config.lora.targets:
+        yield "lora.targets=[] leaves nothing that learns; name some linear layers"
+
+
 def _backend(config: Config) -> Iterator[str]:
     controller = config.controller
     if controller.backend == "local" and (controller.address or config.placement.pools):
@@ -186,6 +196,7 @@ SUBJECTS = (
     _placement,
     _backend,
     _parallel,
+    _lora,
     _parts,
     _mini_batches,
     _groups,

@@ -53,6 +53,26 @@ class ModelConfig(Section):
     )
 
 
+class LoRAConfig(Section):
+    rank: NonNegative = Field(
+        default=0,
+        description="Rank of the actor's adapters, which learn in place of its weights; 0 is none: all weights learn. "
+        "The reference is the actor with its adapters off, unless reference.model_path names another.",
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        default=32.0, description="The adapters' products are scaled by alpha / rank."
+    )
+    targets: tuple[str, ...] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        description="Names of the linear layers that get adapters.",
+    )
+
+    @property
+    def scaling(self) -> float:
+        """What the product of an adapter is multiplied with."""
+        return self.alpha / max(self.rank, 1)
+
+
 class DataConfig(Section):
     train_files: tuple[str, ...] = Field(
         default=(), description="Parquet files of training prompts (for sft: prompts and responses)."
@@ -337,6 +357,7 @@ class Config(Section):
     """A whole run."""
 
     model: ModelConfig = ModelConfig()
+    lora: LoRAConfig = LoRAConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -365,3 +386,8 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss
+
+    @property
+    def actor_is_reference(self) -> bool:
+        """Whether the actor without its adapters is the reference, so that no other model is needed."""
+        return self.lora.rank > 0 and not self.reference.model_path

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
-from hybridflow.config import MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
+from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.blame import blame
 from hybridflow.engines.engine_state import require_fitting_state
@@ -31,16 +31,20 @@ from hybridflow.kernels import serves
 from hybridflow.models import (
     DTYPES,
     TensorRanks,
+    add_adapters,
     build_with_placeholders,
     build_without_weights,
     decoder_shape,
+    fill_adapters,
     forward_of,
     has_fused_forward,
     load_causal_lm,
     load_shards,
     load_value_model,
+    merged_weights,
     require_tensor_parallel,
     sequence_costs,
+    without_adapters,
 )
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import own_device
@@ -73,6 +77,8 @@ class TorchEngine:
         total_updates: int = 1,
         parallel: ParallelConfig | None = None,
         offload: OffloadName | None = None,
+        lora: LoRAConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.head: Head = head
         self.memory = memory
@@ -85,20 +91,29 @@ class TorchEngine:
         self.ranks = Ranks(parallel or ParallelConfig(), self.device)
         self._step_guard = StepGuard(self.ranks)
         self.compute_dtype, self.path = DTYPES[model.dtype], path
+        self.lora = lora if lora and lora.rank else None
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
-        dtype = torch.float32 if learns_in_float32 else self.compute_dtype
+        learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype
+        # Adapters learn beside weights that stay as they are.
+        dtype = self.compute_dtype if self.lora else learning_dtype
         if self.ranks.is_alone:
             load = load_causal_lm if head == "policy" else load_value_model
             self.model = load(path, dtype)
             torch.nn.Module.to(self.model, self.device)
+            if self.lora:
+                add_adapters(self.model, self.lora, learning_dtype)
             self.model_forward = forward_of(self.model)
         else:
             self.model = build_without_weights(path, head, dtype)
             self._require_parallel()
+            if self.lora:
+                add_adapters(self.model, self.lora, learning_dtype)
             shard_model(self.model, self.ranks, self.device, self.compute_dtype, on_host=offload == "host")
             load_shards(self.model, path)
             tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
+        if self.lora:
+            fill_adapters(self.model, seed, self.device)
         self.shape = decoder_shape(path, has_lm_head=head == "policy")
         self.present: Callable[[], AbstractContextManager[None]] = nullcontext
         self.recomputes_activations = model.gradient_checkpointing
@@ -113,8 +128,9 @@ class TorchEngine:
             enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
             enable({"use_reentrant": False, "preserve_rng_state": False})
         # Sharded, the parameters are those that learn, and their cast is made as they are brought together.
-        self.master = MasterParameters(self.model, self.compute_dtype if self.ranks.is_alone else dtype)
-        self.parameters = self.master.by_name
+        has_masters = self.ranks.is_alone and not self.lora
+        self.master = MasterParameters(self.model, self.compute_dtype if has_masters else learning_dtype)
+        self.parameters = {name: p for name, p in self.master.by_name.items() if p.requires_grad}
         self.optimizer = build_adamw(self.parameters, optimizer)
         self._wait_on_host_if(offload == "idle")
 
@@ -184,17 +200,35 @@ class TorchEngine:
             return self.ranks.sum(value)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        if self.ranks.is_alone:
-            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-            return
+        parameters = dict(self.model.named_parameters())
+
+        def whole(name: str) -> Tensor:
+            parameter = parameters[name].detach()
+            if isinstance(parameter, DTensor):
+                parameter = parameter.full_tensor()
+            is_adapter = self.lora is not None and name in self.parameters
+            return parameter.to(self.device, None if is_adapter else self.compute_dtype)
+
         with self.present():
-            for name, parameter in self.parameters.items():
-                whole = cast(DTensor, parameter.detach()).full_tensor()
-                yield name, whole.to(self.device, self.compute_dtype)
+            if self.lora:
+                yield from merged_weights(parameters, whole, self.lora.scaling)
+            else:
+                yield from ((name, whole(name)) for name in parameters)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether generation computes with the very weights that learn: they are whole, and nothing is beside them."""
+        return self.ranks.is_alone and not self.lora
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Calls within compute with the model that the adapters started from. Raises ModelError if there are none."""
+        if not self.lora:
+            raise ModelError("this model has no adapters, so it is not its own reference; set lora.rank.")
+        return without_adapters(self.model)
 
     def rollout_model(self) -> PreTrainedModel:
         """A model to generate with: this one, or where it is sharded one that `weights` are to be given to."""
-        if self.ranks.is_alone:
+        if self.shares_weights:
             return self.model
         return build_with_placeholders(self.path, "policy", self.compute_dtype, self.device)
 
@@ -204,6 +238,8 @@ class TorchEngine:
             "num_updates": self.num_updates,
             "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
         }
+        if self.lora:
+            state["lora"] = {"rank": self.lora.rank, "alpha": self.lora.alpha, "targets": list(self.lora.targets)}
         if self.optimizer_config is not None:
             moments = self.optimizer.state
             state["optimizer"] = {n: dict(moments[p]) for n, p in self.parameters.items() if p in moments}

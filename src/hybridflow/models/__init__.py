@@ -13,6 +13,7 @@ from hybridflow.models.flops import (
 )
 from hybridflow.models.forward import Forward, forward_of, has_fused_forward
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
+from hybridflow.models.lora import add_adapters, fill_adapters, merged_weights, without_adapters
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.models.sharded_loading import build_with_placeholders, build_without_weights, load_shards, placeholder
 from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
@@ -30,10 +31,12 @@ __all__ = [
     "TensorRanks",
     "UlyssesPlan",
     "WholePlan",
+    "add_adapters",
     "build_with_placeholders",
     "build_without_weights",
     "decoder_shape",
     "distribute_parameters",
+    "fill_adapters",
     "flops_per_token",
     "forward_flops",
     "forward_of",
@@ -42,10 +45,12 @@ __all__ = [
     "load_causal_lm",
     "load_shards",
     "load_value_model",
+    "merged_weights",
     "mfu",
     "placeholder",
     "require_tensor_parallel",
     "sequence_costs",
     "sharing_pays",
     "training_flops",
+    "without_adapters",
 ]

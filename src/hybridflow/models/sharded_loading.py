@@ -30,6 +30,7 @@ from hybridflow.models.loading import (
     turn_off_dropout,
     warn_of_ignored,
 )
+from hybridflow.models.lora import ADAPTER, BASE
 
 Head = Literal["policy", "value"]
 
@@ -85,9 +86,10 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
     another shape.
     """
     with StoredWeights(path) as stored:
-        wanted = {name: stored.name_of(name) for name, _ in model.named_parameters()}
+        parameters = {name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name}
+        wanted = {name: stored.name_of(name.replace(BASE, "")) for name in parameters}
         require_complete(path, (n for n, found in wanted.items() if found is None and not n.startswith(VALUE_HEAD)))
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             found = wanted[name]
             if found is None:
                 _own(parameter).zero_()

@@ -21,7 +21,7 @@ from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
-from hybridflow.trainers.program import role_classes, run_on_placeholders
+from hybridflow.trainers.program import reference_of, role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.speed import Learner, Speedometer
@@ -69,7 +69,7 @@ def build_trainer(config: Config) -> PPOTrainer:
             actor_rollout=actor_rollout,
             rewards=rewards,
             critic=groups.get(Role.Critic),
-            reference=groups.get(Role.RefPolicy),
+            reference=reference_of(config, groups),
             loader=loader,
             total_steps=total_steps,
             run=run,

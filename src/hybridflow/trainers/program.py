@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from hybridflow.config import Config
-from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, WorkerGroup, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
@@ -23,9 +23,16 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
     }
     if config.uses_critic:
         classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
-    if config.uses_reference:
+    if config.uses_reference and not config.actor_is_reference:
         classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
     return classes
+
+
+def reference_of(config: Config, groups: Mapping[Role, WorkerGroup]) -> WorkerGroup | None:
+    """The group that computes the reference's log-probs; None where nothing is compared with it."""
+    if not config.uses_reference:
+        return None
+    return groups[Role.ActorRollout if config.actor_is_reference else Role.RefPolicy]
 
 
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
@@ -47,7 +54,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
         actor_rollout=groups[Role.ActorRollout],
         rewards=groups[Role.Reward],
         critic=groups.get(Role.Critic),
-        reference=groups.get(Role.RefPolicy),
+        reference=reference_of(config, groups),
     )
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)

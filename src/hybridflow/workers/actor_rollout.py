@@ -77,6 +77,18 @@ class ActorRolloutWorker(ModelWorker):
 
     @register(
         TO_REPLICAS,
+        reads=MODEL_COLUMNS,
+        writes=("ref_log_probs",),
+        parts=lambda config: config.controller.parts,
+    )
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probs of the responses under the model that the adapters started from (lora.rank)."""
+        with self.engine.without_adapters():
+            outputs = self.engine.forward(batch, temperature=self.config.rollout.temperature)
+        return DataProto.from_dict({"ref_log_probs": outputs["log_probs"]})
+
+    @register(
+        TO_REPLICAS,
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
         writes=("num_tokens", "entropy_sum", "drift_sum"),
         rows="one",
@@ -134,12 +146,12 @@ class ActorRolloutWorker(ModelWorker):
     def _sync_weights(self) -> None:
         """The rollout engine generates with the weights after so many updates; where they are sharded, it has them
         whole while it generates."""
-        if self.engine.ranks.is_alone:
+        if self.engine.shares_weights:
             self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
 
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
-        if self.engine.ranks.is_alone:
+        if self.engine.shares_weights:
             with self.engine.present():  # they are the rollout engine's own
                 yield
             return

@@ -31,6 +31,9 @@ from hybridflow.runtime import (
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Rows are split over the replicas of the data; the ranks that share a replica's layers or sequences get the same."""
 
+ADAPTED_ROLES = ("actor_rollout", "actor")
+"""Roles whose models learn by adapters where lora.rank is set."""
+
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """What any model reads of a rollout batch."""
 
@@ -62,6 +65,8 @@ class ModelWorker(Worker):
             total_updates=total_updates,
             parallel=config.parallel,
             offload=config.memory.offload.get(self.role),
+            lora=config.lora if self.role in ADAPTED_ROLES else None,
+            seed=config.trainer.seed,
         )
 
     def prepare_process(self, config: Config) -> None:

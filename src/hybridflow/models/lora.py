@@ -1,0 +1,119 @@
+"""Low-rank adapters (Hu et al., 2022, LoRA) by peft: W + alpha / rank * B A, where A and B learn; B starts at zero."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from hybridflow.config import LoRAConfig
+from hybridflow.errors import ModelError
+from hybridflow.runtime import derive_seed
+
+ADAPTER, BASE = ".lora_", ".base_layer"
+FIRST, SECOND = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype) -> None:
+    """Put adapters without contents beside the linear layers that `config.targets` names; nothing else learns then.
+
+    Raises ModelError if peft is missing, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ModelError(
+            f"lora.rank={config.rank} needs peft ({error}); install it with `pip install hybridflow[lora]`."
+        ) from error
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if missing := [target for target in config.targets if target not in names]:
+        raise ModelError(
+            f"lora.targets: the model has no linear layer called {', '.join(missing)}; there are "
+            f"{', '.join(sorted(names))}."
+        )
+    model.requires_grad_(False)
+    how = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  (any number)
+        target_modules=list(config.targets),
+        lora_dropout=0.0,
+        init_lora_weights=False,
+    )
+    inject_adapter_in_model(how, model, low_cpu_mem_usage=True)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad:  # an adapter, on the meta device
+                setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype)))
+
+
+@torch.no_grad()
+def fill_adapters(model: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Give the adapters their first contents: A uniform as peft has it, from the seed and the layer's name; B zero.
+
+    The numbers do not depend on the ranks that share them.
+    """
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full_name = f"{module_name}.{name}"
+            if ADAPTER not in full_name:
+                continue
+            whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            if full_name.endswith(FIRST):
+                generator = torch.Generator().manual_seed(derive_seed(seed, zlib.crc32(full_name.encode())))
+                bound = 1 / math.sqrt(parameter.shape[1])
+                noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+                whole.copy_((2 * noise - 1) * bound)
+            if isinstance(parameter, DTensor):
+                placed = whole.to(parameter.device_mesh.device_type)
+                shared = distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(shared.to_local())
+            else:
+                setattr(module, name, torch.nn.Parameter(whole.to(device)))
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """The base model: its adapters are there and add nothing."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "enable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def merged_weights(
+    names: Iterable[str], weight_of: Callable[[str], Tensor], scaling: float
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model without adapters that computes the same; `names` are those of a model with them.
+
+    One weight at a time, in the dtype that it has; products are in float32 at least.
+    """
+    names = list(names)
+    known = set(names)
+    for name in names:
+        if ADAPTER in name:
+            continue
+        plain, weight = name.replace(BASE, ""), weight_of(name)
+        layer = plain.removesuffix(".weight")
+        if plain != name and plain.endswith(".weight") and layer + FIRST in known:
+            weight = merge(weight, weight_of(layer + FIRST), weight_of(layer + SECOND), scaling)
+        yield plain, weight
+
+
+def merge(weight: Tensor, first: Tensor, second: Tensor, scaling: float) -> Tensor:
+    """weight + scaling * second @ first, in the dtype of weight."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + scaling * (second.to(wide) @ first.to(wide))).to(weight.dtype)
+
+
+def adapters_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those parameters that are adapters."""
+    return {name: parameter for name, parameter in parameters.items() if ADAPTER in name}

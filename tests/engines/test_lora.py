@@ -1,0 +1,128 @@
+"""Adapters: what learns, what they compute, and that the model without them is the one they started from."""
+
+import pytest
+import torch
+
+from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.errors import CheckpointError, ModelError
+
+LORA = LoRAConfig(rank=3, alpha=6.0)
+
+
+@pytest.fixture
+def build(tiny_model):
+    def build(lora=LORA, *, dtype="float64", seed=0, head="policy"):
+        path = str(tiny_model("qwen2"))
+        return TorchEngine(
+            path,
+            head,
+            model=ModelConfig(path=path, dtype=dtype),
+            memory=MemoryConfig(max_tokens_per_micro_batch=1000),
+            optimizer=OptimizerConfig(lr=0.01, weight_decay=0.0),
+            lora=lora,
+            seed=seed,
+        )
+
+    return build
+
+
+@pytest.fixture
+def rows(rollout_rows):
+    return rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
+
+
+def loss(outputs, part):
+    return (outputs["log_probs"] * torch.linspace(-1, 1, 24, dtype=outputs["log_probs"].dtype).view(4, 6)).sum(), {}
+
+
+def learn(engine, rows):
+    engine._learn(rows, loss, False, 1.0)
+    return {name: parameter.grad for name, parameter in engine.parameters.items()}
+
+
+def test_only_adapters_learn_and_at_first_they_change_nothing(build, rows):
+    adapted, plain = build(), build(None)
+    assert all(".lora_" in name for name in adapted.parameters)
+    assert len(adapted.parameters) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
+    torch.testing.assert_close(*(engine.forward(rows)["log_probs"] for engine in (adapted, plain)), rtol=0, atol=1e-12)
+    before = {name: p.detach().clone() for name, p in adapted.model.named_parameters()}
+    adapted.update(rows, loss)
+    changed = {name for name, p in adapted.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in adapted.parameters if "lora_B" in name}  # A's gradient is zero while B is
+
+
+def test_the_gradient_is_that_of_the_weight_times_the_other_factor(build, rows):
+    adapted, whole = build(), build(None)
+    of_adapters, of_weights = learn(adapted, rows), learn(whole, rows)
+    for layer in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        first = adapted.parameters[f"{layer}.lora_A.default.weight"]
+        expected = LORA.scaling * of_weights[f"{layer}.weight"] @ first.detach().T
+        torch.testing.assert_close(of_adapters[f"{layer}.lora_B.default.weight"], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_merged_weights_compute_the_same_as_weights_with_adapters(build, rows):
+    adapted, plain = build(), build(None)
+    for _ in range(3):
+        adapted.update(rows, loss)
+    with torch.no_grad():
+        for name, weight in adapted.weights():
+            plain.parameters[name].copy_(weight)
+    torch.testing.assert_close(
+        adapted.forward(rows)["log_probs"], plain.forward(rows)["log_probs"], rtol=1e-10, atol=1e-10
+    )
+
+
+def test_without_adapters_the_model_is_the_one_it_started_from(build, rows):
+    adapted, plain = build(), build(None)
+    for _ in range(2):
+        adapted.update(rows, loss)
+    with adapted.without_adapters():
+        torch.testing.assert_close(
+            *(engine.forward(rows)["log_probs"] for engine in (adapted, plain)), rtol=0, atol=1e-12
+        )
+    assert not torch.allclose(adapted.forward(rows)["log_probs"], plain.forward(rows)["log_probs"])
+    with pytest.raises(ModelError, match=r"no adapters, .* set lora\.rank"):
+        plain.without_adapters()
+
+
+def test_the_first_contents_depend_on_the_seed_and_the_layer_and_draw_no_random_numbers(build):
+    before = torch.random.get_rng_state()
+    one, same, other = (build(seed=seed).parameters for seed in (1, 1, 2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    name, elsewhere = (f"model.layers.{i}.mlp.up_proj.lora_A.default.weight" for i in (0, 1))
+    assert torch.equal(one[name], same[name])
+    assert not torch.equal(one[name], other[name])
+    assert not torch.equal(one[name], one[elsewhere])
+    assert one[name].abs().max() <= 32**-0.5
+
+
+def test_adapters_learn_in_float32_beside_bfloat16_weights(build, rows):
+    engine = build(dtype="bfloat16")
+    assert {p.dtype for p in engine.parameters.values()} == {torch.float32}
+    assert engine.model.lm_head.weight.dtype == torch.bfloat16
+    engine.update(rows, loss)
+    assert {weight.dtype for _, weight in engine.weights()} == {torch.bfloat16}
+
+
+def test_a_checkpoint_holds_adapters_only_and_continues_them(build, rows):
+    engine, other = build(), build(seed=9)
+    engine.update(rows, loss)
+    state = engine.state_dict()
+    assert state["lora"] == {"rank": 3, "alpha": 6.0, "targets": list(LORA.targets)}
+    assert all(".lora_" in name for name in [*state["model"], *state["optimizer"]])
+    other.load_state_dict(state)
+    engine.update(rows, loss)
+    other.update(rows, loss)
+    assert all(torch.equal(p, other.parameters[name]) for name, p in engine.parameters.items())
+    with pytest.raises(CheckpointError):
+        build(LoRAConfig(rank=2)).load_state_dict(state)
+    with pytest.raises(CheckpointError):
+        build(None).load_state_dict(state)
+
+
+def test_layers_that_are_not_there_are_named(build):
+    with pytest.raises(
+        ModelError, match=r"lora\.targets: the model has no linear layer called nowhere; there are .*up_proj"
+    ):
+        build(LoRAConfig(rank=2, targets=("q_proj", "nowhere")))
