@@ -202,3 +202,88 @@ def test_a_full_disk_leaves_no_export(tmp_path, small_disk):
     ):
         export_model(weights_of(make_model(LlamaConfig(**large))), model_dir, small_disk / "out")
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_large_model_is_written_as_several_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 1000)
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["qwen2, tied"])
+    trained = make_model(CONFIGS["qwen2, tied"], seed=2)
+    export_model(weights_of(trained), model_dir, tmp_path / "out")
+    files = sorted(path.name for path in (tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights_of(trained).values())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(logits_of(loaded), logits_of(trained))
+
+
+def test_a_card_says_where_the_model_came_from(tmp_path):
+    model_dir = make_model_directory(tmp_path / "base-model", CONFIGS["llama"])
+    info = {
+        "kind": "train",
+        "config": {"trainer.seed": 7, "algorithm.advantage": "grpo", "trainer.run_dir": "/home/somebody"},
+        "models": {"model.path": "abc123"},
+    }
+    with CheckpointStore(tmp_path / "checkpoints").begin(30, info=info) as directory:
+        save_state({"model": weights_of(make_model(CONFIGS["llama"]))}, directory / "actor")
+    export_model(tmp_path / "checkpoints" / "step_000030", model_dir, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\nbase_model: base-model\n")
+    assert "after step 30 of reinforcement learning" in card
+    assert "| `trainer.seed` | `7` |" in card
+    assert "abc123" in card
+    assert str(tmp_path) not in card
+    assert "somebody" not in card
+
+
+@pytest.fixture
+def adapted(tmp_path, tiny_model, rollout_rows):
+    """A checkpoint of a model that learned by adapters, its base, and what it computes."""
+    from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
+    from hybridflow.engines import TorchEngine
+
+    base = str(tiny_model("llama"))
+    engine = TorchEngine(
+        base,
+        "policy",
+        model=ModelConfig(path=base),
+        memory=MemoryConfig(),
+        optimizer=OptimizerConfig(lr=0.05),
+        lora=LoRAConfig(rank=3, alpha=5),
+    )
+    rows = rollout_rows([3, 1], [4, 2])
+    for _ in range(3):
+        engine.update(rows, lambda outputs, part: (outputs["log_probs"].sum(), {}))
+    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+        save_state(engine.state_dict(), directory / "actor")
+    weights = {name: weight.clone() for name, weight in engine.weights()}
+    return tmp_path / "checkpoints" / "step_000003", base, weights
+
+
+def test_adapters_are_merged_into_the_weights_they_started_from(adapted, tmp_path):
+    checkpoint, base, merged = adapted
+    export_model(checkpoint, base, tmp_path / "out")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    before = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in merged.items())
+    assert not torch.equal(loaded["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_adapters_alone_are_what_peft_reads(adapted, tmp_path):
+    from peft import PeftModel
+
+    checkpoint, base, merged = adapted
+    export_model(checkpoint, base, tmp_path / "out", adapter=True)
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["adapter_model.safetensors"]
+    assert "library_name: peft" in (tmp_path / "out" / "README.md").read_text()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out").merge_and_unload()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, merged[name])
+
+
+def test_a_checkpoint_without_adapters_has_none_to_export(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    with pytest.raises(CheckpointError, match=r"no adapters to export alone: it was trained without lora\.rank"):
+        export_model(weights_of(make_model(CONFIGS["llama"])), model_dir, tmp_path / "out", adapter=True)

@@ -242,3 +242,23 @@ def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_
     (run / "token_budgets.json").write_text("{")
     with pytest.raises(AssertionError, match=r"token_budgets\.json' is damaged"):
         train(*options, "trainer.total_steps=3", name="auto")
+
+
+def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, task, tmp_path, hybridflow):
+    run = train(
+        *("lora.rank=2", "lora.alpha=4", "algorithm.kl_in_loss=true", "actor.optimizer.lr=0.01"),
+        *("actor.mini_batch_size=4", "trainer.total_steps=2"),
+        name="adapted",
+    )
+    rows = read_jsonl(run / "metrics.jsonl")
+    assert rows[1]["actor/kl_loss"] >= 0
+    assert rows[2]["actor/kl_loss"] > 0  # the adapters have moved from where they were off
+    methods = {event["where"] for event in read_jsonl(run / "trace" / "calls.jsonl")}
+    assert "ActorRolloutWorker.compute_ref_log_probs" in methods
+    assert not [method for method in methods if method.startswith("ReferenceWorker")]
+    state = open_checkpoint(run / "checkpoints" / "step_000002").load("actor")
+    assert all(".lora_" in name for name in state["model"])
+    assert hybridflow("export", run, tmp_path / "merged").status == 0
+    assert hybridflow("export", run, tmp_path / "adapter", "--adapter").status == 0
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert hybridflow("evaluate", task / "rl.toml", f"model.path={tmp_path / 'merged'}").status == 0

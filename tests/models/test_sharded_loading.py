@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.errors import ModelError
 from hybridflow.models import build_with_placeholders, build_without_weights, load_causal_lm, load_shards
-from hybridflow.models.sharded_loading import StoredWeights
+from hybridflow.models.sharded_loading import StoredModel
 
 
 def load(path, head="policy", dtype=torch.float32):
@@ -85,7 +85,7 @@ def test_an_index_cannot_lead_out_of_the_directory(copy_of):
     in_two_files(path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../elsewhere.safetensors"}}))
     with pytest.raises(ModelError, match=r"lists '\.\./elsewhere\.safetensors', which is not a file of the directory"):
-        StoredWeights(path)
+        StoredModel(path)
 
 
 def test_weights_of_another_model_are_refused_by_name(copy_of):

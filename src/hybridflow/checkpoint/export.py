@@ -1,18 +1,25 @@
-"""Trained weights as a Hugging Face model directory."""
+"""Trained weights as a Hugging Face model directory, or trained adapters as one of peft."""
 
+import json
+import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridflow.checkpoint.disk_space import describe_bytes
+from hybridflow.checkpoint.model_card import model_card
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
+from hybridflow.checkpoint.weights import StoredWeights, stored_weights
 from hybridflow.errors import CheckpointError, ModelError
 
 EXPORT_DTYPES = {
@@ -21,6 +28,9 @@ EXPORT_DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+MAX_FILE_BYTES = 5 * 10**9
+"""A larger model is written as several files with an index."""
 
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -34,13 +44,17 @@ def export_model(
     out_dir: str | Path,
     *,
     dtype: str | None = None,
+    adapter: bool = False,
 ) -> None:
     """Write `out_dir` so that `AutoModelForCausalLM.from_pretrained(out_dir)` gives the trained model.
 
     `source` is a checkpoint or its directory, whose component `actor` holds the weights under "model", or the weights
-    by parameter name, tied ones once. Configuration, generation configuration and tokenizer come from `model_dir`, the
-    directory that training started from; no code of it is executed. `dtype` is a name of EXPORT_DTYPES, or None for
-    the dtype the weights have. `out_dir` appears whole or not at all; it may not exist, or be empty.
+    by parameter name, tied ones once. They are read, cast and written one file at a time. Adapters (lora.rank) are
+    merged into the weights of `model_dir`; with `adapter`, they are written alone, as a directory that
+    `peft.PeftModel.from_pretrained(model, out_dir)` reads. Configuration, generation configuration and tokenizer come
+    from `model_dir`, the directory that training started from; no code of it is executed. `dtype` is a name of
+    EXPORT_DTYPES, or None for the dtype the weights have. `out_dir` appears whole or not at all; it may not exist, or
+    be empty.
 
     Raises CheckpointError if `out_dir` is taken or cannot be written, or the weights do not fit; ModelError if
     `model_dir` is no model directory.
@@ -50,63 +64,160 @@ def export_model(
         raise CheckpointError(f"dtype={dtype!r} is unknown; use {', '.join(EXPORT_DTYPES)}.")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise CheckpointError(f"'{out_dir}' exists and is not an empty directory; give a new one, or remove it first.")
-    model = _model_without_weights(model_dir)
-    _set_weights(model, _weights_of(source), EXPORT_DTYPES.get(dtype or ""))
-    try:
-        remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
-        with partial_directory(out_dir) as partial:
-            model.save_pretrained(partial)
-            _copy_tokenizer(model_dir, partial)
-    except (OSError, SafetensorError) as error:
-        needed = describe_bytes(sum(weight.numel() * weight.element_size() for weight in model.parameters()))
-        raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
+    model = _Model.of(model_dir)
+    with _weights_of(source) as (weights, lora, checkpoint):
+        if adapter and lora is None:
+            raise CheckpointError("the checkpoint has no adapters to export alone: it was trained without lora.rank.")
+        if lora is None:
+            model.require_fit(weights)
+        kept = EXPORT_DTYPES.get(dtype or "")
+        with model.merged(weights, lora) as weight_of:
+            kept = kept or weight_of(model.names[0]).dtype
+            try:
+                remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
+                with partial_directory(out_dir) as partial:
+                    if adapter:
+                        _write_adapter(partial, weights, lora, model_dir, EXPORT_DTYPES.get(dtype or ""))
+                    else:
+                        model.write(partial, weight_of, kept)
+                    _copy_tokenizer(model_dir, partial)
+                    card = model_card(model_dir, checkpoint, lora if adapter else None)
+                    (partial / "README.md").write_text(card, encoding="utf-8")
+            except (OSError, SafetensorError) as error:
+                needed = describe_bytes(sum(model.sizes(kept)))
+                raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
 
 
-def _weights_of(source: str | Path | Checkpoint | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+@contextmanager
+def _weights_of(
+    source: str | Path | Checkpoint | Mapping[str, Tensor],
+) -> Iterator[tuple[Mapping[str, Tensor], Any, Checkpoint | None]]:
     if isinstance(source, Mapping):
-        return source
+        yield source, None, None
+        return
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    return checkpoint.load("actor", "model")
+    with stored_weights(checkpoint) as (weights, lora):
+        yield weights, lora, checkpoint
 
 
-def _model_without_weights(model_dir: Path) -> Any:
-    # Here, so that whoever saves checkpoints does not wait for it.
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-    from transformers.utils.logging import disable_progress_bar
+@dataclass(frozen=True)
+class _Model:
+    """The model of a directory without its weights. `shapes` are of its parameters, tied ones once, whose other names
+    are in `tied`."""
 
-    disable_progress_bar()
-    if not (model_dir / "config.json").is_file():
-        raise ModelError(
-            f"'{model_dir}' is no model directory: config.json is missing. Give the one that training started from."
-        )
-    try:
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-        with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"'{model_dir}' cannot be built as a causal language model: {error}") from error
-    model.tie_weights()
-    return model
+    directory: Path
+    shapes: dict[str, tuple[int, ...]]
+    tied: set[str]
+    config: Any
+
+    @classmethod
+    def of(cls, directory: Path) -> "_Model":
+        # Here, so that whoever saves checkpoints does not wait for it.
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        from hybridflow.models import parameters_on_meta
+
+        if not (directory / "config.json").is_file():
+            raise ModelError(
+                f"'{directory}' is no model directory: config.json is missing. Give the one that training started from."
+            )
+        try:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+            with no_init_weights(), parameters_on_meta():
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"'{directory}' cannot be built as a causal language model: {error}") from error
+        model.tie_weights()
+        config.architectures = [type(model).__name__]
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return cls(directory, shapes, model.state_dict().keys() - shapes.keys(), config)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    def sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each parameter."""
+        return [math.prod(shape) * dtype.itemsize for shape in self.shapes.values()]
+
+    def require_fit(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointError unless weights have the model's names and shapes."""
+        names = set(weights)
+        missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys() - self.tied)
+        found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
+        wrong = [f"{n} {shape} instead of {self.shapes[n]}" for n, shape in found.items() if shape != self.shapes[n]]
+        if missing or unknown or wrong:
+            parts = {"missing": missing, "unknown": unknown, "of another shape": wrong}
+            listed = "; ".join(f"{len(part)} {what} ({', '.join(part[:3])})" for what, part in parts.items() if part)
+            raise CheckpointError(
+                f"the weights do not fit the {self.config.architectures[0]} of the model directory: {listed}. "
+                "Give the directory that training started from."
+            )
+
+    @contextmanager
+    def merged(self, weights: Mapping[str, Tensor], lora: Any) -> Iterator[Callable[[str], Tensor]]:
+        """Each weight by its name: the trained one, or with adapters that of the directory and what they add."""
+        if lora is None:
+            yield weights.__getitem__
+            return
+        from hybridflow.models import StoredModel, merged_weight
+
+        with StoredModel(self.directory) as base:
+
+            def weight_of(name: str) -> Tensor:
+                stored = base.name_of(name)
+                if stored is None:
+                    raise CheckpointError(f"'{self.directory}' lacks {name}, which adapters are to be merged into.")
+                return merged_weight(name, base.read(stored), weights, lora["alpha"] / lora["rank"])
+
+            yield weight_of
+
+    def write(self, out_dir: Path, weight_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
+        """The configuration, and the weights in files of bounded size, one of them in memory at a time."""
+        files: list[list[str]] = [[]]
+        filled = 0
+        for name, size in zip(self.names, self.sizes(dtype), strict=True):
+            if files[-1] and filled + size > MAX_FILE_BYTES:
+                files.append([])
+                filled = 0
+            files[-1].append(name)
+            filled += size
+        index: dict[str, str] = {}
+        for number, in_file in enumerate(files, 1):
+            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            tensors = {name: weight_of(name).to(dtype).contiguous() for name in in_file}
+            save_file(tensors, out_dir / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(in_file, file)
+        if len(files) > 1:
+            document = {"metadata": {"total_size": sum(self.sizes(dtype))}, "weight_map": index}
+            (out_dir / "model.safetensors.index.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
+        self.config.dtype = dtype
+        self.config.save_pretrained(out_dir)
 
 
-def _set_weights(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    expected = dict(model.named_parameters())
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - model.state_dict().keys())
-    wrong = sorted(name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape)
-    if missing or unknown or wrong:
-        shapes = [f"{name} {tuple(weights[name].shape)} instead of {tuple(expected[name].shape)}" for name in wrong]
-        parts = {"missing": missing, "unknown": unknown, "of another shape": shapes}
-        listed = "; ".join(f"{len(names)} {what} ({', '.join(names[:3])})" for what, names in parts.items() if names)
-        raise CheckpointError(
-            f"the weights do not fit the {type(model).__name__} of the model directory: {listed}. "
-            "Give the directory that training started from."
-        )
-    own = {name: weights[name] if dtype is None else weights[name].to(dtype) for name in expected}
-    model.load_state_dict(own, strict=False, assign=True)
-    model.tie_weights()
-    model.config.dtype = next(iter(own.values())).dtype
+def _write_adapter(
+    out_dir: Path, weights: Mapping[str, Tensor], lora: Any, model_dir: Path, dtype: torch.dtype | None
+) -> None:
+    """As peft's `save_pretrained` does."""
+    names = {name: f"base_model.model.{name.replace('.default', '')}" for name in weights}
+    tensors = {names[name]: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
+    save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora["rank"],
+        "lora_alpha": lora["alpha"],
+        "target_modules": lora["targets"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "base_model_name_or_path": model_dir.name,
+    }
+    (out_dir / "adapter_config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return weights.shape(name) if isinstance(weights, StoredWeights) else tuple(weights[name].shape)
 
 
 def _copy_tokenizer(model_dir: Path, out_dir: Path) -> None:

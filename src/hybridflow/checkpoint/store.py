@@ -30,11 +30,15 @@ class Checkpoint:
 
     def load(self, component: str, key: str | None = None) -> Any:
         """The state of one component, tensors on the CPU; with `key` only that entry of it."""
+        return load_state(self.path_of(component), key)
+
+    def path_of(self, component: str) -> Path:
+        """Where `load_state` finds a component. Raises CheckpointError if there is none of that name."""
         if component not in self.components:
             raise CheckpointError(
                 f"'{self.directory}' has no component '{component}'; it has {', '.join(self.components)}."
             )
-        return load_state(self.directory / component, key)
+        return self.directory / component
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:

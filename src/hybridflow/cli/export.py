@@ -24,6 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: as trained)",
     )
     parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters of a run with lora.rank alone, for peft, instead of merging them into the weights",
+    )
+    parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
@@ -36,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = find_checkpoint(args.source, args.step)
     model_dir = args.model or _model_path(checkpoint.directory.parent.parent)
-    export_model(checkpoint, model_dir, args.out, dtype=args.dtype)
+    export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
     print(f"wrote {args.out} from {checkpoint.directory}")
     return 0
 

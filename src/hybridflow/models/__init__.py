@@ -13,9 +13,16 @@ from hybridflow.models.flops import (
 )
 from hybridflow.models.forward import Forward, forward_of, has_fused_forward
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
-from hybridflow.models.lora import add_adapters, fill_adapters, merged_weights, without_adapters
+from hybridflow.models.lora import add_adapters, fill_adapters, merged_weight, merged_weights, without_adapters
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
-from hybridflow.models.sharded_loading import build_with_placeholders, build_without_weights, load_shards, placeholder
+from hybridflow.models.sharded_loading import (
+    StoredModel,
+    build_with_placeholders,
+    build_without_weights,
+    load_shards,
+    parameters_on_meta,
+    placeholder,
+)
 from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
 from hybridflow.models.tensor_parallel import TensorRanks, distribute_parameters, require_tensor_parallel
 
@@ -28,6 +35,7 @@ __all__ = [
     "PackedPlan",
     "PaddedPlan",
     "SharedPromptPlan",
+    "StoredModel",
     "TensorRanks",
     "UlyssesPlan",
     "WholePlan",
@@ -45,8 +53,10 @@ __all__ = [
     "load_causal_lm",
     "load_shards",
     "load_value_model",
+    "merged_weight",
     "merged_weights",
     "mfu",
+    "parameters_on_meta",
     "placeholder",
     "require_tensor_parallel",
     "sequence_costs",

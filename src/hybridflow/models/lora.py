@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,30 +90,38 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def merged_weights(
-    names: Iterable[str], weight_of: Callable[[str], Tensor], scaling: float
+    names: Collection[str], weight_of: Callable[[str], Tensor], scaling: float
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model without adapters that computes the same; `names` are those of a model with them.
 
     One weight at a time, in the dtype that it has; products are in float32 at least.
     """
-    names = list(names)
-    known = set(names)
+    adapters = _OnDemand((name for name in names if ADAPTER in name), weight_of)
     for name in names:
-        if ADAPTER in name:
-            continue
-        plain, weight = name.replace(BASE, ""), weight_of(name)
-        layer = plain.removesuffix(".weight")
-        if plain != name and plain.endswith(".weight") and layer + FIRST in known:
-            weight = merge(weight, weight_of(layer + FIRST), weight_of(layer + SECOND), scaling)
-        yield plain, weight
+        if ADAPTER not in name:
+            plain = name.replace(BASE, "")
+            yield plain, merged_weight(plain, weight_of(name), adapters, scaling)
 
 
-def merge(weight: Tensor, first: Tensor, second: Tensor, scaling: float) -> Tensor:
-    """weight + scaling * second @ first, in the dtype of weight."""
+def merged_weight(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """A weight and what the adapters of its layer add, if it has any; in the dtype of the weight."""
+    layer = name.removesuffix(".weight")
+    if layer == name or layer + FIRST not in adapters:
+        return weight
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + scaling * (second.to(wide) @ first.to(wide))).to(weight.dtype)
+    first, second = adapters[layer + FIRST].to(wide), adapters[layer + SECOND].to(wide)
+    return (weight.to(wide) + scaling * (second @ first)).to(weight.dtype)
 
 
-def adapters_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those parameters that are adapters."""
-    return {name: parameter for name, parameter in parameters.items() if ADAPTER in name}
+class _OnDemand(dict[str, Tensor]):
+    """Values that are made when they are asked for, and not kept."""
+
+    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._names, self._make = frozenset(names), make
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __missing__(self, name: str) -> Tensor:
+        return self._make(name)

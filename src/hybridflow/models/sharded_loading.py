@@ -46,7 +46,7 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
     """
     auto_class: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
     try:
-        with quiet_transformers(), no_init_weights(), _parameters_on_meta():
+        with quiet_transformers(), no_init_weights(), parameters_on_meta():
             config = read_config(path, **({} if head == "policy" else VALUE_MODEL))
             model = auto_class.from_config(config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False)
     except LOADING_ERRORS as error:
@@ -85,7 +85,7 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
     A value head that is not stored becomes zero. Raises ModelError if files or weights are missing, damaged or of
     another shape.
     """
-    with StoredWeights(path) as stored:
+    with StoredModel(path) as stored:
         parameters = {name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name}
         wanted = {name: stored.name_of(name.replace(BASE, "")) for name in parameters}
         require_complete(path, (n for n, found in wanted.items() if found is None and not n.startswith(VALUE_HEAD)))
@@ -101,7 +101,7 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
         warn_of_ignored(path, set(stored.names) - set(wanted.values()) - tied)
 
 
-class StoredWeights:
+class StoredModel:
     """The tensors of a model directory by their stored names, read one at a time."""
 
     def __init__(self, path: str | Path) -> None:
@@ -144,7 +144,7 @@ class StoredWeights:
         """A stored tensor."""
         return self._files[name].get_tensor(name)
 
-    def __enter__(self) -> "StoredWeights":
+    def __enter__(self) -> "StoredModel":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -163,7 +163,7 @@ def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Parameters that modules register here have no memory."""
     register = nn.Module.register_parameter
 

@@ -1,0 +1,54 @@
+"""The weights of a checkpoint by parameter name, each read when it is asked for."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.checkpoint.state_files import read_tree
+from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
+from hybridflow.checkpoint.stored_tensors import StoredTensors
+from hybridflow.errors import CheckpointError
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """What `state["model"]` of a component holds; nothing is kept."""
+
+    def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[self._names[name]]
+        self._tensors.pop(self._names[name])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight, which is not read for it."""
+        return self._tensors.shape(self._names[name])
+
+
+@contextmanager
+def stored_weights(source: str | Path | Checkpoint, component: str = "actor") -> Iterator[tuple[StoredWeights, Any]]:
+    """The weights of a component of a checkpoint, and its `lora` entry (None: they are all the weights).
+
+    Raises CheckpointError if there is no such component, or it holds no weights.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    path = checkpoint.path_of(component)
+    tree = read_tree(path.with_name(path.name + ".json"))
+    weights = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(w, dict) and "$tensor" in w for w in weights.values()):
+        raise CheckpointError(f"'{path}.json' has no weights under 'model'; hybridflow's training writes them there.")
+    with StoredTensors(path) as tensors:
+        names = {name: entry["$tensor"] for name, entry in weights.items()}
+        if missing := [name for name, stored in names.items() if stored not in tensors]:
+            raise CheckpointError(f"the tensors of '{path}' lack {missing[0]}.")
+        yield StoredWeights(tensors, names), tree.get("lora")
