@@ -3,11 +3,13 @@
 import json
 import logging
 import math
+import shutil
 
 import pytest
 import torch
 
 from hybridflow.checkpoint import open_checkpoint
+from hybridflow.config import load_config
 from hybridflow.kernels import use_kernels
 from hybridflow.observability import METRICS, find_metric, read_jsonl
 
@@ -262,3 +264,21 @@ def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, 
     assert hybridflow("export", run, tmp_path / "adapter", "--adapter").status == 0
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     assert hybridflow("evaluate", task / "rl.toml", f"model.path={tmp_path / 'merged'}").status == 0
+
+
+def test_a_reward_model_scores_in_place_of_a_function(train, task, tmp_path):
+    """Its scores are its own on the samples that the run wrote."""
+    from transformers import AutoModelForSequenceClassification
+
+    policy = load_config(task / "rl.toml").model.path
+    reward_model = shutil.copytree(policy, tmp_path / "reward_model")
+    (reward_model / "model.safetensors").unlink()
+    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(reward_model)
+    run = train(f"reward.model_path={reward_model}", "reward.function=", "trainer.total_steps=2", name="reward_model")
+    scores = {sample["score"] for sample in read_jsonl(run / "samples.jsonl")}
+    assert len(scores) > 4
+    methods = {event["where"] for event in read_jsonl(run / "trace" / "calls.jsonl")}
+    assert {"RewardModelWorker.score", "RewardModelWorker.score_validation"} <= methods
+    assert not [method for method in methods if method.startswith("RewardWorker")]

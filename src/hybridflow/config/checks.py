@@ -158,7 +158,9 @@ def _parallel(config: Config) -> Iterator[str]:
         yield f"{both} needs {size} ranks that meet, but controller.backend='local' is one process; use backend = 'ray'"
         return
     placement = config.placement
-    only_rewards = {pool for role, pool in placement.roles.items() if role == "reward"} - {
+    only_rewards = {
+        pool for role, pool in placement.roles.items() if role == "reward" and not config.reward.model_path
+    } - {
         placement.roles.get(role, next(iter(placement.pools), "")) for role in ("actor_rollout", "critic", "reference")
     }
     pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in only_rewards}
@@ -175,6 +177,15 @@ def _lora(config: Config) -> Iterator[str]:
         )
     if config.lora.rank and not config.lora.targets:
         yield "lora.targets=[] leaves nothing that learns; name some linear layers"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    reward = config.reward
+    if reward.model_path and reward.function:
+        yield (
+            f"reward.model_path={reward.model_path!r} and reward.function={reward.function!r} both give the score; "
+            "leave one of them empty"
+        )
 
 
 def _backend(config: Config) -> Iterator[str]:
@@ -197,6 +208,7 @@ SUBJECTS = (
     _backend,
     _parallel,
     _lora,
+    _reward,
     _parts,
     _mini_batches,
     _groups,

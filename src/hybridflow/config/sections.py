@@ -251,6 +251,11 @@ class RewardConfig(Section):
     function: str = Field(
         default="", description="'path.py:function' scoring a response; empty chooses by each row's data_source."
     )
+    model_path: str = Field(
+        default="",
+        description="Directory of a reward model that scores in place of a function: a sequence classifier with one "
+        "label, with its own tokenizer and chat template.",
+    )
     on_error: Literal["stop", "zero"] = Field(
         default="stop",
         description="An exception in the function stops the run, or scores error_score (see reward/error_rate).",

@@ -56,12 +56,17 @@ class PromptEncoder:
         begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
 
-    def text(self, messages: list[dict[str, str]], place: str) -> str:
-        """The prompt as text; `place` names it in the `DataError` of a template that refuses the messages."""
+    def text(self, messages: list[dict[str, str]], place: str, *, add_generation_prompt: bool = True) -> str:
+        """The prompt as text; `place` names it in the `DataError` of a template that refuses the messages.
+
+        Without a generation prompt it is a conversation that has ended.
+        """
         if not self.uses_template:
             return "\n".join(message["content"] for message in messages)
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
         except (TemplateError, KeyError, TypeError, ValueError) as error:
             raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
         return str(text)

@@ -21,13 +21,13 @@ from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
-from hybridflow.trainers.program import reference_of, role_classes, run_on_placeholders
+from hybridflow.trainers.program import reference_of, reward_class, role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.speed import Learner, Speedometer
 from hybridflow.trainers.token_budgets import settle_token_budgets
 from hybridflow.trainers.validation import Validator
-from hybridflow.workers import ActorRolloutWorker, RewardWorker, SFTWorker
+from hybridflow.workers import ActorRolloutWorker, SFTWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +115,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     prompts = _validation_prompts(config, load_tokenizer(config.model.path))
     classes = {
         Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config),
-        Role.Reward: ClassWithInitArgs(RewardWorker, config=config),
+        Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
     }
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)

@@ -122,7 +122,8 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
     for name in names:
         ranks = sum(pools_of(config)[pool_of(config, Role(name))])
         data = max(ranks // (parallel.sequence * parallel.tensor), 1)
-        if name != Role.Reward.value and data * parallel.sequence * parallel.tensor == ranks:
+        is_model = name != Role.Reward.value or bool(config.reward.model_path)
+        if is_model and data * parallel.sequence * parallel.tensor == ranks:
             meshes[name] = {"default": {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}}
     return meshes
 

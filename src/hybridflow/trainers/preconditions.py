@@ -24,6 +24,8 @@ def require_files(config: Config, *file_keys: str) -> None:
         models["critic.model_path"] = config.critic.model_path
     if config.uses_reference:
         models["reference.model_path"] = config.reference.model_path
+    if config.reward.model_path:
+        models["reward.model_path"] = config.reward.model_path
     for key, path in models.items():
         if path and not (Path(path) / "config.json").is_file():
             raise ModelError(

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 from hybridflow.config import Config
-from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, WorkerGroup, spawn_colocated
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, Worker, WorkerGroup, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
-from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardWorker
+from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker, RewardWorker
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "ground_truths", "extra_infos")
 """What a prompt dataset gives."""
@@ -19,13 +19,18 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
     """The roles that a configuration needs. The numbers of updates are where learning-rate schedules end."""
     classes = {
         Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config, total_updates=actor_updates),
-        Role.Reward: ClassWithInitArgs(RewardWorker, config=config),
+        Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
     }
     if config.uses_critic:
         classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
     if config.uses_reference and not config.actor_is_reference:
         classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
     return classes
+
+
+def reward_class(config: Config) -> type[Worker]:
+    """What scores: a reward model, or a function."""
+    return RewardModelWorker if config.reward.model_path else RewardWorker
 
 
 def reference_of(config: Config, groups: Mapping[Role, WorkerGroup]) -> WorkerGroup | None:

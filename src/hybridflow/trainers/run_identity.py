@@ -32,6 +32,8 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
         paths["critic.model_path"] = config.critic.model_path or config.model.path
     if kind == "train" and config.uses_reference:
         paths["reference.model_path"] = config.reference.model_path or config.model.path
+    if kind == "train" and config.reward.model_path:
+        paths["reward.model_path"] = config.reward.model_path
     models = {key: model_fingerprint(path) for key, path in paths.items()}
     return json.loads(json.dumps({"kind": kind, "config": leaf_keys(config), "models": models}))
 

@@ -4,6 +4,7 @@ from hybridflow.workers.actor_rollout import ActorRolloutWorker
 from hybridflow.workers.critic import CriticWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
+from hybridflow.workers.reward_model import RewardModelWorker
 from hybridflow.workers.sft import SFTWorker
 
-__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker", "RewardWorker", "SFTWorker"]
+__all__ = ["ActorRolloutWorker", "CriticWorker", "ReferenceWorker", "RewardModelWorker", "RewardWorker", "SFTWorker"]
