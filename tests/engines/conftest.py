@@ -24,6 +24,7 @@ def build_engine() -> "Callable[..., TorchEngine]":
         packing: bool = True,
         share_prompts: bool = True,
         gradient_checkpointing: bool = False,
+        compile: bool = False,
         learns: bool = True,
         total_updates: int = 1,
         **optimizer: Any,
@@ -35,7 +36,9 @@ def build_engine() -> "Callable[..., TorchEngine]":
         return TorchEngine(
             str(directory),
             head,
-            model=ModelConfig(path=str(directory), dtype=dtype, gradient_checkpointing=gradient_checkpointing),
+            model=ModelConfig(
+                path=str(directory), dtype=dtype, gradient_checkpointing=gradient_checkpointing, compile=compile
+            ),
             memory=MemoryConfig(max_tokens_per_micro_batch=max_tokens, packing=packing, share_prompts=share_prompts),
             optimizer=OptimizerConfig(**({"lr": 0.01} | optimizer)) if learns else None,
             total_updates=total_updates,

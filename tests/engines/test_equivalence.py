@@ -208,3 +208,15 @@ def test_training_equals_a_plain_loop_over_rows(tiny_model, build_engine, use_fl
         losses.append(loss.item())
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert relative_error(run, Run(losses, norms, parameters)) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_layers_give_the_same_training_for_any_number_of_tokens(engine_of, rows):
+    """Compiled once; of other micro-batches no kernel is made anew."""
+    reference = train(engine_of("policy", packing=False), "token-mean", rows)
+    compiled = engine_of("policy", max_tokens=24, compile=True)
+    assert relative_error(train(compiled, "token-mean", rows), reference) <= TOLERANCE
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled.max_tokens = 40
+        assert compiled.update(rows, loss_of("policy", "token-mean", rows), with_entropy=True).grad_norm > 0

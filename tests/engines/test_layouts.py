@@ -1,7 +1,7 @@
 """Loss, gradient norm and every parameter after five optimizer steps are the same in every layout of ranks.
 
 In float64 to a relative error of 1e-10, by real processes on gloo, against one process that pads. Each layout has
-planted bugs that must show. `HYBRIDFLOW_WRITE_TABLES=1` writes the table of docs/engine.md.
+planted bugs that must show. `HYBRIDFLOW_WRITE_TABLES=1` writes the table of docs/scaling.md.
 """
 
 import json
@@ -18,7 +18,7 @@ from hybridflow.protocol import DataProto
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "layout_program.py"
-DOCS = Path(__file__).parents[2] / "docs" / "engine.md"
+DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 TABLE_START, TABLE_END = "<!-- layouts: start -->", "<!-- layouts: end -->"
 TOLERANCE = 1e-10
 BUGS = ("local count", "dropped rank")

@@ -175,6 +175,11 @@ def _lora(config: Config) -> Iterator[str]:
             f"lora.rank={config.lora.rank} with parallel.tensor={config.parallel.tensor}: adapters are not shared by "
             "the ranks of a layer; use parallel.tensor = 1, which shards weights over all ranks as well"
         )
+    if config.model.compile and config.parallel.tensor > 1:
+        yield (
+            f"model.compile=true with parallel.tensor={config.parallel.tensor}: layers in which ranks meet are not "
+            "compiled; use one of them"
+        )
     if config.lora.rank and not config.lora.targets:
         yield "lora.targets=[] leaves nothing that learns; name some linear layers"
 

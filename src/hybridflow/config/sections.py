@@ -51,6 +51,11 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, more time."
     )
+    compile: bool = Field(
+        default=False,
+        description="Learn with layers compiled by torch.compile, which takes up to a minute at the first step, in "
+        "place of controller.compiled_kernels, which generation keeps. Rounding depends on it.",
+    )
 
 
 class LoRAConfig(Section):

@@ -112,6 +112,8 @@ class TorchEngine:
             load_shards(self.model, path)
             tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
+        if model.compile:
+            self.model_forward.compile()
         if self.lora:
             fill_adapters(self.model, seed, self.device)
         self.shape = decoder_shape(path, has_lm_head=head == "policy")

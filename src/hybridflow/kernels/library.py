@@ -43,6 +43,8 @@ def use_kernels(enabled: bool) -> None:
 
 def serves(x: Tensor) -> bool:
     """Whether compiled kernels compute on tensors like `x`: float32 or bfloat16 on a CPU, with a compiler at hand."""
+    if torch.compiler.is_compiling():  # PyTorch's own are what is compiled
+        return False
     return _enabled and x.device.type == "cpu" and x.dtype in _SUFFIXES and _library() is not None
 
 

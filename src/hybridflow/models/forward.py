@@ -53,6 +53,10 @@ class Forward(Protocol):
         """
         ...
 
+    def compile(self) -> None:
+        """Compute layers with torch.compile from the next call on. Raises ModelError where that is not possible."""
+        ...
+
     def pack_weights(self) -> None:
         """Copy the weights into the layout that is fastest to generate with; passes without gradient read the copy.
 
@@ -111,6 +115,12 @@ class OwnForward:
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
         return _decode(self, tokens, plan)
 
+    def compile(self) -> None:
+        raise ModelError(
+            f"model.compile: {self.model.config.model_type} models are computed by their own code, which is not "
+            "compiled; use model.compile = false, or a Llama, Qwen2 or Qwen3 model."
+        )
+
     def pack_weights(self) -> None: ...
 
     def drop_packed_weights(self) -> None: ...
@@ -129,6 +139,7 @@ class FusedForward:
         self._epsilon: float = model.config.rms_norm_eps
         self._angles: tuple[Tensor, Tensor] | None = None
         self._decoder: Decoder | None = None
+        self._open, self._close = self._open_layer, self._close_layer
         self._run: Callable[..., Tensor] = self._run_layers
         self._layers: list[Callable[..., Tensor]] = [partial(self._layer, layer) for layer in self._body.layers]
         if is_sharded:
@@ -136,6 +147,11 @@ class FusedForward:
                 layer.forward = forward
             model.forward = self._run_layers
             self._run, self._layers = model, list(self._body.layers)
+
+    def compile(self) -> None:
+        """Have what is before and after attention compiled (torch.compile), for any number of tokens."""
+        self._open = torch.compile(self._open_layer, dynamic=True)
+        self._close = torch.compile(self._close_layer, dynamic=True)
 
     def pack_weights(self) -> None:
         self._decoder = None  # its memory first
@@ -187,7 +203,15 @@ class FusedForward:
     def _compute_layer(
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
     ) -> Tensor:
-        attention, mlp = layer.self_attn, layer.mlp
+        query, key, value = self._open(layer, hidden, cos, sin, batch)
+        attended = plan.attend(layer.self_attn.layer_idx, query, key, value, layer.self_attn.scaling)
+        return self._close(layer, hidden, attended.reshape(len(hidden), -1))
+
+    def _open_layer(
+        self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, batch: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (batch, heads, tokens, head_dim)."""
+        attention = layer.self_attn
         x = self._copy(self._norm(hidden, layer.input_layernorm))
         query, key, value = (
             self._linear(projection, x).view(len(x), -1, attention.head_dim)
@@ -197,8 +221,12 @@ class FusedForward:
             query, key = self._head_norm(query, attention.q_norm), self._head_norm(key, attention.k_norm)
         query, key = rotary(query, cos, sin), rotary(key, cos, sin)
         query, key, value = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
-        attended = plan.attend(attention.layer_idx, query, key, value, attention.scaling)
-        hidden = self._add_linear(hidden, attended.reshape(len(hidden), -1), attention.o_proj)
+        return query, key, value
+
+    def _close_layer(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention."""
+        mlp = layer.mlp
+        hidden = self._add_linear(hidden, attended, layer.self_attn.o_proj)
         x = self._copy(self._norm(hidden, layer.post_attention_layernorm))
         return self._add_linear(
             hidden, silu_mul(self._linear(mlp.gate_proj, x), self._linear(mlp.up_proj, x)), mlp.down_proj
