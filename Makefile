@@ -10,7 +10,7 @@ TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup demo demo-control test soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance
+.PHONY: help setup demo demo-control test test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -40,6 +40,10 @@ test: $(STAMP) ## every check: lint, format, types, layers, all tests that need 
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
+test-gpu: $(STAMP) ## for whoever has a GPU: the checks that need one, and the MFU of a model of 1.5B parameters
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/mfu.py $(ARGS)
+
 bench-controller_scale: $(STAMP) ## cost of a call in the controller, for 1 to 4,096 ranks; ARGS="--help" for more
 	$(BIN)/python benchmarks/controller_scale.py $(ARGS)
 
@@ -64,6 +68,9 @@ bench-transport: $(STAMP) $(VERL_STAMP) ## batches between processes against ver
 
 bench-balance: $(STAMP) $(VERL_STAMP) ## rows dealt out to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)
+
+bench-train_engine: $(STAMP) ## a training step against plain PyTorch on transformers; ARGS="--help" for more
+	$(BIN)/python benchmarks/train_engine.py $(ARGS)
 
 $(TRL_STAMP):
 	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from hybridflow.errors import WorkerError
 
@@ -19,15 +19,24 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
     if world_size == 1 or dist.is_initialized():
         return
     timeout = timedelta(seconds=timeout_s or 10**8)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
         listening = _listen(address, port) if rank == 0 else None
         store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (OSError, RuntimeError) as error:
         raise WorkerError(
             f"rank {rank} of {world_size} could not meet the others at {address}:{port}: {error}", rank=rank
         ) from error
+
+
+def join_alone() -> None:
+    """Be a group of one, for what needs a group though nobody else is there."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _listen(address: str, port: int) -> int:

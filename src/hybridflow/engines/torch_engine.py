@@ -23,6 +23,7 @@ from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.engines.presence import Presence
+from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.stretch import stretch_of
@@ -88,6 +89,8 @@ class TorchEngine:
         self.total_updates = total_updates
         self.num_updates = 0
         self.device = own_device()
+        if offload == "host" and self.device.type != "cpu":
+            join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
         self.ranks = Ranks(parallel or ParallelConfig(), self.device)
         self._step_guard = StepGuard(self.ranks)
         self.compute_dtype, self.path = DTYPES[model.dtype], path

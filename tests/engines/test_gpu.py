@@ -1,0 +1,85 @@
+"""The engine on a CUDA device: the numbers of the CPU, and memory that is where it is asked to be."""
+
+import gc
+
+import pytest
+import torch
+
+from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096}
+
+
+def loss(outputs, part):
+    return -outputs["log_probs"].sum() / 40, {}
+
+
+def build(path, dtype="float32", **options):
+    return TorchEngine(
+        str(path),
+        "policy",
+        model=ModelConfig(path=str(path), dtype=dtype),
+        memory=MemoryConfig(max_tokens_per_micro_batch=64),
+        optimizer=OptimizerConfig(lr=1e-3),
+        **options,
+    )
+
+
+@pytest.fixture
+def rows(rollout_rows):
+    return rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_log_probs_and_updates_are_those_of_the_cpu(tiny_model, rows, dtype, monkeypatch):
+    on_device = build(tiny_model("qwen2"), dtype)
+    monkeypatch.setattr("hybridflow.engines.torch_engine.own_device", lambda: torch.device("cpu"))
+    on_host = build(tiny_model("qwen2"), dtype)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-6, "atol": 1e-7}
+    for _ in range(3):
+        ours, theirs = (engine.forward(rows)["log_probs"] for engine in (on_device, on_host))
+        torch.testing.assert_close(ours, theirs, **tolerance)
+        norms = [engine.update(rows, loss).grad_norm for engine in (on_device, on_host)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("offload", ["idle", "host"])
+def test_offloaded_weights_leave_the_device_between_calls_and_change_no_number(tiny_model, rows, offload):
+    path = tiny_model("qwen2", **SIZES)
+    plain = build(path, "bfloat16")
+    expected = [plain.update(rows, loss).grad_norm for _ in range(2)]
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = build(path, "bfloat16", offload=offload)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.parameters.values())
+    assert [engine.update(rows, loss).grad_norm for _ in range(2)] == pytest.approx(expected, rel=1e-2)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before < 0.2 * weights
+
+
+def test_the_token_budget_is_found_from_the_memory_of_the_device(tiny_model):
+    from hybridflow.engines import find_token_budget
+
+    engine = build(tiny_model("qwen2", max_position_embeddings=1024, **SIZES), "bfloat16")
+    assert find_token_budget(engine, 100, 400, 1) >= 4096
+
+
+def test_compiled_layers_give_the_same_numbers(tiny_model, rows):
+    path = tiny_model("qwen2")
+    engines = [
+        TorchEngine(
+            str(path),
+            "policy",
+            model=ModelConfig(path=str(path), compile=compile),
+            memory=MemoryConfig(max_tokens_per_micro_batch=64),
+            optimizer=OptimizerConfig(lr=1e-3),
+        )
+        for compile in (False, True)
+    ]
+    norms = [[engine.update(rows, loss).grad_norm for _ in range(3)] for engine in engines]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
