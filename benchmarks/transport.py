@@ -16,22 +16,22 @@ A few minutes with the default of 7 rounds on two idle cores. A limit that is mi
 """
 
 import argparse
-import os
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 from sides.transport_batch import NUM_ROWS, REPEATS, TEXTS, build_columns, checksum, half_of_rows, width_of
 from support.arguments import names_in
 from support.environments import ENVIRONMENTS, VARIABLES, python_of
 from support.errors import BenchmarkError
+from support.other_work import OtherWork
 from support.report import Row, print_rows, print_sides, print_table
 from support.rounds import MUCH_OTHER_WORK, SETTLING_S
 from support.side import Side
@@ -184,7 +184,7 @@ def alternate(name: str, sides: Sequence[Side], truth: Truth, rounds: int) -> Re
     for number in range(1 - WARM_UPS, rounds + 1):
         for side in sides if number % 2 else reversed(sides):
             time.sleep(SETTLING_S)
-            with OthersWork(side.process_id) as others:
+            with OtherWork(side.process_id) as others:
                 result = side.ask(row=name)
             truth.check(name, side, result)
             much = others.share > MUCH_OTHER_WORK
@@ -201,46 +201,6 @@ def alternate(name: str, sides: Sequence[Side], truth: Truth, rounds: int) -> Re
             flush=True,
         )
     return results
-
-
-class OthersWork:
-    """`with OthersWork(pid) as others: ...`; then `others.share`: how much of all CPUs, from 0 to 1, went to programs
-    that are not of that process and its children. Where Linux does not tell, nothing."""
-
-    def __init__(self, process_id: int) -> None:
-        self._process_id = process_id
-        self.share = 0.0
-
-    def __enter__(self) -> Self:
-        self._start, self._before = time.perf_counter(), self._others_s()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        available_s = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
-        self.share = max(0.0, self._others_s() - self._before) / available_s
-
-    def _others_s(self) -> float:
-        stat = Path("/proc/stat")
-        if not stat.exists():
-            return 0.0
-        user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split(maxsplit=9)[1:9])
-        own = sum(ticks for _, ticks in _tree(self._process_id))
-        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
-
-
-def _tree(root: int) -> Iterator[tuple[int, int]]:
-    """A process and all below it: its id, and the ticks of CPU that it used."""
-    parents: dict[int, tuple[int, int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        parents[int(path.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
-    inside = {root}
-    while more := {pid for pid, (parent, _) in parents.items() if parent in inside} - inside:
-        inside |= more
-    return ((pid, parents[pid][1]) for pid in inside if pid in parents)
 
 
 # ---------------------------------------------------------------------------------------------- telling

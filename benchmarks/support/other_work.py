@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -9,10 +10,11 @@ _STAT = Path("/proc/stat")
 
 
 class OtherWork:
-    """`with OtherWork(pid) as other: ...`; then `other.share`, of all CPUs, from 0 to 1."""
+    """`with OtherWork(pid) as other: ...`; then `other.share`, of all CPUs, from 0 to 1: what programs used that are not
+    of that process and its children."""
 
     def __init__(self, process_id: int) -> None:
-        self._process = Path(f"/proc/{process_id}/stat")
+        self._process_id = process_id
         self.share = 0.0
 
     def __enter__(self) -> Self:
@@ -26,9 +28,23 @@ class OtherWork:
 
     def _others_s(self) -> float:
         """CPU seconds since the start of the machine that were not the process's, stolen ones included."""
-        if not (_STAT.exists() and self._process.exists()):
+        if not _STAT.exists():
             return 0.0
         user, nice, system, _, _, irq, softirq, steal = map(int, _STAT.read_text().split(maxsplit=9)[1:9])
-        of_process = self._process.read_text().rpartition(")")[2].split()[11:13]  # utime, stime
-        ticks = user + nice + system + irq + softirq + steal - sum(map(int, of_process))
-        return ticks / os.sysconf("SC_CLK_TCK")
+        own = sum(ticks for _, ticks in _tree(self._process_id))
+        return (user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+
+
+def _tree(root: int) -> Iterator[tuple[int, int]]:
+    """A process and all below it: its id, and the ticks of CPU that it used."""
+    parents: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(path.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    inside = {root}
+    while more := {pid for pid, (parent, _) in parents.items() if parent in inside} - inside:
+        inside |= more
+    return ((pid, parents[pid][1]) for pid in inside if pid in parents)
