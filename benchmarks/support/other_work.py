@@ -10,8 +10,8 @@ _STAT = Path("/proc/stat")
 
 
 class OtherWork:
-    """`with OtherWork(pid) as other: ...`; then `other.share`, of all CPUs, from 0 to 1: what programs used that are not
-    of that process and its children."""
+    """`with OtherWork(pid) as other: ...`; then `other.share`, of all CPUs, from 0 to 1: what was used by programs that
+    are neither that process nor its children."""
 
     def __init__(self, process_id: int) -> None:
         self._process_id = process_id
