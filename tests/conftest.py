@@ -175,8 +175,9 @@ TINY_CONFIG = {
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_model("qwen3", seed=1, tie_word_embeddings=True)` is a model directory with random float32 weights.
 
-    Families: llama, qwen2, qwen3; further arguments are keys of the family's configuration. The same call gives the
-    same directory, so nobody may write there. A llama directory has a tokenizer of one token a word: "w3" is 3.
+    Families: llama, qwen2, qwen3, mistral; further arguments are keys of the configuration of the family. The same
+    call gives the same directory, so nobody may write there. A llama directory has a tokenizer of one token a word:
+    "w3" is 3.
     """
     directories: dict[str, Path] = {}
 
@@ -193,7 +194,7 @@ def _write_tiny_model(directory: Path, family: str, seed: int, config: dict[str,
     import torch
     import transformers
 
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
     if family == "qwen3":
         config = {"head_dim": 8, **config}
     config_class = getattr(transformers, f"{names[family]}Config")

@@ -71,8 +71,8 @@ class Float64Angles(nn.Module):
         theta = config.rope_parameters["rope_theta"]
         self.frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None].double() * self.frequencies
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos(), angles.sin()
 

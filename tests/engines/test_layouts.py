@@ -89,6 +89,10 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
         if "3 heads" not in family:
             cases[f"{family} tensor"] = 2, {**model, "tensor": 2}
         cases[f"{family} sequence"] = 2, {**model, "sequence": 2}
+    own_code = {"model": str(tiny_model("mistral", sliding_window=None)), "rows": rows}
+    cases["own code alone"] = 1, own_code
+    cases["own code data"] = 2, own_code
+    cases["own code recomputed"] = 2, {**own_code, "checkpointing": True}
     adapted = {"model": qwen2, "rows": rows, "lora": 3}
     cases["lora alone"] = 1, adapted
     cases["lora data"] = 2, adapted
@@ -164,6 +168,13 @@ def test_every_family_gives_the_same_training_on_two_ranks(results, family, axis
         pytest.skip("3 heads cannot be shared by 2 ranks of a layer")
     errors = errors_of(results[f"{family} {axis}"], results[f"{family} alone"])
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("what", ["data", "recomputed"])
+def test_a_family_that_is_computed_by_its_own_code_is_sharded_too(results, what):
+    """Its norms are float32 whatever the dtype, so only to that."""
+    errors = errors_of(results[f"own code {what}"], results["own code alone"])
+    assert max(errors.values()) <= 1e-5, errors
 
 
 @pytest.mark.parametrize("axis", ["data", "sequence"])

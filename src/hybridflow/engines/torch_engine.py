@@ -31,6 +31,7 @@ from hybridflow.errors import ModelError, NonFiniteError
 from hybridflow.kernels import serves
 from hybridflow.models import (
     DTYPES,
+    FusedForward,
     TensorRanks,
     add_adapters,
     build_with_placeholders,
@@ -38,11 +39,11 @@ from hybridflow.models import (
     decoder_shape,
     fill_adapters,
     forward_of,
-    has_fused_forward,
     load_causal_lm,
     load_shards,
     load_value_model,
     merged_weights,
+    require_planned_attention,
     require_tensor_parallel,
     sequence_costs,
     without_adapters,
@@ -108,13 +109,15 @@ class TorchEngine:
             self.model_forward = forward_of(self.model)
         else:
             self.model = build_without_weights(path, head, dtype)
-            self._require_parallel()
+            require_tensor_parallel(self.model.config, self.ranks.tensor)
             if self.lora:
                 add_adapters(self.model, self.lora, learning_dtype)
             shard_model(self.model, self.ranks, self.device, self.compute_dtype, on_host=offload == "host")
             load_shards(self.model, path)
             tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
+            if not isinstance(self.model_forward, FusedForward):
+                self._require_own_forward()
         if model.compile:
             self.model_forward.compile()
         if self.lora:
@@ -127,7 +130,7 @@ class TorchEngine:
             self.parameters = dict(self.model.named_parameters())
             self._wait_on_host_if(offload == "idle")
             return
-        if self.recomputes_activations:
+        if self.recomputes_activations and not isinstance(self.model_forward, FusedForward):  # that does it by itself
             # The first is the newer name of the second. Without dropout there is no random state to repeat.
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
@@ -283,14 +286,16 @@ class TorchEngine:
                 }
             self.master.cast()
 
-    def _require_parallel(self) -> None:
-        config = self.model.config
-        require_tensor_parallel(config, self.ranks.tensor)
-        if self.ranks.sequence > 1 and not has_fused_forward(config):
+    def _require_own_forward(self) -> None:
+        """What a family with code of its own must do; all ranks run it."""
+        if self.ranks.sequence > 1:
             raise ModelError(
-                f"parallel.sequence={self.ranks.sequence}: {config.model_type} models are computed by their own code, "
-                "which knows whole sequences only; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3 model."
+                f"parallel.sequence={self.ranks.sequence}: this {self.model.config.model_type} model is computed by "
+                "its own code, which knows whole sequences only; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3."
             )
+        require_planned_attention(self.model)
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
         """Row indices of each micro-batch; as many on every rank, empty ones where this one has no more rows."""

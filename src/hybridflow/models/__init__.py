@@ -11,7 +11,7 @@ from hybridflow.models.flops import (
     sequence_costs,
     training_flops,
 )
-from hybridflow.models.forward import Forward, forward_of, has_fused_forward
+from hybridflow.models.forward import Forward, FusedForward, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
 from hybridflow.models.lora import add_adapters, fill_adapters, merged_weight, merged_weights, without_adapters
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
@@ -24,6 +24,7 @@ from hybridflow.models.sharded_loading import (
     placeholder,
 )
 from hybridflow.models.shared_prompts import SharedPromptPlan, sharing_pays
+from hybridflow.models.support import require_planned_attention
 from hybridflow.models.tensor_parallel import TensorRanks, distribute_parameters, require_tensor_parallel
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "AttentionPlan",
     "DecoderShape",
     "Forward",
+    "FusedForward",
     "GatherTokens",
     "PackedPlan",
     "PaddedPlan",
@@ -49,7 +51,6 @@ __all__ = [
     "forward_flops",
     "forward_of",
     "generation_flops",
-    "has_fused_forward",
     "load_causal_lm",
     "load_shards",
     "load_value_model",
@@ -58,6 +59,7 @@ __all__ = [
     "mfu",
     "parameters_on_meta",
     "placeholder",
+    "require_planned_attention",
     "require_tensor_parallel",
     "sequence_costs",
     "sharing_pays",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybridflow.errors import ModelError
 from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
@@ -83,12 +83,6 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
             "parallel.tensor = 1."
         )
     return OwnForward(model)
-
-
-def has_fused_forward(config: PretrainedConfig) -> bool:
-    """Whether a model of this configuration has the fused pass, its rotary angles apart."""
-    is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
-    return config.model_type in FUSED_FAMILIES and is_gated_silu and not has_angles_of_length(config)
 
 
 class OwnForward:
@@ -312,7 +306,9 @@ def _is_causal_lm(model: PreTrainedModel) -> bool:
 
 
 def _is_fusable(model: PreTrainedModel) -> bool:
-    if not has_fused_forward(model.config):
+    config = model.config
+    is_gated_silu = getattr(config, "hidden_act", None) in ("silu", "swish")
+    if config.model_type not in FUSED_FAMILIES or not is_gated_silu or has_angles_of_length(config):
         return False
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)
