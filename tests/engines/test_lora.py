@@ -119,6 +119,8 @@ def test_a_checkpoint_holds_adapters_only_and_continues_them(build, rows):
         build(LoRAConfig(rank=2)).load_state_dict(state)
     with pytest.raises(CheckpointError):
         build(None).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"trained with lora\.alpha=6\.0, not 7\.0; set it back"):
+        build(LoRAConfig(rank=3, alpha=7.0)).load_state_dict(state)
 
 
 def test_layers_that_are_not_there_are_named(build):

@@ -27,7 +27,7 @@ from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.stretch import stretch_of
-from hybridflow.errors import ModelError, NonFiniteError
+from hybridflow.errors import CheckpointError, ModelError, NonFiniteError
 from hybridflow.kernels import serves
 from hybridflow.models import (
     DTYPES,
@@ -258,6 +258,7 @@ class TorchEngine:
         `read_into` fills the tensors of a state like that in place."""
         learns = self.optimizer_config is not None
         require_fitting_state(self.parameters, described, with_optimizer=learns)
+        self._require_same_adapters(described)
         moments = described.get("optimizer", {})
         if learns:
             self.optimizer.state.clear()
@@ -272,6 +273,7 @@ class TorchEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         learns = self.optimizer_config is not None
         require_fitting_state(self.parameters, state, with_optimizer=learns)
+        self._require_same_adapters(state)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["model"][name])
@@ -285,6 +287,14 @@ class TorchEngine:
                     for key, value in moments.items()
                 }
             self.master.cast()
+
+    def _require_same_adapters(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError for adapters that were scaled otherwise: shapes do not tell."""
+        stored = state.get("lora", {}).get("alpha")
+        if self.lora and stored != self.lora.alpha:
+            raise CheckpointError(
+                f"the checkpoint's adapters were trained with lora.alpha={stored}, not {self.lora.alpha}; set it back."
+            )
 
     def _require_own_forward(self) -> None:
         """What a family with code of its own must do; all ranks run it."""
