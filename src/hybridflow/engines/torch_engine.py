@@ -100,24 +100,7 @@ class TorchEngine:
         learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype
         # Adapters learn beside weights that stay as they are.
         dtype = self.compute_dtype if self.lora else learning_dtype
-        if self.ranks.is_alone:
-            load = load_causal_lm if head == "policy" else load_value_model
-            self.model = load(path, dtype)
-            torch.nn.Module.to(self.model, self.device)
-            if self.lora:
-                add_adapters(self.model, self.lora, learning_dtype)
-            self.model_forward = forward_of(self.model)
-        else:
-            self.model = build_without_weights(path, head, dtype)
-            require_tensor_parallel(self.model.config, self.ranks.tensor)
-            if self.lora:
-                add_adapters(self.model, self.lora, learning_dtype)
-            shard_model(self.model, self.ranks, self.device, self.compute_dtype, on_host=offload == "host")
-            load_shards(self.model, path)
-            tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
-            self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
-            if not isinstance(self.model_forward, FusedForward):
-                self._require_own_forward()
+        self._build_model(path, dtype, learning_dtype, on_host=offload == "host")
         if model.compile:
             self.model_forward.compile()
         if self.lora:
@@ -141,6 +124,27 @@ class TorchEngine:
         self.parameters = {name: p for name, p in self.master.by_name.items() if p.requires_grad}
         self.optimizer = build_adamw(self.parameters, optimizer)
         self._wait_on_host_if(offload == "idle")
+
+    def _build_model(self, path: str, dtype: torch.dtype, learning_dtype: torch.dtype, *, on_host: bool) -> None:
+        """Load the model, whole or this rank's shards, and choose its forward pass."""
+        if self.ranks.is_alone:
+            load = load_causal_lm if self.head == "policy" else load_value_model
+            self.model = load(path, dtype)
+            torch.nn.Module.to(self.model, self.device)
+            if self.lora:
+                add_adapters(self.model, self.lora, learning_dtype)
+            self.model_forward = forward_of(self.model)
+        else:
+            self.model = build_without_weights(path, self.head, dtype)
+            require_tensor_parallel(self.model.config, self.ranks.tensor)
+            if self.lora:
+                add_adapters(self.model, self.lora, learning_dtype)
+            shard_model(self.model, self.ranks, self.device, self.compute_dtype, on_host=on_host)
+            load_shards(self.model, path)
+            tensor = TensorRanks(self.ranks.group(TENSOR)) if self.ranks.tensor > 1 else None
+            self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
+            if not isinstance(self.model_forward, FusedForward):
+                self._require_own_forward()
 
     def _wait_on_host_if(self, idle: bool) -> None:
         """Have weights and optimizer state on the device only in `with self.present():`, which calls can share."""

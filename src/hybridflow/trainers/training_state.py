@@ -1,12 +1,13 @@
 """A training run as a checkpoint: the state of its groups, its position in the data, random state, and what more."""
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, save_state
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
+from hybridflow.errors import HybridFlowError
 from hybridflow.observability import get_logger
 from hybridflow.runtime import capture_random_state, restore_random_state
 from hybridflow.trainers.run_directory import RunDirectory
@@ -36,6 +37,7 @@ class TrainingSaver:
         self.finish()
         with ExitStack() as stack:
             directory = stack.enter_context(self._run.store.begin(step, info=self._run.identity))
+            stack.push(self._wait_for_groups_on_error)
             for group in self._groups:
                 group.save(str(directory), in_background=self._in_background)
             state = {"global_step": step, "loader": self._loader.state_dict(), "random": capture_random_state(), **more}
@@ -43,6 +45,12 @@ class TrainingSaver:
             self._open, self._step = stack.pop_all(), step
         if not self._in_background:
             self.finish()
+
+    def _wait_for_groups_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What failed in one group is still being written by others; the directory stays until they have ended."""
+        for group in self._groups if kind is not None and self._in_background else ():
+            with suppress(HybridFlowError):  # the first error is the one that is raised
+                group.finish_save()
 
     def finish(self) -> None:
         """Complete the save that was begun, if there is one. Raises CheckpointError; then that save is lost alone."""
