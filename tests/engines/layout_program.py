@@ -44,6 +44,7 @@ class Case:
     lora: int = 0
     bug: str = ""
     dtype: str = "float64"
+    max_logits: int = 0
 
 
 def config_of(aggregation: str = "token-mean") -> Config:
@@ -89,6 +90,8 @@ def build(case: Case) -> TorchEngine:
         offload=case.offload,
         lora=LoRAConfig(rank=case.lora, alpha=2.0 * case.lora + 1),
     )
+    if case.max_logits:
+        engine.model_forward.max_logits = case.max_logits
     if case.dtype == "float64":
         engine.model.model.rotary_emb = Float64Angles(engine.model.config)
     if case.head == "value":  # a head at zero has no gradient to give to the body

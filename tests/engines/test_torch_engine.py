@@ -82,7 +82,7 @@ def test_bfloat16_logits_are_divided_by_the_temperature_in_float32(tiny_model, b
     inputs = engine._arrange(rows)
     arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan}
     with torch.no_grad():
-        logits = engine._response_logits(inputs, arguments)
+        logits = engine.model_forward(inputs.input_ids, logits_to_keep=inputs.positions, **arguments)[0]
     assert logits.dtype == torch.bfloat16
     expected = (logits.float() / 0.3).log_softmax(-1).gather(-1, inputs.labels[:, None]).squeeze(-1)
     log_probs = engine.forward(rows, temperature=0.3)["log_probs"]

@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridflow.algorithms import log_probs_and_entropy_from_logits
 from hybridflow.kernels import use_kernels
 from hybridflow.models import PackedPlan, PaddedPlan, forward_of, load_causal_lm, load_value_model
 from hybridflow.models.forward import FusedForward, OwnForward
@@ -83,6 +85,73 @@ def test_the_head_is_computed_for_the_tokens_asked_for(of, tiny_model):
     for model in (load_causal_lm(tiny_model()), load_value_model(tiny_model())):
         every = of(model)(**packed_input())
         torch.testing.assert_close(of(model)(**packed_input(), logits_to_keep=keep), every[:, keep])
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (tuple, list)) else (result,)
+        self.numel = max([self.numel, *(x.numel() for x in made if isinstance(x, torch.Tensor))])
+        return result
+
+
+def read_and_gradients(forward, model, inputs, positions):
+    """Log-probs and entropies of a label for each position, and gradients that come from both."""
+    labels = torch.randint(40, (len(positions),), generator=torch.Generator().manual_seed(1))
+    inputs = dict(inputs)
+
+    def read(logits, which):
+        return log_probs_and_entropy_from_logits(logits, labels[which], temperature=0.7)
+
+    log_probs, entropies = forward.read_logits(inputs.pop("input_ids"), positions, read, **inputs)
+    weights = torch.randn(2, len(positions), generator=torch.Generator().manual_seed(2)).to(log_probs)
+    parameters = dict(model.named_parameters())
+    loss = (weights[0] * log_probs + weights[1] * entropies).sum()
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    return {
+        "log_probs": log_probs.detach(),
+        "entropies": entropies.detach(),
+        **dict(zip(parameters, gradients, strict=True)),
+    }
+
+
+@pytest.mark.parametrize("max_logits", [1, 40, 130, 10**6])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_logits_are_read_in_parts_with_the_same_results(layout, max_logits, kernels, tiny_model):
+    model = load_causal_lm(tiny_model(), torch.float64)
+    inputs, positions = packed_input(), torch.tensor([0, 3, 4, 9, 13, 14, 20, 24])
+    if layout == "padded":
+        inputs = {
+            "input_ids": inputs["input_ids"][0, :24].view(3, 8),
+            "position_ids": torch.arange(8).expand(3, 8),
+            "attention_plan": PaddedPlan(),
+        }
+        positions = torch.tensor([3, 4, 9, 11, 22, 23])
+    own = read_and_gradients(OwnForward(model), model, inputs, positions)
+    fused = FusedForward(model)
+    fused.max_logits = max_logits
+    for name, value in read_and_gradients(fused, model, inputs, positions).items():
+        # The model's own norms are float32 whatever the dtype.
+        assert error(value, own[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_logits_of_a_micro_batch_never_exist_at_once(dtype, tiny_model):
+    model = load_causal_lm(tiny_model(vocab_size=20_000, hidden_size=8, intermediate_size=8), dtype)
+    inputs, positions = packed_input(), torch.arange(sum(LENGTHS))
+    forward = FusedForward(model)
+    largest = {}
+    for max_logits in (10**6, 60_000):
+        forward.max_logits = max_logits
+        with LargestTensor() as made:
+            read_and_gradients(forward, model, inputs, positions)
+        largest[max_logits] = made.numel
+    assert largest[10**6] == sum(LENGTHS) * 20_000
+    assert largest[60_000] == 20_000 * 8  # the gradient of the head
 
 
 def test_padded_rows_share_one_call(tiny_model):

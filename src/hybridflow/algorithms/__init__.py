@@ -11,6 +11,7 @@ from hybridflow.algorithms.grpo import grpo_advantages
 from hybridflow.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_loss
 from hybridflow.algorithms.kl_controller import AdaptiveKLController, FixedKLController
 from hybridflow.algorithms.log_probs import (
+    VocabularyShare,
     entropy_from_logits,
     log_probs_and_entropy_from_logits,
     log_probs_from_logits,
@@ -31,6 +32,7 @@ __all__ = [
     "FixedKLController",
     "PolicyLoss",
     "ValueLoss",
+    "VocabularyShare",
     "aggregate_loss",
     "apply_kl_penalty",
     "balanced_partition",

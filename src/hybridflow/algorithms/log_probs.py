@@ -7,6 +7,7 @@ kept besides the logits themselves. A vocabulary up to `chunk_size` is one slice
 
 from collections.abc import Iterator
 from functools import reduce
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,21 +24,43 @@ LOWEST_LOG_PROB = -1e4
 """exp of it is 0 even in float64; stands for -inf, since 0 * -inf is no number."""
 
 
+@runtime_checkable
+class VocabularyShare(Protocol):
+    """Ranks that have some entries of the vocabulary each, in order; what they are given is of the same tokens."""
+
+    first: int
+    """This rank's first entry."""
+
+    size: int
+    """Entries of all ranks."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks give, equal on all; x may be overwritten."""
+        ...
+
+    def logsumexp(self, x: Tensor) -> Tensor:
+        """log sum exp of what the ranks give, equal on all."""
+        ...
+
+
 def log_probs_from_logits(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
     *,
     temperature: float = 1.0,
     chunk_size: int = CHUNK_SIZE,
+    shared: VocabularyShare | None = None,
 ) -> Float[Tensor, "*batch"]:
     """log softmax(logits / temperature) at `labels`, in float32 (or float64).
 
         log p = z_label - log sum_j exp(z_j),   z = logits / temperature
 
-    Differentiable once. Raises for labels outside the vocabulary on CPU; on a GPU the kernel itself does.
+    `shared`: logits are those of this rank's entries, labels are of the whole vocabulary, and the result is equal on
+    all ranks (Shoeybi et al., 2019, Megatron-LM, section 3). Differentiable once. Raises for labels outside the
+    vocabulary on CPU; on a GPU the kernel itself does.
     """
-    _require("log_probs_from_logits", logits, temperature, chunk_size, labels)
-    log_probs, _ = _FromLogits.apply(logits, labels, temperature, chunk_size, False)
+    _require("log_probs_from_logits", logits, temperature, chunk_size, labels, shared)
+    log_probs, _ = _FromLogits.apply(logits, labels, temperature, chunk_size, False, shared)
     return log_probs
 
 
@@ -51,7 +74,7 @@ def entropy_from_logits(
     Differentiable once.
     """
     _require("entropy_from_logits", logits, temperature, chunk_size)
-    _, entropies = _FromLogits.apply(logits, None, temperature, chunk_size, True)
+    _, entropies = _FromLogits.apply(logits, None, temperature, chunk_size, True, None)
     return entropies
 
 
@@ -61,33 +84,44 @@ def log_probs_and_entropy_from_logits(
     *,
     temperature: float = 1.0,
     chunk_size: int = CHUNK_SIZE,
+    shared: VocabularyShare | None = None,
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """Both of the above for little more than the entropy alone.
 
     Where no gradient arrives for the entropies (they are only logged), the backward is that of the log-probs.
     """
-    _require("log_probs_and_entropy_from_logits", logits, temperature, chunk_size, labels)
-    return _FromLogits.apply(logits, labels, temperature, chunk_size, True)
+    _require("log_probs_and_entropy_from_logits", logits, temperature, chunk_size, labels, shared)
+    return _FromLogits.apply(logits, labels, temperature, chunk_size, True, shared)
 
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, temperature, chunk_size, with_entropy):
+    def forward(ctx, logits, labels, temperature, chunk_size, with_entropy, shared):
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.first = shared.first if shared else 0
         ctx.set_materialize_grads(False)
 
         slices = _slices(logits, temperature, chunk_size)
         log_normaliser = reduce(torch.logaddexp, (scaled.logsumexp(-1) for _, scaled in slices))
+        if shared:
+            log_normaliser = shared.logsumexp(log_normaliser)
 
         log_probs = entropies = None
         if labels is not None:
-            picked = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-            log_probs = _scale(picked, temperature) - log_normaliser
+            place = labels - ctx.first
+            is_here = (place >= 0) & (place < logits.shape[-1])
+            place = place.where(is_here, 0) if shared else place
+            picked = _scale(logits.gather(-1, place.unsqueeze(-1)).squeeze(-1), temperature)
+            if shared:
+                picked = shared.sum(picked.where(is_here, 0.0))
+            log_probs = picked - log_normaliser
         if with_entropy:
             entropies = torch.zeros_like(log_normaliser)
             for _, scaled in _slices(logits, temperature, chunk_size):
                 log_p = (scaled - log_normaliser.unsqueeze(-1)).clamp_(min=LOWEST_LOG_PROB)
                 entropies -= log_p.exp().mul_(log_p).sum(-1)
+            if shared:
+                entropies = shared.sum(entropies)
         ctx.save_for_backward(logits, labels, log_normaliser, entropies)
         return log_probs, entropies
 
@@ -99,7 +133,7 @@ class _FromLogits(torch.autograd.Function):
         logits, labels, log_normaliser, entropies = ctx.saved_tensors
         if grad_log_probs is None:
             if grad_entropies is None:
-                return None, None, None, None, None
+                return None, None, None, None, None, None
             grad_log_probs = torch.zeros_like(grad_entropies)
         grad = None if logits.shape[-1] <= ctx.chunk_size else torch.empty_like(logits)
         for start, scaled in _slices(logits, ctx.temperature, ctx.chunk_size):
@@ -112,15 +146,15 @@ class _FromLogits(torch.autograd.Function):
                 of_slice = p.mul_(factor.add_(grad_log_probs.unsqueeze(-1)).neg_())
             if labels is not None:
                 width = of_slice.shape[-1]
-                place = labels - start
+                place = labels - ctx.first - start
                 at_label = torch.where((place >= 0) & (place < width), grad_log_probs, 0.0)
                 of_slice.scatter_add_(-1, place.clamp(0, width - 1).unsqueeze(-1), at_label.unsqueeze(-1))
             if ctx.temperature != 1:
                 of_slice.div_(ctx.temperature)
             if grad is None:
-                return of_slice.to(logits.dtype), None, None, None, None
+                return of_slice.to(logits.dtype), None, None, None, None, None
             grad[..., start : start + ctx.chunk_size] = of_slice
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def _slices(logits: Tensor, temperature: float, chunk_size: int) -> Iterator[tuple[int, Tensor]]:
@@ -134,7 +168,14 @@ def _scale(logits: Tensor, temperature: float) -> Tensor:
     return wide if temperature == 1 else wide / temperature
 
 
-def _require(function: str, logits: Tensor, temperature: float, chunk_size: int, labels: Tensor | None = None) -> None:
+def _require(
+    function: str,
+    logits: Tensor,
+    temperature: float,
+    chunk_size: int,
+    labels: Tensor | None = None,
+    shared: VocabularyShare | None = None,
+) -> None:
     if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
         raise AlgorithmError(
             f"{function}: logits is {logits.dtype} of shape {tuple(logits.shape)}; "
@@ -153,8 +194,9 @@ def _require(function: str, logits: Tensor, temperature: float, chunk_size: int,
         raise AlgorithmError(f"{function}: labels is {labels.dtype}; it must be torch.int64, call .long().")
     if labels.numel() and is_free_to_read(labels):
         lowest, highest = (int(bound) for bound in labels.aminmax())
-        if lowest < 0 or highest >= logits.shape[-1]:
+        vocab_size = shared.size if shared else logits.shape[-1]
+        if lowest < 0 or highest >= vocab_size:
             raise AlgorithmError(
-                f"{function}: labels are from {lowest} to {highest}, but the vocabulary has {logits.shape[-1]} "
+                f"{function}: labels are from {lowest} to {highest}, but the vocabulary has {vocab_size} "
                 "entries; give tokens that do not count any valid label, such as 0, and mask the result."
             )

@@ -1,7 +1,7 @@
 """The training engine: PyTorch on a Hugging Face model, on one process or sharded over many."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -371,27 +371,19 @@ class TorchEngine:
         else:
             stretch = stretch_of(inputs, self.ranks.group(SEQUENCE))
             mine, to_rows = stretch.input, stretch.to_rows
-        arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
-        if self.head == "value":
-            values = self.model_forward(mine.input_ids, **arguments).flatten()[mine.positions]
-            return {"values": to_rows(values if values.dtype == torch.float64 else values.float())}
-        logits = self._response_logits(mine, arguments)
-        temperature = temperature or 1.0
-        if not with_entropy:
-            return {"log_probs": to_rows(log_probs_from_logits(logits, mine.labels, temperature=temperature))}
-        log_probs, entropies = log_probs_and_entropy_from_logits(logits, mine.labels, temperature=temperature)
-        return {"log_probs": to_rows(log_probs), "entropies": to_rows(entropies)}
+        settings = {"temperature": temperature or 1.0, "shared": self.model_forward.vocabulary}
 
-    def _response_logits(self, inputs: ModelInput, arguments: dict[str, Any]) -> Tensor:
-        """Logits (num_response_tokens, vocabulary) of the positions that predict a response token, and no others."""
-        if len(inputs.input_ids) == 1:
-            return self.model_forward(inputs.input_ids, logits_to_keep=inputs.positions, **arguments)[0]
-        columns = inputs.input_ids.shape[1]
-        rows, places = inputs.positions // columns, inputs.positions % columns
-        first = int(places.min()) if len(places) else columns - 1
-        kept = torch.arange(first, columns, device=places.device)
-        logits = self.model_forward(inputs.input_ids, logits_to_keep=kept, **arguments)
-        return logits[rows, places - first]
+        def read(logits: Tensor, which: slice) -> Sequence[Tensor]:
+            if self.head == "value":
+                return (logits.flatten().to(torch.promote_types(logits.dtype, torch.float32)),)
+            if with_entropy:
+                return log_probs_and_entropy_from_logits(logits, mine.labels[which], **settings)
+            return (log_probs_from_logits(logits, mine.labels[which], **settings),)
+
+        arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
+        results = self.model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
+        names = ("values",) if self.head == "value" else ("log_probs", "entropies")
+        return {name: to_rows(result) for name, result in zip(names, results, strict=False)}
 
     def _report(self, loss: float, norm: float, blamed: list[str]) -> str:
         listed = "; ".join(blamed[:MAX_BLAMED]) or "none alone, only their sum"

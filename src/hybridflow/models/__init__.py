@@ -11,7 +11,7 @@ from hybridflow.models.flops import (
     sequence_costs,
     training_flops,
 )
-from hybridflow.models.forward import Forward, FusedForward, forward_of
+from hybridflow.models.forward import Forward, FusedForward, ReadLogits, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
 from hybridflow.models.lora import add_adapters, fill_adapters, merged_weight, merged_weights, without_adapters
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
@@ -36,6 +36,7 @@ __all__ = [
     "GatherTokens",
     "PackedPlan",
     "PaddedPlan",
+    "ReadLogits",
     "SharedPromptPlan",
     "StoredModel",
     "TensorRanks",

@@ -7,7 +7,7 @@ The fused pass reads the same parameters and computes the same mathematics as th
 prompts. On a CPU one token more for each row is a single call of the compiled decoder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,14 +23,25 @@ from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.decoder import decoder_of
 from hybridflow.models.kv_cache import DecodePlan
 from hybridflow.models.support import has_angles_of_length
-from hybridflow.models.tensor_parallel import TensorRanks, local
+from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks, local
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
 """By `model_type`: pre-norm layers of full attention with rotary embeddings and a gated SiLU, biases where they are."""
 
+ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
+"""(logits (some tokens, vocabulary), which tokens they are of) -> what is wanted of each token, tensors (tokens,)."""
+
+MAX_LOGITS = 1 << 28
+"""Logits of a micro-batch that exist at once, with their gradient: half a GiB each in bfloat16."""
+
 
 class Forward(Protocol):
     """What engines call for logits."""
+
+    @property
+    def vocabulary(self) -> VocabularyRanks | None:
+        """Who has which logits, where ranks share each layer; else None."""
+        ...
 
     def __call__(
         self,
@@ -43,6 +54,22 @@ class Forward(Protocol):
         """Logits (batch, kept, vocabulary) of input_ids (batch, tokens), or values (batch, kept, 1) of a critic.
 
         `logits_to_keep`: indices of tokens that the head is computed for; None is every token.
+        """
+        ...
+
+    def read_logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        read: ReadLogits,
+        *,
+        position_ids: Tensor,
+        attention_plan: AttentionPlan,
+    ) -> Sequence[Tensor]:
+        """What `read` says of the logits of the tokens at `positions` of the flattened input_ids, (positions,) each.
+
+        `read` gets them some at a time, this rank's entries of the vocabulary, and must treat each token alone: in the
+        backward pass it is called once more, so that few logits exist at once.
         """
         ...
 
@@ -88,6 +115,8 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
 class OwnForward:
     """The model's own forward pass; any family that `load_causal_lm` accepts."""
 
+    vocabulary = None
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
@@ -105,6 +134,24 @@ class OwnForward:
             return self.model(input_ids, logits_to_keep=keep, **arguments).logits
         logits = self.model(input_ids, **arguments).logits
         return logits if logits_to_keep is None else logits[:, logits_to_keep]
+
+    def read_logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        read: ReadLogits,
+        *,
+        position_ids: Tensor,
+        attention_plan: AttentionPlan,
+    ) -> Sequence[Tensor]:
+        arguments = {"position_ids": position_ids, "attention_plan": attention_plan}
+        columns = input_ids.shape[1]
+        rows, places = positions // columns, positions % columns
+        first = int(places.min()) if len(places) else columns - 1
+        is_packed = len(input_ids) == 1
+        kept = positions if is_packed else torch.arange(first, columns, device=positions.device)
+        logits = self(input_ids, logits_to_keep=kept, **arguments)
+        return read(logits[0] if is_packed else logits[rows, places - first], slice(None))
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
         return _decode(self, tokens, plan)
@@ -127,20 +174,25 @@ class FusedForward:
     """
 
     def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
-        self.model, self._tensor = model, tensor
+        self.model, self.max_logits, self._tensor = model, MAX_LOGITS, tensor
         self._body: Any = model.model
         self._head: Any = model.lm_head if _is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
         self._angles: tuple[Tensor, Tensor] | None = None
         self._decoder: Decoder | None = None
         self._open, self._close = self._open_layer, self._close_layer
-        self._run: Callable[..., Tensor] = self._run_layers
+        self._run: Callable[..., Any] = self._run_layers
         self._layers: list[Callable[..., Tensor]] = [partial(self._layer, layer) for layer in self._body.layers]
         if is_sharded:
             for layer, forward in zip(self._body.layers, self._layers, strict=True):
                 layer.forward = forward
             model.forward = self._run_layers
             self._run, self._layers = model, list(self._body.layers)
+
+    @property
+    def vocabulary(self) -> VocabularyRanks | None:
+        is_shared = self._tensor is not None and _is_causal_lm(self.model)
+        return self._tensor.vocabulary(self._head.out_features) if is_shared else None  # pyright: ignore
 
     def compile(self) -> None:
         """Have what is before and after attention compiled (torch.compile), for any number of tokens."""
@@ -168,13 +220,32 @@ class FusedForward:
         attention_plan: AttentionPlan,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
-        logits = self._run(input_ids, position_ids, attention_plan, logits_to_keep)
-        return logits.view(len(input_ids), -1, self._head.out_features)
+        batch, tokens = input_ids.shape
+        positions = None
+        if logits_to_keep is not None:
+            positions = (torch.arange(batch, device=input_ids.device)[:, None] * tokens + logits_to_keep).flatten()
+        return self._run(input_ids, position_ids, attention_plan, positions).unflatten(0, (batch, -1))
+
+    def read_logits(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        read: ReadLogits,
+        *,
+        position_ids: Tensor,
+        attention_plan: AttentionPlan,
+    ) -> Sequence[Tensor]:
+        return self._run(input_ids, position_ids, attention_plan, positions, read)
 
     def _run_layers(
-        self, input_ids: Tensor, position_ids: Tensor, plan: AttentionPlan, logits_to_keep: Tensor | None
-    ) -> Tensor:
-        """Logits (batch * kept, vocabulary)."""
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        plan: AttentionPlan,
+        positions: Tensor | None,
+        read: ReadLogits | None = None,
+    ) -> Any:
+        """Logits (positions, vocabulary), or what `read` says of them."""
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
         packed = None if torch.is_grad_enabled() else self._decoder
@@ -182,10 +253,24 @@ class FusedForward:
         for index, layer in enumerate(self._layers):
             arguments = (hidden, cos, sin, plan, batch)
             hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)
-        if logits_to_keep is not None:
-            hidden = hidden.view(batch, tokens, -1)[:, logits_to_keep].flatten(0, 1)
-        hidden = self._norm(hidden, self._body.norm)
-        return packed.head(hidden) if packed else self._logits(hidden)
+        hidden = self._norm(hidden if positions is None else hidden[positions], self._body.norm)
+        head = packed.head if packed else self._logits
+        return head(hidden) if read is None else self._read(head, hidden, read)
+
+    def _read(self, head: Callable[[Tensor], Tensor], hidden: Tensor, read: ReadLogits) -> Sequence[Tensor]:
+        """A part after another where there are many logits, and again in the backward pass."""
+
+        def part(hidden: Tensor, which: slice) -> Sequence[Tensor]:
+            return read(head(hidden), which)
+
+        size = max(1, self.max_logits // max(1, len(local(self._head.weight))))
+        if len(hidden) <= size:
+            return part(hidden, slice(None))
+        parts = []
+        for start in range(0, len(hidden), size):
+            which = slice(start, start + size)
+            parts.append(checkpoint(part, hidden[which], which, use_reentrant=False, preserve_rng_state=False))
+        return [torch.cat(results) for results in zip(*parts, strict=True)]
 
     def _layer(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
         """One decoder layer on hidden (batch * tokens, width)."""

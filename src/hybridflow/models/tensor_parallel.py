@@ -6,6 +6,7 @@ Each rank has some heads of attention, some columns of the MLP and some entries 
 Megatron-LM). What is computed between `copy` and `sum` differs between ranks, everything else is the same on all.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,13 +103,34 @@ class TensorRanks:
         return _Sum.apply(found * is_here.unsqueeze(-1), self._group)
 
     def logits(self, module: nn.Linear, x: Tensor) -> Tensor:
-        """Logits (tokens, vocabulary), equal on all ranks."""
-        own = linear(self.copy(x), local(module.weight), local(module.bias))
-        return _GatherColumns.apply(own, module.weight.shape[0], self._part(module.weight.shape[0]), self._group)
+        """Logits (tokens, entries) of this rank's entries of the vocabulary."""
+        return linear(self.copy(x), local(module.weight), local(module.bias))
+
+    def vocabulary(self, size: int) -> "VocabularyRanks":
+        """Who has which of `size` entries."""
+        return VocabularyRanks(self._rank * self._part(size), size, self._group)
 
     def _part(self, count: int) -> int:
         """How many entries a rank has at most: the ranks share in parts of this size, the last may have fewer."""
         return -(-count // self._size)
+
+
+@dataclass(frozen=True)
+class VocabularyRanks:
+    """The ranks that have some entries of the vocabulary each: the `VocabularyShare` of `hybridflow.algorithms`."""
+
+    first: int
+    size: int
+    group: dist.ProcessGroup
+
+    def sum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def logsumexp(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self.group.size(), *x.shape)
+        dist.all_gather(list(parts), x.contiguous(), group=self.group)
+        return parts.logsumexp(0)
 
 
 class _Copy(torch.autograd.Function):
@@ -136,19 +158,3 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return grad, None
-
-
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, own, count, part, group):
-        ctx.first, ctx.width = group.rank() * part, own.shape[1]
-        padded = own.new_zeros(len(own), part)
-        padded[:, : own.shape[1]] = own
-        parts = [torch.empty_like(padded) for _ in range(group.size())]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat(parts, dim=1)[:, :count].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return grad[:, ctx.first : ctx.first + ctx.width], None, None, None
