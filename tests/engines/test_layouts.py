@@ -66,6 +66,8 @@ def rows(rollout_rows, tmp_path_factory) -> str:
     mask = batch.batch["response_mask"]
     mask[4, 2] = False  # a response with a hole
     mask[8] = False  # a response that does not count
+    for row, column in ((1, 7), (7, 9)):
+        batch.batch["input_ids"][row, column] = 0  # the padding token as a token: nn.Embedding learns nothing from it
     generator = torch.Generator().manual_seed(2)
     scales = {"old_log_probs": 2.0, "ref_log_probs": 2.0, "rollout_log_probs": 2.0}
     scales |= {"advantages": 1.0, "values": 0.5, "returns": 1.0}

@@ -29,7 +29,12 @@ POOLS_OF_THEIR_OWN = (
     "placement.roles.reward=fourth",
 )
 
-MEASURED = ("controller.parts=measured", "trainer.deterministic=false")
+LAYOUTS = {
+    "4": ("controller.num_workers=4",),
+    "measured": ("controller.num_workers=2", "controller.parts=measured", "trainer.deterministic=false"),
+    "tensor": ("controller.num_workers=4", "parallel.tensor=2"),
+    "sequence": ("controller.num_workers=2", "parallel.sequence=2"),
+}
 
 
 def run_in_turn(*commands, **environment):
@@ -51,8 +56,8 @@ def events_of(run):
 
 @pytest.fixture(scope="module")
 def runs(tiny, task, tmp_path_factory):
-    """PPO stopped and continued on one Ray worker; GRPO in float64 on 1, 2 and 4; PPO with critic, reference and
-    rewards on pools of their own, and on one."""
+    """PPO stopped and continued on one Ray worker; GRPO in float64 on one process and in LAYOUTS; PPO with
+    critic, reference and rewards on pools of their own, and on one."""
     directory = tmp_path_factory.mktemp("ray_runs")
     ray = ["controller.backend=ray", "controller.cpus_per_worker=0.5"]
     ppo = [*tiny.commands(task)["ppo"], f"trainer.run_dir={directory}/ppo", *ray]
@@ -62,8 +67,7 @@ def runs(tiny, task, tmp_path_factory):
         [*ppo, "--stop-after", "2"],
         ppo,
         [*exact, f"trainer.run_dir={directory}/exact_1"],
-        *([*exact, *ray, f"trainer.run_dir={directory}/exact_{n}", f"controller.num_workers={n}"] for n in (2, 4)),
-        [*exact, *ray, f"trainer.run_dir={directory}/exact_measured", "controller.num_workers=2", *MEASURED],
+        *([*exact, *ray, f"trainer.run_dir={directory}/exact_{name}", *layout] for name, layout in LAYOUTS.items()),
     )
     pools = ["train", f"{task}/rl.toml", *tiny.PPO, *ray, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
@@ -82,9 +86,9 @@ def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resu
     assert different <= {"controller.safetensors", "sha256 of files"}
 
 
-@pytest.mark.parametrize("ranks", [2, 4, "measured"])
-def test_loss_and_gradient_do_not_change_with_the_number_of_ranks_or_the_size_of_parts(runs, ranks):
-    one, several = (read_jsonl(run / "metrics.jsonl") for run in (runs.exact_1, getattr(runs, f"exact_{ranks}")))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(runs, layout):
+    one, several = (read_jsonl(run / "metrics.jsonl") for run in (runs.exact_1, getattr(runs, f"exact_{layout}")))
     for before, after in zip(one, several, strict=True):
         for name in ("actor/loss", "actor/policy_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy"):
             assert after[name] == pytest.approx(before[name], rel=1e-9, abs=1e-14), name

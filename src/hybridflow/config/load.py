@@ -111,6 +111,8 @@ def _problem(details: Any) -> str:
             )
         case "tuple_type":
             reason = 'Input should be an array, as in ["a", "b"]'
+        case "value_error":  # of a validator of ours
+            reason = str(details["ctx"]["error"])
         case _:
             reason = details["msg"]
     return f"{key}: {reason} (got {value!r})"

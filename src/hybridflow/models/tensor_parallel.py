@@ -95,11 +95,13 @@ class TensorRanks:
         return out if module.bias is None else out + local(module.bias)
 
     def embed(self, module: nn.Embedding, ids: Tensor) -> Tensor:
-        """Embeddings of ids, of which each rank has some entries of the vocabulary."""
+        """Embeddings of ids, of which each rank has some entries of the vocabulary; no gradient for `padding_idx`."""
         weight: Any = local(module.weight)
         first = self._rank * self._part(module.weight.shape[0])
         is_here = (ids >= first) & (ids < first + len(weight))
-        found = embedding((ids - first).where(is_here, 0), weight)
+        padding = module.padding_idx
+        padding = padding - first if padding is not None and first <= padding < first + len(weight) else None
+        found = embedding((ids - first).where(is_here, 0), weight, padding)
         return _Sum.apply(found * is_here.unsqueeze(-1), self._group)
 
     def logits(self, module: nn.Linear, x: Tensor) -> Tensor:
