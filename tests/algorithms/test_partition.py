@@ -1,5 +1,6 @@
 """Partitions against the best there is, found by trying all, and their promises on random costs."""
 
+from inspect import unwrap
 from itertools import product
 
 import numpy as np
@@ -70,8 +71,23 @@ def test_equal_costs_give_equal_partitions_and_ties_too():
 
 
 @pytest.mark.parametrize(
-    ("costs", "num_parts"), [([1.0, float("nan")], 2), ([1.0, float("inf")], 2), ([-1.0], 1), ([1.0], 0)]
+    ("costs", "num_parts"),
+    [
+        ([1.0, float("nan")], 2),
+        ([1.0, float("inf")], 2),
+        ([1e308] * 4, 2),
+        ([-1.0], 1),
+        (["a"], 1),
+        ([1.0], 0),
+        ([1.0], 2.0),
+    ],
 )
 def test_costs_that_make_no_sense_are_refused(costs, num_parts):
     with pytest.raises(AlgorithmError, match="balanced_partition"):
-        balanced_partition(costs, num_parts)
+        unwrap(balanced_partition)(costs, num_parts)
+
+
+@pytest.mark.parametrize("costs", [[float("nan")], [-1.0]])
+def test_the_imbalance_of_costs_that_make_no_sense_is_refused(costs):
+    with pytest.raises(AlgorithmError, match="imbalance: costs must be"):
+        imbalance(costs, [[0]])

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hybridflow.checkpoint import CheckpointStore, export_model, save_state
+from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.errors import CheckpointError, ModelError
 
 transformers_logging.disable_progress_bar()
@@ -255,7 +256,8 @@ def adapted(tmp_path, tiny_model, rollout_rows):
     rows = rollout_rows([3, 1], [4, 2])
     for _ in range(3):
         engine.update(rows, lambda outputs, part: (outputs["log_probs"].sum(), {}))
-    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+    info = {"models": {"model.path": model_fingerprint(base)}}
+    with CheckpointStore(tmp_path / "checkpoints").begin(3, info=info) as directory:
         save_state(engine.state_dict(), directory / "actor")
     weights = {name: weight.clone() for name, weight in engine.weights()}
     return tmp_path / "checkpoints" / "step_000003", base, weights
@@ -272,15 +274,24 @@ def test_adapters_are_merged_into_the_weights_they_started_from(adapted, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_adapters_alone_are_what_peft_reads(adapted, tmp_path):
-    from peft import PeftModel
+    from peft import AutoPeftModelForCausalLM, PeftModel
 
     checkpoint, base, merged = adapted
     export_model(checkpoint, base, tmp_path / "out", adapter=True)
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["adapter_model.safetensors"]
     assert "library_name: peft" in (tmp_path / "out" / "README.md").read_text()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out").merge_and_unload()
+    found_by_itself = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").merge_and_unload()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, merged[name])
+        assert torch.equal(parameter, found_by_itself.get_parameter(name))
+
+
+def test_adapters_are_not_merged_into_another_model(adapted, tiny_model, tmp_path):
+    for adapter in (True, False):
+        with pytest.raises(CheckpointError, match="were trained beside another model than"):
+            export_model(adapted[0], tiny_model("llama", seed=1), tmp_path / "out", adapter=adapter)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_without_adapters_has_none_to_export(tmp_path):

@@ -57,6 +57,12 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             ["controller.backend=ray", "placement.pools={main=[1],small=[1]}", "placement.roles.critic=small"],
             "placement.pools.small is the pool of no role that runs; give it one of actor_rollout, reward in",
         ),
+        (
+            ["memory.offload={critic='idle'}"],
+            "memory.offload.critic='idle', but algorithm.advantage='grpo' has no critic",
+        ),
+        (["memory.offload={reference='idle'}"], "memory.offload.reference='idle', but there is no reference model"),
+        (["memory.offload={reward='host'}"], "memory.offload.reward='host', but reward.model_path is empty"),
         (["controller.parts=measured"], "controller.parts='measured' lets timings decide which rank computes a row"),
     ],
 )

@@ -97,6 +97,14 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ("trainer.seed='1'", "trainer.seed: Input should be a valid integer (got '1')"),
         ("rollout.temperature=nan", "rollout.temperature: Input should be a finite number (got nan)"),
         ("data.val_files=a", 'data.val_files: Input should be an array, as in ["a", "b"] (got \'a\')'),
+        (
+            "memory.offload=idle",
+            "memory.offload: Input should be a table, as in {key = 'value'} with its quotes (got 'idle')",
+        ),
+        (
+            "memory.max_tokens_per_micro_batch=many",
+            "memory.max_tokens_per_micro_batch: needs an integer above 0, or \"auto\" (got 'many')",
+        ),
         ("data.val_files=[1]", "data.val_files.0: Input should be a valid string (got 1)"),
         ("actor.clip_ratio_dual=1", "actor.clip_ratio_dual: Input should be greater than 1 (got 1)"),
         ("actor", "'actor': not an override; write section.key=value"),

@@ -69,6 +69,10 @@ def main() -> None:
 
     longer = build(max_tokens=9)  # of the second rank's rows some are longer
     attempt("too_long", lambda: longer.update(mine, loss, with_entropy=True))
+    unknown = mine.select(deepcopy=True)
+    if rank == 1:
+        unknown.batch["input_ids"][2, -1] = 40
+    attempt("unknown_token", lambda: update(unknown))
     attempt("mesh", lambda: build(tensor=2, sequence=2))
 
     def die(outputs: Any, part: DataProto) -> Any:

@@ -11,7 +11,7 @@ from hybridflow.protocol import DataProto
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "failure_program.py"
-SCENARIOS = ("nan_loss", "nan_gradient", "after", "too_long", "mesh", "death")
+SCENARIOS = ("nan_loss", "nan_gradient", "after", "too_long", "unknown_token", "mesh", "death")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_found_by_its_row(outcomes,
 def test_training_goes_on_after_a_refused_step(outcomes):
     assert outcomes["after", 0]["raised"] == outcomes["after", 1]["raised"] == ""
     assert outcomes["after", 0]["norm"] == outcomes["after", 1]["norm"] > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_token_that_the_vocabulary_lacks_is_refused_on_both_before_a_collective(outcomes, rank):
+    outcome = outcomes["unknown_token", rank]
+    assert outcome["raised"] == "BatchError"
+    assert "rank 1: " in outcome["message"]
+    assert "has a vocabulary of 40 entries, but the rows have token ids from 0 to 40" in outcome["message"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -6,6 +6,7 @@ import torch
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import CheckpointError, ModelError
+from hybridflow.models import add_adapters, load_causal_lm
 
 LORA = LoRAConfig(rank=3, alpha=6.0)
 
@@ -115,12 +116,28 @@ def test_a_checkpoint_holds_adapters_only_and_continues_them(build, rows):
     engine.update(rows, loss)
     other.update(rows, loss)
     assert all(torch.equal(p, other.parameters[name]) for name, p in engine.parameters.items())
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"trained with lora\.rank=3, not 2, lora\.alpha=6\.0, not 32\.0"):
         build(LoRAConfig(rank=2)).load_state_dict(state)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"has adapters alone; set lora\.rank = 3"):
         build(None).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"trained without adapters, but lora\.rank=3; use lora\.rank = 0"):
+        build().load_state_dict(build(None).state_dict())
     with pytest.raises(CheckpointError, match=r"trained with lora\.alpha=6\.0, not 7\.0; set it back"):
         build(LoRAConfig(rank=3, alpha=7.0)).load_state_dict(state)
+
+
+def test_a_rank_above_every_layer_is_refused(build):
+    with pytest.raises(ModelError, match=r"lora\.rank=33 exceeds the smaller side of every layer .* use at most 32"):
+        build(LoRAConfig(rank=33))
+    build(LoRAConfig(rank=32))  # beside layers of 32 x 16 too
+
+
+def test_a_head_that_is_the_embedding_too_cannot_have_adapters(tiny_model):
+    targets = LoRAConfig(rank=2, targets=("lm_head", "q_proj"))
+    tied = load_causal_lm(tiny_model("llama", tie_word_embeddings=True))
+    with pytest.raises(ModelError, match=r"lora\.targets: lm_head of this model has the weight of its input embedding"):
+        add_adapters(tied, targets, torch.float32)
+    add_adapters(load_causal_lm(tiny_model("llama")), targets, torch.float32)
 
 
 def test_layers_that_are_not_there_are_named(build):

@@ -241,6 +241,10 @@ def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_
     (run / "token_budgets.json").write_text(json.dumps(kept))
     train(*options, name="auto")
     assert json.loads((run / "token_budgets.json").read_text()) == kept
+    kept["budgets"]["actor_rollout"] = -5
+    (run / "token_budgets.json").write_text(json.dumps(kept))
+    with pytest.raises(AssertionError, match=r"token_budgets\.json' is damaged \(-5 tokens for actor_rollout\)"):
+        train(*options, "trainer.total_steps=3", name="auto")
     (run / "token_budgets.json").write_text("{")
     with pytest.raises(AssertionError, match=r"token_budgets\.json' is damaged"):
         train(*options, "trainer.total_steps=3", name="auto")

@@ -76,6 +76,18 @@ def test_a_second_run_in_a_directory_that_is_in_use_is_refused_and_loses_nothing
     open_run().begin()
 
 
+def test_a_run_that_another_process_continued_meanwhile_is_refused_and_loses_nothing(open_run, tmp_path):
+    slow, fast = open_run(), open_run()
+    metrics, _, _ = fast.begin()
+    metrics.log(1, {"actor/loss": 0.0})
+    save(fast, 1)
+    fast.end()
+    with pytest.raises(CheckpointError, match=r"would continue after step 0, but there is a checkpoint of step 1 now"):
+        slow.begin()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert open_run().step == 1
+
+
 def test_every_start_is_kept(open_run):
     open_run("trainer.total_steps=2").begin()
     save(open_run(), 2)

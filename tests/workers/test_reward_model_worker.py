@@ -85,6 +85,12 @@ def test_a_model_without_a_head_is_no_reward_model(tiny_model):
         RewardModelWorker(config_of(tiny_model("llama")))
 
 
+def test_a_classifier_with_two_labels_is_no_reward_model(tiny_model, tmp_path):
+    LlamaForSequenceClassification.from_pretrained(tiny_model("llama"), num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has a head of 2 labels; give a sequence classifier with one label"):
+        RewardModelWorker(config_of(tmp_path))
+
+
 def test_a_function_and_a_model_together_are_refused(reward_model):
     from hybridflow.config import check
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hybridflow.algorithms.guards import require_count
 from hybridflow.errors import AlgorithmError
 
 TOLERANCE = 5e-4
@@ -35,11 +36,8 @@ def balanced_partition(costs: Sequence[float], num_parts: int, *, equal_counts: 
     With `equal_counts` the numbers of items differ by one at most. With fewer items than parts some parts are empty.
     Raises AlgorithmError for a cost that is negative or not finite, or fewer than one part.
     """
-    if num_parts < 1:
-        raise AlgorithmError(f"balanced_partition: num_parts={num_parts}; it must be at least 1.")
-    values = np.asarray(costs, dtype=np.float64)
-    if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any():
-        raise AlgorithmError("balanced_partition: costs must be a list of finite numbers of at least 0.")
+    require_count("balanced_partition", "num_parts", num_parts, minimum=1)
+    values = _require_costs("balanced_partition", costs)
     if not len(values):
         return [[] for _ in range(num_parts)]
     values = np.append(values, 0.0)  # of an empty slot
@@ -58,10 +56,25 @@ def balanced_partition(costs: Sequence[float], num_parts: int, *, equal_counts: 
 
 
 def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
-    """How much longer the heaviest part takes than the mean: max / mean - 1; 0 where nothing costs anything."""
-    values = np.asarray(costs, dtype=np.float64)
+    """How much longer the heaviest part takes than the mean: max / mean - 1; 0 where nothing costs anything.
+
+    Raises AlgorithmError for a cost that is negative or not finite.
+    """
+    values = _require_costs("imbalance", costs)
     sums = np.array([values[list(part)].sum() for part in partition])
     return float(sums.max() / sums.mean() - 1) if sums.any() else 0.0
+
+
+def _require_costs(function: str, costs: object) -> np.ndarray:
+    try:
+        values = np.asarray(costs, dtype=np.float64)
+    except (TypeError, ValueError):
+        values = np.array(np.nan)
+    with np.errstate(over="ignore"):
+        valid = values.ndim == 1 and not (values < 0).any() and np.isfinite(values.sum())
+    if not valid:
+        raise AlgorithmError(f"{function}: costs must be a list of numbers of at least 0, whose sum is finite.")
+    return values
 
 
 def _equal_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:

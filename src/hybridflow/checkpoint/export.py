@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.disk_space import describe_bytes
 from hybridflow.checkpoint.model_card import model_card
+from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
 from hybridflow.checkpoint.weights import StoredWeights, stored_weights
@@ -70,6 +71,8 @@ def export_model(
             raise CheckpointError("the checkpoint has no adapters to export alone: it was trained without lora.rank.")
         if lora is None:
             model.require_fit(weights)
+        elif checkpoint is not None:
+            require_same_base(checkpoint, model_dir)
         kept = EXPORT_DTYPES.get(dtype or "")
         with model.merged(weights, lora) as weight_of:
             kept = kept or weight_of(model.names[0]).dtype
@@ -211,7 +214,7 @@ def _write_adapter(
         "target_modules": lora["targets"],
         "lora_dropout": 0.0,
         "bias": "none",
-        "base_model_name_or_path": model_dir.name,
+        "base_model_name_or_path": str(model_dir.resolve()),
     }
     (out_dir / "adapter_config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

@@ -43,7 +43,7 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
             path.with_name(path.name + ".json").write_text(tree_text(tree), encoding="utf-8")
     except (OSError, CheckpointException) as error:
         free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
-        problem = f"cannot write '{path}'{free}: {' '.join(str(error).split())[-300:]}"
+        problem = f"cannot write '{path}'{free}: {_last_line(error)}"
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
     if any(problems):
@@ -70,12 +70,18 @@ def read_state_into(state: Any, path: str | Path) -> None:
         try:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))
         except (OSError, CheckpointException, json.JSONDecodeError) as error:
-            raise CheckpointError(f"'{path}' cannot be read: {' '.join(str(error).split())[-300:]}") from error
+            raise CheckpointError(f"'{path}' cannot be read: {_last_line(error)}") from error
         return
     with StoredTensors(path) as stored:
         for name, tensor in tensors.items():
             _copy_into(tensor, stored[name])
             stored.pop(name)  # one whole tensor at a time
+
+
+def _last_line(error: BaseException) -> str:
+    """What a rank's error says, without the tracebacks that DCP puts before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _copy_into(tensor: Tensor, whole: Any) -> None:

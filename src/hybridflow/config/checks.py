@@ -169,6 +169,21 @@ def _parallel(config: Config) -> Iterator[str]:
             yield f"{both} does not divide {key}={ranks}; change one of them"
 
 
+def _offload(config: Config) -> Iterator[str]:
+    runs = {
+        "critic": (config.uses_critic, f"algorithm.advantage={config.algorithm.advantage!r} has no critic"),
+        "reference": (
+            config.uses_reference and not config.actor_is_reference,
+            "there is no reference model: no KL term asks for one, or the actor without its adapters is it",
+        ),
+        "reward": (bool(config.reward.model_path), "reward.model_path is empty, so there is no reward model"),
+    }
+    for role in config.memory.offload:
+        is_there, reason = runs.get(role, (True, ""))
+        if not is_there:
+            yield f"memory.offload.{role}={config.memory.offload[role]!r}, but {reason}; leave the role out"
+
+
 def _lora(config: Config) -> Iterator[str]:
     if config.lora.rank and config.parallel.tensor > 1:
         yield (
@@ -212,6 +227,7 @@ SUBJECTS = (
     _placement,
     _backend,
     _parallel,
+    _offload,
     _lora,
     _reward,
     _parts,

@@ -111,6 +111,8 @@ def _problem(details: Any) -> str:
             )
         case "tuple_type":
             reason = 'Input should be an array, as in ["a", "b"]'
+        case "dict_type":
+            reason = "Input should be a table, as in {key = 'value'} with its quotes"
         case "value_error":  # of a validator of ours
             reason = str(details["ctx"]["error"])
         case _:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.config import LoRAConfig
 from hybridflow.errors import CheckpointError
 
 CHECK = "it is of another model. Check model.path."
@@ -29,6 +30,33 @@ def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any
         for moment, value in moments.items():
             if value.ndim:  # the step count has no shape
                 _require_shape(f"{moment} of '{name}'", value, parameters[name])
+
+
+def description_of(lora: LoRAConfig) -> dict[str, Any]:
+    """What a state says of its adapters."""
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
+
+
+def require_same_adapters(lora: LoRAConfig | None, state: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a state has adapters where the engine has, and of the same kind."""
+    stored, wanted = (
+        {**lora, "targets": sorted(lora["targets"])} if lora else None
+        for lora in (state.get("lora"), description_of(lora) if lora else None)
+    )
+    if stored == wanted:
+        return
+    if stored is None:
+        assert wanted is not None
+        raise CheckpointError(
+            f"the checkpoint was trained without adapters, but lora.rank={wanted['rank']}; use lora.rank = 0."
+        )
+    if wanted is None:
+        raise CheckpointError(
+            f"the checkpoint has adapters alone; set lora.rank = {stored['rank']}, lora.alpha = {stored['alpha']} and "
+            f"lora.targets = {stored['targets']}, as they were trained."
+        )
+    changed = (f"lora.{key}={stored[key]}, not {wanted[key]}" for key in wanted if stored[key] != wanted[key])
+    raise CheckpointError(f"the checkpoint's adapters were trained with {', '.join(changed)}; set it back.")
 
 
 def _require_shape(what: str, stored: Tensor, wanted: Tensor) -> None:

@@ -15,7 +15,7 @@ from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_f
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.blame import blame
-from hybridflow.engines.engine_state import require_fitting_state
+from hybridflow.engines.engine_state import description_of, require_fitting_state, require_same_adapters
 from hybridflow.engines.gradient_norm import clip_gradients
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
@@ -27,7 +27,7 @@ from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.stretch import stretch_of
-from hybridflow.errors import CheckpointError, ModelError, NonFiniteError
+from hybridflow.errors import BatchError, ModelError, NonFiniteError
 from hybridflow.kernels import serves
 from hybridflow.models import (
     DTYPES,
@@ -251,7 +251,7 @@ class TorchEngine:
             "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
         }
         if self.lora:
-            state["lora"] = {"rank": self.lora.rank, "alpha": self.lora.alpha, "targets": list(self.lora.targets)}
+            state["lora"] = description_of(self.lora)
         if self.optimizer_config is not None:
             moments = self.optimizer.state
             state["optimizer"] = {n: dict(moments[p]) for n, p in self.parameters.items() if p in moments}
@@ -261,8 +261,8 @@ class TorchEngine:
         """As `load_state_dict`, of a state on several ranks: `described` is what was stored, without contents, and
         `read_into` fills the tensors of a state like that in place."""
         learns = self.optimizer_config is not None
+        require_same_adapters(self.lora, described)
         require_fitting_state(self.parameters, described, with_optimizer=learns)
-        self._require_same_adapters(described)
         moments = described.get("optimizer", {})
         if learns:
             self.optimizer.state.clear()
@@ -276,8 +276,8 @@ class TorchEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         learns = self.optimizer_config is not None
+        require_same_adapters(self.lora, state)
         require_fitting_state(self.parameters, state, with_optimizer=learns)
-        self._require_same_adapters(state)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["model"][name])
@@ -291,14 +291,6 @@ class TorchEngine:
                     for key, value in moments.items()
                 }
             self.master.cast()
-
-    def _require_same_adapters(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError for adapters that were scaled otherwise: shapes do not tell."""
-        stored = state.get("lora", {}).get("alpha")
-        if self.lora and stored != self.lora.alpha:
-            raise CheckpointError(
-                f"the checkpoint's adapters were trained with lora.alpha={stored}, not {self.lora.alpha}; set it back."
-            )
 
     def _require_own_forward(self) -> None:
         """What a family with code of its own must do; all ranks run it."""
@@ -319,6 +311,7 @@ class TorchEngine:
             families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
 
         def plan() -> list[Tensor]:
+            self._require_known_tokens(rows)
             return plan_micro_batches(lengths, budget, packing=packing, families=families, shared=shared)
 
         def spread(plan: list[Tensor], count: int) -> list[Tensor]:
@@ -327,6 +320,16 @@ class TorchEngine:
             return spread_micro_batches(plan, count, lengths, costs, budget, packing=packing, **sharing)
 
         return agree_on_micro_batches(plan, spread, self.ranks)
+
+    def _require_known_tokens(self, rows: DataProto) -> None:
+        """Raises BatchError for token ids that the model has no embedding of."""
+        embedding: Any = self.model.get_input_embeddings()
+        ids, entries = rows.batch["input_ids"], embedding.weight.shape[0]
+        if ids.numel() and (int(ids.max()) >= entries or int(ids.min()) < 0):
+            raise BatchError(
+                f"'{self.path}' has a vocabulary of {entries} entries, but the rows have token ids from "
+                f"{int(ids.min())} to {int(ids.max())}; the model is of another tokenizer than made them."
+            )
 
     def _part(self, rows: DataProto, indices: Tensor) -> DataProto | None:
         """Some rows on the engine's device; None for no rows."""

@@ -22,7 +22,7 @@ FIRST, SECOND = ".lora_A.default.weight", ".lora_B.default.weight"
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype) -> None:
     """Put adapters without contents beside the linear layers that `config.targets` names; nothing else learns then.
 
-    Raises ModelError if peft is missing, or the model has no such layers.
+    Raises ModelError if peft is missing, the model has no such layers, or they cannot have such adapters.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -36,6 +36,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
             f"lora.targets: the model has no linear layer called {', '.join(missing)}; there are "
             f"{', '.join(sorted(names))}."
         )
+    _require_sensible(model, config)
     model.requires_grad_(False)
     how = LoraConfig(
         r=config.rank,
@@ -49,6 +50,25 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad:  # an adapter, on the meta device
                 setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype)))
+
+
+def _require_sensible(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Raises ModelError for a layer whose weight is also the embedding, and a rank that saves nothing anywhere."""
+    layers: dict[str, Any] = {
+        name: layer for name, layer in model.named_modules() if name.rpartition(".")[2] in config.targets
+    }
+    embedding: Any = model.get_input_embeddings().weight
+    if tied := [name for name, layer in layers.items() if layer.weight is embedding]:
+        raise ModelError(
+            f"lora.targets: {tied[0]} of this model has the weight of its input embedding (tie_word_embeddings), which "
+            "adapters of one of them cannot be merged into; leave it out."
+        )
+    largest = max(min(layer.weight.shape) for layer in layers.values())
+    if config.rank > largest:
+        raise ModelError(
+            f"lora.rank={config.rank} exceeds the smaller side of every layer of lora.targets; use at most {largest}, "
+            "which is as good as learning the layers themselves."
+        )
 
 
 @torch.no_grad()

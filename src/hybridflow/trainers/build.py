@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from hybridflow.checkpoint import Checkpoint
+from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.config import ActorConfig, Config, CriticConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
@@ -111,6 +112,7 @@ def build_sft_trainer(config: Config) -> SFTTrainer:
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
     """What `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config, "data.val_files")
+    _require_base(config, checkpoint)
     _prepare_process(config)
     prompts = _validation_prompts(config, load_tokenizer(config.model.path))
     classes = {
@@ -126,12 +128,19 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
 def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
     """What `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config)
+    _require_base(config, checkpoint)
     _prepare_process(config)
     tokenizer = load_tokenizer(config.model.path)
     classes = {Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config)}
     with closing_on_error(build_backend(config)) as backend:
         actor_rollout = build_groups(config, backend, classes)[Role.ActorRollout]
         return TextGenerator(config, tokenizer, _with_weights(actor_rollout, checkpoint), backend)
+
+
+def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Raise CheckpointError for adapters that were trained beside another model than that of model.path."""
+    if checkpoint is not None and config.lora.rank:
+        require_same_base(checkpoint, config.model.path)
 
 
 def _with_weights(actor_rollout: WorkerGroup, checkpoint: Checkpoint | None) -> WorkerGroup:

@@ -14,7 +14,9 @@ from hybridflow.controller import (
     WorkerGroup,
     spawn_colocated,
 )
-from hybridflow.observability import TraceEvent, stage_seconds, transfer_metrics
+from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
+
+logger = get_logger(__name__)
 
 STAGES = {
     "generate_sequences": "gen",
@@ -106,6 +108,10 @@ def build_groups(
     """A group for each role; those of one pool share its processes. Everything is checked to fit before one starts."""
     pools = {name: _build_pool(config, name, processes) for name, processes in pools_of(config).items()}
     roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools}
+    if config.controller.backend == "ray":  # which takes its time
+        logger.info(
+            "starting %d worker processes on Ray", sum(pools[name].world_size for name in pools if roles_of[name])
+        )
     backend.check_fit([pools[name] for name, roles in roles_of.items() if roles])
     groups: dict[Role, WorkerGroup] = {}
     for name, roles in roles_of.items():

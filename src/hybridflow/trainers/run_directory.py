@@ -56,6 +56,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_directory()
+            self._require_unchanged()
             self._keep_logs_without_checkpoint()
             (self.path / "trace").mkdir(exist_ok=True)
             metrics, samples, trace = (JsonlWriter(self.path / name) for name in LOGS)
@@ -85,6 +86,16 @@ class RunDirectory:
             raise CheckpointError(
                 f"another process is running in trainer.run_dir='{self.path}'; choose another, or stop it first."
             ) from error
+
+    def _require_unchanged(self) -> None:
+        """Raise CheckpointError if another process trained on in the directory before it was locked."""
+        step = max(self.store.list(), default=0)
+        if step != self.step:
+            self.end()
+            raise CheckpointError(
+                f"another process has trained on in trainer.run_dir='{self.path}': this one would continue after step "
+                f"{self.step}, but there is a checkpoint of step {step} now. Nothing was changed; start it again."
+            )
 
     def _keep_logs_without_checkpoint(self) -> None:
         """A run that starts anew where one has been keeps what that one wrote."""

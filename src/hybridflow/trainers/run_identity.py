@@ -1,15 +1,14 @@
 """What makes a run the run it is: each checkpoint records it, and training continues only where it is the same.
 
-Fixed are the kind of run, the models it starts from and the algorithm. The loader guards the data itself. Any other
-key may change when a run is resumed; what did is logged.
+Fixed are the kind of run, the models it starts from, adapters and the algorithm. The loader guards the data itself.
+Any other key may change when a run is resumed; what did is logged.
 """
 
-import hashlib
 import json
-from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.checkpoint import Checkpoint
+from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.config import Config, leaf_keys
 from hybridflow.errors import CheckpointError
 from hybridflow.observability import get_logger
@@ -19,10 +18,8 @@ logger = get_logger(__name__)
 Kind = Literal["train", "sft"]
 """The command that makes such a run."""
 
-FIXED_SECTIONS = {"train": ("model.dtype", "algorithm."), "sft": ("model.dtype",)}
+FIXED_SECTIONS = {"train": ("model.dtype", "lora.", "algorithm."), "sft": ("model.dtype", "lora.")}
 """Keys, or the beginnings of keys, that a checkpoint must agree with."""
-
-_SAMPLED_BYTES, _NUM_SAMPLES = 1 << 20, 64
 
 
 def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
@@ -52,7 +49,10 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
         for key, value in identity["config"].items()
         if key in before["config"] and before["config"][key] != value
     }
-    wrong = [line for key, line in changes.items() if key.startswith(FIXED_SECTIONS[identity["kind"]])]
+    fixed = FIXED_SECTIONS[identity["kind"]]
+    if before["config"].get("lora.rank", 0) == identity["config"]["lora.rank"] == 0:
+        fixed = tuple(key for key in fixed if key != "lora.")
+    wrong = [line for key, line in changes.items() if key.startswith(fixed)]
     wrong += [
         f"the model of {key} is another one than '{before['config'][key] or before['config']['model.path']}' held"
         for key, fingerprint in identity["models"].items()
@@ -65,19 +65,3 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
         )
     if changes:
         logger.info("changed since '%s': %s", checkpoint.directory, "; ".join(changes.values()))
-
-
-def model_fingerprint(directory: str | Path) -> str:
-    """32 hexadecimal digits over a model directory's config.json and weights, wherever the directory lies.
-
-    Of a big file only 64 places are read, each of 1 MiB: enough to tell two models apart.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in [Path(directory) / "config.json", *sorted(Path(directory).glob("*.safetensors"))]:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            for start in range(0, size, max(size // _NUM_SAMPLES, _SAMPLED_BYTES)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLED_BYTES))
-    return digest.hexdigest()

@@ -39,17 +39,13 @@ def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run
 
 def _layout_of(config: Config) -> dict[str, Any]:
     """What memory depends on; another one is measured anew."""
-    data = config.data
-    return json.loads(
-        json.dumps(
-            {
-                "model": config.model.model_dump(),
-                "parallel": config.parallel.model_dump(),
-                "pools": pools_of(config),
-                "lengths": [data.max_prompt_length, data.max_response_length],
-            }
-        )
-    )
+    sections = ("model", "parallel", "lora", "placement")
+    layout: dict[str, Any] = {name: getattr(config, name).model_dump() for name in sections}
+    layout["models"] = [config.critic.model_path, config.reference.model_path, config.reward.model_path]
+    layout["memory"] = config.memory.model_dump(exclude={"max_tokens_per_micro_batch"})
+    layout["pools"] = pools_of(config)
+    layout["lengths"] = [config.data.max_prompt_length, config.data.max_response_length]
+    return json.loads(json.dumps(layout))
 
 
 def _read(run: RunDirectory) -> dict[str, Any]:
@@ -58,6 +54,9 @@ def _read(run: RunDirectory) -> dict[str, Any]:
         return {}
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return {"layout": kept["layout"], "budgets": {str(role): int(n) for role, n in kept["budgets"].items()}}
+        for role, budget in kept["budgets"].items():
+            if type(budget) is not int or budget < sum(kept["layout"]["lengths"]):
+                raise ValueError(f"{budget!r} tokens for {role}")
+        return {"layout": kept["layout"], "budgets": kept["budgets"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); remove it to have the budgets found again.") from error

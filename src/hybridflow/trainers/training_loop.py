@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from hybridflow.config import Config
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.trainers.run_directory import RunDirectory
@@ -87,14 +87,18 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
 
 @contextmanager
 def _completing_saves(trainer: Trainer) -> Iterator[None]:
-    """A save that was begun becomes a checkpoint, also where an error ends the loop."""
+    """A save that was begun becomes a checkpoint, also where an error ends the loop; says where a run can go on."""
     try:
         yield
     except Exception:
         try:
             trainer.finish_save()
+        except WorkerError:  # which is what is raised already
+            logger.error("the checkpoint that was being written is lost")
         except HybridFlowError as error:
             logger.error("the checkpoint that was being written is lost: %s", error)
+        if steps := trainer.run.store.list():
+            logger.error("the newest checkpoint is that of step %d; the same command continues from there", steps[-1])
         raise
     trainer.finish_save()
 

@@ -33,11 +33,11 @@ class RewardModelWorker(ModelWorker):
         self.prepare_process(config)
         path = config.reward.model_path
         with StoredModel(path) as stored:
-            if stored.name_of("score.weight") is None:
-                raise ModelError(
-                    f"reward.model_path='{path}' has no weights of a head (score.weight), so it scores nothing; give a "
-                    "sequence classifier with one label."
-                )
+            head = stored.name_of("score.weight")
+            labels = stored.shape(head)[0] if head else 0
+        if labels != 1:
+            has = f"a head of {labels} labels" if labels else "no weights of a head (score.weight)"
+            raise ModelError(f"reward.model_path='{path}' has {has}; give a sequence classifier with one label.")
         self.tokenizer = load_tokenizer(path)
         self.encoder = PromptEncoder(self.tokenizer, chat_template=True)
         self.engine = self.build_engine(config, path, "value")
