@@ -1,5 +1,6 @@
 """Whole tiny runs on Ray: the bits of the local backend, what overlaps, what travels, what a signal does."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -78,12 +80,14 @@ def runs(tiny, task, tmp_path_factory):
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 
-def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resume(tiny, uninterrupted, runs):
-    local, on_ray = tiny.results_of(uninterrupted.ppo, 6), tiny.results_of(runs.ppo, 6)
-    assert local.keys() == on_ray.keys()
+def require_same_results(one, other):
+    assert one.keys() == other.keys()
     # Ray draws from the random numbers of the driver's process; nothing of ours does.
-    different = {name for name in local if local[name] != on_ray[name]}
-    assert different <= {"controller.safetensors", "sha256 of files"}
+    assert {name for name in one if one[name] != other[name]} <= {"controller.safetensors", "sha256 of files"}
+
+
+def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resume(tiny, uninterrupted, runs):
+    require_same_results(tiny.results_of(uninterrupted.ppo, 6), tiny.results_of(runs.ppo, 6))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -149,3 +153,43 @@ def test_ctrl_c_finishes_the_step_and_saves(task, tmp_path):
     assert "stopped after step" in output
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert checkpoint.name == f"step_{len(read_jsonl(metrics)):06d}"
+
+
+def pids_of_workers(driver):
+    """The processes with a rank below a driver, by their titles."""
+    pids, parents = [], {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            if (directory / "cmdline").read_text().startswith("ray::WorkerProcess"):
+                pids.append(int(directory.name))
+
+    def is_below(pid):
+        return pid == driver or (pid in parents and is_below(parents[pid]))
+
+    return [pid for pid in pids if is_below(pid)]
+
+
+def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the_run_it_would_have_been(
+    tiny, task, start, tmp_path
+):
+    command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"]
+    command += ["controller.num_workers=2", "trainer.save_every=1", "trainer.save_in_background=true"]
+    command += ["trainer.keep_checkpoints=9"]
+    whole, killed = ([*command, f"trainer.run_dir={tmp_path}/{name}"] for name in ("whole", "killed"))
+    process = start(*killed)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
+        time.sleep(0.02)
+    os.kill(pids_of_workers(process.pid)[-1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - killed_at < 30
+    assert process.returncode == 2
+    assert "died while" in errors
+    newest = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step_*"))
+    assert f"the newest checkpoint is that of step {newest}; the same command continues from there" in errors
+    assert 1 <= newest < 6
+    run_in_turn(killed, whole)
+    require_same_results(*(tiny.results_of(tmp_path / name, 6) for name in ("killed", "whole")))

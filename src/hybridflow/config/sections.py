@@ -306,7 +306,9 @@ class ControllerConfig(Section):
         default="local", description="Where workers run: local is this process, ray a process for each rank."
     )
     num_workers: Positive = Field(
-        default=1, description="Ranks of every role, on one node; placement.pools says it for several pools or nodes."
+        default=1,
+        description="Ranks of every role, on one node; placement.pools says it for several pools or nodes. More than "
+        "one trains on ray only; generating and evaluating take turns on local.",
     )
     address: str = Field(
         default="",
