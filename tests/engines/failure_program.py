@@ -75,12 +75,15 @@ def main() -> None:
     attempt("unknown_token", lambda: update(unknown))
     attempt("mesh", lambda: build(tensor=2, sequence=2))
 
-    def die(outputs: Any, part: DataProto) -> Any:
-        if rank == 1:
-            os._exit(7)
+    def allocate_an_exbibyte(outputs: Any, part: DataProto) -> Any:
+        torch.empty(1 << 60, dtype=torch.uint8)
         return loss(outputs, part)
 
-    attempt("death", lambda: update(mine, die))
+    if rank == 1:
+        attempt("out_of_memory", lambda: update(mine, allocate_an_exbibyte))
+        attempt("after_out_of_memory", lambda: update(mine))
+        os._exit(7)
+    attempt("death", lambda: update(mine))
     os._exit(0)  # with a dead peer, the process group's destructor aborts some processes (SIGABRT from a gloo thread)
 
 

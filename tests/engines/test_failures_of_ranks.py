@@ -11,7 +11,6 @@ from hybridflow.protocol import DataProto
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).parent / "failure_program.py"
-SCENARIOS = ("nan_loss", "nan_gradient", "after", "too_long", "unknown_token", "mesh", "death")
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +23,8 @@ def outcomes(rollout_rows, tiny_model, run_world, tmp_path_factory):
     columns = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in names}
     batch.union(DataProto.from_dict(columns)).save_to_disk(out / "rows")
     run_world(PROGRAM, 2, tiny_model("qwen2"), out / "rows", out, returncodes=(0, 7))
-    return {
-        (scenario, rank): json.loads((out / f"{scenario}_{rank}.json").read_text())
-        for scenario in SCENARIOS
-        for rank in ((0,) if scenario == "death" else (0, 1))
-    }
+    records = {path.stem.rpartition("_"): json.loads(path.read_text()) for path in out.glob("*_[01].json")}
+    return {(scenario, int(rank)): record for (scenario, _, rank), record in records.items()}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -81,3 +77,13 @@ def test_the_others_stop_with_a_reason_when_a_rank_dies_in_a_collective(outcomes
     assert outcome["raised"] == "WorkerError"
     assert "another rank" in outcome["message"]
     assert outcome["seconds"] < 60
+
+
+def test_a_rank_without_memory_says_what_to_set_and_lets_nobody_into_the_steps_it_left(outcomes):
+    lost, after = outcomes["out_of_memory", 1], outcomes["after_out_of_memory", 1]
+    assert lost["raised"] == "ModelError"
+    assert "out of memory in a step, which is lost" in lost["message"]
+    assert "set a smaller memory.max_tokens_per_micro_batch" in lost["message"]
+    assert after["raised"] == "WorkerError"
+    assert "this rank left a step that others were in" in after["message"]
+    assert after["seconds"] < 1

@@ -40,10 +40,15 @@ class StepGuard:
             if not self._ranks.is_alone:
                 self._why = " ".join(str(error).split())[:200]
             if reason := _explain(error):
-                if isinstance(error, torch.OutOfMemoryError):
+                if _is_of_memory(error):
                     raise ModelError(reason) from error
                 raise WorkerError(reason, rank=self._ranks.place_in_world) from error
             raise
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Of a device, or of the host, where PyTorch has no type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _explain(error: Exception) -> str:
@@ -51,7 +56,7 @@ def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:300]
     if isinstance(error, HybridFlowError):
         return ""
-    if isinstance(error, torch.OutOfMemoryError):
+    if _is_of_memory(error):
         return f"out of memory in a step, which is lost: {text}. Nothing was applied; {LESS_MEMORY}."
     is_of_group = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text.lower())
     if is_of_group:
