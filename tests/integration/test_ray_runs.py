@@ -175,7 +175,7 @@ def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the
 ):
     command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"]
     command += ["controller.num_workers=2", "trainer.save_every=1", "trainer.save_in_background=true"]
-    command += ["trainer.keep_checkpoints=9"]
+    command += ["trainer.keep_checkpoints=99", "trainer.epochs=4"]
     whole, killed = ([*command, f"trainer.run_dir={tmp_path}/{name}"] for name in ("whole", "killed"))
     process = start(*killed)
     metrics = tmp_path / "killed" / "metrics.jsonl"
@@ -190,6 +190,6 @@ def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the
     assert "died while" in errors
     newest = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step_*"))
     assert f"the newest checkpoint is that of step {newest}; the same command continues from there" in errors
-    assert 1 <= newest < 6
+    assert 1 <= newest < 12
     run_in_turn(killed, whole)
-    require_same_results(*(tiny.results_of(tmp_path / name, 6) for name in ("killed", "whole")))
+    require_same_results(*(tiny.results_of(tmp_path / name, 12) for name in ("killed", "whole")))
