@@ -191,8 +191,9 @@ class FusedForward:
 
     @property
     def vocabulary(self) -> VocabularyRanks | None:
-        is_shared = self._tensor is not None and _is_causal_lm(self.model)
-        return self._tensor.vocabulary(self._head.out_features) if is_shared else None  # pyright: ignore
+        if self._tensor is None or not _is_causal_lm(self.model):
+            return None
+        return self._tensor.vocabulary(self._head.out_features)
 
     def compile(self) -> None:
         """Have what is before and after attention compiled (torch.compile), for any number of tokens."""
