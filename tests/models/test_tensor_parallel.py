@@ -10,6 +10,7 @@ from hybridflow.models import require_tensor_parallel
 from hybridflow.models.tensor_parallel import placement_of
 
 CONFIG = {"model_type": "qwen2", "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
+CONFIG["vocab_size"] = 40
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ def test_outputs_are_shared_by_rows_and_inputs_by_columns(name, placement):
     [
         (8, {}, "parallel.tensor=8 does not divide num_attention_heads=12 and num_key_value_heads=4"),
         (4, {"intermediate_size": 98}, "parallel.tensor=4 does not divide intermediate_size=98"),
+        (4, {"vocab_size": 5}, "parallel.tensor=4 leaves a rank none of the vocab_size=5 entries"),
         (
             2,
             {"model_type": "gpt2"},

@@ -56,6 +56,11 @@ def require_tensor_parallel(config: Any, size: int) -> None:
             f"parallel.tensor={size} does not divide {' and '.join(wrong)} of this model; choose a divisor of "
             "all of them, and parallel.sequence for the other ranks."
         )
+    entries = config.vocab_size
+    if (size - 1) * -(-entries // size) >= entries:
+        raise ModelError(
+            f"parallel.tensor={size} leaves a rank none of the vocab_size={entries} entries of this model; use fewer."
+        )
 
 
 def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
