@@ -30,7 +30,7 @@ from hybridflow.algorithms import aggregate_loss, grpo_advantages, kl_loss, mask
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import LossFunction, Outputs, TorchEngine
 from hybridflow.protocol import DataProto
-from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.runtime import set_deterministic, set_num_threads
 
 SEED = 1
@@ -192,7 +192,7 @@ def grpo_step(
         result = engine.update(mini_batch, grpo_loss(mini_batch))
 
     # 5. The rollout engine generates with the new weights from here on.
-    rollout.load_weights(engine.weights(), version=engine.num_updates)
+    load_weights(rollout, engine.weights(), version=engine.num_updates)
     return {"score": float(scores.mean()), "entropy": float(masked_mean(old["entropies"], mask)), **result.metrics}
 
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -6,8 +7,6 @@ import pytest
 
 if TYPE_CHECKING:
     from hybridflow.rollout import RolloutEngine
-
-DTYPES = ("float32", "bfloat16", "float64")
 
 
 def build_embedded(directory: Path, dtype: str = "float64", **options) -> "RolloutEngine":
@@ -17,11 +16,28 @@ def build_embedded(directory: Path, dtype: str = "float64", **options) -> "Rollo
     return EmbeddedRollout(load_causal_lm(directory, DTYPES[dtype]), **options)
 
 
-ENGINES = {"embedded": build_embedded}
+def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEngine":
+    from hybridflow.models import load_causal_lm
+    from hybridflow.rollout import load_weights
+    from hybridflow.rollout.vllm import VLLMRollout
+
+    dtype = "float32" if dtype == "float64" else dtype  # which it has not
+    engine = VLLMRollout(directory, dtype=dtype, enforce_eager=True, kv_cache_bytes=64 * 2**20, **options)
+    load_weights(engine, load_causal_lm(directory).named_parameters(), version=0)
+    return engine
+
+
+ENGINES = {"embedded": build_embedded, "vllm": build_vllm}
 """Every implementation of RolloutEngine, by name: (directory, dtype, max_running_sequences=...) -> engine."""
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
     """Each implementation in turn: the contract is the same for all."""
     return ENGINES[request.param]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
+    """As elsewhere, with heads of 32: the smallest that vLLM computes on a CPU."""
+    return partial(tiny_model, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)

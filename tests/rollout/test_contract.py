@@ -5,15 +5,17 @@ tokens by the formulas.
 """
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hybridflow.errors import RolloutError
 from hybridflow.models import load_causal_lm
-from hybridflow.rollout import Completion, Request, SamplingParams, generate
-from hybridflow.runtime import uniform
+from hybridflow.rollout import Completion, Request, SamplingParams, generate, load_weights
+from hybridflow.runtime import capture_random_state, uniform
 
 EOS = 1
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10], [8, 8]]
@@ -101,6 +103,7 @@ def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("build_rollout", ["embedded"], indirect=True)
 def test_tokens_and_log_probs_equal_recomputation_one_sequence_at_a_time(
     build_rollout, tiny_model, use_float64_throughout, sampling, tied
 ):
@@ -112,6 +115,50 @@ def test_tokens_and_log_probs_equal_recomputation_one_sequence_at_a_time(
         tokens, log_probs = reference_sequence(stock, request, completion.index)
         assert completion.token_ids == tokens
         assert completion.log_probs == pytest.approx(log_probs, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(6),
+        SamplingParams(6, temperature=0.0),
+        SamplingParams(6, temperature=1.5, top_k=5),
+        SamplingParams(6, temperature=0.9, top_k=12, top_p=0.8),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_log_probs_are_those_of_the_distribution_sampled_from(
+    build_rollout, tiny_model, use_float64_throughout, sampling, tied
+):
+    directory = tiny_model("qwen2", tie_word_embeddings=tied)
+    stock, wanted = stock_model(directory, use_float64_throughout), requests(sampling)
+    completions = generate(build_rollout(directory), wanted)
+    for completion, request in zip(completions, [r for r in wanted for _ in range(2)], strict=True):
+        tokens = completion.token_ids
+        with torch.no_grad():
+            logits = stock(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, len(request.prompt_ids) - 1 : -1]
+        expected = [distribution(row, sampling)[token] for row, token in zip(logits.tolist(), tokens, strict=True)]
+        assert completion.log_probs == pytest.approx([math.log(p) for p in expected], abs=1e-4)
+
+
+def test_samples_follow_the_distribution(build_rollout, tiny_model, use_float64_throughout):
+    sampling, prompt, count = SamplingParams(1, temperature=1.2, top_k=6), [5, 9, 12], 4000
+    stock = stock_model(tiny_model("qwen2"), use_float64_throughout)
+    with torch.no_grad():
+        probabilities = distribution(stock(torch.tensor([prompt])).logits[0, -1].tolist(), sampling)
+    wanted = [Request(i, prompt, sampling, 8, (0, i)) for i in range(count // 8)]
+    drawn = [c.token_ids[0] for c in generate(build_rollout(tiny_model("qwen2")), wanted)]
+    for token, probability in enumerate(probabilities):
+        sigma = math.sqrt(count * probability * (1 - probability))
+        assert abs(drawn.count(token) - count * probability) <= 4.5 * sigma
+    pairs = [drawn[i] == drawn[i + 1] for i in range(count - 1)]  # neighbours in a group and of two prompts
+    alike = sum(p * p for p in probabilities)
+    assert sum(pairs) == pytest.approx((count - 1) * alike, abs=6 * math.sqrt(count * alike))
+
+
+def test_prompts_side_by_side_share_no_sample(build_rollout, tiny_model):
+    wanted = [Request(i, [5, 6], SamplingParams(8), 4, (0, i)) for i in range(4)]
+    assert len({tuple(c.token_ids) for c in generate(build_rollout(tiny_model()), wanted)}) == 16
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -156,6 +203,29 @@ def test_a_sequence_ends_at_its_first_stop_token_or_at_its_limit(build_rollout, 
         assert not any(token in stop_ids for token in completion.token_ids[:-1])
         assert completion.finish_reason == ("stop" if stopped else "length")
         assert stopped or len(completion.token_ids) == 6
+
+
+def test_a_sequence_ends_with_a_stop_string_even_across_tokens(build_rollout, tiny_model):
+    class Letters:
+        def decode(self, token_ids, *, skip_special_tokens):
+            return "".join("ab"[token % 2] for token in token_ids)
+
+    plain = requests(SamplingParams(12), 8)
+    stopping = requests(SamplingParams(12, stop_strings=("abba", "bab")), 8)
+    engine = build_rollout(tiny_model(), tokenizer=Letters())
+    reasons = set()
+    for whole, ended in zip(generate(engine, plain), generate(engine, stopping), strict=True):
+        text = Letters().decode(whole.token_ids, skip_special_tokens=True)
+        ends = [n for n in range(1, 13) if any(stop in text[:n] for stop in ("abba", "bab"))]
+        assert ended.token_ids == whole.token_ids[: min([*ends, 12])]
+        assert ended.finish_reason == ("stop" if ends else "length")
+        reasons.add(ended.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(build_rollout, tiny_model):
+    with pytest.raises(RolloutError, match=r"request 0 has stop_strings=\('x',\), but the engine was built without"):
+        build_rollout(tiny_model()).submit(Request(0, [5], SamplingParams(4, stop_strings=("x",))))
 
 
 def test_one_token_is_enough(build_rollout, tiny_model):
@@ -274,6 +344,7 @@ def test_no_more_sequences_run_than_fit(build_rollout, tiny_model):
         (Request(3, [5], SamplingParams(4), 9), r"group_size=9 exceeds rollout\.max_running_sequences=8"),
         (Request(3, [5] * 61, SamplingParams(4)), "61 prompt tokens and 4 new ones exceed the model's 64 positions"),
         (Request(3, [5, 40], SamplingParams(4)), r"token ids from 5 to 40; they must be in \[0, 40\)"),
+        (Request(3, [5, 6], SamplingParams(4), resume_offset=2), "resume_offset=2 with 2 prompt tokens"),
         (Request(3, [-1, 5], SamplingParams(4)), r"token ids from -1 to 5; they must be in \[0, 40\)"),
     ],
 )
@@ -308,6 +379,7 @@ def test_an_id_in_use_is_refused_and_free_again_after_it_is_finished(build_rollo
         ({"top_p": 0.0}, r"top_p=0\.0; valid are"),
         ({"top_p": 1.01}, "top_p=1.01"),
         ({"top_p": float("nan")}, "top_p=nan"),
+        ({"stop_strings": ("a", "")}, "has an empty one"),
     ],
 )
 def test_sampling_parameters_are_checked(parameters, message):
@@ -413,14 +485,14 @@ def weights_of(directory, dtype=torch.float64) -> dict[str, torch.Tensor]:
 def test_new_weights_are_used_from_the_next_step_and_stamped(build_rollout, tiny_model):
     wanted = requests(SamplingParams(5, temperature=0.8))
     engine = build_rollout(tiny_model())
-    engine.load_weights(weights_of(tiny_model()).items(), version=3)
+    load_weights(engine, weights_of(tiny_model()).items(), version=3)
     before = by_name(generate(engine, wanted))
     other = build_rollout(tiny_model(seed=1))
     after = by_name(generate(other, wanted))
     for request in wanted:
         engine.submit(request)
     new = weights_of(tiny_model(seed=1))
-    done = by_name(serve(engine, lambda step: engine.load_weights(new.items(), version=4) if step == 2 else None))
+    done = by_name(serve(engine, lambda step: load_weights(engine, new.items(), version=4) if step == 2 else None))
     for name, completion in done.items():
         assert completion.versions == [3, 3, 4, 4, 4]
         assert completion.token_ids[:2] == before[name].token_ids[:2]
@@ -435,7 +507,7 @@ def test_new_weights_are_used_from_the_next_step_and_stamped(build_rollout, tiny
     [
         (lambda weights: weights.pop("model.norm.weight"), r"weights are missing: model\.norm\.weight"),
         (lambda weights: weights.update(extra=torch.zeros(2)), "no weights called extra"),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}), r"shape \(7,\), in .* \(32,\)"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}), r"shape \(7,\), in .* \(64,\)"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_whole(build_rollout, tiny_model, change, message):
@@ -445,8 +517,62 @@ def test_weights_that_do_not_fit_are_refused_whole(build_rollout, tiny_model, ch
     weights = weights_of(tiny_model(seed=1))
     change(weights)
     with pytest.raises(RolloutError, match=message):
-        engine.load_weights(weights.items(), version=1)
+        load_weights(engine, weights.items(), version=1)
     assert generate(engine, wanted) == before
+
+
+def test_a_weight_that_comes_twice_or_not_at_all_leaves_nothing_to_generate_with(build_rollout, tiny_model):
+    engine, weights = build_rollout(tiny_model()), weights_of(tiny_model(seed=1))
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    (first, second), *rest = [list(weights.items())[:2], *list(weights.items())[2:]]
+    engine.start_loading(shapes)
+    engine.load([first, second])
+    with pytest.raises(RolloutError, match=f"weight '{first[0]}' came twice"):
+        engine.load([first])
+    engine.start_loading(shapes)
+    engine.load([first, *rest])
+    with pytest.raises(RolloutError, match=f"weights did not come: {second[0]}"):
+        engine.finish_loading(version=3)
+    load_weights(engine, weights.items(), version=2)
+    other = build_rollout(tiny_model(seed=1))
+    load_weights(other, weights.items(), version=2)
+    wanted = requests(SamplingParams(5))
+    assert generate(engine, wanted) == generate(other, wanted)
+
+
+def test_weights_may_come_in_any_order_and_in_parts(build_rollout, tiny_model):
+    weights, wanted = weights_of(tiny_model("qwen2", seed=1)), requests(SamplingParams(5))
+    other = build_rollout(tiny_model("qwen2", seed=1))
+    load_weights(other, weights.items(), version=2)
+    engine, items = build_rollout(tiny_model("qwen2")), list(weights.items())[::-1]
+    engine.start_loading({name: tensor.shape for name, tensor in items})
+    for i in range(0, len(items), 3):
+        engine.load(items[i : i + 3])
+    engine.finish_loading(version=2)
+    assert generate(engine, wanted) == generate(other, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_log_probs_of_given_sequences_equal_the_models_own(build_rollout, tiny_model, family):
+    stock = AutoModelForCausalLM.from_pretrained(tiny_model(family), attn_implementation="eager")
+    found = build_rollout(tiny_model(family)).log_probs([[3, 9, 12, 7, 38], [8, 1]])
+    for sequence, log_probs in zip([[3, 9, 12, 7, 38], [8, 1]], found, strict=True):
+        with torch.no_grad():
+            expected = stock(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+        assert log_probs == pytest.approx([float(row[t]) for row, t in zip(expected, sequence[1:], strict=True)], abs=1e-4)
+
+
+def test_neither_building_nor_generating_disturbs_the_random_state(build_rollout, tiny_model):
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    before = capture_random_state()
+    engine = build_rollout(tiny_model())
+    generate(engine, requests(SamplingParams(4)))
+    engine.log_probs([[5, 6, 7]])
+    after = capture_random_state()
+    assert torch.equal(before["torch"], after["torch"])
+    assert torch.equal(before["python"]["words"], after["python"]["words"])
+    assert torch.equal(before["numpy"]["key"], after["numpy"]["key"])
+    assert before["numpy"]["position"] == after["numpy"]["position"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -455,10 +581,10 @@ def test_weights_that_are_not_finite_stop_generation_and_can_be_replaced(build_r
     wanted = requests(SamplingParams(5, temperature=temperature))
     before = generate(engine, wanted)
     weights = weights_of(tiny_model())
-    diverged = weights | {"model.norm.weight": torch.full((32,), torch.nan, dtype=torch.float64)}
-    engine.load_weights(diverged.items(), version=1)
-    with pytest.raises(RolloutError, match="request 0: the model's logits are not finite"):
+    diverged = weights | {"model.norm.weight": torch.full((64,), torch.nan, dtype=torch.float64)}
+    load_weights(engine, diverged.items(), version=1)
+    with pytest.raises(RolloutError, match=r"request \d: the model's logits are not finite"):
         generate(engine, wanted)
     assert not engine.has_unfinished()
-    engine.load_weights(weights.items(), version=0)
+    load_weights(engine, weights.items(), version=0)
     assert generate(engine, wanted) == before

@@ -1,6 +1,23 @@
-"""Engines that generate: the request-level Protocol and the embedded engine."""
+"""Engines that generate: the request-level Protocol, the embedded engine, and vLLM (`hybridflow.rollout.vllm`)."""
 
-from hybridflow.rollout.base import Completion, FinishReason, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.rollout.base import (
+    Completion,
+    FinishReason,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    generate,
+    load_weights,
+)
 from hybridflow.rollout.embedded import EmbeddedRollout
 
-__all__ = ["Completion", "EmbeddedRollout", "FinishReason", "Request", "RolloutEngine", "SamplingParams", "generate"]
+__all__ = [
+    "Completion",
+    "EmbeddedRollout",
+    "FinishReason",
+    "Request",
+    "RolloutEngine",
+    "SamplingParams",
+    "generate",
+    "load_weights",
+]

@@ -5,35 +5,50 @@ Needs nothing but the model.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridflow.errors import AlgorithmError, RolloutError
+from hybridflow.errors import RolloutError
 from hybridflow.models import forward_of, placeholder
-from hybridflow.rollout.base import Completion, Request, SamplingParams
+from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.rollout.base import Completion, Request, SamplingParams, SleepingPart
+from hybridflow.rollout.loading import Loading
+from hybridflow.rollout.requests import require_servable
+from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.rollout.wave import Wave
-from hybridflow.runtime import derive_seed
 
 
 class EmbeddedRollout:
     """Generates with `model`, whose parameters it shares.
 
-    With `pack_weights`, a CPU generates from a copy of them in the order that its products read; the copy is there
+    `shares_model`: the model is the trainer's own, whose weights are never freed here. With `pack_weights`, a CPU generates from a copy of them in the order that its products read; the copy is there
     while sequences run.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_running_sequences: int = 1024, pack_weights: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running_sequences: int = 1024,
+        pack_weights: bool = True,
+        shares_model: bool = True,
+        tokenizer: Decoder | None = None,
+    ) -> None:
         if max_running_sequences < 1:
             raise RolloutError(f"max_running_sequences={max_running_sequences}; it must be at least 1.")
         self.model = model
         self._forward = forward_of(model)
         self._pack_weights = pack_weights
         self._is_packed = False  # while it is at work, until the weights change
-        self.version = 0
+        self._shares_model = shares_model
+        self._stop_strings = StopStrings(tokenizer)
+        self.version: int | None = 0 if shares_model else None
+        self._loading: Loading | None = None
+        self._loaded: dict[str, Tensor] = {}
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
         self._running: list[Wave] = []
@@ -46,7 +61,15 @@ class EmbeddedRollout:
             raise RolloutError(
                 f"request {request.request_id} is waiting or running already; give each request an id of its own."
             )
-        _require_servable(request, self.model, self.max_running_sequences)
+        config = self.model.config.get_text_config()
+        require_servable(
+            request,
+            max_running_sequences=self.max_running_sequences,
+            max_len=getattr(config, "max_position_embeddings", None),
+            len_name="the model's",
+            vocabulary=config.vocab_size,
+        )
+        self._stop_strings.require_served(request)
         self._waiting.append(request)
         self._unfinished[request.request_id] = _Progress(request, self._num_submitted)
         self._num_submitted += 1
@@ -56,6 +79,8 @@ class EmbeddedRollout:
 
     @torch.no_grad()
     def step(self) -> None:
+        if self.version is None:
+            raise RolloutError("the engine has no weights to generate with; load them first.")
         try:
             if self._pack_weights and not self._is_packed:
                 self._forward.pack_weights()
@@ -84,30 +109,53 @@ class EmbeddedRollout:
             self._start_again()
             raise
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
+        own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        self._loading, self._loaded = Loading(own, shapes), {}
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert self._loading is not None, "start_loading comes first"
+        self._loaded.update(self._loading.counted(weights))
+
+    def finish_loading(self, version: int) -> None:
         """Share the given tensors' memory; where the model is the trainer's own they are its own already."""
-        own = dict(self.model.named_parameters())
-        given = dict(weights)
-        if unknown := sorted(set(given) - set(own)):
-            raise RolloutError(f"the rollout model has no weights called {', '.join(unknown[:5])}.")
-        if missing := sorted(set(own) - set(given)):
-            raise RolloutError(f"weights are missing: {', '.join(missing[:5])}; every parameter must be given.")
-        for name, tensor in given.items():
-            if own[name].shape != tensor.shape:
-                raise RolloutError(
-                    f"weight '{name}' has shape {tuple(tensor.shape)}, in the rollout model {tuple(own[name].shape)}."
-                )
-        for name, tensor in given.items():
-            own[name].data = tensor.detach().to(own[name])
+        assert self._loading is not None, "start_loading comes first"
+        self._loading.require_complete()
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self._loaded[name].detach().to(parameter)
+        self._loading, self._loaded = None, {}
         self._is_packed = False
         self.version = version
 
-    def drop_weights(self) -> None:
-        """Free the weights until they are loaded again. Not of a model that somebody else uses."""
+    @torch.no_grad()
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        if self._unfinished:
+            raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
+        device, found = self.model.device, []
+        for sequence in sequences:
+            tokens, positions = torch.tensor(sequence, device=device), torch.arange(len(sequence), device=device)
+            logits = self._forward(
+                tokens[None],
+                position_ids=positions[None],
+                attention_plan=PrefillPlan([len(sequence)]),
+                logits_to_keep=positions[:-1],
+            )[0]
+            wide = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+            found.append(wide.gather(-1, tokens[1:, None]).squeeze(-1).tolist())
+        return found
+
+    def wake(self, part: SleepingPart) -> None:
+        """Memory is there where it is needed."""
+
+    def sleep(self) -> None:
+        """Free weights that were loaded, until they are loaded again; not those of a model that the trainer has."""
+        if self._shares_model:
+            return
         for parameter in self.model.parameters():
             parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
         self._forward.drop_packed_weights()
         self._is_packed = False
+        self.version = None
 
     def _admit(self) -> None:
         """Start waiting requests that fit, in order; those that draw alike, to whatever length, share a wave."""
@@ -120,7 +168,7 @@ class EmbeddedRollout:
         for sampling, requests in admitted.items():
             wave = next((wave for wave in self._running if wave.sampling == sampling), None)
             if wave is None:
-                wave = Wave(self._forward, self.model.device, self.model.dtype, sampling)
+                wave = Wave(self._forward, self.model.device, self.model.dtype, sampling, self._stop_strings)
                 self._running.append(wave)
             wave.admit(requests)
 
@@ -161,30 +209,3 @@ class _Progress:
 
     def is_complete(self) -> bool:
         return len(self.finished) == self.request.group_size
-
-
-def _require_servable(request: Request, model: PreTrainedModel, max_running_sequences: int) -> None:
-    try:
-        derive_seed(*request.noise_key)
-    except AlgorithmError as error:
-        raise RolloutError(f"request {request.request_id} has noise_key={request.noise_key!r}: {error}") from error
-    name, prompt_len, new = f"request {request.request_id}", len(request.prompt_ids), request.sampling.max_new_tokens
-    if not prompt_len:
-        raise RolloutError(f"{name} has an empty prompt; give it at least one token.")
-    if request.group_size < 1:
-        raise RolloutError(f"{name} has group_size={request.group_size}; it must be at least 1.")
-    if request.group_size > max_running_sequences:
-        raise RolloutError(
-            f"{name}: group_size={request.group_size} exceeds rollout.max_running_sequences={max_running_sequences}; "
-            "raise the latter."
-        )
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and prompt_len + new > limit:
-        raise RolloutError(
-            f"{name}: {prompt_len} prompt tokens and {new} new ones exceed the model's {limit} positions; shorten the "
-            "prompt or data.max_response_length."
-        )
-    vocabulary = model.config.get_text_config().vocab_size
-    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-    if lowest < 0 or highest >= vocabulary:
-        raise RolloutError(f"{name} has token ids from {lowest} to {highest}; they must be in [0, {vocabulary}).")

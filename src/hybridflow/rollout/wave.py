@@ -17,6 +17,7 @@ from hybridflow.models import Forward
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
 from hybridflow.rollout.sampling import sample_tokens
+from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import uniform
 
 COMPACT_BELOW = 0.9
@@ -33,8 +34,15 @@ class Wave:
     wave is of no more use: its requests start again in another.
     """
 
-    def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, sampling: SamplingParams) -> None:
-        self.forward, self.sampling = forward, sampling
+    def __init__(
+        self,
+        forward: Forward,
+        device: torch.device,
+        dtype: torch.dtype,
+        sampling: SamplingParams,
+        stop_strings: StopStrings,
+    ) -> None:
+        self.forward, self.sampling, self._stop_strings = forward, sampling, stop_strings
         self.num_running = 0
         self._cache = KVCache(device)
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
@@ -85,6 +93,10 @@ class Wave:
         ended, stopped = self._counts >= self._limits, None
         if len(self._stop_ids):
             stopped = torch.isin(tokens, self._stop_ids)
+        if self.sampling.stop_strings:
+            by_text = self._reached_stop_strings()
+            stopped = by_text if stopped is None else stopped | by_text
+        if stopped is not None:
             ended |= stopped
         return self._finish((ended & self._is_running).nonzero().flatten(), stopped)
 
@@ -153,6 +165,14 @@ class Wave:
         self._is_running = self._is_running[rows]
         self._names = [self._names[row] for row in rows.tolist()]
 
+    def _reached_stop_strings(self) -> Tensor:
+        """For every row whether its text has come to a stop string."""
+        tokens, reached = self._columns["tokens"].tolist(), torch.zeros_like(self._is_running)
+        counts = self._counts.tolist()
+        for row in self._is_running.nonzero().flatten().tolist():
+            reached[row] = self._stop_strings.end(tokens[row][: counts[row]], self.sampling.stop_strings)
+        return reached
+
     def _require_finite(self, log_probs: Tensor) -> None:
         if math.isfinite(float(log_probs.sum())):
             return
@@ -167,11 +187,12 @@ class Wave:
 
 def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     """The noise of each sequence's tokens, (sequences, width), from its request's key, its index and the position."""
-    positions, parts = np.arange(width), []
+    parts = []
     for _, alike in groupby(requests, lambda request: len(request.noise_key)):
-        sequences = [(request.noise_key, index) for request in alike for index in range(request.group_size)]
-        keys = zip(*(key for key, _ in sequences), strict=True)
+        sequences = [(request, index) for request in alike for index in range(request.group_size)]
+        keys = zip(*(request.noise_key for request, _ in sequences), strict=True)
         columns = [np.array([number % 2**64 for number in column], dtype=np.uint64)[:, None] for column in keys]
+        positions = np.array([request.resume_offset for request, _ in sequences])[:, None] + np.arange(width)
         parts.append(uniform(*columns, np.array([index for _, index in sequences])[:, None], positions))
     return np.concatenate(parts)
 

@@ -11,7 +11,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.protocol import DataProto
-from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
@@ -40,6 +40,7 @@ class ActorRolloutWorker(ModelWorker):
             self.engine.rollout_model(),
             max_running_sequences=config.rollout.max_running_sequences,
             pack_weights=config.rollout.pack_weights,
+            shares_model=self.engine.shares_weights,
         )
         self._sync_weights()
 
@@ -147,7 +148,7 @@ class ActorRolloutWorker(ModelWorker):
         """The rollout engine generates with the weights after so many updates; where they are sharded, it has them
         whole while it generates."""
         if self.engine.shares_weights:
-            self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
+            load_weights(self.rollout, self.engine.weights(), version=self.engine.num_updates)
 
     @contextmanager
     def _whole_weights(self) -> Iterator[None]:
@@ -155,11 +156,11 @@ class ActorRolloutWorker(ModelWorker):
             with self.engine.present():  # they are the rollout engine's own
                 yield
             return
-        self.rollout.load_weights(self.engine.weights(), version=self.engine.num_updates)
+        load_weights(self.rollout, self.engine.weights(), version=self.engine.num_updates)
         try:
             yield
         finally:
-            self.rollout.drop_weights()
+            self.rollout.sleep()
 
     def _generate(self, prompts: DataProto, how: RolloutConfig | ValidationConfig) -> DataProto:
         sampling = SamplingParams(

@@ -1,0 +1,38 @@
+"""Whether an engine can ever serve a request: asked before it is queued."""
+
+from hybridflow.errors import AlgorithmError, RolloutError
+from hybridflow.rollout.base import Request
+from hybridflow.runtime import derive_seed
+
+
+def require_servable(
+    request: Request, *, max_running_sequences: int, max_len: int | None, len_name: str, vocabulary: int
+) -> None:
+    """Raises RolloutError for a request that can never be served; `len_name` says whose the `max_len` positions are."""
+    name, prompt_len, new = f"request {request.request_id}", len(request.prompt_ids), request.sampling.max_new_tokens
+    try:
+        derive_seed(*request.noise_key)
+    except AlgorithmError as error:
+        raise RolloutError(f"{name} has noise_key={request.noise_key!r}: {error}") from error
+    if not prompt_len:
+        raise RolloutError(f"{name} has an empty prompt; give it at least one token.")
+    if request.group_size < 1:
+        raise RolloutError(f"{name} has group_size={request.group_size}; it must be at least 1.")
+    if request.group_size > max_running_sequences:
+        raise RolloutError(
+            f"{name}: group_size={request.group_size} exceeds rollout.max_running_sequences={max_running_sequences}; "
+            "raise the latter."
+        )
+    if not 0 <= request.resume_offset < prompt_len:
+        raise RolloutError(
+            f"{name} has resume_offset={request.resume_offset} with {prompt_len} prompt tokens; it counts those at "
+            "their end that are a response, so it is less."
+        )
+    if max_len is not None and prompt_len + new > max_len:
+        raise RolloutError(
+            f"{name}: {prompt_len} prompt tokens and {new} new ones exceed {len_name} {max_len} positions; shorten "
+            "the prompt or data.max_response_length."
+        )
+    lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+    if lowest < 0 or highest >= vocabulary:
+        raise RolloutError(f"{name} has token ids from {lowest} to {highest}; they must be in [0, {vocabulary}).")

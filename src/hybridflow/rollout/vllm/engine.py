@@ -1,0 +1,220 @@
+"""The vLLM engine behind the Protocol: each response is a sequence of its own, with a seed of its own.
+
+Seeds are made of the request's noise key, the index in the group, the version of the weights and the resume offset:
+vLLM's own groups (`n`) have seeds that follow each other, so that neighbouring prompts would share samples.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
+from hybridflow.models import build_without_weights
+from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
+from hybridflow.rollout.loading import Loading
+from hybridflow.rollout.requests import require_servable
+from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.rollout.vllm.versions import EngineOptions, VLLMEngine
+from hybridflow.runtime import derive_seed
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class _Sequence:
+    """One response: what it belongs to, where it comes in the order of submission, and what it has."""
+
+    request: Request
+    place: int
+    seed: int
+    completion: Completion
+
+    @property
+    def name(self) -> str:
+        return f"{self.completion.request_id}.{self.completion.index}"
+
+
+class VLLMRollout:
+    """Generates with vLLM in this process. It has no weights until they are loaded.
+
+    `path` gives the model's configuration. In a process that has joined a group (`in_group`), `tensor_parallel`
+    neighbouring ranks share an engine: all build theirs, load weights and make each call alike, at the same time.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        tokenizer: Decoder | None = None,
+        max_running_sequences: int = 256,
+        max_model_len: int = 0,
+        tensor_parallel: int = 1,
+        in_group: bool = False,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_bytes: int = 0,
+        enforce_eager: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise RolloutError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
+        described = build_without_weights(path, "policy", torch.float32)
+        config = described.config.get_text_config()
+        self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
+        self._vocabulary: int = config.vocab_size
+        self._max_model_len = max_model_len or config.max_position_embeddings
+        self._max_running_sequences = max_running_sequences
+        self._stop_strings = StopStrings(tokenizer)
+        self.version: int | None = None
+        self._loading: Loading | None = None
+        self._sequences: dict[str, _Sequence] = {}  # that are not finished, in the order of submission
+        self._finished: list[_Sequence] = []
+        self._num_submitted = 0
+        options = EngineOptions(
+            path=str(path),
+            dtype=dtype,
+            max_model_len=self._max_model_len,
+            max_running_sequences=max_running_sequences,
+            tensor_parallel=tensor_parallel,
+            in_group=in_group,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
+            enforce_eager=enforce_eager,
+        )
+        try:
+            self._engine = VLLMEngine(options)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise RolloutError(f"vLLM could not be started for '{path}': {' '.join(str(error).split())}") from error
+
+    def submit(self, request: Request) -> None:
+        if any(f"{request.request_id}.{index}" in self._sequences for index in range(max(request.group_size, 1))):
+            raise RolloutError(
+                f"request {request.request_id} is waiting or running already; give each request an id of its own."
+            )
+        require_servable(
+            request,
+            max_running_sequences=self._max_running_sequences,
+            max_len=self._max_model_len,
+            len_name="the model's",
+            vocabulary=self._vocabulary,
+        )
+        self._stop_strings.require_served(request)
+        version = self._require_weights()
+        if not self._sequences:
+            self._engine.forget_prompts()  # bits depend on what is computed here, not on earlier calls
+        for index in range(request.group_size):
+            seed = derive_seed(*request.noise_key, index, version, request.resume_offset)
+            sequence = _Sequence(request, self._num_submitted, seed, Completion(request.request_id, index))
+            self._sequences[sequence.name] = sequence
+            self._add(sequence)
+        self._num_submitted += 1
+
+    def has_unfinished(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> None:
+        if not self._sequences:
+            return
+        version = self._require_weights()
+        try:
+            for progress in self._engine.step():
+                sequence = self._sequences[progress.name]
+                done, sampling = sequence.completion, sequence.request.sampling
+                for token_id, log_prob in zip(progress.token_ids, progress.log_probs, strict=True):
+                    if not math.isfinite(log_prob):
+                        raise RolloutError(
+                            f"request {done.request_id}: the model's logits are not finite, so no token can be "
+                            "sampled. Its weights have diverged: resume from an earlier checkpoint with a lower "
+                            "learning rate."
+                        )
+                    done.token_ids.append(token_id)
+                    done.log_probs.append(log_prob)
+                    done.versions.append(version)
+                if progress.finish_reason is not None:
+                    self._finish(sequence, "length" if progress.finish_reason == "length" else "stop")
+                elif self._stop_strings.end(done.token_ids, sampling.stop_strings):
+                    self._engine.abort([sequence.name])
+                    self._finish(sequence, "stop")
+        except BaseException:
+            self._start_again()
+            raise
+
+    def finished(self) -> list[Completion]:
+        done, self._finished = self._finished, []
+        return [sequence.completion for sequence in sorted(done, key=lambda s: (s.place, s.completion.index))]
+
+    def abort(self, request_id: int) -> None:
+        stopped = [sequence for sequence in self._sequences.values() if sequence.request.request_id == request_id]
+        if not stopped:
+            raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
+        self._engine.abort([sequence.name for sequence in stopped])
+        for sequence in stopped:
+            self._finish(sequence, "abort")
+
+    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._loading = Loading(self._shapes, shapes)
+        self.version = None
+        self._engine.start_loading()
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert self._loading is not None, "start_loading comes first"
+        self._engine.load(self._loading.counted(weights))
+
+    def finish_loading(self, version: int) -> None:
+        assert self._loading is not None, "start_loading comes first"
+        self._loading.require_complete()
+        self._engine.finish_loading()
+        self._loading, self.version = None, version
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        if self._sequences:
+            raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
+        self._require_weights()
+        return self._engine.log_probs(sequences)
+
+    def wake(self, part: SleepingPart) -> None:
+        self._engine.wake(part)
+
+    def sleep(self) -> None:
+        if self._sequences:
+            raise RolloutError("an engine at work cannot sleep; finish or abort its requests.")
+        if self._engine.sleep():
+            self.version = None
+
+    def _require_weights(self) -> int:
+        if self.version is None:
+            raise RolloutError(
+                "the vLLM engine has no complete set of weights: none were loaded, or loading them was interrupted; "
+                "load them all (again)."
+            )
+        return self.version
+
+    def _add(self, sequence: _Sequence) -> None:
+        request, sampling = sequence.request, sequence.request.sampling
+        self._engine.add(
+            sequence.name,
+            request.prompt_ids,
+            seed=sequence.seed,
+            cache_salt=str(self.version),
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+
+    def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
+        del self._sequences[sequence.name]
+        sequence.completion.finish_reason = reason
+        self._finished.append(sequence)
+
+    def _start_again(self) -> None:
+        """After an error at any point every sequence that is not finished waits, with its seed: its tokens will be the
+        same."""
+        self._engine.abort(self._sequences)
+        for sequence in self._sequences.values():
+            sequence.completion = Completion(sequence.completion.request_id, sequence.completion.index)
+            self._add(sequence)

