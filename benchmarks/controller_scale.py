@@ -44,7 +44,8 @@ def measure(ranks: int, rounds: int) -> tuple[float, float]:
     """Median seconds of one call with its result read, and of the calls of a step."""
     config = load_config(None, ["rollout.group_size=4", "actor.epochs=2"])
     backend, pool = PlaceholderBackend(), ResourcePool([ranks])
-    actor = WorkerGroup(pool, ClassWithInitArgs(ActorRolloutWorker, config=config), backend, "actor_rollout")
+    meshes = {"rollout": {"data": ranks, "tensor": 1}}
+    actor = WorkerGroup(pool, ClassWithInitArgs(ActorRolloutWorker, config=config), backend, "actor_rollout", meshes)
     rewards = WorkerGroup(pool, ClassWithInitArgs(RewardWorker, config=config), backend, "reward")
     prompts = synthetic_batch([*PROMPT_COLUMNS, "group_ids"], ranks * ROWS_FOR_EACH_RANK // 4 or 1)
     prompts.meta_info.clear()

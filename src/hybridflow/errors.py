@@ -64,6 +64,10 @@ class RolloutError(HybridFlowError):
     """A generation request is invalid or the rollout engine cannot serve it."""
 
 
+class WeightSyncError(HybridFlowError):
+    """Weights did not reach the rollout engine as they are, or it does not compute with them."""
+
+
 class RewardError(HybridFlowError):
     """A reward function failed or returned something that is not a score."""
 

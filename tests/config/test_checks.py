@@ -55,7 +55,7 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         (["trainer.val_every=5"], "trainer.val_every=5, but data.val_files is empty"),
         (
             ["controller.backend=ray", "placement.pools={main=[1],small=[1]}", "placement.roles.critic=small"],
-            "placement.pools.small is the pool of no role that runs; give it one of actor_rollout, reward in",
+            "placement.pools.small is the pool of no role that runs; give it one of actor_rollout, rollout, reward in",
         ),
         (
             ["memory.offload={critic='idle'}"],

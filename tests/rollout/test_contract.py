@@ -488,6 +488,7 @@ def test_new_weights_are_used_from_the_next_step_and_stamped(build_rollout, tiny
     load_weights(engine, weights_of(tiny_model()).items(), version=3)
     before = by_name(generate(engine, wanted))
     other = build_rollout(tiny_model(seed=1))
+    load_weights(other, weights_of(tiny_model(seed=1)).items(), version=4)
     after = by_name(generate(other, wanted))
     for request in wanted:
         engine.submit(request)
@@ -559,7 +560,9 @@ def test_log_probs_of_given_sequences_equal_the_models_own(build_rollout, tiny_m
     for sequence, log_probs in zip([[3, 9, 12, 7, 38], [8, 1]], found, strict=True):
         with torch.no_grad():
             expected = stock(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
-        assert log_probs == pytest.approx([float(row[t]) for row, t in zip(expected, sequence[1:], strict=True)], abs=1e-4)
+        assert log_probs == pytest.approx(
+            [float(row[t]) for row, t in zip(expected, sequence[1:], strict=True)], abs=1e-4
+        )
 
 
 def test_neither_building_nor_generating_disturbs_the_random_state(build_rollout, tiny_model):

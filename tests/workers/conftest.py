@@ -27,7 +27,9 @@ def group(configure) -> Iterator[Callable[..., WorkerGroup]]:
 
     def build(cls: type[Worker], *overrides: str, num_workers: int = 1, **arguments: int) -> WorkerGroup:
         return WorkerGroup(
-            ResourcePool([num_workers]), ClassWithInitArgs(cls, config=configure(*overrides), **arguments)
+            ResourcePool([num_workers]),
+            ClassWithInitArgs(cls, config=configure(*overrides), **arguments),
+            meshes={"rollout": {"data": num_workers, "tensor": 1}},
         )
 
     yield build

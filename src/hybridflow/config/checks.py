@@ -139,7 +139,19 @@ def _placement(config: Config) -> Iterator[str]:
         if pool not in pools:
             known = ", ".join(pools) or "none, as placement.pools is empty"
             yield f"placement.roles.{role}={pool!r} is no pool; there are: {known}"
-    used = ["actor_rollout", "reward", *["critic"] * config.uses_critic, *["reference"] * config.uses_reference]
+    rollout_pool = config.placement.roles.get("rollout")
+    if rollout_pool in pools and not config.has_rollout_pool:
+        yield (
+            f"placement.roles.rollout={rollout_pool!r} is the actor's own pool, where it generates itself; leave it "
+            "out, or name another pool"
+        )
+    used = [
+        "actor_rollout",
+        "rollout",
+        "reward",
+        *["critic"] * config.uses_critic,
+        *["reference"] * config.uses_reference,
+    ]
     for name in list(pools)[1:]:
         if name not in [config.placement.roles.get(role) for role in used]:  # pyright: ignore
             yield (
@@ -167,6 +179,45 @@ def _parallel(config: Config) -> Iterator[str]:
     for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
         if ranks % size:
             yield f"{both} does not divide {key}={ranks}; change one of them"
+
+
+def _engine(config: Config) -> Iterator[str]:
+    rollout, data, parallel = config.rollout, config.data, config.parallel
+    longest = data.max_prompt_length + data.max_response_length
+    if rollout.backend == "embedded":
+        if rollout.tensor > 1:
+            yield f"rollout.tensor={rollout.tensor}, but the embedded engine is one on each rank; use backend = 'vllm'"
+        if parallel.tensor > 1 and not config.has_rollout_pool:
+            yield (
+                f"parallel.tensor={parallel.tensor} shares layers among ranks, but rollout.backend='embedded' "
+                "generates with the whole model on each of them; use rollout.backend = 'vllm' with rollout.tensor, or "
+                "generate in a pool of its own (placement.roles.rollout)"
+            )
+        return
+    if config.model.dtype == "float64":
+        yield "rollout.backend='vllm' has no model.dtype='float64'; use float32 or bfloat16, or backend = 'embedded'"
+    if 0 < rollout.max_model_len < longest:
+        yield (
+            f"rollout.max_model_len={rollout.max_model_len} cannot hold data.max_prompt_length="
+            f"{data.max_prompt_length} and data.max_response_length={data.max_response_length}; use 0, or at least "
+            f"{longest}"
+        )
+    if rollout.tensor > 1 and config.controller.backend == "local":
+        yield (
+            f"rollout.tensor={rollout.tensor} needs ranks that meet, but controller.backend='local' is one process; "
+            "use backend = 'ray'"
+        )
+        return
+    role = "rollout" if config.has_rollout_pool else "actor_rollout"
+    pools = config.placement.pools
+    pool = config.placement.roles.get(role, next(iter(pools), ""))
+    key, ranks = (
+        (f"placement.pools.{pool}", sum(pools.get(pool, ())))
+        if pools
+        else ("controller.num_workers", config.controller.num_workers)
+    )
+    if ranks % rollout.tensor:
+        yield f"rollout.tensor={rollout.tensor} does not divide {key}={ranks}; change one of them"
 
 
 def _offload(config: Config) -> Iterator[str]:
@@ -227,6 +278,7 @@ SUBJECTS = (
     _placement,
     _backend,
     _parallel,
+    _engine,
     _offload,
     _lora,
     _reward,

@@ -15,7 +15,7 @@ KLEstimatorName = Literal["k1", "k2", "k3", "abs"]
 OffloadName = Literal["idle", "host"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 DTypeName = Literal["float32", "bfloat16", "float64"]
-RoleName = Literal["actor_rollout", "critic", "reference", "reward", "actor"]
+RoleName = Literal["actor_rollout", "rollout", "critic", "reference", "reward", "actor"]
 OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "truncate-middle"]
 
 Positive = Annotated[int, Field(gt=0)]
@@ -97,7 +97,11 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    backend: Literal["embedded"] = Field(default="embedded", description="The engine that generates.")
+    backend: Literal["embedded", "vllm"] = Field(
+        default="embedded",
+        description="The engine that generates: the trainer's own model, or vLLM. In the processes that learn, or in a "
+        "pool of its own (placement.roles.rollout).",
+    )
     group_size: Positive = Field(
         default=8, description="Responses sampled for each prompt; grpo compares them with each other."
     )
@@ -113,6 +117,32 @@ class RolloutConfig(Section):
         default=True,
         description="On a CPU, decode in one compiled call from a copy of the weights in the order it reads: faster, "
         "with the weights twice in memory while generating.",
+    )
+    stop_strings: tuple[str, ...] = Field(
+        default=(), description="Texts that end a response, besides the model's stop tokens; they are part of it."
+    )
+    tensor: Positive = Field(default=1, description="vllm: ranks that share an engine and each of its layers.")
+    max_model_len: NonNegative = Field(
+        default=0, description="vllm: longest prompt and response together; 0 is what data allows."
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="vllm: share of a GPU's memory that it uses, weights included, while generating."
+    )
+    kv_cache_bytes: NonNegative = Field(
+        default=0,
+        description="vllm: memory of keys and values on each rank; 0 is what gpu_memory_utilization leaves, on a CPU "
+        "1 GiB.",
+    )
+    enforce_eager: bool = Field(
+        default=False, description="vllm: start in seconds, without compiled graphs, and generate slower."
+    )
+    weight_sync: Literal["object_store", "broadcast", "disk"] = Field(
+        default="object_store",
+        description="How weights go to rollout engines in a pool of their own: shared memory (between nodes Ray's "
+        "transfer), a collective (gloo, NCCL on GPUs), or files in trainer.run_dir. In one process nothing is sent.",
+    )
+    sync_bucket_bytes: Positive = Field(
+        default=256 * 2**20, description="Weights are gathered and sent so many bytes at a time."
     )
 
 
@@ -398,6 +428,12 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss
+
+    @property
+    def has_rollout_pool(self) -> bool:
+        """Whether others than the ranks that learn generate."""
+        roles, first = self.placement.roles, next(iter(self.placement.pools), None)
+        return "rollout" in roles and roles["rollout"] != roles.get("actor_rollout", first)
 
     @property
     def actor_is_reference(self) -> bool:

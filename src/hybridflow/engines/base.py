@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from hybridflow.protocol import DataProto
 
@@ -73,6 +73,10 @@ class TrainEngine(Protocol):
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Parameter names and tensors in the compute dtype, each tied tensor once."""
+        ...
+
+    def weight_shapes(self) -> dict[str, Size]:
+        """Names and shapes of what `weights` gives, in its order."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

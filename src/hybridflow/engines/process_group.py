@@ -9,6 +9,13 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from hybridflow.errors import WorkerError
 
+_has_joined = False
+
+
+def has_joined() -> bool:
+    """Whether this process is part of a group of hybridflow's: another library may have made one for itself."""
+    return _has_joined
+
 
 def join_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float | None = None) -> None:
     """Meet the other ranks, once for each process; a rank that is alone meets nobody.
@@ -16,7 +23,8 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
     The store of rank 0 listens at the address that the others are told, not on every interface. Raises WorkerError if
     the others do not come in time.
     """
-    if world_size == 1 or dist.is_initialized():
+    global _has_joined
+    if world_size == 1 or _has_joined:
         return
     timeout = timedelta(seconds=timeout_s or 10**8)
     try:
@@ -27,12 +35,15 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
         raise WorkerError(
             f"rank {rank} of {world_size} could not meet the others at {address}:{port}: {error}", rank=rank
         ) from error
+    _has_joined = True
 
 
 def join_alone() -> None:
     """Be a group of one, for what needs a group though nobody else is there."""
+    global _has_joined
     if not dist.is_initialized():
         dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
+    _has_joined = True
 
 
 def _backend() -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridflow.config import ParallelConfig
+from hybridflow.engines.process_group import has_joined
 from hybridflow.errors import ModelError
 
 DATA, SEQUENCE, TENSOR, SHARD = "data", "sequence", "tensor", "shard"
@@ -25,7 +26,7 @@ class Ranks:
 
     def __init__(self, parallel: ParallelConfig, device: torch.device) -> None:
         self.sequence, self.tensor = parallel.sequence, parallel.tensor
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = dist.get_world_size() if has_joined() else 1
         self.data, rest = divmod(self.world_size, self.sequence * self.tensor)
         if rest:
             raise ModelError(
@@ -33,13 +34,13 @@ class Ranks:
                 f"{self.world_size} ranks; change one of them, or the number of ranks."
             )
         self.mesh = None
-        if dist.is_initialized():
+        if has_joined():
             self.mesh, self._shard = _meshes_of(device.type, self.data, self.sequence, self.tensor)
 
     @property
     def place_in_world(self) -> int:
         """This rank among all."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return dist.get_rank() if has_joined() else 0
 
     @property
     def is_alone(self) -> bool:

@@ -39,10 +39,12 @@ from hybridflow.models import (
     decoder_shape,
     fill_adapters,
     forward_of,
+    is_adapter,
     load_causal_lm,
     load_shards,
     load_value_model,
     merged_weights,
+    plain_name,
     require_planned_attention,
     require_tensor_parallel,
     sequence_costs,
@@ -218,14 +220,18 @@ class TorchEngine:
             parameter = parameters[name].detach()
             if isinstance(parameter, DTensor):
                 parameter = parameter.full_tensor()
-            is_adapter = self.lora is not None and name in self.parameters
-            return parameter.to(self.device, None if is_adapter else self.compute_dtype)
+            return parameter.to(self.device, None if is_adapter(name) else self.compute_dtype)
 
         with self.present():
             if self.lora:
                 yield from merged_weights(parameters, whole, self.lora.scaling)
             else:
                 yield from ((name, whole(name)) for name in parameters)
+
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """Names and shapes of what `weights` gives, in its order."""
+        names = ((name, parameter.shape) for name, parameter in self.model.named_parameters())
+        return {plain_name(name): shape for name, shape in names if not is_adapter(name)}
 
     @property
     def shares_weights(self) -> bool:

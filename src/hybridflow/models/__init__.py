@@ -13,7 +13,15 @@ from hybridflow.models.flops import (
 )
 from hybridflow.models.forward import Forward, FusedForward, ReadLogits, forward_of
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
-from hybridflow.models.lora import add_adapters, fill_adapters, merged_weight, merged_weights, without_adapters
+from hybridflow.models.lora import (
+    add_adapters,
+    fill_adapters,
+    is_adapter,
+    merged_weight,
+    merged_weights,
+    plain_name,
+    without_adapters,
+)
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.models.sharded_loading import (
     StoredModel,
@@ -52,6 +60,7 @@ __all__ = [
     "forward_flops",
     "forward_of",
     "generation_flops",
+    "is_adapter",
     "load_causal_lm",
     "load_shards",
     "load_value_model",
@@ -60,6 +69,7 @@ __all__ = [
     "mfu",
     "parameters_on_meta",
     "placeholder",
+    "plain_name",
     "require_planned_attention",
     "require_tensor_parallel",
     "sequence_costs",

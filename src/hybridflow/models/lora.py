@@ -109,6 +109,16 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is part of an adapter."""
+    return ADAPTER in name
+
+
+def plain_name(name: str) -> str:
+    """What the model without adapters calls a parameter."""
+    return name.replace(BASE, "")
+
+
 def merged_weights(
     names: Collection[str], weight_of: Callable[[str], Tensor], scaling: float
 ) -> Iterator[tuple[str, Tensor]]:

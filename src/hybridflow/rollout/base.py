@@ -157,7 +157,8 @@ def load_weights(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], v
 def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
     """Serve all requests with an idle engine; completions in the order of requests and of indices within a group.
 
-    Those that may take longest start first, so that few run on alone at the end. Raises RolloutError if the engine is at work, and if a request is invalid: the engine is then idle again.
+    Those that may take longest start first, so that few run on alone at the end. Raises RolloutError if the engine is
+    at work, and if a request is invalid: the engine is then idle again.
     """
     if engine.has_unfinished():
         raise RolloutError("generate needs an idle engine, but requests are waiting or running; finish or abort them.")

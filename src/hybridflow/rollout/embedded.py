@@ -25,8 +25,8 @@ from hybridflow.rollout.wave import Wave
 class EmbeddedRollout:
     """Generates with `model`, whose parameters it shares.
 
-    `shares_model`: the model is the trainer's own, whose weights are never freed here. With `pack_weights`, a CPU generates from a copy of them in the order that its products read; the copy is there
-    while sequences run.
+    `shares_model`: the model is the trainer's own, whose weights are never freed here. With `pack_weights`, a CPU
+    generates from a copy of them in the order that its products read; the copy is there while sequences run.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EmbeddedRollout:
 
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
         own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        self._loading, self._loaded = Loading(own, shapes), {}
+        self._loading, self._loaded, self.version = Loading(own, shapes), {}, None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert self._loading is not None, "start_loading comes first"

@@ -1,13 +1,10 @@
 """Responses that end with a text: the same test for every engine, on the tokens so far."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import Request
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MARGIN = 8
 """Tokens before a stop string that are decoded with it: the bytes of one character may be several."""
@@ -16,13 +13,13 @@ MARGIN = 8
 class Decoder(Protocol):
     """What of a tokenizer is needed."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
 
 
 class StopStrings:
     """Whether a response has reached one of its request's stop strings; tokens are text by `tokenizer`."""
 
-    def __init__(self, tokenizer: "Decoder | PreTrainedTokenizerBase | None") -> None:
+    def __init__(self, tokenizer: Decoder | None) -> None:
         self._tokenizer = tokenizer
 
     def require_served(self, request: Request) -> None:

@@ -65,16 +65,18 @@ def build_trainer(config: Config) -> PPOTrainer:
         groups = build_groups(config, backend, classes)
         settle_token_budgets(config, groups, run)
         actor_rollout, rewards = groups[Role.ActorRollout], groups[Role.Reward]
+        rollout = groups.get(Role.Rollout)
         return PPOTrainer(
             config,
             actor_rollout=actor_rollout,
             rewards=rewards,
+            rollout=rollout,
             critic=groups.get(Role.Critic),
             reference=reference_of(config, groups),
             loader=loader,
             total_steps=total_steps,
             run=run,
-            validator=_validator(config, validation, actor_rollout, rewards) if validation else None,
+            validator=_validator(config, validation, rollout or actor_rollout, rewards) if validation else None,
             speedometer=_speedometer(config, _learners(config)),
             backend=backend,
         )

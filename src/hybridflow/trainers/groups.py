@@ -15,6 +15,7 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
+from hybridflow.workers.generating import ROLLOUT_MESH
 
 logger = get_logger(__name__)
 
@@ -123,14 +124,18 @@ def build_groups(
 
 
 def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """For each group the axes of its ranks, as its engines have them."""
+    """For each group the axes of its ranks, as its engines have them, those that learn and those that generate."""
     parallel, meshes = config.parallel, {}
     for name in names:
         ranks = sum(pools_of(config)[pool_of(config, Role(name))])
         data = max(ranks // (parallel.sequence * parallel.tensor), 1)
         is_model = name != Role.Reward.value or bool(config.reward.model_path)
-        if is_model and data * parallel.sequence * parallel.tensor == ranks:
-            meshes[name] = {"default": {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}}
+        meshes[name] = {}
+        if is_model and data * parallel.sequence * parallel.tensor == ranks and name != Role.Rollout.value:
+            meshes[name]["default"] = {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}
+        if name in (Role.ActorRollout.value, Role.Rollout.value):
+            tensor = config.rollout.tensor
+            meshes[name][ROLLOUT_MESH] = {"data": ranks // tensor, "tensor": tensor}
     return meshes
 
 

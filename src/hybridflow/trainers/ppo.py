@@ -30,6 +30,7 @@ from hybridflow.trainers.stages import (
     with_group_ids,
     with_row_ids,
 )
+from hybridflow.trainers.weight_transfer import weight_sync_of
 
 TRAINING_STREAM = 0
 """Second entry of a noise key; validation has its own."""
@@ -38,8 +39,8 @@ TRAINING_STREAM = 0
 class PPO:
     """The algorithm on its groups; `critic` and `reference` are None where unused.
 
-    `actor_rollout` generates and learns. `global_step` counts the steps that were taken; `metrics` are those of the
-    present one.
+    `actor_rollout` learns, and generates unless there is a `rollout` group for that. `global_step` counts the steps
+    that were taken; `metrics` are those of the present one.
     """
 
     def __init__(
@@ -48,12 +49,15 @@ class PPO:
         *,
         actor_rollout: WorkerGroup,
         rewards: WorkerGroup,
+        rollout: WorkerGroup | None = None,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
     ) -> None:
         self.config = config
         self.metrics: dict[str, Any] = {}
-        self.rollout = self.actor = StageCalls(actor_rollout)
+        self.actor = StageCalls(actor_rollout)
+        self.rollout = StageCalls(rollout) if rollout else self.actor
+        self.sync_weights = weight_sync_of(config, actor_rollout, rollout)
         self.rewards = StageCalls(rewards)
         self.critic = StageCalls(critic) if critic else None
         self.reference = StageCalls(reference) if reference else None
@@ -69,6 +73,7 @@ class PPO:
         their contents.
         """
         config, algorithm, sums = self.config, self.config.algorithm, None
+        self.metrics |= self.sync_weights()  # nothing where the policy that learns generates itself
         prompts = with_group_ids(prompts)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, self.global_step]
         rollouts = self.rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order

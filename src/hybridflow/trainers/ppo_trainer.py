@@ -28,12 +28,15 @@ class PPOTrainer(PPO, BackendOwner):
         total_steps: int,
         run: RunDirectory,
         speedometer: Speedometer,
+        rollout: WorkerGroup | None = None,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
         validator: Validator | None = None,
         backend: Backend | None = None,
     ) -> None:
-        super().__init__(config, actor_rollout=actor_rollout, rewards=rewards, critic=critic, reference=reference)
+        super().__init__(
+            config, actor_rollout=actor_rollout, rewards=rewards, rollout=rollout, critic=critic, reference=reference
+        )
         self.backend = backend
         self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
@@ -66,6 +69,7 @@ class PPOTrainer(PPO, BackendOwner):
         """The metrics `val/...` of the present weights; empty without validation data."""
         if self.validator is None:
             return {}
+        self.sync_weights()
         with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
         return metrics

@@ -9,7 +9,15 @@ from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
-from hybridflow.workers import ActorRolloutWorker, CriticWorker, ReferenceWorker, RewardModelWorker, RewardWorker
+from hybridflow.workers import (
+    ActorRolloutWorker,
+    ActorWorker,
+    CriticWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RewardWorker,
+    RolloutWorker,
+)
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "ground_truths", "extra_infos")
 """What a prompt dataset gives."""
@@ -17,10 +25,13 @@ PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "grou
 
 def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
     """The roles that a configuration needs. The numbers of updates are where learning-rate schedules end."""
+    actor = ActorWorker if config.has_rollout_pool else ActorRolloutWorker
     classes = {
-        Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config, total_updates=actor_updates),
+        Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates),
         Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
     }
+    if config.has_rollout_pool:
+        classes[Role.Rollout] = ClassWithInitArgs(RolloutWorker, config=config)
     if config.uses_critic:
         classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
     if config.uses_reference and not config.actor_is_reference:
@@ -58,6 +69,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
         config,
         actor_rollout=groups[Role.ActorRollout],
         rewards=groups[Role.Reward],
+        rollout=groups.get(Role.Rollout),
         critic=groups.get(Role.Critic),
         reference=reference_of(config, groups),
     )

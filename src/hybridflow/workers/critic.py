@@ -6,6 +6,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.process import prepare_process
 
 
 class CriticWorker(ModelWorker):
@@ -15,7 +16,7 @@ class CriticWorker(ModelWorker):
     role = "critic"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        self.prepare_process(config)
+        prepare_process(self, config)
         self.config = config
         self.engine = self.build_engine(
             config, config.critic.model_path or config.model.path, "value", config.critic.optimizer, total_updates

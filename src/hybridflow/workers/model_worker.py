@@ -1,6 +1,5 @@
-"""What every worker with a model does alike: threads, kernels, saving and loading its engine."""
+"""What every worker with a model does alike: building, saving and loading its engine."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,15 +17,7 @@ from hybridflow.checkpoint import (
 )
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from hybridflow.engines import TorchEngine, find_token_budget, join_process_group
-from hybridflow.kernels import use_kernels
-from hybridflow.runtime import (
-    bound_shape_caches,
-    count_physical_cores,
-    keep_freed_memory,
-    set_deterministic,
-    set_num_threads,
-)
+from hybridflow.engines import TorchEngine, find_token_budget
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Rows are split over the replicas of the data; the ranks that share a replica's layers or sequences get the same."""
@@ -68,18 +59,6 @@ class ModelWorker(Worker):
             lora=config.lora if self.role in ADAPTED_ROLES else None,
             seed=config.trainer.seed,
         )
-
-    def prepare_process(self, config: Config) -> None:
-        """Memory, threads, kernels and the other ranks, before a model is built: results depend on them."""
-        keep_freed_memory()
-        bound_shape_caches()
-        threads = config.controller.threads
-        set_num_threads(threads or max(1, count_physical_cores() // self.local_world_size))
-        use_kernels(config.controller.compiled_kernels)
-        set_deterministic(config.trainer.deterministic)
-        if self.has_collectives:
-            address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-            join_process_group(self.rank, self.world_size, address, port, config.controller.call_timeout_s)
 
     @register(Dispatch.ONE_TO_ALL)
     def find_token_budget(self, prompt_len: int, response_len: int) -> int:

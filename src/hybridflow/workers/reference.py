@@ -4,6 +4,7 @@ from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.process import prepare_process
 
 
 class ReferenceWorker(ModelWorker):
@@ -13,7 +14,7 @@ class ReferenceWorker(ModelWorker):
     role = "reference"
 
     def __init__(self, config: Config) -> None:
-        self.prepare_process(config)
+        prepare_process(self, config)
         self.config = config
         path = config.reference.model_path or config.model.path
         self.engine = self.build_engine(config, path, "policy")

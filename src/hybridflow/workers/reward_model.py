@@ -14,6 +14,7 @@ from hybridflow.errors import ModelError, RewardError
 from hybridflow.models import StoredModel
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import TO_REPLICAS, ModelWorker
+from hybridflow.workers.process import prepare_process
 from hybridflow.workers.reward import SCORE_COLUMNS
 
 TEXT_COLUMNS = ("solution_texts", "raw_prompts")
@@ -30,7 +31,7 @@ class RewardModelWorker(ModelWorker):
     role = "reward"
 
     def __init__(self, config: Config) -> None:
-        self.prepare_process(config)
+        prepare_process(self, config)
         path = config.reward.model_path
         with StoredModel(path) as stored:
             head = stored.name_of("score.weight")

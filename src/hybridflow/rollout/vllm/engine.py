@@ -133,11 +133,11 @@ class VLLMRollout:
                     done.token_ids.append(token_id)
                     done.log_probs.append(log_prob)
                     done.versions.append(version)
-                if progress.finish_reason is not None:
-                    self._finish(sequence, "length" if progress.finish_reason == "length" else "stop")
-                elif self._stop_strings.end(done.token_ids, sampling.stop_strings):
+                if self._stop_strings.end(done.token_ids, sampling.stop_strings):
                     self._engine.abort([sequence.name])
                     self._finish(sequence, "stop")
+                elif progress.finish_reason is not None:
+                    self._finish(sequence, "length" if progress.finish_reason == "length" else "stop")
         except BaseException:
             self._start_again()
             raise

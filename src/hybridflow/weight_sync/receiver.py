@@ -1,0 +1,75 @@
+"""The side of the rollout engine: every tensor is compared with its fingerprint as it is loaded."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.weight_sync.buckets import Bucket, WeightSpec, spec_of
+from hybridflow.weight_sync.fingerprint import fingerprint
+from hybridflow.weight_sync.probe import Probe, ProbeCheck
+
+
+class LoadsWeights(Protocol):
+    """What is needed of a rollout engine."""
+
+    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None: ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def finish_loading(self, version: int) -> None: ...
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
+
+
+class CheckedReceiver:
+    """Loads the weights of one version after another into an engine: start, accept each bucket, finish.
+
+    Raises WeightSyncError for a tensor that is not what was sent, or log-probs that are not the trainer's: the engine
+    then has no weights to generate with.
+    """
+
+    def __init__(self, engine: LoadsWeights, dtype: str) -> None:
+        self._engine = engine
+        self._probe_check = ProbeCheck(dtype)
+        self._expected: dict[str, WeightSpec] = {}
+        self._fingerprints: dict[str, int] = {}
+
+    def start(self, specs: Sequence[WeightSpec]) -> None:
+        """Expect these tensors, each once. Raises RolloutError, with nothing changed, unless they are the model's."""
+        names = [spec.name for spec in specs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise WeightSyncError(f"weight '{twice}' was announced twice.")
+        self._engine.start_loading({spec.name: torch.Size(spec.shape) for spec in specs})
+        self._expected, self._fingerprints = {spec.name: spec for spec in specs}, {}
+
+    def accept(self, bucket: Bucket) -> None:
+        """Compare with the fingerprints and load."""
+        for name, tensor in bucket.weights.items():
+            if self._expected.get(name) != spec_of(name, tensor):
+                raise WeightSyncError(
+                    f"weight '{name}' came as {spec_of(name, tensor)}, announced was {self._expected.get(name)}."
+                )
+            if name in self._fingerprints:
+                raise WeightSyncError(f"weight '{name}' came twice.")
+            if (found := fingerprint(tensor)) != bucket.fingerprints[name]:
+                raise WeightSyncError(
+                    f"weight '{name}' changed on its way: its fingerprint is {found:016x}, that of the trainer's is "
+                    f"{bucket.fingerprints[name]:016x}."
+                )
+            self._fingerprints[name] = found
+        self._engine.load(bucket.weights.items())
+
+    def finish(self, version: int, probe: Probe) -> dict[str, float]:
+        """Generate with the new weights once their log-probs have proved to be the trainer's; metrics of the sync."""
+        if missing := sorted(set(self._expected) - set(self._fingerprints)):
+            raise WeightSyncError(f"weights did not come: {', '.join(missing[:5])}.")
+        self._engine.finish_loading(version)
+        try:
+            return self._probe_check(probe, self._engine.log_probs(probe.sequences), version)
+        except WeightSyncError:
+            self._engine.start_loading({n: torch.Size(spec.shape) for n, spec in self._expected.items()})  # none count
+            raise

@@ -1,0 +1,95 @@
+"""What a worker with a rollout engine does for prompts, whether or not its process learns too."""
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybridflow.config import Config, RolloutConfig, ValidationConfig
+from hybridflow.controller import Worker, make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.data.tokenizer import pad_token_id
+from hybridflow.protocol import DataProto
+from hybridflow.rollout import Request, RolloutEngine, SamplingParams, generate
+from hybridflow.workers.rollout_batch import rollout_batch
+
+ROLLOUT_MESH = "rollout"
+"""The grid of a group's ranks as its rollout engines have them: engines, and the ranks that share one."""
+
+TO_ENGINES = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH, name="TO_ENGINES")
+"""Prompts are split over the engines; the ranks that share one get the same, and one of them answers."""
+
+PROMPT_COLUMNS = ("prompts", "prompt_mask", "group_ids")
+ROLLOUT_COLUMNS = (
+    *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
+    *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
+)
+
+
+class GeneratingWorker(Worker):
+    """Serves prompts with `rollout`, within `ready_to_generate()`."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    rollout: RolloutEngine
+
+    def ready_to_generate(self) -> AbstractContextManager[None]:
+        """A context in which the engine has weights and memory."""
+        raise NotImplementedError
+
+    @register(
+        TO_ENGINES,
+        reads=PROMPT_COLUMNS,
+        writes=ROLLOUT_COLUMNS,
+        rows=lambda config: config.rollout.group_size,
+        parts=lambda config: config.controller.parts,
+    )
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """`rollout.group_size` responses for each prompt, in order."""
+        return self._generate(prompts, self.config.rollout)
+
+    @register(
+        TO_ENGINES,
+        reads=PROMPT_COLUMNS,
+        writes=ROLLOUT_COLUMNS,
+        rows=lambda config: config.validation.group_size,
+    )
+    def generate_validation_sequences(self, prompts: DataProto) -> DataProto:
+        """`validation.group_size` responses for each prompt, in order."""
+        return self._generate(prompts, self.config.validation)
+
+    def _generate(self, prompts: DataProto, how: RolloutConfig | ValidationConfig) -> DataProto:
+        sampling = SamplingParams(
+            max_new_tokens=self.config.data.max_response_length,
+            temperature=how.temperature,
+            top_k=how.top_k if isinstance(how, RolloutConfig) else 0,
+            top_p=how.top_p if isinstance(how, RolloutConfig) else 1.0,
+            stop_token_ids=self.stop_ids,
+            stop_strings=self.config.rollout.stop_strings,
+        )
+        noise = tuple(prompts.meta_info["noise_key"])
+        columns = prompts.batch
+        requests = [
+            Request(i, ids[mask].tolist(), sampling, how.group_size, (*noise, int(group)))
+            for i, (ids, mask, group) in enumerate(
+                zip(columns["prompts"], columns["prompt_mask"].bool(), columns["group_ids"], strict=True)
+            )
+        ]
+        with self.ready_to_generate():
+            completions = generate(self.rollout, requests)
+        source = torch.arange(len(prompts)).repeat_interleave(how.group_size)
+        batch = rollout_batch(
+            columns["prompts"][source],
+            columns["prompt_mask"][source],
+            completions,
+            pad_token_id(self.tokenizer),
+            torch.float64 if self.config.model.dtype == "float64" else torch.float32,
+        )
+        texts = np.empty(len(completions), dtype=object)
+        texts[:] = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        reasons = np.empty(len(completions), dtype=object)
+        reasons[:] = [c.finish_reason for c in completions]
+        return DataProto.from_dict(
+            batch, {"solution_texts": texts, "finish_reasons": reasons}, {"pad_token_id": pad_token_id(self.tokenizer)}
+        )

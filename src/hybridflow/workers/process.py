@@ -1,0 +1,27 @@
+"""What a process is prepared with before a model is built in it: results depend on it."""
+
+import os
+
+from hybridflow.config import Config
+from hybridflow.controller import Worker
+from hybridflow.engines import join_process_group
+from hybridflow.kernels import use_kernels
+from hybridflow.runtime import (
+    bound_shape_caches,
+    count_physical_cores,
+    keep_freed_memory,
+    set_deterministic,
+    set_num_threads,
+)
+
+
+def prepare_process(worker: Worker, config: Config) -> None:
+    """Memory, threads, kernels and the other ranks of the worker's process."""
+    keep_freed_memory()
+    bound_shape_caches()
+    set_num_threads(config.controller.threads or max(1, count_physical_cores() // worker.local_world_size))
+    use_kernels(config.controller.compiled_kernels)
+    set_deterministic(config.trainer.deterministic)
+    if worker.has_collectives:
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+        join_process_group(worker.rank, worker.world_size, address, port, config.controller.call_timeout_s)

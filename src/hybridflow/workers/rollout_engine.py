@@ -1,0 +1,45 @@
+"""The rollout engine that a configuration names."""
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hybridflow.config import Config
+from hybridflow.rollout import EmbeddedRollout, RolloutEngine
+
+
+def build_rollout_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel | None = None,
+    *,
+    shares_model: bool = False,
+    in_group: bool = False,
+) -> RolloutEngine:
+    """Build it, where it has weights of its own without any.
+
+    `model` is what the embedded engine generates with, the trainer's own if `shares_model`. `in_group`: the process
+    has joined the others of its worker group.
+    """
+    rollout = config.rollout
+    if rollout.backend == "embedded":
+        assert model is not None, "the embedded engine generates with a model"
+        return EmbeddedRollout(
+            model,
+            max_running_sequences=rollout.max_running_sequences,
+            pack_weights=rollout.pack_weights,
+            shares_model=shares_model,
+            tokenizer=tokenizer,
+        )
+    from hybridflow.rollout.vllm import VLLMRollout
+
+    return VLLMRollout(
+        config.model.path,
+        dtype=config.model.dtype,
+        tokenizer=tokenizer,
+        max_running_sequences=rollout.max_running_sequences,
+        max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
+        tensor_parallel=rollout.tensor,
+        in_group=in_group,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        enforce_eager=rollout.enforce_eager,
+    )
