@@ -73,6 +73,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
         critic=groups.get(Role.Critic),
         reference=reference_of(config, groups),
     )
+    algorithm.sync_weights = dict  # placeholders have none
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()
