@@ -34,8 +34,12 @@ POOLS_OF_THEIR_OWN = (
 LAYOUTS = {
     "4": ("controller.num_workers=4",),
     "measured": ("controller.num_workers=2", "controller.parts=measured", "trainer.deterministic=false"),
-    "tensor": ("controller.num_workers=4", "parallel.tensor=2"),
+    "tensor": ("placement.pools={learn=[4],generate=[1]}", "placement.roles.rollout=generate", "parallel.tensor=2"),
     "sequence": ("controller.num_workers=2", "parallel.sequence=2"),
+    "generation": (
+        *("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate"),
+        *("rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"),
+    ),
 }
 
 
@@ -98,6 +102,13 @@ def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(ru
             assert after[name] == pytest.approx(before[name], rel=1e-9, abs=1e-14), name
         for name in ("critic/score/mean", "response_length/mean", "actor/lr"):
             assert after[name] == before[name]
+
+
+@pytest.mark.parametrize("layout", ["tensor", "generation"])
+def test_weights_go_to_another_pool_once_for_each_step_and_are_probed_there(runs, layout):
+    rows = read_jsonl(getattr(runs, f"exact_{layout}") / "metrics.jsonl")
+    assert [row["weight_sync/bytes"] > 0 for row in rows[1:]] == [True] * len(rows[1:])
+    assert all(0 <= row["weight_sync/probe_diff_mean"] < 1e-9 for row in rows[1:])
 
 
 def test_rows_are_dealt_out_so_that_ranks_take_equally_long(runs):

@@ -21,7 +21,7 @@ def policy_outputs() -> dict[str, Tensor]:
 def policy_rows(**columns: list) -> DataProto:
     defaults = {
         "advantages": [[1.0], [-2.0]],
-        "rollout_log_probs": [[-1.1, -2.0], [-3.4, 0.0]],
+        "rollout_log_probs": [[-1.05, -2.0], [-3.4, 0.0]],
         "old_log_probs": [[-1.0, -2.5], [-3.1, 0.0]],
         "ref_log_probs": [[-1.2, -2.0], [-3.0, 0.0]],
     }
@@ -46,7 +46,10 @@ def test_the_policy_loss_and_its_metrics_are_those_of_the_formulas():
             "actor/clipfrac_dual": 0.0,
             "actor/entropy": (0.5 + 0.7 + 0.9) / 3,
             "actor/ppo_kl": (0 - 0.5 - 0.1) / 3,
-            "rollout/log_prob_drift": (0.1 + 0 + 0.4) / 3,
+            "rollout/log_prob_drift": (0.05 + 0 + 0.4) / 3,
+            "rollout/log_prob_drift_max": 0.4,
+            "rollout/log_prob_drift_share": 1 / 3,
+            "rollout/log_prob_kl": (math.exp(0.05) - 1.05 + math.exp(0.4) - 1.4) / 3,
         }
     )
     loss.backward()
@@ -110,7 +113,8 @@ def test_shares_of_the_parts_add_up_to_the_whole():
         parts.append(loss(outputs, policy_rows().slice(row, row + 1)))
     assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item())
     for name, value in whole_metrics.items():
-        assert sum(metrics[name] for _, metrics in parts) == pytest.approx(value), name
+        join = max if name.endswith("_max") else sum
+        assert join(metrics[name] for _, metrics in parts) == pytest.approx(value), name
 
 
 def test_a_part_without_counted_tokens_has_loss_zero_and_gradient_zero():

@@ -15,7 +15,8 @@ Outputs = dict[str, Tensor]
 """Columns (rows, response_len): `log_probs` and `entropies` of a policy, `values` of a critic."""
 
 LossFunction = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, float]]]
-"""(outputs, rows) -> this part's share of the loss (a scalar), and metrics that add up over parts.
+"""(outputs, rows) -> this part's share of the loss (a scalar), and metrics that add up over parts (or whose glossary
+says that the largest counts).
 
 Both are already divided by the global count, so parts only add up."""
 

@@ -50,6 +50,7 @@ from hybridflow.models import (
     sequence_costs,
     without_adapters,
 )
+from hybridflow.observability.metric_names import find_metric
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import own_device
 
@@ -60,6 +61,12 @@ UNSETTLED_BUDGET = 16384
 
 MAX_BLAMED = 8
 """Rows that the report of a refused step lists."""
+
+
+def join_parts(name: str, one: float, other: float) -> float:
+    """A metric of two parts of a mini-batch: their sum, unless its glossary says that it is the largest."""
+    metric = find_metric(name)
+    return max(one, other) if metric and metric.reduction == "max" else one + other
 
 
 class TorchEngine:
@@ -188,7 +195,7 @@ class TorchEngine:
                 share, extra, model_input = self._learn(part, loss_function, with_entropy, temperature)
                 loss += share
                 for name, value in extra.items():
-                    metrics[name] = metrics.get(name, 0.0) + value
+                    metrics[name] = join_parts(name, metrics.get(name, 0.0), value)
                 counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
             (summed_loss,) = self.ranks.sum_floats([loss])
             # A rank without rows in this mini-batch has no share of a metric: that is 0.

@@ -55,6 +55,14 @@ METRICS: dict[str, Metric] = {
     "actor/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
     "actor/shared_prompts": Metric("Share of the update's tokens that were not computed, as a prompt is once for all."),
     "rollout/log_prob_drift": Metric("Mean of |old_log_probs - rollout_log_probs|: trainer against engine.", "sum"),
+    "rollout/log_prob_drift_max": Metric("The largest of them.", "max"),
+    "rollout/log_prob_drift_share": Metric("Share of tokens where it is above 0.1.", "sum"),
+    "rollout/log_prob_kl": Metric("KL of the engine's distribution to the trainer's, estimated by k3.", "sum"),
+    "weight_sync/bytes": Metric("Weights that went from the trainer to each rollout engine before this step.", "max"),
+    "weight_sync/probe_diff_mean": Metric(
+        "After the sync: mean |log-prob| difference of engine and trainer on the probe sequences.", "max"
+    ),
+    "weight_sync/probe_diff_max": Metric("The largest of them.", "max"),
     **_spread("prompt_length", "Tokens of a prompt"),
     **_spread("response_length", "Tokens of a response"),
     "response_length/clip_ratio": Metric("Share of responses that reached data.max_response_length."),

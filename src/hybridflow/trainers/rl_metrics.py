@@ -9,6 +9,7 @@ from hybridflow.observability import spread
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.speed import Lengths
 from hybridflow.trainers.stages import Batch, read
+from hybridflow.workers.drift import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_extras")
 
@@ -52,11 +53,11 @@ def lengths_of(batch: Batch) -> Lengths:
 
 def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
     """The policy before the update, from the sums of the ranks: better than what the loss sees between its steps."""
-    sums = {name: float(of_ranks.sum()) for name, of_ranks in future.get().batch.items()}
-    return {
-        "actor/entropy": sums["entropy_sum"] / sums["num_tokens"],
-        "rollout/log_prob_drift": sums["drift_sum"] / sums["num_tokens"],
-    }
+    columns = future.get().batch
+    means = {"actor/entropy": "entropy_sum", MEAN: "drift_sum", KL: "drift_kl_sum", SHARE: "drift_share_sum"}
+    num_tokens = float(columns["num_tokens"].sum())
+    metrics = {name: float(columns[column].sum()) / num_tokens for name, column in means.items()}
+    return metrics | {LARGEST: float(columns["drift_max"].max())}
 
 
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import Bucket, Probe, Sent, WeightSpec, fill_buckets, plan_buckets, probe_sequences
+from hybridflow.workers.drift import KL, MEAN, SHARE, drift_of_tokens
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
@@ -57,18 +58,25 @@ class ActorWorker(ModelWorker):
     @register(
         TO_REPLICAS,
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
-        writes=("num_tokens", "entropy_sum", "drift_sum"),
+        writes=("num_tokens", "entropy_sum", "drift_sum", "drift_max", "drift_kl_sum", "drift_share_sum"),
         rows="one",
     )
     def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
-        """One row for this rank's tokens: their number, the sum of entropies, and of |old - rollout log-prob|."""
+        """One row for this rank's tokens: their number, the sum of entropies, and how far old log-probs are from the
+        rollout's."""
         columns = batch.batch
         mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
-        drift = (columns["old_log_probs"] - columns["rollout_log_probs"]).abs()
+        drift = {
+            name: torch.where(mask, values, 0).double()
+            for name, values in drift_of_tokens(columns["old_log_probs"], columns["rollout_log_probs"]).items()
+        }
         sums = {
             "num_tokens": mask.sum(),
             "entropy_sum": columns["entropies"][mask].double().sum(),
-            "drift_sum": drift[mask].double().sum(),
+            "drift_sum": drift[MEAN].sum(),
+            "drift_max": drift[MEAN].max(),
+            "drift_kl_sum": drift[KL].sum(),
+            "drift_share_sum": drift[SHARE].sum(),
         }
         return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 

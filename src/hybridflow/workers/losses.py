@@ -9,6 +9,7 @@ from hybridflow.algorithms import POLICY_LOSSES, aggregate_loss, clipped_value_l
 from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs
 from hybridflow.protocol import DataProto
+from hybridflow.workers.drift import LARGEST, MEAN, drift_of_tokens
 from hybridflow.workers.signature_columns import columns_of, parameters_of
 
 
@@ -48,8 +49,10 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
             "actor/clipfrac_dual": share(policy.clipped_dual.to(log_probs.dtype)),
             "actor/entropy": share(outputs["entropies"].detach()),
             "actor/ppo_kl": share(columns["old_log_probs"] - log_probs.detach()),
-            "rollout/log_prob_drift": share((log_probs.detach() - _column(rows, "rollout_log_probs")).abs()),
         }
+        drift = drift_of_tokens(log_probs.detach(), _column(rows, "rollout_log_probs"))
+        metrics |= {name: share(values) for name, values in drift.items()}
+        metrics[LARGEST] = drift[MEAN].where(mask, 0).max()
         if config.actor.entropy_coef:
             entropy = share(outputs["entropies"], config.actor.loss_aggregation)
             total = total - config.actor.entropy_coef * entropy

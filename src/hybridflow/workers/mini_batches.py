@@ -46,8 +46,12 @@ def iterate_mini_batches(batch: DataProto, engine: TrainEngine) -> Iterator[Mini
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over optimizer steps of each metric; a learning rate is that of the last step."""
-    return {
-        name: steps[-1][name] if name.endswith("/lr") else sum(step[name] for step in steps) / len(steps)
-        for name in steps[-1]
-    }
+    """The mean over optimizer steps of each metric; a learning rate is that of the last step, a `_max` the largest."""
+
+    def joined(name: str) -> float:
+        values = [step[name] for step in steps]
+        if name.endswith("/lr"):
+            return values[-1]
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    return {name: joined(name) for name in steps[-1]}

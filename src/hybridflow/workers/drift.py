@@ -1,0 +1,28 @@
+"""How far the trainer's log-probs are from those that the rollout engine sampled with: 0 but for rounding, on equal
+weights. Numerics, stale weights and a wrong sync show here first."""
+
+import torch
+from torch import Tensor
+
+DRIFT_BOUND = 0.1
+"""A token whose log-probs differ by more counts in `rollout/log_prob_drift_share`."""
+
+MEAN, LARGEST, KL, SHARE = (
+    *("rollout/log_prob_drift", "rollout/log_prob_drift_max"),
+    *("rollout/log_prob_kl", "rollout/log_prob_drift_share"),
+)
+
+
+def drift_of_tokens(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
+    """What is averaged over tokens, by the metric's name; both (rows, response_len).
+
+    The KL of the rollout's distribution to the trainer's is estimated by k3 (Schulman, 2020): the tokens are the
+    rollout's.
+    """
+    difference = log_probs - rollout_log_probs
+    size = difference.abs()
+    return {
+        MEAN: size,
+        KL: torch.expm1(difference) - difference,
+        SHARE: (size > DRIFT_BOUND).to(size.dtype),
+    }

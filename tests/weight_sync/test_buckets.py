@@ -1,0 +1,69 @@
+"""Plans that both sides make alike, and weights that are gathered by them."""
+
+import pytest
+import torch
+
+from hybridflow.errors import WeightSyncError
+from hybridflow.weight_sync import WeightSpec, fill_buckets, plan_buckets, spec_of
+from hybridflow.weight_sync.buckets import ALIGNMENT, packed_size, unpack
+
+SPECS = [
+    WeightSpec("a", (4, 4), "float32"),
+    WeightSpec("b", (3,), "float32"),
+    WeightSpec("c", (100,), "bfloat16"),
+    WeightSpec("d", (), "float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [
+        (1, ["a", "b", "c", "d"]),
+        (76, ["ab", "c", "d"]),
+        (75, ["a", "b", "c", "d"]),
+        (204, ["ab", "cd"]),
+        (999, ["abcd"]),
+    ],
+)
+def test_a_bucket_is_filled_in_order_up_to_its_size(bucket_bytes, expected):
+    plan = plan_buckets(SPECS, bucket_bytes)
+    assert ["".join(spec.name for spec in bucket) for bucket in plan] == expected.split()
+
+
+def test_weights_are_gathered_when_their_bucket_is_asked_for():
+    gathered = []
+
+    def weights():
+        for spec in SPECS:
+            gathered.append(spec.name)
+            yield spec.name, torch.zeros(spec.shape, dtype=spec.torch_dtype)
+
+    buckets = fill_buckets(plan_buckets(SPECS, 76), weights())
+    assert gathered == []
+    assert list(next(buckets).weights) == ["a", "b"]
+    assert gathered == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "came"),
+    [
+        ([("b", torch.zeros(3))], "name='b'"),
+        ([("a", torch.zeros(4, 5))], r"shape=\(4, 5\)"),
+        ([("a", torch.zeros(4, 4, dtype=torch.float64))], "dtype='float64'"),
+        ([], "begin with nothing where"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_plan_are_refused(given, came):
+    with pytest.raises(WeightSyncError, match=came):
+        next(fill_buckets(plan_buckets(SPECS, 64), given))
+
+
+def test_tensors_of_a_packed_bucket_are_aligned_and_share_its_memory():
+    packed = torch.zeros(packed_size(SPECS), dtype=torch.uint8)
+    assert len(packed) % ALIGNMENT == 0
+    weights = unpack(SPECS, packed)
+    for spec in SPECS:
+        assert spec_of(spec.name, weights[spec.name]) == spec
+        assert (weights[spec.name].data_ptr() - packed.data_ptr()) % ALIGNMENT == 0
+        weights[spec.name].fill_(1.0)
+    assert packed.any()

@@ -1,0 +1,55 @@
+"""One number for a tensor: it follows every bit and every place, on any stride, and nothing else."""
+
+import pytest
+import torch
+
+from hybridflow.weight_sync import fingerprint
+from hybridflow.weight_sync.fingerprint import BLOCK, _odd
+
+MODULUS = 2**64
+
+
+def reference(tensor: torch.Tensor) -> int:
+    """The definition, word by word."""
+    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    data += bytes(-len(data) % 8)
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    constants = [value % MODULUS for value in _odd(BLOCK, torch.device("cpu")).tolist()]
+    blocks = [words[i : i + BLOCK] for i in range(0, len(words), BLOCK)]
+    sums = [sum(w * c for w, c in zip(block, constants, strict=False)) for block in blocks]
+    return sum(s * constants[i] for i, s in enumerate(sums)) % MODULUS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 3, 7, 1000, 8 * BLOCK - 1, 8 * BLOCK + 5])
+def test_it_is_what_its_definition_says(dtype, size):
+    tensor = (50 * torch.randn(size, generator=torch.Generator().manual_seed(size))).to(dtype)
+    assert fingerprint(tensor) == reference(tensor)
+
+
+@pytest.mark.parametrize("place", [0, 1, 4999, 99_999])
+def test_one_element_changed_by_one_unit_in_the_last_place_changes_it(place):
+    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    changed = tensor.clone()
+    changed[place] = torch.nextafter(changed[place], torch.tensor(10.0))
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+def test_exchanged_elements_rows_and_a_transposed_block_change_it():
+    tensor = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+    numbers = {fingerprint(tensor)}
+    exchanged = tensor.clone()
+    exchanged[0, 0], exchanged[63, 299] = tensor[63, 299], tensor[0, 0]
+    numbers.add(fingerprint(exchanged))
+    numbers.add(fingerprint(tensor.flip(0)))
+    transposed = tensor.clone()
+    transposed[8:24, 100:116] = tensor[8:24, 100:116].T
+    numbers.add(fingerprint(transposed))
+    numbers.add(fingerprint(torch.roll(tensor.flatten(), 2 * BLOCK)))
+    assert len(numbers) == 5
+
+
+def test_strides_do_not_matter_contents_do():
+    tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    assert fingerprint(tensor.T) == fingerprint(tensor.T.contiguous()) != fingerprint(tensor)
+    assert fingerprint(torch.zeros(4)) != fingerprint(-torch.zeros(4))

@@ -1,0 +1,250 @@
+"""Faults planted between a trainer and a real rollout engine, embedded and vLLM: each is told, and by its name."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
+from hybridflow.models import DTYPES, load_causal_lm
+from hybridflow.rollout import EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.weight_sync import (
+    Bucket,
+    CheckedReceiver,
+    Probe,
+    WeightSpec,
+    fill_buckets,
+    fingerprint,
+    plan_buckets,
+    probe_sequences,
+    spec_of,
+)
+
+Weights = dict[str, torch.Tensor]
+WANTED = [Request(0, [5, 6, 7], SamplingParams(6), 2, (0,))]
+
+
+def embedded(path: Path, dtype: str) -> RolloutEngine:
+    from hybridflow.models import build_with_placeholders
+
+    model = build_with_placeholders(path, "policy", DTYPES[dtype], torch.device("cpu"))
+    return EmbeddedRollout(model, shares_model=False)
+
+
+def vllm(path: Path, dtype: str) -> RolloutEngine:
+    from hybridflow.rollout.vllm import VLLMRollout
+
+    return VLLMRollout(path, dtype=dtype, enforce_eager=True, kv_cache_bytes=2**26)
+
+
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def build(request) -> Callable[..., RolloutEngine]:
+    return {"embedded": embedded, "vllm": vllm}[request.param]
+
+
+@pytest.fixture
+def path(tiny_model) -> Path:
+    return tiny_model("qwen2", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+
+
+class Trainer:
+    """The model that learns, as far as a sync sees it."""
+
+    def __init__(self, path: Path, dtype: str = "float32") -> None:
+        self.model, self.version = load_causal_lm(path, DTYPES[dtype]), 0
+        self.model.requires_grad_(False)
+
+    def step(self, lr: float) -> None:
+        generator = torch.Generator().manual_seed(self.version)
+        for parameter in self.model.parameters():
+            parameter += lr * torch.randn(parameter.shape, generator=generator).sign().to(parameter.dtype)
+        self.version += 1
+
+    def weights(self) -> Weights:
+        return {name: tensor.clone() for name, tensor in self.model.named_parameters()}
+
+    def probe(self) -> Probe:
+        sequences = probe_sequences(40, 64)
+        log_probs = []
+        for sequence in sequences:
+            tokens = torch.tensor(sequence)
+            with torch.no_grad():
+                logits = EmbeddedRollout(self.model).log_probs([sequence])[0]
+            assert len(logits) == len(tokens) - 1
+            log_probs.append(logits)
+        return Probe(sequences, log_probs)
+
+
+def sync(
+    trainer: Trainer,
+    receiver: CheckedReceiver,
+    *,
+    weights: Weights | None = None,
+    specs: Callable[[list[WeightSpec]], list[WeightSpec]] = list,
+    on_the_way: Callable[[Iterator[Bucket]], Iterator[Bucket]] = iter,
+) -> dict[str, float]:
+    """Everything that a sync does; `weights`, `specs` and `on_the_way` are where faults are planted."""
+    weights = weights or trainer.weights()
+    described = [spec_of(name, tensor) for name, tensor in weights.items()]
+    receiver.start(specs(described))
+    for bucket in on_the_way(fill_buckets(plan_buckets(described, 20_000), weights.items())):
+        receiver.accept(bucket)
+    return receiver.finish(trainer.version, trainer.probe())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sync_gives_the_trainers_log_probs_and_stamps_its_version(build, path, dtype):
+    trainer, engine = Trainer(path, dtype), build(path, dtype)
+    receiver = CheckedReceiver(engine, dtype)
+    for _ in range(3):
+        metrics = sync(trainer, receiver)
+        assert metrics["weight_sync/probe_diff_mean"] < (1e-5 if dtype == "float32" else 0.05)
+        versions = {version for c in generate(engine, WANTED) for version in c.versions}
+        assert versions == {trainer.version}
+        trainer.step(lr=0.02)
+
+
+def test_a_step_at_a_learning_rate_of_1e_6_is_seen_by_the_engine(build, path):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    for _ in range(4):
+        sync(trainer, receiver)
+        trainer.step(lr=1e-6)
+
+
+def one_unit(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    """One element changes by one unit in the last place in transit."""
+    for bucket in buckets:
+        for name, tensor in bucket.weights.items():
+            if name.endswith("layers.1.mlp.up_proj.weight"):
+                changed = tensor.clone()
+                changed[3, 5] = torch.nextafter(changed[3, 5], torch.tensor(9.0))
+                bucket.weights[name] = changed
+        yield bucket
+
+
+def missing(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    for bucket in buckets:
+        bucket.weights.pop("model.norm.weight", None)
+        yield bucket
+
+
+def twice(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    first = next(buckets)
+    yield first
+    yield first
+
+
+def another_shape(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    first = next(buckets)
+    name = next(iter(first.weights))
+    first.weights[name] = first.weights[name].T
+    yield first
+
+
+FAULTS = {
+    "one unit in the last place": (one_unit, r"'model\.layers\.1\.mlp\.up_proj\.weight' changed on its way"),
+    "missing": (missing, r"weights did not come: model\.norm\.weight"),
+    "twice": (twice, r"weight 'model\.embed_tokens\.weight' came twice"),
+    "another shape": (another_shape, r"'model\.embed_tokens\.weight' came as .*shape=\(64, 40\)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_transit_is_told_by_the_name_of_the_tensor(build, path, fault):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    sync(trainer, receiver)
+    expected = generate(engine, WANTED)
+    on_the_way, message = FAULTS[fault]
+    with pytest.raises(WeightSyncError, match=message):
+        sync(trainer, receiver, on_the_way=on_the_way)
+    with pytest.raises(RolloutError, match=r"no complete set of weights|no weights to generate with"):
+        generate(engine, WANTED)
+    sync(trainer, receiver)
+    assert [c.token_ids for c in generate(engine, WANTED)] == [c.token_ids for c in expected]
+
+
+def test_the_previous_steps_weights_in_transit_are_told(build, path):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    previous = trainer.weights()
+    sync(trainer, receiver)
+    trainer.step(lr=1e-6)
+
+    def stale(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        for bucket in buckets:
+            yield Bucket({name: previous[name] for name in bucket.weights}, bucket.fingerprints)
+
+    with pytest.raises(WeightSyncError, match="changed on its way"):
+        sync(trainer, receiver, on_the_way=stale)
+
+
+def test_a_trainer_that_sends_the_previous_steps_weights_is_told_by_the_probe(build, path):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    previous = trainer.weights()
+    sync(trainer, receiver)
+    trainer.step(lr=1e-6)
+    with pytest.raises(WeightSyncError, match=r"it still has the old weights"):
+        sync(trainer, receiver, weights=previous)
+    with pytest.raises(RolloutError):
+        generate(engine, WANTED)
+
+
+def test_an_engine_that_does_not_use_what_it_was_given_is_told_by_the_probe(build, path, monkeypatch):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    sync(trainer, receiver)
+    old, load = trainer.weights(), engine.load
+    monkeypatch.setattr(engine, "load", lambda weights: load([(name, old[name]) for name, _ in weights]))
+    trainer.step(lr=1e-6)
+    with pytest.raises(WeightSyncError, match=r"after loading version 1 .* it still has the old weights"):
+        sync(trainer, receiver)
+
+
+def test_a_transposed_block_inside_a_fused_weight_is_told_by_the_probe(build, path, monkeypatch):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver, load = CheckedReceiver(engine, "float32"), engine.load
+
+    def transposing(weights):
+        for name, tensor in weights:
+            if name.endswith("layers.0.self_attn.k_proj.weight"):  # which vLLM fuses with those of queries and values
+                tensor = tensor.clone()
+                tensor[:16, :16] = tensor[:16, :16].T.clone()
+            yield name, tensor
+
+    monkeypatch.setattr(engine, "load", lambda weights: load(transposing(weights)))
+    with pytest.raises(WeightSyncError, match="a weight is in the wrong place, or was not loaded"):
+        sync(trainer, receiver)
+
+
+def test_what_was_announced_is_checked_before_anything_is_loaded(build, path):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    sync(trainer, receiver)
+    expected = generate(engine, WANTED)
+    for specs, message in (
+        (lambda s: s[1:], r"weights are missing: model\.embed_tokens\.weight"),
+        (lambda s: [*s, s[0]], "'model.embed_tokens.weight' was announced twice"),
+        (lambda s: [*s, WeightSpec("extra", (2,), "float32")], "no weights called extra"),
+    ):
+        with pytest.raises(HybridFlowError, match=message):
+            sync(trainer, receiver, specs=specs)
+        assert generate(engine, WANTED) == expected
+
+
+def test_log_probs_that_are_not_numbers_are_told(path):
+    trainer, engine = Trainer(path), embedded(path, "float32")
+    trainer.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(WeightSyncError, match="differ from the trainer's by nan"):
+        sync(trainer, CheckedReceiver(engine, "float32"))
+
+
+def test_the_fingerprint_of_a_bucket_is_that_of_its_tensors(path):
+    weights = Trainer(path).weights()
+    plan = plan_buckets([spec_of(name, tensor) for name, tensor in weights.items()], 10**9)
+    (bucket,) = fill_buckets(plan, weights.items())
+    assert bucket.fingerprints == {name: fingerprint(tensor) for name, tensor in weights.items()}
+    assert bucket.num_bytes == sum(tensor.nbytes for tensor in weights.values())
