@@ -126,6 +126,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def abandon_loading(self) -> None:
+        """Forget what came since `start_loading`, or what was loaded: there are no weights to generate with."""
+        ...
+
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each sequence the log-probs of its tokens but the first, at temperature 1, by an idle engine."""
         ...

@@ -127,6 +127,9 @@ class EmbeddedRollout:
         self._is_packed = False
         self.version = version
 
+    def abandon_loading(self) -> None:
+        self._loading, self._loaded, self.version = None, {}, None
+
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         if self._unfinished:

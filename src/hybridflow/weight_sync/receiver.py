@@ -1,6 +1,7 @@
 """The side of the rollout engine: every tensor is compared with its fingerprint as it is loaded."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -20,6 +21,8 @@ class LoadsWeights(Protocol):
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
 
     def finish_loading(self, version: int) -> None: ...
+
+    def abandon_loading(self) -> None: ...
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
 
@@ -48,6 +51,27 @@ class CheckedReceiver:
 
     def accept(self, bucket: Bucket) -> None:
         """Compare with the fingerprints and load."""
+        with self._abandoning_on_error():
+            self._require_as_sent(bucket)
+            self._engine.load(bucket.weights.items())
+
+    def finish(self, version: int, probe: Probe) -> dict[str, float]:
+        """Generate with the new weights once their log-probs have proved to be the trainer's; metrics of the sync."""
+        with self._abandoning_on_error():
+            if missing := sorted(set(self._expected) - set(self._fingerprints)):
+                raise WeightSyncError(f"weights did not come: {', '.join(missing[:5])}.")
+            self._engine.finish_loading(version)
+            return self._probe_check(probe, self._engine.log_probs(probe.sequences), version)
+
+    @contextmanager
+    def _abandoning_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._engine.abandon_loading()
+            raise
+
+    def _require_as_sent(self, bucket: Bucket) -> None:
         for name, tensor in bucket.weights.items():
             if self._expected.get(name) != spec_of(name, tensor):
                 raise WeightSyncError(
@@ -61,15 +85,3 @@ class CheckedReceiver:
                     f"{bucket.fingerprints[name]:016x}."
                 )
             self._fingerprints[name] = found
-        self._engine.load(bucket.weights.items())
-
-    def finish(self, version: int, probe: Probe) -> dict[str, float]:
-        """Generate with the new weights once their log-probs have proved to be the trainer's; metrics of the sync."""
-        if missing := sorted(set(self._expected) - set(self._fingerprints)):
-            raise WeightSyncError(f"weights did not come: {', '.join(missing[:5])}.")
-        self._engine.finish_loading(version)
-        try:
-            return self._probe_check(probe, self._engine.log_probs(probe.sequences), version)
-        except WeightSyncError:
-            self._engine.start_loading({n: torch.Size(spec.shape) for n, spec in self._expected.items()})  # none count
-            raise

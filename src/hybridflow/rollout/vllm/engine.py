@@ -155,19 +155,33 @@ class VLLMRollout:
             self._finish(sequence, "abort")
 
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
-        self._loading = Loading(self._shapes, shapes)
-        self.version = None
+        loading = Loading(self._shapes, shapes)
+        self.abandon_loading()
+        self._loading = loading
         self._engine.start_loading()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert self._loading is not None, "start_loading comes first"
-        self._engine.load(self._loading.counted(weights))
+        try:
+            self._engine.load(self._loading.counted(weights))
+        except BaseException:
+            self.abandon_loading()
+            raise
 
     def finish_loading(self, version: int) -> None:
         assert self._loading is not None, "start_loading comes first"
-        self._loading.require_complete()
+        try:
+            self._loading.require_complete()
+        except RolloutError:
+            self.abandon_loading()
+            raise
         self._engine.finish_loading()
         self._loading, self.version = None, version
+
+    def abandon_loading(self) -> None:
+        if self._loading is not None:
+            self._engine.abandon_loading()
+        self._loading = self.version = None
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         if self._sequences:

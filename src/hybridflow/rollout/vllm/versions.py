@@ -189,6 +189,10 @@ class VLLMEngine:
         self._on_model(_renew_tied_head)
         self.forget_prompts()
 
+    def abandon_loading(self) -> None:
+        """Put every layer back that waits for weights, so that loading can start anew."""
+        self._on_model(lambda model, config: _put_back(model))
+
     def sleep(self) -> bool:
         """Free weights, keys and values, where vLLM can: on a GPU. Returns whether the weights are gone."""
         if self._can_sleep:
@@ -224,6 +228,16 @@ def require_vllm() -> None:
         "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'hybridflow[vllm]'` on a machine with "
         "a GPU; `make vllm-env` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
     )
+
+
+def _put_back(model: Any) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            _place_kernel_tensors(layer, info)
+        info.reset()
 
 
 def _renew_tied_head(model: Any, config: Any) -> None:
