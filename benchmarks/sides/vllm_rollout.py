@@ -19,6 +19,8 @@ def main() -> None:
         max_model_len=512,
         max_num_seqs=256,
         enable_prefix_caching=False,
+        enable_chunked_prefill=False,  # a CPU's generators cannot take back what a prompt in parts draws
+        max_num_batched_tokens=4096,
         seed=0,
     )
     channel.ready(torch.get_num_threads(), vllm=vllm.__version__, torch=torch.__version__)
@@ -26,15 +28,28 @@ def main() -> None:
         channel.reply(seconds=measure(llm, **request))
 
 
-def measure(llm: LLM, prompts: list[list[int]], new_tokens: list[int], number: int) -> float:
+def measure(
+    llm: LLM, prompts: list[list[int]], new_tokens: list[int], number: int, for_training: bool = False
+) -> float:
     """Seconds to sample exactly `new_tokens` tokens for each prompt; the engine's state makes each round (`number`)
-    draw other ones."""
+    draw other ones. `for_training`: with what learning needs, the log-prob of each token and seeds that repeat.
+    """
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    more: list[dict[str, int]] = [{} for _ in prompts]
+    if for_training:
+        more = [{"logprobs": 0, "seed": number * len(prompts) + i} for i in range(len(prompts))]
     sampling = [
-        SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, detokenize=False) for count in new_tokens
+        SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, detokenize=False, **extra)
+        for count, extra in zip(new_tokens, more, strict=True)
     ]
     start = time.perf_counter()
     outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    if for_training:
+        log_probs = [
+            [entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)]
+            for part in (output.outputs[0] for output in outputs)
+        ]
+        require_lengths([len(of_response) for of_response in log_probs], new_tokens)
     seconds = time.perf_counter() - start
     require_lengths([len(output.outputs[0].token_ids) for output in outputs], new_tokens)
     return seconds

@@ -8,8 +8,13 @@ from support.errors import BenchmarkError
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-ENVIRONMENTS = {"trl": "trl", "transformers": "trl", "vllm": "vllm"}
-"""Peer -> directory under `.bench`; TRL's environment has the transformers that it is measured with."""
+ENVIRONMENTS = {
+    "trl": ".bench/trl",
+    "transformers": ".bench/trl",
+    "vllm": ".venv-vllm",
+    "hybridflow_vllm": ".venv-vllm",
+}
+"""Side -> its environment; TRL's has the transformers that it is measured with, and our vLLM backend is beside vLLM."""
 
 VARIABLES = {
     "vllm": {
@@ -26,7 +31,7 @@ def python_of(system: str, make_target: str) -> Path:
     """The interpreter that has `system`, "hybridflow" being this one. Raises BenchmarkError if it is missing."""
     if system == "hybridflow":
         return Path(sys.executable)
-    python = ROOT / ".bench" / ENVIRONMENTS[system] / "bin" / "python"
+    python = ROOT / ENVIRONMENTS[system] / "bin" / "python"
     if not python.exists():
         raise BenchmarkError(
             f"{system} has no environment, {python.relative_to(ROOT)} is missing; `make {make_target}` makes it."

@@ -29,6 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
     },
+    "500M": {
+        "vocab_size": 32000,
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
 }
 MAX_POSITIONS = 512
 
@@ -37,16 +46,26 @@ def write_model(directory: Path, name: str) -> int:
     """One of MODELS with random weights, float32; returns its number of parameters. No token ends a response."""
     disable_progress_bar()
     torch.manual_seed(0)
-    config = LlamaConfig(
+    model = LlamaForCausalLM(_config_of(name))
+    model.save_pretrained(directory)
+    return model.num_parameters()
+
+
+def write_config(directory: Path, name: str) -> None:
+    """The configuration of one of MODELS, without weights."""
+    config = _config_of(name)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+
+
+def _config_of(name: str) -> LlamaConfig:
+    return LlamaConfig(
         **MODELS[name],
         max_position_embeddings=MAX_POSITIONS,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(directory)
-    return model.num_parameters()
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:

@@ -238,6 +238,14 @@ def test_a_prompt_may_fill_the_model_up_to_its_last_position(build_rollout, tiny
     assert [len(completion.token_ids) for completion in generate(build_rollout(tiny_model()), wanted)] == [4, 4]
 
 
+def test_more_prompt_tokens_than_fit_a_step_are_served(build_rollout, tiny_model):
+    wanted = [Request(i, [5 + i % 30] * 60, SamplingParams(2), noise_key=(0, i)) for i in range(150)]
+    completions = generate(build_rollout(tiny_model(), max_running_sequences=256), wanted)
+    assert [len(completion.token_ids) for completion in completions] == [2] * 150
+    (alone,) = generate(build_rollout(tiny_model()), [wanted[149]])
+    assert alone.token_ids == completions[149].token_ids
+
+
 def test_no_requests_are_no_completions(build_rollout, tiny_model):
     engine = build_rollout(tiny_model())
     assert generate(engine, []) == []

@@ -18,7 +18,7 @@ from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingP
 from hybridflow.rollout.loading import Loading
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.rollout.vllm.versions import EngineOptions, VLLMEngine
+from hybridflow.rollout.vllm.versions import EngineOptions, Progress, VLLMEngine
 from hybridflow.runtime import derive_seed
 
 DTYPES = ("float32", "bfloat16")
@@ -71,6 +71,7 @@ class VLLMRollout:
         self.version: int | None = None
         self._loading: Loading | None = None
         self._sequences: dict[str, _Sequence] = {}  # that are not finished, in the order of submission
+        self._with_stop_strings: dict[str, None] = {}  # some of them: whose tokens are looked at in every step
         self._finished: list[_Sequence] = []
         self._num_submitted = 0
         options = EngineOptions(
@@ -109,6 +110,8 @@ class VLLMRollout:
             seed = derive_seed(*request.noise_key, index, version, request.resume_offset)
             sequence = _Sequence(request, self._num_submitted, seed, Completion(request.request_id, index))
             self._sequences[sequence.name] = sequence
+            if request.sampling.stop_strings:
+                self._with_stop_strings[sequence.name] = None
             self._add(sequence)
         self._num_submitted += 1
 
@@ -118,26 +121,21 @@ class VLLMRollout:
     def step(self) -> None:
         if not self._sequences:
             return
-        version = self._require_weights()
+        self._require_weights()
         try:
-            for progress in self._engine.step():
-                sequence = self._sequences[progress.name]
-                done, sampling = sequence.completion, sequence.request.sampling
-                for token_id, log_prob in zip(progress.token_ids, progress.log_probs, strict=True):
-                    if not math.isfinite(log_prob):
-                        raise RolloutError(
-                            f"request {done.request_id}: the model's logits are not finite, so no token can be "
-                            "sampled. Its weights have diverged: resume from an earlier checkpoint with a lower "
-                            "learning rate."
-                        )
-                    done.token_ids.append(token_id)
-                    done.log_probs.append(log_prob)
-                    done.versions.append(version)
-                if self._stop_strings.end(done.token_ids, sampling.stop_strings):
-                    self._engine.abort([sequence.name])
-                    self._finish(sequence, "stop")
-                elif progress.finish_reason is not None:
-                    self._finish(sequence, "length" if progress.finish_reason == "length" else "stop")
+            done = {progress.name: progress for progress in self._engine.step()}
+            for name in [name for name in self._with_stop_strings if name not in done]:
+                if self._has_stopped(progress := self._engine.progress(name)):
+                    self._engine.abort([name])
+                    done[name] = progress
+            for progress in done.values():
+                _require_finite(self._sequences[progress.name].request, progress)
+            for progress in done.values():
+                is_cut = progress.finish_reason == "length" and not self._has_stopped(progress)
+                self._finish(self._sequences[progress.name], progress, "length" if is_cut else "stop")
+        except (RuntimeError, ValueError, AssertionError) as error:
+            self._start_again()
+            raise RolloutError(f"vLLM failed in a step: {' '.join(str(error).split())}") from error
         except BaseException:
             self._start_again()
             raise
@@ -150,12 +148,15 @@ class VLLMRollout:
         stopped = [sequence for sequence in self._sequences.values() if sequence.request.request_id == request_id]
         if not stopped:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
-        self._engine.abort([sequence.name for sequence in stopped])
         for sequence in stopped:
-            self._finish(sequence, "abort")
+            progress = self._engine.progress(sequence.name)
+            self._engine.abort([sequence.name])
+            self._finish(sequence, progress, "abort")
 
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
         loading = Loading(self._shapes, shapes)
+        for sequence in self._sequences.values():  # what they have so far is of the present version
+            self._stamp(sequence, len(self._engine.progress(sequence.name).token_ids))
         self.abandon_loading()
         self._loading = loading
         self._engine.start_loading()
@@ -220,10 +221,23 @@ class VLLMRollout:
             stop_token_ids=sampling.stop_token_ids,
         )
 
-    def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: _Sequence, progress: Progress, reason: FinishReason) -> None:
         del self._sequences[sequence.name]
-        sequence.completion.finish_reason = reason
+        self._with_stop_strings.pop(sequence.name, None)
+        done = sequence.completion
+        done.token_ids, done.log_probs, done.finish_reason = progress.token_ids, progress.log_probs, reason
+        self._stamp(sequence, len(progress.token_ids))
         self._finished.append(sequence)
+
+    def _stamp(self, sequence: _Sequence, num_tokens: int) -> None:
+        """Tokens that have no version yet were made with the present one."""
+        versions = sequence.completion.versions
+        if num_tokens > len(versions):
+            versions += [self._require_weights()] * (num_tokens - len(versions))
+
+    def _has_stopped(self, progress: Progress) -> bool:
+        stops = self._sequences[progress.name].request.sampling.stop_strings
+        return self._stop_strings.end(progress.token_ids, stops)
 
     def _start_again(self) -> None:
         """After an error at any point every sequence that is not finished waits, with its seed: its tokens will be the
@@ -232,3 +246,11 @@ class VLLMRollout:
         for sequence in self._sequences.values():
             sequence.completion = Completion(sequence.completion.request_id, sequence.completion.index)
             self._add(sequence)
+
+
+def _require_finite(request: Request, progress: Progress) -> None:
+    if not math.isfinite(math.fsum(progress.log_probs)):
+        raise RolloutError(
+            f"request {request.request_id}: the model's logits are not finite, so no token can be sampled. Its weights "
+            "have diverged: resume from an earlier checkpoint with a lower learning rate."
+        )

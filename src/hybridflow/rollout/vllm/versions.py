@@ -8,6 +8,7 @@ Importing this file imports nothing of vLLM, which takes seconds and changes the
 import importlib.metadata
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ KV_CACHE_BYTES_ON_CPU = 2**30
 """Memory of keys and values on a CPU, where vLLM's own default is a share of the whole host."""
 
 SHARED_MEMORY = Path("/dev/shm")
+
+TOKENS_IN_A_STEP_ON_CPU = 4096
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which is where the weights are
@@ -53,12 +56,12 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step added to a sequence. `finish_reason` is None while it goes on."""
+    """What a sequence has. `finish_reason` is None while it goes on."""
 
     name: str
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    finish_reason: str | None
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str | None = None
 
 
 class VLLMEngine:
@@ -86,6 +89,9 @@ class VLLMEngine:
                 enforce_eager=options.enforce_eager,
                 enable_sleep_mode=on_gpu,
                 logprobs_mode="processed_logprobs",  # under the distribution that is sampled from
+                # In parts, a prompt would take back a number that it drew, which generators on a CPU cannot.
+                enable_chunked_prefill=None if on_gpu else False,
+                max_num_batched_tokens=None if on_gpu else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len),
                 async_scheduling=False,  # a step's tokens are there when it ends: they carry its weights' version
                 disable_log_stats=True,
                 seed=0,
@@ -126,21 +132,30 @@ class VLLMEngine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # one object for each token would take a tenth of the time
             skip_clone=True,
         )
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
         self._sequences[name] = self._engine.add_request(name, prompt, sampling)
 
-    def step(self) -> Iterator[Progress]:
-        """One step of vLLM's scheduler: what it added, sequence by sequence."""
+    def step(self) -> list[Progress]:
+        """One step of vLLM's scheduler: the sequences that it finished."""
         with _unchanged_torch_state():  # vLLM draws from the process's generator beside the sequences' own
             outputs = self._engine.step()
+        done = []
         for output in outputs:
             (part,) = output.outputs
-            if output.finished:
-                self._sequences.pop(output.request_id, None)
-            yield Progress(output.request_id, part.token_ids, part.logprobs.logprobs, part.finish_reason)
+            self._sequences.pop(output.request_id, None)
+            done.append(
+                Progress(output.request_id, list(part.token_ids), list(part.logprobs.logprobs), part.finish_reason)
+            )
+        return done
+
+    def progress(self, name: str) -> Progress:
+        """What a sequence that is not finished has so far."""
+        state = self._engine.output_processor.request_states[self._sequences[name]]
+        log_probs = state.logprobs_processor.logprobs.logprobs
+        return Progress(name, list(state.detokenizer.output_token_ids), list(log_probs))
 
     def abort(self, names: Iterable[str]) -> None:
         """Forget these sequences."""
@@ -226,7 +241,7 @@ def require_vllm() -> None:
             return
     raise RolloutError(
         "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'hybridflow[vllm]'` on a machine with "
-        "a GPU; `make vllm-env` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
+        "a GPU; `make setup-vllm` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
     )
 
 
@@ -282,7 +297,8 @@ def _process_as_it_was() -> Iterator[None]:
         os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with unchanged_random_state():
+        with unchanged_random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of vLLM's own imports, which nobody here can mend
             yield
     finally:
         torch.set_num_threads = set_num_threads

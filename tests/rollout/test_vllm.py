@@ -1,0 +1,172 @@
+"""What vLLM does beyond the contract: the embedded engine's tokens at temperature 0, ranks that share an engine, memory
+that is short, a process that stays as it was, errors."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.errors import RolloutError
+from hybridflow.models import load_causal_lm
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+
+pytestmark = pytest.mark.vllm
+
+RANK_PROGRAM = Path(__file__).parent / "vllm_rank.py"
+PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
+
+
+def build(path, *, weights: bool = True, **options):
+    from hybridflow.rollout.vllm import VLLMRollout
+
+    engine = VLLMRollout(path, **({"enforce_eager": True, "kv_cache_bytes": 2**26} | options))
+    if weights:
+        load_weights(engine, load_causal_lm(path).named_parameters(), version=0)
+    return engine
+
+
+def requests(sampling: SamplingParams, group_size: int = 1) -> list[Request]:
+    return [Request(i, prompt, sampling, group_size, (7, 0, i)) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_at_temperature_0_both_engines_make_the_same_tokens(tiny_model, family, tied):
+    path = tiny_model(family, tie_word_embeddings=tied)
+    wanted = requests(SamplingParams(40, temperature=0.0, stop_token_ids=(1,)))
+    theirs, ours = (generate(engine, wanted) for engine in (build(path), EmbeddedRollout(load_causal_lm(path))))
+    for their, our in zip(theirs, ours, strict=True):
+        assert their.token_ids == our.token_ids
+        assert their.log_probs == pytest.approx(our.log_probs, abs=1e-4)
+        assert their.finish_reason == our.finish_reason
+
+
+def test_bfloat16_log_probs_are_close_to_the_embedded_engines(tiny_model):
+    path = tiny_model("qwen2")
+    engine = build(path, dtype="bfloat16")
+    embedded = EmbeddedRollout(load_causal_lm(path, torch.bfloat16))
+    sequences = [[3, 9, 12, 7, 38, 22, 4], [8, 1, 30]]
+    for theirs, ours in zip(engine.log_probs(sequences), embedded.log_probs(sequences), strict=True):
+        assert theirs == pytest.approx(ours, abs=0.3)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.slow
+def test_ranks_that_share_an_engine_make_the_tokens_of_one(tiny_model, run_world, tmp_path, tensor):
+    path = tiny_model("qwen2", num_key_value_heads=2)
+    run_world(RANK_PROGRAM, 2, path, tensor, tmp_path)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert results[0]["left in shared memory"] == results[1]["left in shared memory"] == []
+    engine, weights = build(path, max_model_len=64), dict(load_causal_lm(path).named_parameters())
+    expected = []
+    for version in range(2):
+        load_weights(engine, weights.items(), version)
+        wanted = [Request(i, [5 + i, 6, 7], SamplingParams(8, temperature=version), 2, (0, i)) for i in range(3)]
+        expected += generate(engine, wanted)
+    for result in results:
+        for (token_ids, log_probs), alone in zip(result["completions"], expected, strict=True):
+            assert token_ids == alone.token_ids
+            assert log_probs == pytest.approx(alone.log_probs, abs=1e-4)
+
+
+def test_sequences_that_are_set_aside_for_want_of_memory_get_their_tokens(tiny_model):
+    path = tiny_model(max_position_embeddings=512)
+    wanted = [Request(i, [5 + i] * 100, SamplingParams(300), 1, (0, i)) for i in range(6)]
+    roomy, tight = build(path), build(path, kv_cache_bytes=12 * 128 * 2 * 2 * 32 * 4)  # 12 blocks of 128 tokens
+    assert [c.token_ids for c in generate(tight, wanted)] == [c.token_ids for c in generate(roomy, wanted)]
+
+
+def test_memory_that_holds_no_sequence_is_an_error_at_the_start(tiny_model):
+    with pytest.raises(RolloutError, match=r"vLLM could not be started for .* cache"):
+        build(tiny_model(max_position_embeddings=4096), kv_cache_bytes=2**16)
+
+
+def test_an_engine_without_weights_serves_nothing(tiny_model):
+    engine = build(tiny_model(), weights=False)
+    with pytest.raises(RolloutError, match="no complete set of weights: none were loaded"):
+        engine.submit(Request(0, [5], SamplingParams(4)))
+    with pytest.raises(RolloutError, match="no complete set of weights"):
+        engine.log_probs([[5, 6]])
+
+
+def test_new_weights_are_another_versions_prompts_too(tiny_model):
+    # Keys and values of a prompt are computed anew: those of the old weights would show in the log-probs.
+    path, other = tiny_model(), tiny_model(seed=1)
+    engine, prompt = build(path, max_model_len=64), [5, 9, 12, 7] * 10
+    old = Request(0, prompt, SamplingParams(12, temperature=0.0))
+    new = Request(1, prompt, SamplingParams(6, temperature=0.0))
+    engine.submit(old)
+    for _ in range(4):
+        engine.step()
+    load_weights(engine, load_causal_lm(other).named_parameters(), version=1)
+    engine.submit(new)  # while the old one, whose prompt is equal, still has its keys and values
+    done = []
+    while engine.has_unfinished():
+        engine.step()
+        done += engine.finished()
+    completion = next(c for c in done if c.request_id == 1)
+    (expected,) = generate(build(other, max_model_len=64), [new])
+    assert completion.token_ids == expected.token_ids
+    assert completion.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+    assert next(c for c in done if c.request_id == 0).versions == [0] * 4 + [1] * 8
+
+
+def test_what_vllm_cannot_compute_is_told_with_its_reason(tiny_model):
+    with pytest.raises(RolloutError, match=r"vLLM computes in float32 or bfloat16, model\.dtype is 'float64'"):
+        build(tiny_model(), dtype="float64")
+    with pytest.raises(RolloutError, match=r"vLLM failed in a step: .*head_dim=16"):
+        generate(build(tiny_model(head_dim=16)), requests(SamplingParams(2)))
+
+
+def test_after_an_error_in_a_step_every_request_gets_its_tokens(tiny_model, monkeypatch):
+    engine, wanted = build(tiny_model()), requests(SamplingParams(6), group_size=2)
+    expected = {(c.request_id, c.index): c.token_ids for c in generate(engine, wanted)}
+    for request in wanted:
+        engine.submit(request)
+    engine.step()
+    step = engine._engine.step
+
+    def broken():
+        step()
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(engine._engine, "step", broken)
+    with pytest.raises(RolloutError, match="vLLM failed in a step: no"):
+        engine.step()
+    monkeypatch.undo()
+    done = []
+    while engine.has_unfinished():
+        engine.step()
+        done += engine.finished()
+    assert {(c.request_id, c.index): c.token_ids for c in done} == expected
+
+
+def test_the_process_keeps_its_threads_and_belongs_to_no_group_of_training(tiny_model):
+    from hybridflow.engines.process_group import has_joined
+    from hybridflow.runtime import set_num_threads
+
+    threads = torch.get_num_threads()
+    engine = build(tiny_model())
+    assert torch.get_num_threads() == threads
+    assert set_num_threads(2) == 2
+    set_num_threads(threads)
+    assert not has_joined()
+    generate(engine, requests(SamplingParams(2)))
+    del engine
+    gc.collect()
+    generate(build(tiny_model()), requests(SamplingParams(2)))  # what the first one left does not end the second
+
+
+def test_an_engine_at_work_cannot_sleep_and_one_on_a_cpu_keeps_its_weights(tiny_model):
+    engine = build(tiny_model())
+    engine.submit(Request(0, [5], SamplingParams(4)))
+    with pytest.raises(RolloutError, match="an engine at work cannot sleep"):
+        engine.sleep()
+    engine.abort(0)
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert engine.version == 0
+    assert len(generate(engine, requests(SamplingParams(2)))) == 4
