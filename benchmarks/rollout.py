@@ -68,7 +68,7 @@ def main() -> None:
                         )
                     )
                     for dtype in DTYPES
-                    for system in ((BACKEND, "vllm") if args.backend_only else ("hybridflow", BACKEND, *peers))
+                    for system in ((BACKEND,) if args.backend_only else ("hybridflow", BACKEND, *peers))
                     if system != BACKEND or "vllm" in peers
                 ]
                 print_sides(sides, threads)
@@ -77,9 +77,8 @@ def main() -> None:
                         of_engines = [side for side in sides if side.system != BACKEND]
                         if not args.backend_only:
                             rows += measure(workload, of_engines, path, peaks, args.repeats)
-                        of_vllm = [side for side in sides if side.system in (BACKEND, "vllm")]
-                        if len(of_vllm) > len(DTYPES):
-                            rows += measure_backend(workload, of_vllm, args.repeats)
+                        if of_backend := [side for side in sides if side.system == BACKEND]:
+                            rows += measure_backend(workload, of_backend, args.repeats)
     print_rows("rollout", rows)
 
 
@@ -109,26 +108,17 @@ def measure_backend(workload: Workload, sides: list[Side], repeats: int) -> list
     """Our vLLM backend against vLLM called directly for the same: tokens, their log-probs, seeds of their own."""
 
     def ask(side: Side, number: int) -> dict[str, float]:
-        how = {} if side.system == BACKEND else {"for_training": True}
-        return side.ask(prompts=workload.prompts, new_tokens=workload.new_tokens, number=number, **how)
+        return side.ask(prompts=workload.prompts, new_tokens=workload.new_tokens, number=number)
 
-    measurements = alternate(sides, ask, repeats, f"{workload.name}, vLLM")
-    num_tokens = sum(workload.new_tokens)
-    seconds = {
-        (side.system, side.dtype): median(r["seconds"] for r in results) for side, results in measurements.items()
-    }
     suffix = "" if workload.name == "small" else f"_{workload.name}"
-    return [
-        Row(
-            f"vllm_backend{suffix}_{dtype}",
-            "tokens/s",
-            num_tokens / seconds[BACKEND, dtype],
-            num_tokens / seconds["vllm", dtype],
-            None,
-            seconds["vllm", dtype] / seconds[BACKEND, dtype],
+    rows = []
+    for side, results in alternate(sides, ask, repeats, f"{workload.name}, vLLM").items():
+        ours, direct = (
+            sum(workload.new_tokens) / median(result[key] for result in results) for key in ("seconds", "direct")
         )
-        for dtype in DTYPES
-    ]
+        ratio = median(result["direct"] / result["seconds"] for result in results)  # of the two in one round
+        rows.append(Row(f"vllm_backend{suffix}_{side.dtype}", "tokens/s", ours, direct, None, ratio))
+    return rows
 
 
 def _rows(workload: Workload, rates: dict[tuple[str, str], float], limits: dict[str, float]) -> list[Row]:

@@ -1,4 +1,5 @@
-"""hybridflow's vLLM backend on CPU, the engine in this process; requests as those of `hybridflow_rollout`."""
+"""hybridflow's vLLM backend and vLLM called directly, both in this process on CPU, in turn: the reply has the seconds of
+each."""
 
 import torch
 import vllm
@@ -9,7 +10,7 @@ from hybridflow.models import DTYPES, load_causal_lm
 from hybridflow.rollout import load_weights
 from hybridflow.rollout.vllm import VLLMRollout
 from hybridflow.runtime import bound_shape_caches, keep_freed_memory, set_num_threads
-from sides.hybridflow_rollout import measure
+from sides import hybridflow_rollout, vllm_rollout
 
 
 def main() -> None:
@@ -18,11 +19,17 @@ def main() -> None:
     bound_shape_caches()
     threads = set_num_threads(channel.options["threads"])
     path, dtype = channel.options["path"], channel.options["dtype"]
-    engine = VLLMRollout(path, dtype=dtype, max_running_sequences=256, max_model_len=512, kv_cache_bytes=2 * 2**30)
-    load_weights(engine, load_causal_lm(path, DTYPES[dtype]).named_parameters(), version=0)
+    ours = VLLMRollout(path, dtype=dtype, max_running_sequences=256, max_model_len=512, kv_cache_bytes=2 * 2**30)
+    load_weights(ours, load_causal_lm(path, DTYPES[dtype]).named_parameters(), version=0)
+    direct = vllm_rollout.build(path, dtype)
     channel.ready(threads, hybridflow=hybridflow.__version__, vllm=vllm.__version__, torch=torch.__version__)
     for request in channel.requests():
-        channel.reply(seconds=measure(engine, request["prompts"], request["new_tokens"], request["number"]))
+        measures = {
+            "seconds": lambda request=request: hybridflow_rollout.measure(ours, **request),
+            "direct": lambda request=request: vllm_rollout.measure(direct, **request, for_training=True),
+        }
+        names = list(measures) if request["number"] % 2 else list(measures)[::-1]
+        channel.reply(**{name: measures[name]() for name in names})
 
 
 if __name__ == "__main__":

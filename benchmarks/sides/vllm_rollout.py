@@ -12,9 +12,17 @@ from vllm import LLM, SamplingParams
 
 def main() -> None:
     channel = Channel()
-    llm = LLM(
-        channel.options["path"],
-        dtype=channel.options["dtype"],
+    llm = build(channel.options["path"], channel.options["dtype"])
+    channel.ready(torch.get_num_threads(), vllm=vllm.__version__, torch=torch.__version__)
+    for request in channel.requests():
+        channel.reply(seconds=measure(llm, **request))
+
+
+def build(path: str, dtype: str) -> LLM:
+    """The engine, in this process."""
+    return LLM(
+        path,
+        dtype=dtype,
         skip_tokenizer_init=True,
         max_model_len=512,
         max_num_seqs=256,
@@ -23,9 +31,6 @@ def main() -> None:
         max_num_batched_tokens=4096,
         seed=0,
     )
-    channel.ready(torch.get_num_threads(), vllm=vllm.__version__, torch=torch.__version__)
-    for request in channel.requests():
-        channel.reply(seconds=measure(llm, **request))
 
 
 def measure(

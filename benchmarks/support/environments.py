@@ -16,14 +16,13 @@ ENVIRONMENTS = {
 }
 """Side -> its environment; TRL's has the transformers that it is measured with, and our vLLM backend is beside vLLM."""
 
-VARIABLES = {
-    "vllm": {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+OF_VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
 }
+VARIABLES = {"vllm": OF_VLLM, "hybridflow_vllm": OF_VLLM}
 """Environment variables that a system needs."""
 
 

@@ -4,6 +4,7 @@ from hybridflow.config import Config, DataConfig, check, load_config
 from hybridflow.config.checks import contradictions
 from hybridflow.errors import ConfigError
 
+VLLM, ON_RAY = ["rollout.backend=vllm"], ["controller.backend=ray"]
 ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
 
 
@@ -63,6 +64,27 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         ),
         (["memory.offload={reference='idle'}"], "memory.offload.reference='idle', but there is no reference model"),
         (["memory.offload={reward='host'}"], "memory.offload.reward='host', but reward.model_path is empty"),
+        (["memory.offload={rollout='idle'}"], "memory.offload.rollout='idle', but a rollout engine frees its memory"),
+        (["rollout.tensor=2"], "rollout.tensor=2, but the embedded engine is one on each rank"),
+        ([*VLLM, "model.dtype=float64"], "rollout.backend='vllm' has no model.dtype='float64'"),
+        ([*VLLM, "rollout.max_model_len=100"], "rollout.max_model_len=100 cannot hold data.max_prompt_length=512"),
+        ([*VLLM, "rollout.tensor=2"], "rollout.tensor=2 needs ranks that meet, but controller.backend='local'"),
+        (
+            [*VLLM, *ON_RAY, "controller.num_workers=4", "rollout.tensor=3"],
+            "rollout.tensor=3 does not divide controller.num_workers=4",
+        ),
+        (
+            [*VLLM, *ON_RAY, "placement.pools={a=[2],b=[3]}", "placement.roles.rollout=b", "rollout.tensor=2"],
+            "rollout.tensor=2 does not divide placement.pools.b=3",
+        ),
+        (
+            [*ON_RAY, "controller.num_workers=2", "parallel.tensor=2"],
+            "parallel.tensor=2 shares layers among ranks, but rollout.backend='embedded' generates with the whole",
+        ),
+        (
+            [*ON_RAY, "placement.pools={a=[2]}", "placement.roles.rollout=a"],
+            "placement.roles.rollout='a' is the actor's own pool, where it generates itself",
+        ),
         (["controller.parts=measured"], "controller.parts='measured' lets timings decide which rank computes a row"),
     ],
 )
@@ -89,6 +111,9 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
         ["algorithm.advantage=gae", "critic.warmup_steps=4", "trainer.total_steps=5"],
         ["trainer.val_every=5", "data.val_files=['val.parquet']"],
         ["controller.parts=measured", "trainer.deterministic=false"],
+        [*VLLM],
+        [*VLLM, *ON_RAY, "controller.num_workers=4", "parallel.tensor=4", "rollout.tensor=2"],
+        [*ON_RAY, "placement.pools={a=[2],b=[1]}", "placement.roles.rollout=b", "parallel.tensor=2"],
     ],
 )
 def test_what_fits_together_passes(overrides):

@@ -228,6 +228,7 @@ def _offload(config: Config) -> Iterator[str]:
             "there is no reference model: no KL term asks for one, or the actor without its adapters is it",
         ),
         "reward": (bool(config.reward.model_path), "reward.model_path is empty, so there is no reward model"),
+        "rollout": (False, "a rollout engine frees its memory itself while the policy learns in its process"),
     }
     for role in config.memory.offload:
         is_there, reason = runs.get(role, (True, ""))

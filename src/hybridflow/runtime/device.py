@@ -7,6 +7,14 @@ if TYPE_CHECKING:
     import torch
 
 
+def free_cached_memory() -> None:
+    """Give the memory of a GPU back that PyTorch keeps for later; nothing on a CPU."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def own_device() -> "torch.device":
     """A CUDA device if there are any, each local rank its own, else the CPU."""
     import torch

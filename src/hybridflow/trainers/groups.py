@@ -15,6 +15,7 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
+from hybridflow.runtime import own_device
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 logger = get_logger(__name__)
@@ -107,8 +108,11 @@ def build_groups(
     config: Config, backend: Backend, classes: Mapping[Role, ClassWithInitArgs]
 ) -> dict[Role, WorkerGroup]:
     """A group for each role; those of one pool share its processes. Everything is checked to fit before one starts."""
-    pools = {name: _build_pool(config, name, processes) for name, processes in pools_of(config).items()}
-    roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools}
+    roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools_of(config)}
+    pools = {
+        name: _build_pool(config, name, processes, has_model=any(_has_model(config, role) for role in roles_of[name]))
+        for name, processes in pools_of(config).items()
+    }
     if config.controller.backend == "ray":  # which takes its time
         logger.info(
             "starting %d worker processes on Ray", sum(pools[name].world_size for name in pools if roles_of[name])
@@ -129,9 +133,12 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
     for name in names:
         ranks = sum(pools_of(config)[pool_of(config, Role(name))])
         data = max(ranks // (parallel.sequence * parallel.tensor), 1)
-        is_model = name != Role.Reward.value or bool(config.reward.model_path)
         meshes[name] = {}
-        if is_model and data * parallel.sequence * parallel.tensor == ranks and name != Role.Rollout.value:
+        if (
+            _has_model(config, Role(name))
+            and data * parallel.sequence * parallel.tensor == ranks
+            and name != Role.Rollout.value
+        ):
             meshes[name]["default"] = {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}
         if name in (Role.ActorRollout.value, Role.Rollout.value):
             tensor = config.rollout.tensor
@@ -139,9 +146,17 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
     return meshes
 
 
-def _build_pool(config: Config, name: str, processes: tuple[int, ...]) -> ResourcePool:
+def _has_model(config: Config, role: Role) -> bool:
+    return role is not Role.Reward or bool(config.reward.model_path)
+
+
+def _build_pool(config: Config, name: str, processes: tuple[int, ...], *, has_model: bool) -> ResourcePool:
+    """On Ray each process with a model reserves a GPU, where this process sees any: Ray hides the others."""
     if config.controller.backend == "local":
         return ResourcePool(processes)
     from hybridflow.controller.ray import RayResourcePool
 
-    return RayResourcePool(processes, name_prefix=name, cpus_per_process=config.controller.cpus_per_worker)
+    use_gpu = has_model and own_device().type == "cuda"
+    return RayResourcePool(
+        processes, use_gpu=use_gpu, name_prefix=name, cpus_per_process=config.controller.cpus_per_worker
+    )

@@ -27,7 +27,7 @@ def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run
     kept = _read(run)
     budgets: dict[str, int] = kept["budgets"] if kept.get("layout") == layout else {}
     for role, group in groups.items():
-        if role is Role.Reward and not config.reward.model_path:
+        if role is Role.Rollout or (role is Role.Reward and not config.reward.model_path):
             continue
         if role.value not in budgets:
             lengths = (config.data.max_prompt_length, config.data.max_response_length)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.rollout import load_weights
+from hybridflow.runtime import free_cached_memory
 from hybridflow.weight_sync import CheckedReceiver, InProcess
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.generating import GeneratingWorker
@@ -47,6 +48,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             self._share_weights()
             return {}
         if not self._is_awake:
+            free_cached_memory()  # what training held, for the engine
             self.rollout.wake("weights")
         metrics = {}
         if (self._version, self.rollout.version) != (self.engine.num_updates, self.engine.num_updates):
@@ -54,6 +56,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             metrics = self._give_weights()
             self._version = self.engine.num_updates
         if not self._is_awake:
+            free_cached_memory()  # what was gathered
             self.rollout.wake("kv_cache")
         self._is_awake = True
         return metrics

