@@ -1,9 +1,14 @@
 """Whole tiny runs that generate with vLLM: where the policy learns, on ranks that share an engine, in another pool."""
 
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -135,7 +140,7 @@ def test_memory_comes_for_weights_first_and_goes_when_all_is_generated(vllm_task
 def test_evaluate_and_generate_work_with_vllm(vllm_task, hybridflow):
     done = hybridflow("evaluate", f"{vllm_task}/rl.toml", *VLLM)
     assert done.status == 0
-    assert "val/score/mean" in done.out
+    assert "score" in done.out
     done = hybridflow("generate", f"{vllm_task}/rl.toml", *VLLM, "--prompt", "1 2 3 => 6 :")
     assert done.status == 0
     assert "response" in done.out
@@ -147,3 +152,45 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(versions, "PACKAGES", ("no-such-package",))
     with pytest.raises(RolloutError, match=r"rollout\.backend='vllm' needs vLLM, which is not installed"):
         versions.require_vllm()
+
+
+def process_with_vllm(driver):
+    """The worker process below a driver that has vLLM in it."""
+    parents, candidates = {}, []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            if "/vllm/_C" in (directory / "maps").read_text():
+                candidates.append(int(directory.name))
+
+    def is_below(pid):
+        return pid == driver or (pid in parents and is_below(parents[pid]))
+
+    (pid,) = (pid for pid in candidates if is_below(pid))
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("sign", "told"), [(signal.SIGKILL, "died while"), (signal.SIGSTOP, "longer than its deadline of 20 s")]
+)
+def test_an_engine_that_dies_or_hangs_in_its_pool_ends_the_run_in_time(vllm_task, start, tmp_path, sign, told):
+    run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
+    run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
+    run += ["placement.roles.rollout=generate", "controller.call_timeout_s=20", f"trainer.run_dir={tmp_path}/run"]
+    process = start(*run)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
+        time.sleep(0.05)
+    pid = process_with_vllm(process.pid)
+    os.kill(pid, sign)
+    stopped_at = time.monotonic()
+    try:
+        _, errors = process.communicate(timeout=90)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - stopped_at < 60
+    assert process.returncode == 2
+    assert re.search(told, errors), errors[-3000:]
+    assert "rollout" in errors

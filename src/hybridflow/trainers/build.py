@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import require_same_base
-from hybridflow.config import ActorConfig, Config, CriticConfig
+from hybridflow.config import ActorConfig, Config, CriticConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
@@ -114,6 +114,7 @@ def build_sft_trainer(config: Config) -> SFTTrainer:
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
     """What `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config, "data.val_files")
+    config = _without_learning(config)
     _require_base(config, checkpoint)
     _prepare_process(config)
     prompts = _validation_prompts(config, load_tokenizer(config.model.path))
@@ -130,6 +131,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
 def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
     """What `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config)
+    config = _without_learning(config)
     _require_base(config, checkpoint)
     _prepare_process(config)
     tokenizer = load_tokenizer(config.model.path)
@@ -137,6 +139,15 @@ def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> Tex
     with closing_on_error(build_backend(config)) as backend:
         actor_rollout = build_groups(config, backend, classes)[Role.ActorRollout]
         return TextGenerator(config, tokenizer, _with_weights(actor_rollout, checkpoint), backend)
+
+
+def _without_learning(config: Config) -> Config:
+    """For a program that only generates: where generation has a pool of its own, the model is there too."""
+    if not config.has_rollout_pool:
+        return config
+    roles = {**config.placement.roles, "actor_rollout": config.placement.roles["rollout"]}
+    placement = config.placement.model_copy(update={"roles": roles})
+    return config.model_copy(update={"placement": placement, "parallel": ParallelConfig()})
 
 
 def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:

@@ -140,8 +140,8 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
             and name != Role.Rollout.value
         ):
             meshes[name]["default"] = {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}
-        if name in (Role.ActorRollout.value, Role.Rollout.value):
-            tensor = config.rollout.tensor
+        tensor = config.rollout.tensor
+        if name in (Role.ActorRollout.value, Role.Rollout.value) and ranks % tensor == 0:
             meshes[name][ROLLOUT_MESH] = {"data": ranks // tensor, "tensor": tensor}
     return meshes
 
