@@ -170,12 +170,11 @@ def _parallel(config: Config) -> Iterator[str]:
         yield f"{both} needs {size} ranks that meet, but controller.backend='local' is one process; use backend = 'ray'"
         return
     placement = config.placement
-    only_rewards = {
-        pool for role, pool in placement.roles.items() if role == "reward" and not config.reward.model_path
-    } - {
+    without_layers = ["rollout", *["reward"] * (not config.reward.model_path)]
+    elsewhere = {pool for role, pool in placement.roles.items() if role in without_layers} - {
         placement.roles.get(role, next(iter(placement.pools), "")) for role in ("actor_rollout", "critic", "reference")
     }
-    pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in only_rewards}
+    pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in elsewhere}
     for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
         if ranks % size:
             yield f"{both} does not divide {key}={ranks}; change one of them"
