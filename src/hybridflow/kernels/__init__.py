@@ -9,6 +9,7 @@ from hybridflow.kernels.elementwise import rms_norm, rotary, silu_mul
 from hybridflow.kernels.library import serves, use_kernels
 from hybridflow.kernels.linear import PackedLinear
 from hybridflow.kernels.sampling import draw
+from hybridflow.kernels.words import weighted_sums
 
 __all__ = [
     "Decoder",
@@ -22,4 +23,5 @@ __all__ = [
     "serves",
     "silu_mul",
     "use_kernels",
+    "weighted_sums",
 ]

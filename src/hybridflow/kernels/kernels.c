@@ -155,3 +155,15 @@ INLINE floats multiply_add_bfloat16(floats sum, items a, items b) {
 #define NAME(f) f##_bfloat16
 #include "kernels_of_type.h"
 #include "decoder_of_type.h"
+
+/* sums[row] = sum_i words[row][i] * weights[i], modulo 2^64 */
+int64_t weighted_sums_int64(const uint64_t *words, const uint64_t *weights, uint64_t *sums, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * width > SMALL)
+    for (int64_t row = 0; row < rows; row++) {
+        uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += words[row * width + i] * weights[i];
+        sums[row] = sum;
+    }
+    return 0;
+}

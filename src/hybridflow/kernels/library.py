@@ -29,7 +29,8 @@ OTHER_FLAGS = ("-mcpu=native",)
 BUILD_TIMEOUT_S = 120
 DIGEST_SIZE = hashlib.sha256().digest_size
 
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+COMPUTED = (torch.float32, torch.bfloat16)
+_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int64: "int64"}
 _enabled = True
 _functions: dict[tuple[str, torch.dtype], Callable[..., int]] = {}
 logger = get_logger(__name__)
@@ -45,7 +46,12 @@ def serves(x: Tensor) -> bool:
     """Whether compiled kernels compute on tensors like `x`: float32 or bfloat16 on a CPU, with a compiler at hand."""
     if torch.compiler.is_compiling():  # PyTorch's own are what is compiled
         return False
-    return _enabled and x.device.type == "cpu" and x.dtype in _SUFFIXES and _library() is not None
+    return _enabled and x.device.type == "cpu" and x.dtype in COMPUTED and _library() is not None
+
+
+def serves_words(x: Tensor) -> bool:
+    """Whether there are compiled kernels for integers like `x`, whose results are those of PyTorch's own."""
+    return x.device.type == "cpu" and x.dtype == torch.int64 and _library() is not None
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> int:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybridflow.kernels import weighted_sums
+
 BLOCK = 8192
 """Words that share a table of constants, which fits the cache of a core."""
 
@@ -36,7 +38,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 def _products(blocks: Tensor, constants: Tensor) -> Tensor:
     if not blocks.is_cuda:
-        return torch.mv(blocks, constants)
+        return weighted_sums(blocks, constants)
     rows = max(1, PART // len(constants))
     return torch.cat([(part * constants).sum(1) for part in blocks.split(rows)] or [blocks.new_zeros(0)])
 
