@@ -1,6 +1,5 @@
 """Where the ranks of a worker group meet, once for each process."""
 
-import socket
 from datetime import timedelta
 
 import torch
@@ -8,6 +7,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from hybridflow.errors import WorkerError
+from hybridflow.runtime import listen
 
 _has_joined = False
 
@@ -28,7 +28,7 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
         return
     timeout = timedelta(seconds=timeout_s or 10**8)
     try:
-        listening = _listen(address, port) if rank == 0 else None
+        listening = listen(address, port).detach() if rank == 0 else None
         store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (OSError, RuntimeError) as error:
@@ -48,11 +48,3 @@ def join_alone() -> None:
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _listen(address: str, port: int) -> int:
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((address, port))
-    sock.listen()
-    return sock.detach()

@@ -69,8 +69,8 @@ METRICS: dict[str, Metric] = {
     "reward/error_rate": Metric("Share of samples whose reward function failed."),
     "reward/<name>/mean": Metric("Mean of a further number that the reward function returned."),
     "timing_s/<stage>": Metric(
-        "Seconds of a stage: step, gen, reward, old_log_probs, ref_log_probs, values, update_critic, update_actor, "
-        "update_sft, validation; of a call, while at least one rank was in it.",
+        "Seconds of a stage: step, weight_sync, gen, reward, old_log_probs, ref_log_probs, values, update_critic, "
+        "update_actor, update_sft, validation; of a call, while at least one rank was in it.",
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage for each token it handled.", "max"),

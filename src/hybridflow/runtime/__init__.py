@@ -3,6 +3,7 @@
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
+from hybridflow.runtime.listening import listen
 from hybridflow.runtime.matmul_peak import measure_peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.random_state import (
@@ -24,6 +25,7 @@ __all__ = [
     "free_cached_memory",
     "fsync_path",
     "keep_freed_memory",
+    "listen",
     "measure_peak_flops",
     "memory_limit",
     "own_device",

@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 STAGES = {
     "generate_sequences": "gen",
     "score": "reward",
+    "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",
     "compute_ref_log_probs": "ref_log_probs",
     "compute_values": "values",

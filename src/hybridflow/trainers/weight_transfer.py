@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
+from hybridflow.observability import timed
 
 IN_FLIGHT = 2
 """Buckets that are on their way at the same time: one is received while the next is gathered."""
@@ -47,12 +48,14 @@ class BetweenPools:
         self._version = None
         if not self._has_joined:
             self._join(offer)
-        rollout.start_receiving(offer)
-        self._send(offer.num_buckets)
-        metrics = _of_ranks(rollout.finish_receiving(offer.version, trainer.compute_probe()[0]))
-        trainer.finish_sending()
+        metrics = {"weight_sync/bytes": float(sum(spec.num_bytes for spec in offer.specs))}
+        with timed("weight_sync", metrics):
+            rollout.start_receiving(offer)
+            self._send(offer.num_buckets)
+            metrics |= _of_ranks(rollout.finish_receiving(offer.version, trainer.compute_probe()[0]))
+            trainer.finish_sending()
         self._version = offer.version
-        return metrics | {"weight_sync/bytes": float(sum(spec.num_bytes for spec in offer.specs))}
+        return metrics
 
     def _join(self, offer: object) -> None:
         """Both sides at the same time: where they meet, they wait for each other."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.runtime import listen
 from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 from hybridflow.weight_sync.ways import Sent
 
@@ -30,7 +31,7 @@ class ByBroadcast:
     ) -> None:
         timeout = timedelta(seconds=timeout_s or 10**8)
         self._rank, self._world_size, self._device, self._timeout = rank, world_size, device, timeout
-        self._listening = _listen(address, port) if rank == SENDER else None
+        self._listening = listen(address, port) if rank == SENDER else None
         self.address, self.port = address, self._listening.getsockname()[1] if self._listening else port
         self._group: Any = None
         self._under_way: list[tuple[Any, Tensor]] = []
@@ -89,13 +90,3 @@ def _group_of(device: torch.device, store: TCPStore, rank: int, world_size: int,
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-
-
-def _listen(address: str, port: int) -> Any:
-    import socket
-
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind((address, port))
-    sock.listen()
-    return sock

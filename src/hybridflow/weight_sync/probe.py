@@ -34,7 +34,7 @@ class Probe:
 def probe_sequences(vocabulary: int, max_len: int) -> list[list[int]]:
     """The same for the same model: tokens drawn from the whole vocabulary."""
     generator = torch.Generator().manual_seed(derive_seed(SEED, vocabulary))
-    length = min(SEQUENCE_LEN, max_len)
+    length = max(2, min(SEQUENCE_LEN, max_len))
     return torch.randint(vocabulary, (NUM_SEQUENCES, length), generator=generator).tolist()
 
 

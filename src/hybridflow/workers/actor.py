@@ -146,8 +146,7 @@ class ActorWorker(ModelWorker):
     @register(Dispatch.ONE_TO_ALL)
     def compute_probe(self) -> Probe:
         """What a rollout engine with these weights must compute."""
-        config = self.engine.model.config.get_text_config()
-        sequences = probe_sequences(config.vocab_size, min(config.max_position_embeddings, self._max_len()))
+        sequences = probe_sequences(self.engine.model.config.get_text_config().vocab_size, self._max_len() - 1)
         ids = torch.tensor(sequences)
         columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": ids[:, 1:] >= 0}
         return Probe(sequences, self.engine.forward(DataProto.from_dict(columns))["log_probs"].tolist())
@@ -165,5 +164,5 @@ class ActorWorker(ModelWorker):
         return plan_buckets(specs, self.config.rollout.sync_bucket_bytes)
 
     def _max_len(self) -> int:
-        data = self.config.data
-        return self.config.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+        """Of prompt and response together, for which the model's positions are enough."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from hybridflow.errors import RolloutError
 from hybridflow.runtime import own_device, unchanged_random_state
@@ -72,6 +73,7 @@ class VLLMEngine:
         on_gpu = torch.cuda.is_available()
         kv_cache_bytes = options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU)
         with _process_as_it_was():
+            _require_group(on_gpu)
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -228,6 +230,13 @@ class VLLMEngine:
                 function(worker.model_runner.get_model(), worker.model_config)
 
         self._engine.model_executor.collective_rpc(lambda wrapper: call(wrapper.worker))
+
+
+def _require_group(on_gpu: bool) -> None:
+    """Where this process is in no group yet, be one of its own: vLLM's meets itself in a file, and knows GPUs only."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def require_vllm() -> None:
