@@ -58,6 +58,12 @@ def test_prompts_longer_than_the_limit(refuse):
     assert "train.parquet: row 0: 6 tokens, but max_prompt_length=5" in problem
 
 
+def test_vllm_that_is_not_there(refuse, monkeypatch):
+    monkeypatch.setattr("hybridflow.rollout.vllm.versions.PACKAGES", ("no-such-package",))
+    problem = refuse("rollout.backend=vllm")
+    assert "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'hybridflow[vllm]'`" in problem
+
+
 def test_more_prompts_in_a_batch_than_there_are(refuse):
     assert "train_batch_size=25 is larger than the data set of 24 rows" in refuse("data.train_batch_size=25")
 

@@ -21,7 +21,7 @@ from hybridflow.runtime import (
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.ppo_trainer import PPOTrainer
-from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions
+from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions, require_rollout_engine
 from hybridflow.trainers.program import reference_of, reward_class, role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
@@ -41,6 +41,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     """
     require_files(config, "data.train_files")
     require_one_rank(config)
+    require_rollout_engine(config)
     _prepare_process(config)
     tokenizer = load_tokenizer(config.model.path)
     prompts = _prompts(config, config.data.train_files, tokenizer)
@@ -114,6 +115,7 @@ def build_sft_trainer(config: Config) -> SFTTrainer:
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
     """What `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config, "data.val_files")
+    require_rollout_engine(config)
     config = _without_learning(config)
     _require_base(config, checkpoint)
     _prepare_process(config)
@@ -131,6 +133,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
 def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
     """What `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
     require_files(config)
+    require_rollout_engine(config)
     config = _without_learning(config)
     _require_base(config, checkpoint)
     _prepare_process(config)

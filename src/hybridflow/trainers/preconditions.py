@@ -6,6 +6,7 @@ from pathlib import Path
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.rollout.vllm import require_vllm
 
 
 def require_files(config: Config, *file_keys: str) -> None:
@@ -53,3 +54,10 @@ def require_one_rank(config: Config) -> None:
             "after another, so an update could not sum their gradients; train with controller.backend = 'ray', or with "
             "num_workers = 1 (generating and evaluating work with any number)."
         )
+
+
+def require_rollout_engine(config: Config) -> None:
+    """Raise RolloutError if this process is to generate with vLLM and has none. Workers on Ray have an environment that
+    may be another."""
+    if config.rollout.backend == "vllm" and config.controller.backend == "local":
+        require_vllm()
