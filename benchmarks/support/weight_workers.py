@@ -124,7 +124,8 @@ class Receiver(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_receiving(self, version: int, probe: Probe) -> dict[str, float]:
-        return self.receiver.finish(version, probe)
+        self.receiver.finish(version)
+        return self.receiver.check(version, probe)
 
     @register(Dispatch.ONE_TO_ALL)
     def extra_memory(self) -> int:

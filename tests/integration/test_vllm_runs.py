@@ -123,7 +123,7 @@ def test_memory_comes_for_weights_first_and_goes_when_all_is_generated(vllm_task
         meta_info={"noise_key": [0, 0, 0]},
     )
     assert calls == ["sleep"]  # training has the memory
-    synced = ["wake weights", "start_loading", "finish_loading", "log_probs", "wake kv_cache"]
+    synced = ["wake weights", "start_loading", "finish_loading", "wake kv_cache", "log_probs"]
     worker.sync_weights()
     assert calls[1:] == synced
     worker.generate_sequences(prompts)

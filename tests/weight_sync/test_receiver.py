@@ -90,7 +90,8 @@ def sync(
     receiver.start(specs(described))
     for bucket in on_the_way(fill_buckets(plan_buckets(described, 20_000), weights.items())):
         receiver.accept(bucket)
-    return receiver.finish(trainer.version, trainer.probe())
+    receiver.finish(trainer.version)
+    return receiver.check(trainer.version, trainer.probe())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

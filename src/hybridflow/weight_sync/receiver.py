@@ -28,7 +28,7 @@ class LoadsWeights(Protocol):
 
 
 class CheckedReceiver:
-    """Loads the weights of one version after another into an engine: start, accept each bucket, finish.
+    """Loads the weights of one version after another into an engine: start, accept each bucket, finish, check.
 
     Raises WeightSyncError for a tensor that is not what was sent, or log-probs that are not the trainer's: the engine
     then has no weights to generate with.
@@ -55,12 +55,16 @@ class CheckedReceiver:
             self._require_as_sent(bucket)
             self._engine.load(bucket.weights.items())
 
-    def finish(self, version: int, probe: Probe) -> dict[str, float]:
-        """Generate with the new weights once their log-probs have proved to be the trainer's; metrics of the sync."""
+    def finish(self, version: int) -> None:
+        """All have come: the engine has the weights of a version, which `check` is to prove."""
         with self._abandoning_on_error():
             if missing := sorted(set(self._expected) - set(self._fingerprints)):
                 raise WeightSyncError(f"weights did not come: {', '.join(missing[:5])}.")
             self._engine.finish_loading(version)
+
+    def check(self, version: int, probe: Probe) -> dict[str, float]:
+        """Compare the engine's log-probs with the trainer's, for which it needs all of its memory; metrics."""
+        with self._abandoning_on_error():
             return self._probe_check(probe, self._engine.log_probs(probe.sequences), version)
 
     @contextmanager

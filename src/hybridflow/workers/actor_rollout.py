@@ -50,16 +50,19 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         if not self._is_awake:
             free_cached_memory()  # what training held, for the engine
             self.rollout.wake("weights")
-        metrics = {}
-        if (self._version, self.rollout.version) != (self.engine.num_updates, self.engine.num_updates):
+        version, num_bytes = self.engine.num_updates, 0
+        if is_new := (self._version, self.rollout.version) != (version, version):
             self._version = None
-            metrics = self._give_weights()
-            self._version = self.engine.num_updates
+            num_bytes = self._give_weights()
         if not self._is_awake:
             free_cached_memory()  # what was gathered
             self.rollout.wake("kv_cache")
         self._is_awake = True
-        return metrics
+        if not is_new:
+            return {}
+        metrics = self._receiver.check(version, self.compute_probe())
+        self._version = version
+        return {"weight_sync/bytes": float(num_bytes), **metrics}
 
     @contextmanager
     def ready_to_generate(self) -> Iterator[None]:
@@ -73,15 +76,15 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         finally:
             self._sleep()
 
-    def _give_weights(self) -> dict[str, float]:
-        """Every rank gathers them, and gives its engine what it gathered."""
+    def _give_weights(self) -> int:
+        """Every rank gathers them, and gives its engine what it gathered; so many bytes."""
         num_bytes = 0
         self._receiver.start(self.weight_specs())
         for bucket in self.gathered_buckets():
             num_bytes += bucket.num_bytes
             self._receiver.accept(self._way.receive(self._way.send(bucket)))
-        metrics = self._receiver.finish(self.engine.num_updates, self.compute_probe())
-        return {"weight_sync/bytes": float(num_bytes), **metrics}
+        self._receiver.finish(self.engine.num_updates)
+        return num_bytes
 
     def _share_weights(self) -> None:
         if self._version != self.engine.num_updates:

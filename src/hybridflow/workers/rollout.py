@@ -58,4 +58,5 @@ class RolloutWorker(GeneratingWorker):
     @register(Dispatch.ONE_TO_ALL)
     def finish_receiving(self, version: int, probe: Probe) -> dict[str, float]:
         """Generate with what was received from now on, if its log-probs are the trainer's; metrics."""
-        return self._receiver.finish(version, probe)
+        self._receiver.finish(version)
+        return self._receiver.check(version, probe)
