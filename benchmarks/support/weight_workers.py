@@ -10,7 +10,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.models import build_without_weights
 from hybridflow.runtime import keep_freed_memory, set_num_threads
-from hybridflow.weight_sync import CheckedReceiver, Probe, WeightSpec, fill_buckets, plan_buckets
+from hybridflow.weight_sync import CheckedReceiver, Probe, Sent, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.workers.weight_ways import Offer, SendingEnd, receiving_end
 
 
@@ -85,7 +85,7 @@ class Sender(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def send_bucket(self) -> Any:
         assert self.end is not None
-        return self.end.send(next(self.buckets))
+        return self.end.send(next(self.buckets)).apart()
 
     @register(Dispatch.ONE_TO_ALL)
     def compute_probe(self) -> Probe:
@@ -120,7 +120,7 @@ class Receiver(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_bucket(self, sent: Any) -> None:
-        self.receiver.accept(self.way.receive(sent))
+        self.receiver.accept(self.way.receive(Sent.joined(sent)))
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_receiving(self, version: int, probe: Probe) -> dict[str, float]:

@@ -6,10 +6,10 @@ Knows tensors, not models: what is worth fusing in a decoder, forward and backwa
 from hybridflow.kernels.attention import append_and_attend, causal_attention
 from hybridflow.kernels.decoder import Decoder, DecoderLayer
 from hybridflow.kernels.elementwise import rms_norm, rotary, silu_mul
-from hybridflow.kernels.library import serves, use_kernels
+from hybridflow.kernels.library import serves, serves_words, use_kernels
 from hybridflow.kernels.linear import PackedLinear
 from hybridflow.kernels.sampling import draw
-from hybridflow.kernels.words import weighted_sums
+from hybridflow.kernels.words import sum_words
 
 __all__ = [
     "Decoder",
@@ -21,7 +21,8 @@ __all__ = [
     "rms_norm",
     "rotary",
     "serves",
+    "serves_words",
     "silu_mul",
+    "sum_words",
     "use_kernels",
-    "weighted_sums",
 ]

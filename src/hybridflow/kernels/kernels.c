@@ -156,14 +156,26 @@ INLINE floats multiply_add_bfloat16(floats sum, items a, items b) {
 #include "kernels_of_type.h"
 #include "decoder_of_type.h"
 
-/* sums[row] = sum_i words[row][i] * weights[i], modulo 2^64 */
-int64_t weighted_sums_int64(const uint64_t *words, const uint64_t *weights, uint64_t *sums, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static) if (rows * width > SMALL)
-    for (int64_t row = 0; row < rows; row++) {
+/* The odd constant of a place (SplitMix64: Steele et al., 2014). */
+INLINE uint64_t odd_constant(uint64_t place) {
+    uint64_t x = (place + 1) * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return (x ^ (x >> 31)) | 1;
+}
+
+/* sum over blocks b of odd_constant(b) * sum over places i of constants[i] * words[b * block + i], modulo 2^64 */
+int64_t sum_words_int64(const uint64_t *words, const uint64_t *constants, int64_t num_words, int64_t block) {
+    uint64_t total = 0;
+    int64_t num_blocks = (num_words + block - 1) / block;
+#pragma omp parallel for schedule(static) reduction(+ : total) if (num_words > SMALL)
+    for (int64_t b = 0; b < num_blocks; b++) {
+        const uint64_t *first = words + b * block;
+        int64_t count = b + 1 < num_blocks ? block : num_words - b * block;
         uint64_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < width; i++) sum += words[row * width + i] * weights[i];
-        sums[row] = sum;
+        for (int64_t i = 0; i < count; i++) sum += first[i] * constants[i];
+        total += sum * odd_constant((uint64_t)b);
     }
-    return 0;
+    return (int64_t)total;
 }

@@ -1,19 +1,11 @@
-"""Sums over the words of memory, at the speed at which it is read."""
+"""A sum over the words of memory, at the speed at which it is read."""
 
-import torch
 from torch import Tensor
 
-from hybridflow.kernels.library import call, serves_words
+from hybridflow.kernels.library import call
 
 
-def weighted_sums(words: Tensor, weights: Tensor) -> Tensor:
-    """The sum of each row of words times weights, modulo 2**64: (rows, width) and (width,) int64 -> (rows,) int64.
-
-    On a CPU alone, where PyTorch has a product of integer matrices.
-    """
-    if not serves_words(words):
-        return torch.mv(words, weights)
-    words, weights = words.contiguous(), weights.contiguous()
-    sums = torch.empty(len(words), dtype=torch.int64)
-    call("weighted_sums", words.dtype, words, weights, sums, *words.shape)
-    return sums
+def sum_words(words: Tensor, constants: Tensor) -> int:
+    """Words (n,) int64 times constants (width,) int64 in blocks of that width, the sums of blocks times odd numbers of
+    SplitMix64, modulo 2**64. Only for words that `serves_words` approves."""
+    return call("sum_words", words.dtype, words, constants, len(words), len(constants)) % 2**64

@@ -1,7 +1,7 @@
 """The ways a bucket goes from a trainer to rollout engines: one Protocol, four implementations beside this file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec
@@ -14,6 +14,17 @@ class Sent:
     specs: Sequence[WeightSpec]
     fingerprints: dict[str, int]
     contents: Any = None
+
+    def apart(self) -> tuple["Sent", Any]:
+        """The description without the contents, and those beside it: a tensor that is no part of an object travels
+        without being copied into a message."""
+        return replace(self, contents=None), self.contents
+
+    @staticmethod
+    def joined(apart: tuple["Sent", Any]) -> "Sent":
+        """What was taken apart."""
+        described, contents = apart
+        return replace(described, contents=contents)
 
 
 class WeightWay(Protocol):

@@ -1,6 +1,7 @@
 """The policy that learns: log-probs of what was generated, updates, and its weights for those who generate."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -129,12 +130,12 @@ class ActorWorker(ModelWorker):
         self._end.join()
 
     @register(Dispatch.ONE_TO_ALL)
-    def send_bucket(self) -> Sent | None:
+    def send_bucket(self) -> tuple[Sent, Any] | None:
         """Send the next bucket; rank 0 says what the receivers need, the others only gather with it."""
         assert self._end is not None, "offer_weights comes first"
         self._buckets = self._buckets or self.gathered_buckets()
         bucket = next(self._buckets)
-        return self._end.send(bucket) if self.rank == 0 else None
+        return self._end.send(bucket).apart() if self.rank == 0 else None
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_sending(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
@@ -50,10 +51,10 @@ class RolloutWorker(GeneratingWorker):
         self._receiver.start(offer.specs)
 
     @register(Dispatch.ONE_TO_ALL)
-    def receive_bucket(self, sent: Sent) -> None:
+    def receive_bucket(self, sent: tuple[Sent, Any]) -> None:
         """Receive the next bucket and load it. Raises WeightSyncError for a tensor that is not what was sent."""
         assert self._way is not None, "join_sender comes first"
-        self._receiver.accept(self._way.receive(sent))
+        self._receiver.accept(self._way.receive(Sent.joined(sent)))
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_receiving(self, version: int, probe: Probe) -> dict[str, float]:
