@@ -65,6 +65,7 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         (["memory.offload={reference='idle'}"], "memory.offload.reference='idle', but there is no reference model"),
         (["memory.offload={reward='host'}"], "memory.offload.reward='host', but reward.model_path is empty"),
         (["memory.offload={rollout='idle'}"], "memory.offload.rollout='idle', but a rollout engine frees its memory"),
+        (["rollout.stop_strings=['a','']"], "rollout.stop_strings=['a', ''] has an empty text, which ends every"),
         (["rollout.tensor=2"], "rollout.tensor=2, but the embedded engine is one on each rank"),
         ([*VLLM, "model.dtype=float64"], "rollout.backend='vllm' has no model.dtype='float64'"),
         ([*VLLM, "rollout.max_model_len=100"], "rollout.max_model_len=100 cannot hold data.max_prompt_length=512"),

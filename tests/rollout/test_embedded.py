@@ -357,3 +357,10 @@ def test_compiled_generation_has_the_same_bits_alone_in_company_and_with_any_num
         assert generate(narrow, wanted) == together
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_response_that_is_continued_gets_the_tokens_that_it_would_have_got(tiny_model):
+    engine = EmbeddedRollout(load_causal_lm(tiny_model(), torch.float64))
+    (whole,) = generate(engine, [Request(0, [5, 9], SamplingParams(9), noise_key=(7, 1))])
+    resumed = Request(0, [5, 9, *whole.token_ids[:4]], SamplingParams(5), noise_key=(7, 1), resume_offset=4)
+    assert generate(engine, [resumed])[0].token_ids == whole.token_ids[4:]

@@ -73,7 +73,7 @@ class PPO:
         their contents.
         """
         config, algorithm, sums = self.config, self.config.algorithm, None
-        self.metrics |= self.sync_weights()  # nothing where the policy that learns generates itself
+        self.metrics |= self.sync_weights()  # nothing where generation has the very weights that learn
         prompts = with_group_ids(prompts)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, self.global_step]
         rollouts = self.rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order
