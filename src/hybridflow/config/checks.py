@@ -184,7 +184,7 @@ def _engine(config: Config) -> Iterator[str]:
     rollout, data, parallel = config.rollout, config.data, config.parallel
     longest = data.max_prompt_length + data.max_response_length
     if "" in rollout.stop_strings:
-        yield f"rollout.stop_strings={list(rollout.stop_strings)} has an empty text, which ends every response; remove it"
+        yield f"rollout.stop_strings={list(rollout.stop_strings)} has an empty text, which ends every response"
     if rollout.backend == "embedded":
         if rollout.tensor > 1:
             yield f"rollout.tensor={rollout.tensor}, but the embedded engine is one on each rank; use backend = 'vllm'"
