@@ -24,7 +24,8 @@ def main() -> None:
     weights = random_weights(path)
     copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     shapes = {name: tensor.shape for name, tensor in weights.items()}
-    sequences, peak = probe_sequences(1000, 512), PeakMemory()
+    vocabulary = next(iter(weights.values())).shape[0]  # the input embedding comes first
+    sequences, peak = probe_sequences(vocabulary, 512), PeakMemory()
     channel.ready(threads, hybridflow=hybridflow.__version__, vllm=vllm.__version__, torch=torch.__version__)
     for request in channel.requests():
         copy = copy_once(weights, copies)
