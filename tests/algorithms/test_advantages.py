@@ -4,7 +4,11 @@ from hybridflow.algorithms import ADVANTAGES, gae_advantages, grpo_advantages
 
 
 def test_the_table_names_the_estimators():
-    assert dict(ADVANTAGES) == {"gae": gae_advantages, "grpo": grpo_advantages}
+    assert ADVANTAGES["gae"] is gae_advantages
+    assert ADVANTAGES["grpo"] is grpo_advantages
+    for name, function in ADVANTAGES.items():
+        words = name.replace("++", "_plus_plus").replace("@", "_at_").replace("-", "_")
+        assert inspect.unwrap(function).__name__ == f"{words}_advantages"
 
 
 def test_estimators_take_keyword_arguments_only():

@@ -37,8 +37,16 @@ def test_two_sequences_by_hand(mode, expected):
     assert aggregate_loss(LOSSES, MASK, mode, num_tokens=4, num_sequences=2).item() == expected
 
 
-def test_the_table_has_the_three_modes():
-    assert list(AGGREGATIONS) == MODES
+def test_the_table_has_the_three_modes_and_that_of_dr_grpo():
+    assert list(AGGREGATIONS) == [*MODES, "seq-mean-token-sum-norm"]
+
+
+def test_dr_grpo_divides_by_the_longest_length_allowed():
+    loss = aggregate_loss(LOSSES, MASK, "seq-mean-token-sum-norm", num_tokens=4, num_sequences=2, max_response_length=5)
+    whole = aggregate_loss(LOSSES, MASK, "seq-mean-token-sum", num_tokens=4, num_sequences=2)
+    assert loss.item() == pytest.approx(whole.item() / 5)
+    with pytest.raises(AlgorithmError, match="max_response_length=None is not valid"):
+        aggregate_loss(LOSSES, MASK, "seq-mean-token-sum-norm", num_tokens=4, num_sequences=2)
 
 
 @pytest.mark.parametrize("mode", MODES)

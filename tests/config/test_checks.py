@@ -26,15 +26,37 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             ["validation.group_size=2000", "validation.temperature=1"],
             "validation.group_size=2000 exceeds rollout.max_running_sequences=1024",
         ),
+        (
+            ["algorithm.advantage=pass@k", "algorithm.advantage_kwargs.k=9"],
+            "algorithm.advantage_kwargs.k=9 exceeds rollout.group_size=8",
+        ),
+        (
+            ["algorithm.filter_groups=true", "rollout.group_size=1", "algorithm.advantage=gae"],
+            "algorithm.filter_groups=true with rollout.group_size=1 leaves out",
+        ),
+        (
+            ["algorithm.advantage=gdpo"],
+            "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
+        ),
+        (["reward.weights={a = 1.0}", "reward.model_path=x"], "reward.weights={'a': 1.0} weighs numbers of a function"),
+        (["reward.overlong_buffer=600"], "reward.overlong_buffer=600 exceeds data.max_response_length=512"),
+        (
+            ["algorithm.rollout_weights=token", "actor.old_log_probs_from=rollout"],
+            "actor.old_log_probs_from='rollout' makes every weight of algorithm.rollout_weights",
+        ),
+        (
+            ["algorithm.rollout_reject={token_k3 = [0.5, 0.1]}"],
+            "algorithm.rollout_reject.token_k3=[0.5, 0.1] leaves no",
+        ),
         (["validation.group_size=4"], "validation.temperature=0 gives the same response 4 times"),
         (
             ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_in_loss=true"],
             "algorithm.kl_in_reward=true and algorithm.kl_in_loss=true count the same KL twice",
         ),
         (
-            ["algorithm.kl_in_reward=true"],
-            "algorithm.kl_in_reward=true has no effect with algorithm.advantage='grpo', which reads only scores; "
-            "use kl_in_loss = true, or advantage = 'gae'",
+            ["algorithm.kl_in_reward=true", "algorithm.advantage=pass@k"],
+            "algorithm.kl_in_reward=true has no place in algorithm.advantage='pass@k', which does not compare sums of "
+            "rewards; use kl_in_loss = true",
         ),
         (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller='adaptive' steers the KL in the reward"),
         ([*ADAPTIVE, "algorithm.kl_coef=0"], "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive'"),

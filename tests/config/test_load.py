@@ -74,7 +74,9 @@ def test_all_problems_are_reported_at_once(tmp_path):
     assert problems(recipe, ["data.train_batch_size=0", "lr=1e-3"]) == [
         f"4 problem(s) in {recipe} with overrides:",
         "data.train_batch_size: Input should be greater than 0 (got 0)",
-        "algorithm.advantage: Input should be 'gae' or 'grpo' (got 'grop')",
+        "algorithm.advantage: needs one of 'gae', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', "
+        "'opo', 'gpg', 'pass@k', 'gdpo', or a function of yours as 'path.py:function' or 'module:function' "
+        "(got 'grop')",
         "algorithm.kl_coeff: no such key; did you mean algorithm.kl_coef?",
         "lr: no such key; did you mean actor.optimizer.lr?",
     ]

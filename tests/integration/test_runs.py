@@ -38,6 +38,8 @@ def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, 
         train("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1", name="grpo"),
         train(*tiny.PPO, name="ppo"),
         train("trainer.total_steps=1", name="sft", command="sft"),
+        train("trainer.total_steps=1", "algorithm.rollout_weights=token", name="weighed"),
+        train("trainer.total_steps=1", "algorithm.filter_groups=true", name="filtered"),
     ]
     names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
     assert [name for name in sorted(names) if find_metric(name) is None] == []

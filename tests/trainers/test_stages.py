@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.config import AlgorithmConfig, load_config
+from hybridflow.config import AlgorithmConfig, Config, load_config
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.stages import (
     add_advantages,
@@ -69,7 +69,9 @@ def test_the_kl_is_taken_from_each_tokens_reward_and_its_mean_is_over_tokens():
 
 def test_advantages_come_from_the_estimator_that_is_named():
     scores, group_ids = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
-    result = add_advantages(batch(scores=scores, group_ids=group_ids), AlgorithmConfig(norm_by_std=False))
+    result = add_advantages(
+        batch(scores=scores, group_ids=group_ids), Config(algorithm=AlgorithmConfig(norm_by_std=False))
+    )
     assert result.batch["advantages"].tolist() == [[-1.0], [1.0], [0.0], [0.0]]
     assert result.batch["returns"].tolist() == [[-1.0], [1.0], [0.0], [0.0]]
 
@@ -78,14 +80,17 @@ def test_advantages_come_from_the_estimator_that_is_named():
         values=torch.tensor([[0.5, 0.5]]),
         response_mask=torch.tensor([[True, True]]),
     )
-    result = add_advantages(columns, AlgorithmConfig(advantage="gae", whiten_advantages=False, gamma=1.0, lam=0.5))
+    result = add_advantages(
+        columns, Config(algorithm=AlgorithmConfig(advantage="gae", whiten_advantages=False, gamma=1.0, lam=0.5))
+    )
     assert result.batch["advantages"].tolist() == [[0.25, 0.5]]
     assert result.batch["returns"].tolist() == [[0.75, 1.0]]
 
 
 def test_only_estimators_that_look_at_tokens_need_token_level_rewards():
-    assert needs_token_level_rewards(AlgorithmConfig(advantage="gae"))
-    assert not needs_token_level_rewards(AlgorithmConfig(advantage="grpo"))
+    assert needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="gae")))
+    assert not needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="grpo")))
+    assert needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="grpo", kl_in_reward=True)))
 
 
 @pytest.mark.parametrize(

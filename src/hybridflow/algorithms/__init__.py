@@ -6,7 +6,11 @@ batch fields, so that a function's signature says what it reads.
 
 from hybridflow.algorithms.advantages import ADVANTAGES
 from hybridflow.algorithms.aggregation import AGGREGATIONS, aggregate_loss
+from hybridflow.algorithms.decoupled_ppo import decoupled_ppo_policy_loss
+from hybridflow.algorithms.dppo import dppo_policy_loss
 from hybridflow.algorithms.gae import gae_advantages
+from hybridflow.algorithms.gdpo import gdpo_advantages
+from hybridflow.algorithms.gpg import gpg_advantages
 from hybridflow.algorithms.grpo import grpo_advantages
 from hybridflow.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_loss
 from hybridflow.algorithms.kl_controller import AdaptiveKLController, FixedKLController
@@ -17,9 +21,21 @@ from hybridflow.algorithms.log_probs import (
     log_probs_from_logits,
 )
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hybridflow.algorithms.opo import opo_advantages
 from hybridflow.algorithms.partition import balanced_partition, imbalance
+from hybridflow.algorithms.pass_at_k import pass_at_k_advantages
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.algorithms.ppo import ppo_policy_loss
+from hybridflow.algorithms.reinforce import cispo_policy_loss, reinforce_policy_loss
+from hybridflow.algorithms.reinforce_plus_plus import (
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+)
+from hybridflow.algorithms.remax import remax_advantages
+from hybridflow.algorithms.rloo import rloo_advantages
+from hybridflow.algorithms.rollout_correction import REJECTIONS, RolloutCorrection, rollout_correction
+from hybridflow.algorithms.sapo import sapo_policy_loss
+from hybridflow.algorithms.sequence_ratio import gmpo_policy_loss, gspo_policy_loss
 from hybridflow.algorithms.token_losses import PolicyLoss, ValueLoss
 from hybridflow.algorithms.value_loss import clipped_value_loss
 
@@ -28,18 +44,27 @@ __all__ = [
     "AGGREGATIONS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
+    "REJECTIONS",
     "AdaptiveKLController",
     "FixedKLController",
     "PolicyLoss",
+    "RolloutCorrection",
     "ValueLoss",
     "VocabularyShare",
     "aggregate_loss",
     "apply_kl_penalty",
     "balanced_partition",
+    "cispo_policy_loss",
     "clipped_value_loss",
+    "decoupled_ppo_policy_loss",
+    "dppo_policy_loss",
     "entropy_from_logits",
     "gae_advantages",
+    "gdpo_advantages",
+    "gmpo_policy_loss",
+    "gpg_advantages",
     "grpo_advantages",
+    "gspo_policy_loss",
     "imbalance",
     "kl_loss",
     "log_probs_and_entropy_from_logits",
@@ -48,5 +73,14 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "opo_advantages",
+    "pass_at_k_advantages",
     "ppo_policy_loss",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "reinforce_policy_loss",
+    "remax_advantages",
+    "rloo_advantages",
+    "rollout_correction",
+    "sapo_policy_loss",
 ]

@@ -47,10 +47,26 @@ def seq_mean_token_mean(
     return masked_mean(token_losses, response_mask, dim=1).sum() / max(num_sequences, 1)
 
 
+def seq_mean_token_sum_norm(
+    token_losses: Float[Tensor, "batch response_len"],
+    response_mask: Bool[Tensor, "batch response_len"],
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    max_response_length: int,
+) -> Float[Tensor, ""]:
+    """Sum over each sequence's tokens, over the longest length allowed, mean over sequences.
+
+    https://arxiv.org/abs/2503.20783 (Dr. GRPO), section 3.2: no response weighs more for being short.
+    """
+    return masked_sum(token_losses, response_mask) / (max(num_sequences, 1) * max_response_length)
+
+
 AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
     "token-mean": token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
 }
 """By configuration name (`actor.loss_aggregation`)."""
 
@@ -62,12 +78,14 @@ def aggregate_loss(
     *,
     num_tokens: int,
     num_sequences: int,
+    max_response_length: int | None = None,
 ) -> Float[Tensor, ""]:
     """This part's share of the loss of the whole mini-batch.
 
     `num_tokens` counts the true places of the masks of the *whole* mini-batch (all micro-batches, all ranks),
-    `num_sequences` its rows with at least one. If nothing is unmasked the loss is 0 and so is its gradient.
-    Raises for an unknown mode, and (on CPU, where looking is free) if the part has more than the whole.
+    `num_sequences` its rows with at least one; seq-mean-token-sum-norm divides by `max_response_length` too. If
+    nothing is unmasked the loss is 0 and so is its gradient. Raises for an unknown mode, and (on CPU, where looking is
+    free) if the part has more than the whole.
     """
     require_columns("aggregate_loss", token_losses=token_losses)
     require_mask("aggregate_loss", "response_mask", response_mask, tuple(token_losses.shape), like="token_losses")
@@ -77,7 +95,11 @@ def aggregate_loss(
     if is_free_to_read(response_mask):
         _require_within("num_tokens", num_tokens, int(response_mask.sum()))
         _require_within("num_sequences", num_sequences, int(response_mask.any(dim=1).sum()))
-    return AGGREGATIONS[mode](token_losses, response_mask, num_tokens=num_tokens, num_sequences=num_sequences)
+    counts: dict[str, int | None] = {"num_tokens": num_tokens, "num_sequences": num_sequences}
+    if mode == "seq-mean-token-sum-norm":
+        require_count("aggregate_loss", "max_response_length", max_response_length, minimum=1)
+        counts["max_response_length"] = max_response_length
+    return AGGREGATIONS[mode](token_losses, response_mask, **counts)
 
 
 def _require_within(name: str, whole: int, part: int) -> None:

@@ -4,10 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hybridflow.algorithms.guards import require_columns, require_in_range, require_mask
-from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
+from hybridflow.algorithms.guards import require_in_range
+from hybridflow.algorithms.policy_ratio import policy_columns, ratio_of
 from hybridflow.algorithms.token_losses import PolicyLoss
-from hybridflow.errors import AlgorithmError
 
 
 def ppo_policy_loss(
@@ -32,23 +31,14 @@ def ppo_policy_loss(
     `advantages` has one value per token or one per row. Where log_probs equals old_log_probs the ratio is exactly 1
     and the gradient is that of -A * log_probs.
     """
-    require_columns("ppo_policy_loss", log_probs=log_probs, old_log_probs=old_log_probs)
-    require_mask("ppo_policy_loss", "response_mask", response_mask, tuple(log_probs.shape), like="log_probs")
-    if advantages.shape != log_probs.shape and advantages.shape != (log_probs.shape[0], 1):
-        raise AlgorithmError(
-            f"ppo_policy_loss: advantages has shape {tuple(advantages.shape)}, but log_probs has shape "
-            f"{tuple(log_probs.shape)}; advantages must be (batch, response_len) or (batch, 1)."
-        )
+    log_ratio, advantages = policy_columns("ppo_policy_loss", log_probs, old_log_probs, advantages, response_mask)
     require_in_range("ppo_policy_loss", "clip_ratio_low", clip_ratio_low, minimum=0, maximum=1)
     require_in_range("ppo_policy_loss", "clip_ratio_high", clip_ratio_high, minimum=0)
     if clip_ratio_dual is not None:
         require_in_range("ppo_policy_loss", "clip_ratio_dual", clip_ratio_dual, minimum=1, above_minimum=True)
 
-    log_ratio = torch.where(response_mask, log_probs - old_log_probs.detach(), 0.0)
-    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
-    advantages = torch.where(response_mask, advantages.detach(), 0.0)
-
     # A times the minimum (A >= 0) or maximum (A < 0) of ratio and clipped ratio is the minimum of the two products.
+    ratio = ratio_of(log_ratio)
     lowest, highest = 1 - clip_ratio_low, 1 + clip_ratio_high
     bounded = torch.where(advantages >= 0, ratio.clamp(max=highest), ratio.clamp(min=lowest, max=clip_ratio_dual))
     ratio = ratio.detach()

@@ -9,6 +9,9 @@ from math import isqrt
 from hybridflow.config.sections import Config
 from hybridflow.errors import ConfigError
 
+GROUP_RELATIVE = ("grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "pass@k", "gdpo")
+"""Estimators whose advantages are all 0 for one response to a prompt."""
+
 
 def contradictions(config: Config) -> list[str]:
     """One line for each contradiction between two keys, with both values and the fix; empty if there is none."""
@@ -39,10 +42,21 @@ def _divisors(number: int) -> list[str]:
 
 def _groups(config: Config) -> Iterator[str]:
     rollout, validation = config.rollout, config.validation
-    if config.algorithm.advantage == "grpo" and rollout.group_size == 1:
+    advantage, k = config.algorithm.advantage, config.algorithm.advantage_kwargs.get("k", 4)
+    if advantage in GROUP_RELATIVE and rollout.group_size == 1:
         yield (
-            "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare, every advantage would be 0; "
-            "use a group_size of 2 or more, or advantage = 'gae'"
+            f"rollout.group_size=1 gives algorithm.advantage={advantage!r} nothing to compare, every advantage would "
+            "be 0; use a group_size of 2 or more, or advantage = 'gae'"
+        )
+    elif advantage == "pass@k" and isinstance(k, int) and k > rollout.group_size:
+        yield (
+            f"algorithm.advantage_kwargs.k={k} exceeds rollout.group_size={rollout.group_size}; pass@k draws k of a "
+            "group's responses"
+        )
+    if config.algorithm.filter_groups and rollout.group_size == 1:
+        yield (
+            "algorithm.filter_groups=true with rollout.group_size=1 leaves out every group, as one response differs "
+            "from no other; use a group_size of 2 or more"
         )
     for name, section in (("rollout", rollout), ("validation", validation)):
         if section.group_size > rollout.max_running_sequences:
@@ -64,10 +78,10 @@ def _kl(config: Config) -> Iterator[str]:
             "algorithm.kl_in_reward=true and algorithm.kl_in_loss=true count the same KL twice with one kl_coef; "
             "set one of them to false"
         )
-    if algorithm.kl_in_reward and algorithm.advantage == "grpo":
+    if algorithm.kl_in_reward and algorithm.advantage in ("gdpo", "pass@k"):
         yield (
-            "algorithm.kl_in_reward=true has no effect with algorithm.advantage='grpo', which reads only scores; "
-            "use kl_in_loss = true, or advantage = 'gae'"
+            f"algorithm.kl_in_reward=true has no place in algorithm.advantage={algorithm.advantage!r}, which does not "
+            "compare sums of rewards; use kl_in_loss = true"
         )
     if algorithm.kl_controller == "adaptive" and not algorithm.kl_in_reward:
         yield (
@@ -79,6 +93,20 @@ def _kl(config: Config) -> Iterator[str]:
             "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive', which multiplies it; "
             "start from a kl_coef above 0"
         )
+
+
+def _rollout_correction(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if config.corrects_rollouts and config.actor.old_log_probs_from == "rollout":
+        yield (
+            "actor.old_log_probs_from='rollout' makes every weight of algorithm.rollout_weights and statistic of "
+            "algorithm.rollout_reject that of a ratio of 1; use old_log_probs_from = 'trainer', or leave them out"
+        )
+    bounds = {"rollout_weight_bounds": algorithm.rollout_weight_bounds}
+    bounds |= {f"rollout_reject.{name}": pair for name, pair in algorithm.rollout_reject.items()}
+    for key, (lowest, highest) in bounds.items():
+        if lowest > highest:
+            yield f"algorithm.{key}=[{lowest}, {highest}] leaves nothing between; the lower bound comes first"
 
 
 def _old_log_probs(config: Config) -> Iterator[str]:
@@ -254,6 +282,21 @@ def _lora(config: Config) -> Iterator[str]:
 
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
+    if reward.weights and reward.model_path:
+        yield (
+            f"reward.weights={reward.weights} weighs numbers of a function, but reward.model_path="
+            f"{reward.model_path!r} gives one score; leave one of them empty"
+        )
+    if config.algorithm.advantage == "gdpo" and not reward.weights:
+        yield (
+            "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names none; name the numbers "
+            "that the function returns, as in {correct = 1.0, format = 0.2}"
+        )
+    if reward.overlong_buffer > config.data.max_response_length:
+        yield (
+            f"reward.overlong_buffer={reward.overlong_buffer} exceeds data.max_response_length="
+            f"{config.data.max_response_length}; a response would lose score before its first token"
+        )
     if reward.model_path and reward.function:
         yield (
             f"reward.model_path={reward.model_path!r} and reward.function={reward.function!r} both give the score; "
@@ -289,6 +332,7 @@ SUBJECTS = (
     _groups,
     _kl,
     _old_log_probs,
+    _rollout_correction,
     _tokens,
     _critic_warmup,
     _validation,

@@ -75,6 +75,8 @@ def _describe(section: Section, key: str) -> tuple[str, str]:
 
 
 def _valid(schema: Mapping[str, Any]) -> str:
+    if "shown" in schema:
+        return schema["shown"]
     if "const" in schema or "enum" in schema:
         return " or ".join(json.dumps(value) for value in schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:

@@ -4,13 +4,33 @@ Every key has a meaning (`hybridflow config --reference` prints them) and a defa
 Values that need each other are checked together in `checks`. No torch here.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-AdvantageName = Literal["gae", "grpo"]
-PolicyLossName = Literal["ppo"]
-AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+AdvantageName = Literal[
+    "gae",
+    "grpo",
+    "rloo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "pass@k",
+    "gdpo",
+]
+PolicyLossName = Literal["ppo", "decoupled-ppo", "gspo", "gmpo", "cispo", "sapo", "dppo", "reinforce"]
+AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+RejectionName = Literal[
+    "token_ratio",
+    "token_k3",
+    "sequence_ratio",
+    "sequence_geometric_ratio",
+    "sequence_mean_k3",
+    "sequence_max_k3",
+    "sequence_min_ratio",
+]
 KLEstimatorName = Literal["k1", "k2", "k3", "abs"]
 OffloadName = Literal["idle", "host"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -21,6 +41,8 @@ OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "trun
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Parameter = bool | int | float | str
+Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 NoneAsText = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
 
@@ -32,6 +54,21 @@ def _count_or_auto(value: object) -> object:
 
 
 CountOrAuto = BeforeValidator(_count_or_auto)
+
+
+def _named_or_user(names: Any) -> BeforeValidator:
+    """One of the names, or a function of the user's."""
+
+    def valid(value: object) -> object:
+        if value not in get_args(names) and not (isinstance(value, str) and ":" in value.strip(":")):
+            known = ", ".join(map(repr, get_args(names)))
+            raise ValueError(f"needs one of {known}, or a function of yours as 'path.py:function' or 'module:function'")
+        return value
+
+    return BeforeValidator(valid)
+
+
+UserFunction = Annotated[str, Field(json_schema_extra={"shown": "'path.py:function' or 'module:function'"})]
 
 
 class Section(BaseModel):
@@ -215,7 +252,12 @@ class ActorConfig(Section):
         default=0, description="Prompts in one optimizer step; must divide data.train_batch_size. 0 is all of them."
     )
     epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
-    policy_loss: PolicyLossName = Field(default="ppo", description="The policy objective.")
+    policy_loss: Annotated[PolicyLossName | UserFunction, _named_or_user(PolicyLossName)] = Field(
+        default="ppo", description="The policy objective, or a function of yours (docs/algorithms.md)."
+    )
+    policy_loss_kwargs: dict[str, Parameter] = Field(
+        default={}, description="Parameters of the policy loss that are no keys here, as in {tau_neg = 1.1}."
+    )
     old_log_probs_from: Literal["trainer", "rollout"] = Field(
         default="trainer",
         description="Whose log-probs the ratio compares with: the trainer's, from before the update, or the sampler's.",
@@ -250,6 +292,10 @@ class CriticConfig(Section):
     )
     loss_aggregation: AggregationName = Field(default="token-mean", description="How token losses become one number.")
     warmup_steps: NonNegative = Field(default=0, description="Steps in which only the critic is trained.")
+    always: bool = Field(
+        default=False,
+        description="Train a critic whatever algorithm.advantage is: for a function of yours that reads `values`.",
+    )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
@@ -258,10 +304,16 @@ class ReferenceConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: AdvantageName = Field(default="grpo", description="The advantage estimator; gae adds a critic.")
+    advantage: Annotated[AdvantageName | UserFunction, _named_or_user(AdvantageName)] = Field(
+        default="grpo",
+        description="The advantage estimator, or a function of yours (docs/algorithms.md); gae adds a critic.",
+    )
+    advantage_kwargs: dict[str, Parameter] = Field(
+        default={}, description="Parameters of the estimator that are no keys here, as in {k = 8}."
+    )
     gamma: Fraction = Field(default=1.0, description="Discount factor.")
     lam: Fraction = Field(default=1.0, description="GAE's lambda.")
-    norm_by_std: bool = Field(default=True, description="GRPO: divide by the group's standard deviation.")
+    norm_by_std: bool = Field(default=True, description="grpo, gpg: divide by the group's standard deviation.")
     whiten_advantages: bool = Field(
         default=True, description="GAE: shift and scale advantages to mean 0, variance 1 over the batch."
     )
@@ -280,6 +332,30 @@ class AlgorithmConfig(Section):
     )
     kl_target: Annotated[float, Field(gt=0)] = Field(default=0.1, description="KL the adaptive controller aims for.")
     kl_horizon: Positive = Field(default=10000, description="Samples over which the adaptive controller acts.")
+    filter_groups: bool = Field(
+        default=False,
+        description="Dynamic sampling: leave out groups whose scores are all equal and sample more prompts in their "
+        "place, until there are data.train_batch_size groups.",
+    )
+    max_sampling_rounds: Positive = Field(
+        default=8,
+        description="filter_groups: batches of prompts that a step samples at most; then groups without a difference "
+        "fill what is left.",
+    )
+    rollout_weights: Literal["none", "token", "sequence"] = Field(
+        default="none",
+        description="Weigh each token's policy loss with the probability ratio of the trainer's policy before the "
+        "update to the one that sampled, of the token or of its whole response.",
+    )
+    rollout_weight_bounds: Bounds = Field(default=(0.0, 2.0), description="Smallest and largest of these weights.")
+    rollout_weight_outside: Literal["truncate", "mask"] = Field(
+        default="truncate", description="A weight outside of its bounds becomes the nearest bound, or 0."
+    )
+    rollout_reject: dict[RejectionName, Bounds] = Field(
+        default={},
+        description="Bounds of statistics of the same ratio outside of which a token, or a whole response, is not "
+        "learned from, as in {sequence_mean_k3 = [0.0, 0.01]} (docs/algorithms.md).",
+    )
 
 
 class RewardConfig(Section):
@@ -290,6 +366,19 @@ class RewardConfig(Section):
         default="",
         description="Directory of a reward model that scores in place of a function: a sequence classifier with one "
         "label, with its own tokenizer and chat template.",
+    )
+    weights: dict[str, float] = Field(
+        default={},
+        description="Names of numbers that the function returns and their weights: the score is the weighted sum, as "
+        "in {correct = 1.0, format = 0.2}; empty: the score it returns.",
+    )
+    overlong_buffer: NonNegative = Field(
+        default=0,
+        description="Tokens before data.max_response_length in which a response loses up to overlong_penalty of its "
+        "score, in proportion; 0 is none. Validation scores stay as they are.",
+    )
+    overlong_penalty: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="What a response of data.max_response_length tokens loses."
     )
     on_error: Literal["stop", "zero"] = Field(
         default="stop",
@@ -417,13 +506,18 @@ class Config(Section):
 
     @property
     def uses_critic(self) -> bool:
-        return self.algorithm.advantage == "gae"
+        return self.algorithm.advantage == "gae" or self.critic.always
 
     @property
     def is_on_policy(self) -> bool:
         """Whether each batch gives exactly one optimizer step, so that the ratio is 1 by definition."""
         one_step = self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
         return one_step and self.actor.old_log_probs_from == "trainer"
+
+    @property
+    def corrects_rollouts(self) -> bool:
+        """Whether samples are weighed or rejected for the policy that made them."""
+        return self.algorithm.rollout_weights != "none" or bool(self.algorithm.rollout_reject)
 
     @property
     def uses_reference(self) -> bool:

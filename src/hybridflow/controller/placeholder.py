@@ -39,10 +39,11 @@ class PlaceholderWorker:
 
 
 class PlaceholderBackend:
-    """As a backend, but nothing runs."""
+    """As a backend, but nothing runs. `lengths` are those of axes that the glossary alone does not fix."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Mapping[str, int] | None = None) -> None:
         self.trace = Trace()
+        self._lengths = lengths or {}
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
         """Anything fits."""
@@ -89,7 +90,7 @@ class PlaceholderBackend:
             )
         factor = terms.columns.rows_per_row
         num_rows = 1 if factor is None else factor * (terms.num_rows or len(batches[0]))
-        return synthetic_batch(terms.columns.writes, num_rows if terms.columns.writes else 0)
+        return synthetic_batch(terms.columns.writes, num_rows if terms.columns.writes else 0, self._lengths)
 
     def call_all(
         self,
@@ -125,16 +126,17 @@ class PlaceholderBackend:
         """Nothing runs."""
 
 
-def synthetic_batch(columns: Sequence[str], num_rows: int) -> DataProto:
+def synthetic_batch(columns: Sequence[str], num_rows: int, lengths: Mapping[str, int] | None = None) -> DataProto:
     """Rows of the named columns, shaped and typed as the glossary has them; one that it lacks is a number a row."""
     tensors, arrays = {}, {}
+    lengths = {**_LENGTHS, **(lengths or {})}
     for name in columns:
         field = FIELDS.get(name)
         if field is not None and not field.is_tensor:
             arrays[name] = np.empty(num_rows, dtype=object)
             arrays[name][:] = [{} if name in _DICTIONARIES else "" for _ in range(num_rows)]
             continue
-        shape = [num_rows, *(_LENGTHS[axis] for axis in (field.shape[1:] if field else ()))]
+        shape = [num_rows, *(lengths[axis] for axis in (field.shape[1:] if field else ()))]
         dtype: Any = field.dtype if field else torch.float32
         rows = torch.arange(1, num_rows + 1).reshape(-1, *[1] * (len(shape) - 1)).expand(shape)
         tensors[name] = torch.ones(shape, dtype=dtype) if "mask" in name else rows.to(dtype).clone()

@@ -58,6 +58,17 @@ METRICS: dict[str, Metric] = {
     "rollout/log_prob_drift_max": Metric("The largest of them.", "max"),
     "rollout/log_prob_drift_share": Metric("Share of tokens where it is above 0.1.", "sum"),
     "rollout/log_prob_kl": Metric("KL of the engine's distribution to the trainer's, estimated by k3.", "sum"),
+    "rollout_correction/weight_mean": Metric("Mean over tokens of what their policy loss is multiplied with."),
+    "rollout_correction/weight_max": Metric("The largest of these weights.", "max"),
+    "rollout_correction/weight_min": Metric("The smallest of these weights.", "min"),
+    "rollout_correction/bounded_share": Metric("Share of tokens whose weight was outside of its bounds."),
+    "rollout_correction/rejected_share": Metric("Share of tokens that a statistic rejected."),
+    "rollout_correction/effective_share": Metric(
+        "Effective sample size of the weights over their number: 1 where all are equal."
+    ),
+    "sampling/rounds": Metric("Batches of prompts that dynamic sampling took for this step.", "max"),
+    "sampling/differing_groups": Metric("Share of the sampled groups whose scores are not all equal."),
+    "sampling/filled_groups": Metric("Share of the batch that groups without a difference fill.", "mean"),
     "weight_sync/bytes": Metric("Weights that went from the trainer to each rollout engine before this step.", "max"),
     "weight_sync/probe_diff_mean": Metric(
         "After the sync: mean |log-prob| difference of engine and trainer on the probe sequences.", "max"

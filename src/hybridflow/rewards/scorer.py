@@ -28,6 +28,8 @@ class RewardResult:
     scores: Tensor
     failed: Tensor
     extras: list[dict[str, float]]
+    components: Tensor | None = None
+    """With `weights`: the numbers that they weigh, (batch, len(weights)), in their order."""
 
     @property
     def num_errors(self) -> int:
@@ -42,6 +44,8 @@ class RewardScorer:
     keyword arguments data_source, solution_str, ground_truth, extra_info (its own copies) and returns a number, or a
     dict with a `score` whose other numbers become `extras`. An exception in it, and anything else it returns, is a
     `RewardError` showing the sample; with `on_error="zero"` it is counted and scores `error_score`.
+    With `weights` the score is the weighted sum of numbers that the function returned, "score" being one of them;
+    a missing one is an error like the others.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class RewardScorer:
         *,
         on_error: Literal["stop", "zero"] = "stop",
         error_score: float = 0.0,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if on_error not in ("stop", "zero"):
             raise RewardError(f"on_error={on_error!r} is not one of stop, zero.")
@@ -60,6 +65,7 @@ class RewardScorer:
         elif function is not None:
             check_signature(function, getattr(function, "__name__", repr(function)))
         self._function, self._on_error, self._error_score = function, on_error, error_score
+        self._weights = dict(weights or {})
 
     def score(
         self,
@@ -88,16 +94,19 @@ class RewardScorer:
         extras: list[dict[str, float]] = []
         failed: list[bool] = []
         failures: list[RewardError] = []
+        components: list[list[float]] = []
         for function, solution, source, truth, info, prompt in zip(functions, solution_texts, *columns, strict=True):
             failed.append(False)
             try:
-                score, numbers_beside = _call(function, source, solution, truth, info, prompt)
+                score, numbers_beside, parts = _call(function, self._weights, source, solution, truth, info, prompt)
             except RewardError as error:
                 if self._on_error == "stop":
                     raise
                 failures.append(error)
                 failed[-1], score, numbers_beside = True, self._error_score, {}
+                parts = [self._error_score] * len(self._weights)
             scores.append(score)
+            components.append(parts)
             extras.append(numbers_beside)
         if failures:
             logger.warning(
@@ -107,7 +116,12 @@ class RewardScorer:
                 self._error_score,
                 failures[0],
             )
-        return RewardResult(torch.tensor(scores, dtype=torch.float32), torch.tensor(failed, dtype=torch.bool), extras)
+        return RewardResult(
+            torch.tensor(scores, dtype=torch.float32),
+            torch.tensor(failed, dtype=torch.bool),
+            extras,
+            torch.tensor(components, dtype=torch.float32).reshape(num_rows, -1) if self._weights else None,
+        )
 
     def _choose(self, data_source: str) -> RewardFunction:
         if self._function is not None:
@@ -121,9 +135,15 @@ class RewardScorer:
 
 
 def _call(
-    function: RewardFunction, data_source: str, solution: str, ground_truth: Any, extra_info: Any, raw_prompt: Any
-) -> tuple[float, dict[str, float]]:
-    """Return (score, other numbers) of one response; every failure is a `RewardError` that shows the sample."""
+    function: RewardFunction,
+    weights: Mapping[str, float],
+    data_source: str,
+    solution: str,
+    ground_truth: Any,
+    extra_info: Any,
+    raw_prompt: Any,
+) -> tuple[float, dict[str, float], list[float]]:
+    """Return (score, other numbers, weighted ones) of a response; every failure is a `RewardError` with the sample."""
 
     def failure(problem: str) -> RewardError:
         shown = {"data_source": data_source, "prompt": raw_prompt, "solution": solution, "ground_truth": ground_truth}
@@ -142,13 +162,15 @@ def _call(
         raise failure(f"raised {type(error).__name__}: {error}") from error
 
     if not isinstance(result, Mapping):
-        score = _as_float(result)
-        if score is None:
+        if _as_float(result) is None:
             raise failure(f"returned {_excerpt(result)}, which is not a finite number or a dict with a 'score',")
-        return score, {}
-    score = _as_float(result.get("score"))
-    if score is None:
-        raise failure(f"returned {_excerpt(dict(result))}, whose 'score' is missing or not a finite number,")
+        result = {"score": result}
+    parts = [_as_float(result.get(name)) for name in weights or ("score",)]
+    for name, part in zip(weights or ("score",), parts, strict=True):
+        if part is None:
+            raise failure(f"returned {_excerpt(dict(result))}, whose {name!r} is missing or not a finite number,")
+    known = [part for part in parts if part is not None]
+    score = sum(weight * part for weight, part in zip(weights.values(), known, strict=True)) if weights else known[0]
     numbers_beside: dict[str, float] = {}
     for name, value in result.items():
         if name == "score" or not _is_number(value):
@@ -157,7 +179,7 @@ def _call(
         if as_float is None:
             raise failure(f"returned {_excerpt(dict(result))}, whose {name!r} is not finite,")
         numbers_beside[str(name)] = as_float
-    return score, numbers_beside
+    return score, numbers_beside, known
 
 
 def _is_number(value: Any) -> bool:

@@ -15,6 +15,7 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
+from hybridflow.runtime.user_code import load_user_function
 
 __all__ = [
     "StopRequest",
@@ -26,6 +27,7 @@ __all__ = [
     "fsync_path",
     "keep_freed_memory",
     "listen",
+    "load_user_function",
     "measure_peak_flops",
     "memory_limit",
     "own_device",

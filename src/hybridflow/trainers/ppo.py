@@ -19,21 +19,20 @@ from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.balance import balanced_order
 from hybridflow.trainers.rl_metrics import log_prob_metrics
+from hybridflow.trainers.sampling import MorePrompts, Sampling
 from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import (
     add_advantages,
+    corrected_rollouts,
     mini_batch_rows,
     needs_old_log_probs,
     needs_token_level_rewards,
     rollout_as_old_log_probs,
     token_level_rewards,
-    with_group_ids,
+    with_overlong_penalty,
     with_row_ids,
 )
 from hybridflow.trainers.weight_transfer import weight_sync_of
-
-TRAINING_STREAM = 0
-"""Second entry of a noise key; validation has its own."""
 
 
 class PPO:
@@ -58,7 +57,7 @@ class PPO:
         self.actor = StageCalls(actor_rollout)
         self.rollout = StageCalls(rollout) if rollout else self.actor
         self.sync_weights = weight_sync_of(config, actor_rollout, rollout)
-        self.rewards = StageCalls(rewards)
+        self.sample = Sampling(config, self.rollout, StageCalls(rewards))
         self.critic = StageCalls(critic) if critic else None
         self.reference = StageCalls(reference) if reference else None
         self.kl_controller = _kl_controller(config)
@@ -66,35 +65,40 @@ class PPO:
         self.shape = decoder_shape(config.model.path) if config.model.path else None
         self.global_step = 0
 
-    def step(self, prompts: DataProto) -> DataProtoFuture:
+    def step(self, prompts: DataProto, more_prompts: MorePrompts | None = None) -> DataProtoFuture:
         """One step of the algorithm on a batch of prompts; returns the batch with every column it made.
+
+        `more_prompts` gives further batches to dynamic sampling, which may need some.
 
         Calls return futures: they run as soon as what they read is there, and stay where they are until somebody needs
         their contents.
         """
         config, algorithm, sums = self.config, self.config.algorithm, None
         self.metrics |= self.sync_weights()  # nothing where generation has the very weights that learn
-        prompts = with_group_ids(prompts)
-        prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, self.global_step]
-        rollouts = self.rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order
-        batch = with_row_ids(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
-        batch = batch.union(self.rewards.score(batch))
+        batch = with_row_ids(self.sample(prompts, more_prompts, self.global_step))  # responses and their scores
+        self.metrics |= self.sample.metrics
+        if config.reward.overlong_buffer:
+            batch = with_overlong_penalty(batch, config)
         batch, as_generated = self._balanced(batch)
         if config.actor.old_log_probs_from == "rollout":
             batch = batch.union(rollout_as_old_log_probs(batch))
         elif needs_old_log_probs(config):
             batch = batch.union(self.actor.compute_log_probs(batch))
             sums = self.actor.sum_log_prob_metrics(batch)
+        if config.corrects_rollouts:
+            weights, metrics = corrected_rollouts(batch, algorithm)
+            batch = batch.union(weights)
+            self.metrics |= metrics
         if self.reference:
             batch = batch.union(self.reference.compute_ref_log_probs(batch))
         if self.critic:
             batch = batch.union(self.critic.compute_values(batch))
-        if needs_token_level_rewards(algorithm):
+        if needs_token_level_rewards(config):
             rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
             batch = batch.union(rewards)
             if algorithm.kl_in_reward:
                 self._steer_kl(kl, num_samples=len(batch))
-        batch = batch.union(add_advantages(batch, algorithm))
+        batch = batch.union(add_advantages(batch, config))
         updates = []
         if self.critic:
             steps = self._with_mini_batches(batch, config.critic.mini_batch_size, config.critic.epochs)

@@ -57,7 +57,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     Raises what is wrong with the program: FieldError for a column that nobody has made, naming the method that needs
     it and who makes it.
     """
-    backend = PlaceholderBackend()
+    backend = PlaceholderBackend({"components": len(config.reward.weights)})
     groups = {}
     for name, processes in pools_of(config).items():
         roles = {role: cls for role, cls in (classes or role_classes(config)).items() if pool_of(config, role) == name}

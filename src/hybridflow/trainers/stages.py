@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms import ADVANTAGES, apply_kl_penalty
+from hybridflow.algorithms import apply_kl_penalty, rollout_correction
 from hybridflow.config import AlgorithmConfig, Config
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
-from hybridflow.workers.signature_columns import columns_of, parameters_of
+from hybridflow.workers.algorithm_functions import advantage_estimator
 
 Batch = DataProto | DataProtoFuture
 _Batch = TypeVar("_Batch", DataProto, DataProtoFuture)
@@ -25,9 +25,9 @@ def read(batch: Batch, columns: Iterable[str]) -> DataProto:
     return DataProtoFuture.of(batch).get(tuple(columns))
 
 
-def with_group_ids(prompts: DataProto) -> DataProto:
-    """The prompts with `group_ids`, their place in the batch; their responses will share it."""
-    return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
+def with_group_ids(prompts: DataProto, first: int = 0) -> DataProto:
+    """The prompts with `group_ids`, numbers from `first` on; their responses will share them."""
+    return prompts.union(DataProto.from_dict({"group_ids": torch.arange(first, first + len(prompts))}))
 
 
 def with_row_ids(batch: _Batch) -> _Batch:
@@ -37,7 +37,7 @@ def with_row_ids(batch: _Batch) -> _Batch:
 
 def needs_old_log_probs(config: Config) -> bool:
     """Whether anything reads log-probs from before the update; where it is on-policy, its ratio does not."""
-    return config.algorithm.kl_in_reward or not config.is_on_policy
+    return config.algorithm.kl_in_reward or config.corrects_rollouts or not config.is_on_policy
 
 
 def rollout_as_old_log_probs(batch: Batch) -> DataProtoFuture:
@@ -45,9 +45,9 @@ def rollout_as_old_log_probs(batch: Batch) -> DataProtoFuture:
     return DataProtoFuture.of(batch).select_columns(["rollout_log_probs"]).rename("rollout_log_probs", "old_log_probs")
 
 
-def needs_token_level_rewards(config: AlgorithmConfig) -> bool:
-    """Whether the estimator looks at single tokens; critic-free ones read one score a row."""
-    return "token_level_rewards" in columns_of(ADVANTAGES[config.advantage])
+def needs_token_level_rewards(config: Config) -> bool:
+    """Whether the estimator looks at single tokens, or scores are to lose the KL penalty of theirs."""
+    return config.algorithm.kl_in_reward or "token_level_rewards" in advantage_estimator(config).columns
 
 
 def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
@@ -73,11 +73,57 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
     return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), mean_kl
 
 
-def add_advantages(batch: Batch, config: AlgorithmConfig) -> DataProto:
-    """`advantages` and `returns` by the estimator that `algorithm.advantage` names."""
-    estimator = ADVANTAGES[config.advantage]
-    columns = read(batch, columns_of(estimator)).batch
-    advantages, returns = estimator(**columns, **parameters_of(estimator, config))
+def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFuture:
+    """The batch whose `scores` are less by what responses near data.max_response_length lose.
+
+    https://arxiv.org/abs/2503.14476 (DAPO), equation 13, where no response exceeds the limit: of the last
+    `overlong_buffer` tokens a response may have, each it has costs overlong_penalty / overlong_buffer.
+    """
+    columns = read(batch, ("response_mask", "scores")).batch
+    buffer = config.reward.overlong_buffer
+    over = columns["response_mask"].sum(-1) - (config.data.max_response_length - buffer)
+    penalty = config.reward.overlong_penalty * over.clamp(min=0) / buffer
+    others = [name for name in batch.columns or () if name != "scores"]
+    return batch.select_columns(others).union(DataProto.from_dict({"scores": columns["scores"] - penalty}))
+
+
+def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
+    """`rollout_weights`, what each token's policy loss is multiplied with, and what is to be said of them."""
+    columns = read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
+    mask = columns["response_mask"]
+    correction = rollout_correction(
+        **columns,
+        rollout_weights=config.rollout_weights,
+        rollout_weight_bounds=config.rollout_weight_bounds,
+        rollout_weight_outside=config.rollout_weight_outside,
+        rollout_reject={str(name): bounds for name, bounds in config.rollout_reject.items()},
+    )
+    weights = correction.weights[mask].double()
+    metrics = {
+        "rollout_correction/weight_mean": float(weights.mean()),
+        "rollout_correction/weight_max": float(weights.max()),
+        "rollout_correction/weight_min": float(weights.min()),
+        "rollout_correction/bounded_share": float(correction.bounded[mask].double().mean()),
+        "rollout_correction/rejected_share": float(correction.rejected[mask].double().mean()),
+        "rollout_correction/effective_share": float(
+            weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)
+        ),
+    }
+    return DataProto.from_dict({"rollout_weights": correction.weights}), metrics
+
+
+def add_advantages(batch: Batch, config: Config) -> DataProto:
+    """`advantages` and `returns` by the estimator that `algorithm.advantage` names.
+
+    Where the KL is in the reward, an estimator of scores is given each row's sum of token rewards.
+    """
+    estimator = advantage_estimator(config)
+    penalised = config.algorithm.kl_in_reward and "scores" in estimator.columns
+    columns = read(batch, {*estimator.columns, *["token_level_rewards"] * penalised}).batch
+    given = {name: columns[name] for name in estimator.columns}
+    if penalised:
+        given["scores"] = columns["token_level_rewards"].sum(-1)
+    advantages, returns = estimator(**given)
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 

@@ -24,6 +24,7 @@ ROLLOUT_COLUMNS = (
     *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
     *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
 )
+GREEDY = ValidationConfig(temperature=0.0, group_size=1)
 
 
 class GeneratingWorker(Worker):
@@ -48,6 +49,11 @@ class GeneratingWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """`rollout.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.rollout)
+
+    @register(TO_ENGINES, reads=PROMPT_COLUMNS, writes=ROLLOUT_COLUMNS)
+    def generate_greedy_sequences(self, prompts: DataProto) -> DataProto:
+        """The one response to each prompt whose every token is the likeliest, in order."""
+        return self._generate(prompts, GREEDY)
 
     @register(
         TO_ENGINES,

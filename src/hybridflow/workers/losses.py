@@ -5,19 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms import POLICY_LOSSES, aggregate_loss, clipped_value_loss, kl_loss
+from hybridflow.algorithms import PolicyLoss, aggregate_loss, clipped_value_loss, kl_loss
 from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs
 from hybridflow.protocol import DataProto
+from hybridflow.workers.algorithm_functions import policy_loss
 from hybridflow.workers.drift import LARGEST, MEAN, drift_of_tokens
-from hybridflow.workers.signature_columns import columns_of, parameters_of
 
 
 def actor_columns(config: Config) -> tuple[str, ...]:
     """What `actor_loss` reads of a batch under a configuration."""
-    columns = {"response_mask", "rollout_log_probs", *columns_of(POLICY_LOSSES[config.actor.policy_loss])}
+    columns = {"response_mask", "rollout_log_probs", "old_log_probs", *policy_loss(config).columns}
     if config.is_on_policy:
         columns.discard("old_log_probs")
+    if config.corrects_rollouts:
+        columns.add("rollout_weights")
     if config.algorithm.kl_in_loss:
         columns.add("ref_log_probs")
     return tuple(sorted(columns))
@@ -28,21 +30,34 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
 
     When the update is on-policy, the old log-probs are the new ones held constant: the ratio is exactly 1.
     """
-    policy_loss = POLICY_LOSSES[config.actor.policy_loss]
-    parameters = parameters_of(policy_loss, config.actor)
-    names = columns_of(policy_loss)
+    function = policy_loss(config)
+    names = {"old_log_probs", *function.columns}
+    max_response_length = config.data.max_response_length
 
     def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
         log_probs, mask = outputs["log_probs"], _column(rows, "response_mask")
         columns = {name: _column(rows, name) for name in names if name != "old_log_probs" or not config.is_on_policy}
         if config.is_on_policy:
             columns["old_log_probs"] = log_probs.detach()
-        policy = policy_loss(log_probs=log_probs, **columns, **parameters)
+        policy = function(log_probs=log_probs, **{name: columns[name] for name in function.columns})
+        if isinstance(policy, Tensor):  # a function of the user's may say no more than the losses
+            nowhere = torch.zeros_like(mask)
+            policy = PolicyLoss(policy, nowhere, nowhere, torch.ones_like(policy))
+        token_losses = policy.token_losses
+        if config.corrects_rollouts:
+            token_losses = token_losses * _column(rows, "rollout_weights")
 
         def share(token_values: Tensor, mode: str = "token-mean") -> Tensor:
-            return aggregate_loss(token_values, mask, mode, num_tokens=num_tokens, num_sequences=num_sequences)
+            return aggregate_loss(
+                token_values,
+                mask,
+                mode,
+                num_tokens=num_tokens,
+                num_sequences=num_sequences,
+                max_response_length=max_response_length,
+            )
 
-        total = policy_share = share(policy.token_losses, config.actor.loss_aggregation)
+        total = policy_share = share(token_losses, config.actor.loss_aggregation)
         metrics: dict[str, Any] = {
             "actor/policy_loss": policy_share,
             "actor/clipfrac": share(policy.clipped.to(log_probs.dtype)),
@@ -83,7 +98,11 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunc
             response_mask=mask,
             value_clip=config.critic.value_clip,
         )
-        counts = {"num_tokens": num_tokens, "num_sequences": num_sequences}
+        counts = {
+            "num_tokens": num_tokens,
+            "num_sequences": num_sequences,
+            "max_response_length": config.data.max_response_length,
+        }
         clipped = aggregate_loss(value.clipped.to(value.token_losses.dtype), mask, "token-mean", **counts)
         total = aggregate_loss(value.token_losses, mask, config.critic.loss_aggregation, **counts)
         return total, {"critic/clipfrac": float(clipped)}

@@ -21,6 +21,11 @@ SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_info
 SCORE_COLUMNS = ("scores", "reward_failed", "reward_extras")
 
 
+def score_columns(config: Config) -> tuple[str, ...]:
+    """What `score` makes: with weights of several rewards, these too."""
+    return (*SCORE_COLUMNS, "reward_components") if config.reward.weights else SCORE_COLUMNS
+
+
 class RewardWorker(Worker):
     """Runs `reward.function`, or the function that each row's data source names."""
 
@@ -28,12 +33,14 @@ class RewardWorker(Worker):
         if self.rank == 0 or self.has_collectives:  # a process of its own; where ranks share one, the first speaks
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
         reward = config.reward
-        self.scorer = RewardScorer(reward.function, on_error=reward.on_error, error_score=reward.error_score)
+        self.scorer = RewardScorer(
+            reward.function, on_error=reward.on_error, error_score=reward.error_score, weights=reward.weights
+        )
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
         reads=SCORED_COLUMNS,
-        writes=SCORE_COLUMNS,
+        writes=score_columns,
         parts=lambda config: config.controller.parts,
     )
     def score(self, batch: DataProto) -> DataProto:
@@ -48,9 +55,12 @@ class RewardWorker(Worker):
         )
         extras = np.empty(len(batch), dtype=object)
         extras[:] = result.extras
-        return DataProto.from_dict({"scores": result.scores, "reward_failed": result.failed}, {"reward_extras": extras})
+        tensors = {"scores": result.scores, "reward_failed": result.failed}
+        if result.components is not None:
+            tensors["reward_components"] = result.components
+        return DataProto.from_dict(tensors, {"reward_extras": extras})
 
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=SCORE_COLUMNS)
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=score_columns)
     def score_validation(self, batch: DataProto) -> DataProto:
         """As `score`, for responses that nothing is learned from: random numbers are as before afterwards."""
         with unchanged_random_state():

@@ -1,0 +1,62 @@
+"""Loads a function of the user's own, from a file or a module."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_user_function(name: str, what: str, error: type[Exception]) -> Callable[..., Any]:
+    """The function that 'path/to/file.py:function' or 'package.module:function' names.
+
+    Raises `error`, which says `what` it was to be ("reward function"), if there is no such file, module or function,
+    or if the code fails on import.
+    """
+    source, _, function_name = name.rpartition(":")
+    if not source or not function_name:
+        raise error(f"{what} {name!r}: write 'path.py:function' or 'module:function'.")
+    try:
+        module = _load_file(source) if source.endswith(".py") else _load_module(source)
+    except ValueError as problem:
+        raise error(f"{what} {name!r}: {problem}") from problem.__cause__
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        available = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+        ]
+        raise error(
+            f"{what} {name!r}: {source} has no function '{function_name}'; "
+            f"it has {', '.join(available) or 'no functions'}."
+        )
+    return function
+
+
+def _load_module(source: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
+        raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_file(source: str) -> ModuleType:
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}.")
+    # A name of its own, so that two files of the same name do not replace each other or an installed module.
+    module_name = f"_hybridflow_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a file of the user's may raise anything
+        del sys.modules[module_name]
+        raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
+    return module

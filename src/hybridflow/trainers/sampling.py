@@ -1,0 +1,87 @@
+"""From prompts to scored responses: one round of generation, or as many as dynamic sampling asks for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridflow.config import Config
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.stage_calls import StageCalls
+from hybridflow.trainers.stages import read, with_group_ids
+
+TRAINING_STREAM = 0
+"""Second entry of a noise key; validation has its own."""
+
+MorePrompts = Callable[[], DataProto]
+"""The next batch of prompts, for a step that needs more than one."""
+
+
+class Sampling:
+    """Samples `rollout.group_size` responses to each prompt and has them scored. `metrics` are of the last call."""
+
+    def __init__(self, config: Config, rollout: StageCalls, rewards: StageCalls) -> None:
+        self._config, self._rollout, self._rewards = config, rollout, rewards
+        self.metrics: dict[str, Any] = {}
+
+    def __call__(self, prompts: DataProto, more_prompts: MorePrompts | None, step: int) -> DataProtoFuture:
+        """`group_size` rows for each prompt, in order, with responses and scores; their noise is that of `step`.
+
+        With `algorithm.filter_groups` only groups whose scores differ (https://arxiv.org/abs/2503.14476, equation 11),
+        as many as there are prompts.
+        """
+        self.metrics = {}
+        prompts = with_group_ids(prompts)
+        batch = self._round(prompts, step)
+        if self._config.algorithm.filter_groups:
+            batch = self._filtered(batch, len(prompts), more_prompts, step)
+        return batch
+
+    def _round(self, prompts: DataProto, step: int) -> DataProtoFuture:
+        config = self._config
+        prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
+        rollouts = self._rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order
+        batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
+        batch = batch.union(self._rewards.score(batch))
+        if config.algorithm.advantage == "remax":
+            batch = batch.union(self._baseline_scores(prompts))
+        return batch
+
+    def _baseline_scores(self, prompts: DataProto) -> DataProto:
+        """`baseline_scores`, those of the greedy responses, at each response to the same prompt."""
+        greedy = prompts.union(self._rollout.generate_greedy_sequences(prompts))
+        scores = read(self._rewards.score(greedy), ("scores",)).batch["scores"]
+        return DataProto.from_dict({"baseline_scores": scores.repeat_interleave(self._config.rollout.group_size)})
+
+    def _filtered(
+        self, batch: DataProtoFuture, num_groups: int, more_prompts: MorePrompts | None, step: int
+    ) -> DataProtoFuture:
+        """Rounds until `num_groups` groups have a difference, or the last round; then others fill what is left."""
+        limit = self._config.algorithm.max_sampling_rounds if more_prompts else 1
+        rounds, differing = [batch], [_differing_groups(batch)]
+        while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < limit:
+            assert more_prompts is not None
+            prompts = with_group_ids(more_prompts(), first=sum(map(len, differing)))
+            rounds.append(self._round(prompts, step))
+            differing.append(_differing_groups(rounds[-1]))
+        differs = np.concatenate(differing)
+        kept = np.flatnonzero(differs)[:num_groups]
+        filling = np.flatnonzero(~differs)[: num_groups - len(kept)]
+        self.metrics = {
+            "sampling/rounds": float(len(rounds)),
+            "sampling/differing_groups": float(differs.mean()),
+            "sampling/filled_groups": len(filling) / num_groups,
+        }
+        groups = np.sort(np.concatenate([kept, filling]))
+        size = self._config.rollout.group_size
+        rows = (groups[:, None] * size + np.arange(size)).ravel()
+        return (DataProtoFuture.concat(rounds) if len(rounds) > 1 else batch).select_rows(rows)
+
+
+def _differing_groups(batch: DataProtoFuture) -> np.ndarray:
+    """Of each group, in order, whether its scores are not all equal."""
+    columns = read(batch, ("scores", "group_ids")).batch
+    _, counts = torch.unique_consecutive(columns["group_ids"], return_counts=True)
+    groups = columns["scores"].split(counts.tolist())
+    return np.array([bool((scores != scores[0]).any()) for scores in groups])

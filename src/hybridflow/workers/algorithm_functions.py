@@ -1,0 +1,91 @@
+"""The functions that a configuration names: an advantage estimator and a policy loss, of the tables or of the user's.
+
+A function's signature is the declaration of what it reads: columns are keyword arguments named as in the glossary of
+batch fields; everything else is a parameter, named as its configuration key or given in the `_kwargs` beside its name.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
+from hybridflow.config import Config, Section
+from hybridflow.errors import ConfigError
+from hybridflow.protocol import FIELDS
+from hybridflow.runtime import load_user_function
+
+MADE_BY_LOSS = ("log_probs",)
+"""What a policy loss is given beside the columns of its batch: the log-probs that are learned."""
+
+
+@dataclass(frozen=True)
+class AlgorithmFunction:
+    """A function with the batch columns that it takes and the values of its parameters."""
+
+    function: Callable[..., Any]
+    columns: tuple[str, ...]
+    parameters: Mapping[str, Any]
+
+    def __call__(self, **columns: Any) -> Any:
+        return self.function(**columns, **self.parameters)
+
+
+def advantage_estimator(config: Config) -> AlgorithmFunction:
+    """What `algorithm.advantage` names. Raises ConfigError if it is no function, or its kwargs do not fit."""
+    algorithm = config.algorithm
+    return _resolved(
+        ("algorithm", "advantage"),
+        algorithm,
+        ADVANTAGES,
+        given={"component_weights": tuple(config.reward.weights.values())},
+        made=(),
+    )
+
+
+def policy_loss(config: Config) -> AlgorithmFunction:
+    """What `actor.policy_loss` names. Raises ConfigError if it is no function, or its kwargs do not fit."""
+    return _resolved(("actor", "policy_loss"), config.actor, POLICY_LOSSES, given={}, made=MADE_BY_LOSS)
+
+
+def _resolved(
+    key: tuple[str, str],
+    section: Section,
+    table: Mapping[str, Callable[..., Any]],
+    given: Mapping[str, Any],
+    made: tuple[str, ...],
+) -> AlgorithmFunction:
+    section_name, leaf = key
+    name, kwargs = getattr(section, leaf), getattr(section, f"{leaf}_kwargs")
+    function = table.get(name) or _of_user(name, f"{section_name}.{leaf}")
+    signature = inspect.signature(function).parameters
+    columns = tuple(argument for argument in signature if argument in FIELDS)
+    keys = {argument for argument in signature if argument in type(section).model_fields}
+    free = [argument for argument in signature if argument not in {*columns, *made, *keys, *given}]
+    what = f"{section_name}.{leaf}={name!r}"
+    for argument in kwargs:
+        if argument in keys:
+            raise ConfigError(
+                f"{section_name}.{leaf}_kwargs.{argument} is a key of its own; set {section_name}.{argument}."
+            )
+        if argument not in free:
+            valid = ", ".join(free) or "none"
+            raise ConfigError(
+                f"{section_name}.{leaf}_kwargs.{argument}: {what} has no such parameter; it has: {valid}."
+            )
+    required = [a for a in free if signature[a].default is inspect.Parameter.empty and a not in kwargs]
+    if required:
+        raise ConfigError(
+            f"{what} takes {', '.join(required)}, which is neither a column of the batch nor a key of "
+            f"[{section_name}]; "
+            f"give it in {section_name}.{leaf}_kwargs. Columns are {', '.join(sorted(FIELDS))}."
+        )
+    parameters = {argument: getattr(section, argument) for argument in sorted(keys)}
+    parameters |= {argument: value for argument, value in given.items() if argument in signature}
+    return AlgorithmFunction(function, columns, {**parameters, **kwargs})
+
+
+@cache
+def _of_user(name: str, key: str) -> Callable[..., Any]:
+    return load_user_function(name, key, ConfigError)

@@ -1,0 +1,158 @@
+"""Tiny runs of what the configuration can name: every estimator, every loss, and what the loop does around them."""
+
+import pytest
+import torch
+
+from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
+from hybridflow.checkpoint import open_checkpoint
+from hybridflow.observability import read_jsonl
+
+OFF_POLICY = ("actor.mini_batch_size=4", "actor.epochs=2")
+NEEDED = {"gdpo": ["reward.weights={score = 1.0, num_words = 0.01}"], "pass@k": ["algorithm.advantage_kwargs.k=2"]}
+
+USER = """
+def advantages(*, scores, group_ids, factor=1.0):
+    advantages = (factor * (scores - scores.mean()))[:, None]
+    return advantages, advantages
+
+def of_values(*, values, scores, response_mask):
+    advantages = scores[:, None] - values
+    return advantages, scores[:, None].expand_as(values)
+
+def loss(*, log_probs, advantages, sharpness):
+    return -sharpness * advantages * log_probs
+"""
+
+
+@pytest.fixture
+def train(task, tmp_path, hybridflow):
+    """Runs two steps with changes in a directory `name`; returns the rows of its metrics and its weights."""
+
+    def run(*changes, name="run"):
+        directory = tmp_path / name
+        outcome = hybridflow(
+            *("train", task / "rl.toml", f"trainer.run_dir={directory}", "trainer.total_steps=2"),
+            *("trainer.val_before_train=false", "data.val_files=[]", *changes),
+        )
+        assert outcome.status == 0, outcome.err
+        weights = open_checkpoint(directory / "checkpoints" / "step_000002").load("actor", "model")
+        return read_jsonl(directory / "metrics.jsonl"), weights
+
+    return run
+
+
+def are_equal(a, b) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_estimator_trains(train, name):
+    rows, _ = train(f"algorithm.advantage={name}", *NEEDED.get(name, []))
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_trains_over_several_optimizer_steps_whatever_the_micro_batches(train, name):
+    rows, weights = train(f"actor.policy_loss={name}", *OFF_POLICY, name="small")
+    whole, at_once = train(f"actor.policy_loss={name}", *OFF_POLICY, "memory.max_tokens_per_micro_batch=4096")
+    for row, other in zip(rows, whole, strict=True):
+        assert row["actor/grad_norm"] > 0
+        assert row["actor/policy_loss"] == pytest.approx(other["actor/policy_loss"], abs=2e-6)
+        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+    for tensor in weights:
+        torch.testing.assert_close(weights[tensor], at_once[tensor], rtol=0, atol=2e-4)
+
+
+def test_remax_compares_with_the_score_of_the_greedy_response(train):
+    rows, _ = train("algorithm.advantage=remax", "rollout.temperature=0", "rollout.group_size=1")
+    assert [row["critic/advantages/max"] for row in rows] == [0, 0]  # each response is its own baseline
+    assert [row["critic/advantages/min"] for row in rows] == [0, 0]
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(train, tmp_path):
+    (tmp_path / "coarse.py").write_text("def score(*, solution_str, **_):\n    return len(solution_str) % 2\n")
+    coarse = (f"reward.function={tmp_path / 'coarse.py'}:score", "rollout.group_size=2")
+    plain, _ = train(*coarse, name="plain")
+    assert plain[0]["critic/zero_variance_groups"] > 0
+    rows, _ = train(*coarse, "algorithm.filter_groups=true")
+    for row in rows:
+        assert row["sampling/rounds"] > 1
+        assert row["sampling/differing_groups"] < 1
+        assert row["critic/zero_variance_groups"] == row["sampling/filled_groups"] == 0
+
+
+def test_dynamic_sampling_ends_after_its_last_round(task, train, tmp_path):
+    (tmp_path / "flat.py").write_text("def score(**_):\n    return 0.5\n")
+    rows, _ = train(
+        "algorithm.filter_groups=true",
+        "algorithm.max_sampling_rounds=2",
+        f"reward.function={tmp_path / 'flat.py'}:score",
+    )
+    for row in rows:
+        assert row["sampling/rounds"] == 2
+        assert row["sampling/filled_groups"] == row["critic/zero_variance_groups"] == 1
+    assert rows[0]["training/epoch"] == 0
+
+
+def test_the_last_tokens_before_the_limit_cost_score(train):
+    plain, _ = train("trainer.total_steps=2", name="plain")
+    rows, _ = train("reward.overlong_buffer=12", "reward.overlong_penalty=6.0")
+    before, after = plain[0], rows[0]
+    lost = 6.0 * before["response_length/mean"] / 12
+    assert after["critic/score/mean"] == pytest.approx(before["critic/score/mean"] - lost, abs=1e-5)
+
+
+def test_a_score_of_several_rewards_is_their_weighted_sum(train):
+    plain, _ = train(name="plain")
+    rows, _ = train("reward.weights={num_words = 0.5, score = 2.0}")
+    expected = 2 * plain[0]["critic/score/mean"] + 0.5 * plain[0]["reward/num_words/mean"]
+    assert rows[0]["critic/score/mean"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_that_the_function_does_not_return_is_an_error(task, tmp_path, hybridflow):
+    outcome = hybridflow(
+        "train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", "reward.weights={correct = 1.0}"
+    )
+    assert outcome.status == 2
+    assert "whose 'correct' is missing or not a finite number" in outcome.err
+
+
+def test_the_kl_in_the_reward_reaches_estimators_of_scores(train):
+    rows, weights = train("algorithm.kl_in_reward=true", "algorithm.kl_coef=0.5", *OFF_POLICY)
+    assert "critic/kl" in rows[0]
+    assert not are_equal(weights, train(*OFF_POLICY, name="without")[1])
+
+
+def test_rejected_samples_teach_nothing(train):
+    none = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
+    rows, weights = train(none)
+    assert rows[0]["rollout_correction/rejected_share"] == 1
+    assert rows[0]["actor/grad_norm"] == 0
+    rows, _ = train("algorithm.rollout_weights=sequence", name="weighed")
+    assert rows[0]["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-3)
+    assert rows[0]["rollout_correction/effective_share"] == pytest.approx(1, abs=1e-3)
+
+
+def test_functions_of_the_users_take_the_place_of_names(train, tmp_path):
+    (tmp_path / "mine.py").write_text(USER)
+    mine = tmp_path / "mine.py"
+    rows, weights = train(
+        *(f"algorithm.advantage={mine}:advantages", "algorithm.advantage_kwargs.factor=2.0"),
+        *(f"actor.policy_loss={mine}:loss", "actor.policy_loss_kwargs.sharpness=0.5", "rollout.group_size=1"),
+    )
+    assert rows[0]["actor/grad_norm"] > 0
+    rows, _ = train(f"algorithm.advantage={mine}:of_values", "critic.always=true", name="with_critic")
+    assert "critic/loss" in rows[0]
+
+
+def test_a_parameter_of_a_users_function_that_has_no_value_is_an_error_before_anything_starts(
+    task, tmp_path, hybridflow
+):
+    (tmp_path / "mine.py").write_text(USER)
+    outcome = hybridflow(
+        *("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}"),
+        f"actor.policy_loss={tmp_path / 'mine.py'}:loss",
+    )
+    assert outcome.status == 2
+    assert "takes sharpness, which is neither a column of the batch nor a key of [actor]" in outcome.err
+    assert not (tmp_path / "run").exists()
