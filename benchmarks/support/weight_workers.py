@@ -74,7 +74,7 @@ class Sender(Worker):
         self.end = self.end or SendingEnd(self.config, self.rank, num_receivers)
         self.version += 1
         self.peak.start()
-        self.buckets = fill_buckets(self.plan, self.weights.items())
+        self.buckets = fill_buckets(self.plan, self.weights.items(), self.version)
         return Offer(self.specs, len(self.plan), self.version, self.end.address, self.end.port)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -116,16 +116,16 @@ class Receiver(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def start_receiving(self, offer: Offer) -> None:
         self.peak.start()
-        self.receiver.start(offer.specs)
+        self.receiver.start(offer.specs, offer.version)
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_bucket(self, sent: Any) -> None:
         self.receiver.accept(self.way.receive(Sent.joined(sent)))
 
     @register(Dispatch.ONE_TO_ALL)
-    def finish_receiving(self, version: int, probe: Probe) -> dict[str, float]:
-        self.receiver.finish(version)
-        return self.receiver.check(version, probe)
+    def finish_receiving(self, probe: Probe) -> dict[str, float]:
+        self.receiver.finish()
+        return self.receiver.check(probe)
 
     @register(Dispatch.ONE_TO_ALL)
     def extra_memory(self) -> int:

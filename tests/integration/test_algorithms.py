@@ -125,7 +125,7 @@ def test_the_kl_in_the_reward_reaches_estimators_of_scores(train):
 
 def test_rejected_samples_teach_nothing(train):
     none = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
-    rows, weights = train(none)
+    rows, _ = train(none)
     assert rows[0]["rollout_correction/rejected_share"] == 1
     assert rows[0]["actor/grad_norm"] == 0
     rows, _ = train("algorithm.rollout_weights=sequence", name="weighed")
@@ -136,7 +136,7 @@ def test_rejected_samples_teach_nothing(train):
 def test_functions_of_the_users_take_the_place_of_names(train, tmp_path):
     (tmp_path / "mine.py").write_text(USER)
     mine = tmp_path / "mine.py"
-    rows, weights = train(
+    rows, _ = train(
         *(f"algorithm.advantage={mine}:advantages", "algorithm.advantage_kwargs.factor=2.0"),
         *(f"actor.policy_loss={mine}:loss", "actor.policy_loss_kwargs.sharpness=0.5", "rollout.group_size=1"),
     )

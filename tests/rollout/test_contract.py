@@ -223,6 +223,17 @@ def test_a_sequence_ends_with_a_stop_string_even_across_tokens(build_rollout, ti
     assert reasons == {"stop", "length"}
 
 
+def test_a_stop_string_may_be_a_special_token(build_rollout, tiny_model):
+    from hybridflow.rollout.stop_strings import StopStrings
+
+    class Tokenizer:
+        def decode(self, token_ids, *, skip_special_tokens):
+            return "".join("" if skip_special_tokens and i == 1 else ["a", "<end>"][i] for i in token_ids)
+
+    assert StopStrings(Tokenizer()).end([0, 0, 1], ["<end>"])
+    assert not StopStrings(Tokenizer()).end([0, 0, 0], ["<end>"])
+
+
 def test_stop_strings_without_a_tokenizer_are_refused(build_rollout, tiny_model):
     with pytest.raises(RolloutError, match=r"request 0 has stop_strings=\('x',\), but the engine was built without"):
         build_rollout(tiny_model()).submit(Request(0, [5], SamplingParams(4, stop_strings=("x",))))

@@ -2,7 +2,9 @@
 that is short, a process that stays as it was, errors."""
 
 import gc
+import importlib.metadata
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -116,8 +118,96 @@ def test_new_weights_are_another_versions_prompts_too(tiny_model):
 def test_what_vllm_cannot_compute_is_told_with_its_reason(tiny_model):
     with pytest.raises(RolloutError, match=r"vLLM computes in float32 or bfloat16, model\.dtype is 'float64'"):
         build(tiny_model(), dtype="float64")
-    with pytest.raises(RolloutError, match=r"vLLM failed in a step: .*head_dim=16"):
-        generate(build(tiny_model(head_dim=16)), requests(SamplingParams(2)))
+    with pytest.raises(RolloutError, match="heads have 16 dimensions, but on a CPU vLLM computes heads of 32, 64"):
+        build(tiny_model(head_dim=16))
+
+
+def docs_program() -> str:
+    text = (Path(__file__).parents[2] / "docs/rollout.md").read_text("utf-8")
+    (program,) = re.findall(r"^```python vllm\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return program
+
+
+def test_the_program_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(docs_program(), "docs/rollout.md", "exec"), {"__name__": "docs_rollout"})
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_temperatures_that_vllm_does_not_sample_at_are_refused_and_the_engine_serves_on(tiny_model, temperature):
+    engine = build(tiny_model("qwen2"))
+    with pytest.raises(RolloutError, match=rf"temperature={temperature}, but vLLM samples at 0, or from 0.01 to 2.0"):
+        generate(engine, requests(SamplingParams(4, temperature=temperature)))
+    assert len(generate(engine, requests(SamplingParams(4)))) == len(PROMPTS)
+
+
+def test_a_request_that_vllm_refuses_leaves_the_engine_idle(tiny_model, monkeypatch):
+    engine = build(tiny_model("qwen2"))
+    add, count = engine._engine.add, iter(range(100))
+
+    def refusing(name, *arguments, **options):
+        if next(count) == 2:
+            raise ValueError("not this one")
+        add(name, *arguments, **options)
+
+    monkeypatch.setattr(engine._engine, "add", refusing)
+    with pytest.raises(RolloutError, match="vLLM refuses request 0: not this one"):
+        generate(engine, [Request(0, PROMPTS[0], SamplingParams(4), 4)])
+    assert not engine.has_unfinished()
+    assert len(generate(engine, requests(SamplingParams(4)))) == len(PROMPTS)
+
+
+def test_stop_tokens_outside_of_the_vocabulary_end_nothing(tiny_model):
+    engine = build(tiny_model("qwen2"))
+    plain = generate(engine, requests(SamplingParams(6)))
+    assert generate(engine, requests(SamplingParams(6, stop_token_ids=(-1, 10**9)))) == plain
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ([1, 2, 5000], r"sequence 1 has token ids outside of"),
+        ([1] * 128, "has 128 tokens; log_probs needs"),
+        ([3], "1 tok"),
+    ],
+)
+def test_log_probs_of_what_cannot_be_computed_are_an_error_and_the_next_ones_come(tiny_model, sequence, message):
+    engine = build(tiny_model("qwen2", max_position_embeddings=128))
+    expected = engine.log_probs([[1, 2, 3]])
+    with pytest.raises(RolloutError, match=message):
+        engine.log_probs([[1, 2, 3], sequence])
+    assert engine.log_probs([[1, 2, 3]]) == expected
+
+
+def test_an_error_while_log_probs_are_computed_leaves_nothing_behind(tiny_model, monkeypatch):
+    engine = build(tiny_model("qwen2"))
+    expected = engine.log_probs([[1, 2, 3]])
+    inner = engine._engine._engine
+    step = inner.step
+    monkeypatch.setattr(inner, "step", lambda: (step(), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        engine.log_probs([[1, 2, 3], [4, 5, 6]])
+    monkeypatch.setattr(inner, "step", step)
+    assert engine.log_probs([[1, 2, 3]]) == expected
+
+
+def test_a_length_beyond_the_models_positions_is_told_with_its_key(tiny_model):
+    with pytest.raises(RolloutError, match=r"rollout\.max_model_len=4096 exceeds the 128 positions"):
+        build(tiny_model("qwen2", max_position_embeddings=128), max_model_len=4096)
+
+
+def test_more_sequences_than_vllm_puts_into_a_step_are_no_trouble(tiny_model):
+    engine = build(tiny_model("qwen2"), max_running_sequences=5000)
+    assert len(generate(engine, requests(SamplingParams(4)))) == len(PROMPTS)
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch):
+    from hybridflow.rollout.vllm import require_vllm
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.33.0")
+    with pytest.raises(RolloutError, match=r"vllm is 0.33.0, but hybridflow works with 0.32: `pip install 'vllm==0.32"):
+        require_vllm()
 
 
 def test_after_an_error_in_a_step_every_request_gets_its_tokens(tiny_model, monkeypatch):

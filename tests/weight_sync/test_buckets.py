@@ -32,7 +32,7 @@ def test_weights_are_gathered_when_their_bucket_is_asked_for():
             gathered.append(spec.name)
             yield spec.name, torch.zeros(spec.shape, dtype=spec.torch_dtype)
 
-    buckets = fill_buckets(plan_buckets(SPECS, 76), weights())
+    buckets = fill_buckets(plan_buckets(SPECS, 76), weights(), 0)
     assert gathered == []
     assert list(next(buckets).weights) == ["a", "b"]
     assert gathered == ["a", "b"]
@@ -49,7 +49,7 @@ def test_weights_are_gathered_when_their_bucket_is_asked_for():
 )
 def test_weights_that_are_not_those_of_the_plan_are_refused(given, came):
     with pytest.raises(WeightSyncError, match=came):
-        next(fill_buckets(plan_buckets(SPECS, 64), given))
+        next(fill_buckets(plan_buckets(SPECS, 64), given, 0))
 
 
 def test_tensors_of_a_packed_bucket_are_aligned_and_share_its_memory():

@@ -17,8 +17,14 @@ def reference(tensor: torch.Tensor) -> int:
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
     constants = [value % MODULUS for value in _odd(BLOCK, torch.device("cpu")).tolist()]
     blocks = [words[i : i + BLOCK] for i in range(0, len(words), BLOCK)]
-    sums = [sum(w * c for w, c in zip(block, constants, strict=False)) for block in blocks]
-    return sum(s * constants[i] for i, s in enumerate(sums)) % MODULUS
+    sums = [sum(mixed(w, c) for w, c in zip(block, constants, strict=False)) for block in blocks]
+    return sum(mixed(s % MODULUS, constants[i]) for i, s in enumerate(sums)) % MODULUS
+
+
+def mixed(word: int, constant: int) -> int:
+    word = word * constant % MODULUS
+    word = (word ^ word >> 32) * constant % MODULUS
+    return word ^ word >> 29
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
@@ -54,6 +60,32 @@ def test_exchanged_elements_rows_and_a_transposed_block_change_it():
     numbers.add(fingerprint(transposed))
     numbers.add(fingerprint(torch.roll(tensor.flatten(), 2 * BLOCK)))
     assert len(numbers) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("places", [slice(None), slice(1, None, 4), [1, 33], [3, 7], [1, 1 + 2 * BLOCK], [0, 2, 4, 6]])
+def test_signs_that_change_together_change_it(dtype, places):
+    tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    changed = tensor.clone()
+    changed[places] *= -1
+    assert fingerprint(changed) != fingerprint(tensor)
+
+
+def test_numbers_that_differ_in_their_highest_bits_alone_and_are_exchanged_change_it():
+    tensor = torch.zeros(4096)
+    for i in range(1, 4096, 2):
+        tensor[i] = 0.5
+    seen = {fingerprint(tensor)}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        i, j = (1 + 2 * torch.randint(2048, (2,), generator=generator)).tolist()
+        changed = tensor.clone()
+        changed[i] = -0.5
+        changed[j] *= -1
+        if i != j:
+            seen.add(fingerprint(changed))
+    pairs = len(seen) - 1
+    assert pairs > 1900
 
 
 def test_strides_do_not_matter_contents_do():

@@ -87,11 +87,11 @@ def sync(
     """Everything that a sync does; `weights`, `specs` and `on_the_way` are where faults are planted."""
     weights = weights or trainer.weights()
     described = [spec_of(name, tensor) for name, tensor in weights.items()]
-    receiver.start(specs(described))
-    for bucket in on_the_way(fill_buckets(plan_buckets(described, 20_000), weights.items())):
+    receiver.start(specs(described), trainer.version)
+    for bucket in on_the_way(fill_buckets(plan_buckets(described, 20_000), weights.items(), trainer.version)):
         receiver.accept(bucket)
-    receiver.finish(trainer.version)
-    return receiver.check(trainer.version, trainer.probe())
+    receiver.finish()
+    return receiver.check(trainer.probe())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -176,10 +176,38 @@ def test_the_previous_steps_weights_in_transit_are_told(build, path):
 
     def stale(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
         for bucket in buckets:
-            yield Bucket({name: previous[name] for name in bucket.weights}, bucket.fingerprints)
+            yield Bucket({name: previous[name] for name in bucket.weights}, bucket.fingerprints, bucket.version)
 
     with pytest.raises(WeightSyncError, match="changed on its way"):
         sync(trainer, receiver, on_the_way=stale)
+
+
+def test_a_bucket_of_another_version_is_told_though_its_fingerprints_are_right(build, path):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    sent = []
+
+    def keeping(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+        for bucket in buckets:
+            sent.append(bucket)
+            yield bucket
+
+    sync(trainer, receiver, on_the_way=keeping)
+    trainer.step(lr=1e-6)
+    with pytest.raises(WeightSyncError, match=r"weights of version 0 came .* expected are those of version 1"):
+        sync(trainer, receiver, on_the_way=lambda buckets: iter([*list(buckets)[:-1], sent[-1]]))
+
+
+def test_an_engine_that_keeps_most_of_its_old_weights_is_told_by_the_probe(build, path, monkeypatch):
+    trainer, engine = Trainer(path), build(path, "float32")
+    receiver = CheckedReceiver(engine, "float32")
+    sync(trainer, receiver)
+    old, load = trainer.weights(), engine.load
+    new = "model.norm.weight"
+    monkeypatch.setattr(engine, "load", lambda ws: load([(n, t if n == new else old[n]) for n, t in ws]))
+    trainer.step(lr=1e-5)
+    with pytest.raises(WeightSyncError, match=r"after loading version 1 .* differ from the trainer's"):
+        sync(trainer, receiver)
 
 
 def test_a_trainer_that_sends_the_previous_steps_weights_is_told_by_the_probe(build, path):
@@ -246,6 +274,6 @@ def test_log_probs_that_are_not_numbers_are_told(path):
 def test_the_fingerprint_of_a_bucket_is_that_of_its_tensors(path):
     weights = Trainer(path).weights()
     plan = plan_buckets([spec_of(name, tensor) for name, tensor in weights.items()], 10**9)
-    (bucket,) = fill_buckets(plan, weights.items())
+    (bucket,) = fill_buckets(plan, weights.items(), 1)
     assert bucket.fingerprints == {name: fingerprint(tensor) for name, tensor in weights.items()}
     assert bucket.num_bytes == sum(tensor.nbytes for tensor in weights.values())

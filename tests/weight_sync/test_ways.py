@@ -76,7 +76,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
 
 def buckets_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Bucket]:
     plan = plan_buckets([spec_of(name, tensor) for name, tensor in weights.items()], bucket_bytes)
-    return fill_buckets(plan, weights.items())
+    return fill_buckets(plan, weights.items(), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,7 +89,7 @@ def test_what_is_received_is_what_was_sent(ends, dtype, bucket_bytes):
         sent = sender.send(bucket)
         for i, arrived in enumerate(in_threads([partial(receiver.receive, sent) for receiver in receivers])):
             assert arrived.specs == bucket.specs
-            assert arrived.fingerprints == bucket.fingerprints
+            assert (arrived.fingerprints, arrived.version) == (bucket.fingerprints, 3)
             received[i] |= arrived.weights
     sender.finish()
     for of_receiver in received:

@@ -223,6 +223,12 @@ def _engine(config: Config) -> Iterator[str]:
                 "generate in a pool of its own (placement.roles.rollout)"
             )
         return
+    for name, temperature in (("rollout", rollout.temperature), ("validation", config.validation.temperature)):
+        if temperature and not 0.01 <= temperature <= 2:
+            yield (
+                f"{name}.temperature={temperature} with rollout.backend='vllm', which samples at 0, or from 0.01 to 2; "
+                "use one of these, or backend = 'embedded'"
+            )
     if config.model.dtype == "float64":
         yield "rollout.backend='vllm' has no model.dtype='float64'; use float32 or bfloat16, or backend = 'embedded'"
     if 0 < rollout.max_model_len < longest:

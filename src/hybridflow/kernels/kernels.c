@@ -164,7 +164,14 @@ INLINE uint64_t odd_constant(uint64_t place) {
     return (x ^ (x >> 31)) | 1;
 }
 
-/* sum over blocks b of odd_constant(b) * sum over places i of constants[i] * words[b * block + i], modulo 2^64 */
+/* A word mixed with the odd constant of its place: one to one, and no bit of the word stays where it was. */
+INLINE uint64_t mixed(uint64_t word, uint64_t constant) {
+    word *= constant;
+    word = (word ^ (word >> 32)) * constant;
+    return word ^ (word >> 29);
+}
+
+/* sum over blocks b of mixed(sum over places i of mixed(words[b * block + i], constants[i]), odd_constant(b)), mod 2^64 */
 int64_t sum_words_int64(const uint64_t *words, const uint64_t *constants, int64_t num_words, int64_t block) {
     uint64_t total = 0;
     int64_t num_blocks = (num_words + block - 1) / block;
@@ -174,8 +181,8 @@ int64_t sum_words_int64(const uint64_t *words, const uint64_t *constants, int64_
         int64_t count = b + 1 < num_blocks ? block : num_words - b * block;
         uint64_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < count; i++) sum += first[i] * constants[i];
-        total += sum * odd_constant((uint64_t)b);
+        for (int64_t i = 0; i < count; i++) sum += mixed(first[i], constants[i]);
+        total += mixed(sum, odd_constant((uint64_t)b));
     }
     return (int64_t)total;
 }

@@ -16,7 +16,7 @@ from hybridflow.errors import RolloutError
 from hybridflow.models import forward_of, placeholder
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.rollout.base import Completion, Request, SamplingParams, SleepingPart
-from hybridflow.rollout.loading import Loading
+from hybridflow.rollout.loading import Loading, announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.rollout.wave import Wave
@@ -114,13 +114,11 @@ class EmbeddedRollout:
         self._loading, self._loaded, self.version = Loading(own, shapes), {}, None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        assert self._loading is not None, "start_loading comes first"
-        self._loaded.update(self._loading.counted(weights))
+        self._loaded.update(announced(self._loading).counted(weights))
 
     def finish_loading(self, version: int) -> None:
         """Share the given tensors' memory; where the model is the trainer's own they are its own already."""
-        assert self._loading is not None, "start_loading comes first"
-        self._loading.require_complete()
+        announced(self._loading).require_complete()
         for name, parameter in self.model.named_parameters():
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}

@@ -34,6 +34,8 @@ class Loading:
                 raise RolloutError(
                     f"weight '{name}' came with shape {tuple(tensor.shape)}, announced was {tuple(self._shapes[name])}."
                 )
+            if not tensor.is_floating_point():
+                raise RolloutError(f"weight '{name}' came as {tensor.dtype}; weights are floating-point numbers.")
             self._to_come.remove(name)
             yield name, tensor
 
@@ -41,3 +43,10 @@ class Loading:
         """Raises RolloutError if something that was announced has not come."""
         if self._to_come:
             raise RolloutError(f"weights did not come: {', '.join(sorted(self._to_come)[:5])}.")
+
+
+def announced(loading: Loading | None) -> Loading:
+    """Raises RolloutError where no weights are on their way."""
+    if loading is None:
+        raise RolloutError("no weights are announced: call start_loading first.")
+    return loading

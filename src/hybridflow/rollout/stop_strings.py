@@ -37,5 +37,5 @@ class StopStrings:
             return False
         longest = max(len(text.encode()) for text in stop_strings)  # a token is a byte at least
         tail = list(token_ids[-(longest + MARGIN) :])
-        text = self._tokenizer.decode(tail, skip_special_tokens=True)
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)  # a stop string may be one of them
         return any(stop in text for stop in stop_strings)

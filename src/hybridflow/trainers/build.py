@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING
 
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import require_same_base
+from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import ActorConfig, Config, CriticConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
+from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import ConfigError
 from hybridflow.kernels import use_kernels
 from hybridflow.models import DTYPES, decoder_shape
@@ -154,8 +156,12 @@ def _without_learning(config: Config) -> Config:
 
 
 def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
-    """Raise CheckpointError for adapters that were trained beside another model than that of model.path."""
-    if checkpoint is not None and config.lora.rank:
+    """Raise CheckpointError for other adapters than `lora` says, or trained beside another model than model.path's."""
+    if checkpoint is None:
+        return
+    with stored_weights(checkpoint) as (_, lora):
+        require_same_adapters(config.lora if config.lora.rank else None, {"lora": lora})
+    if config.lora.rank:
         require_same_base(checkpoint, config.model.path)
 
 

@@ -52,7 +52,7 @@ class BetweenPools:
         with timed("weight_sync", metrics):
             rollout.start_receiving(offer)
             self._send(offer.num_buckets)
-            metrics |= _of_ranks(rollout.finish_receiving(offer.version, trainer.compute_probe()[0]))
+            metrics |= _of_ranks(rollout.finish_receiving(trainer.compute_probe()[0]))
             trainer.finish_sending()
         self._version = offer.version
         return metrics

@@ -59,14 +59,14 @@ class ByBroadcast:
         pack(bucket, packed)
         self._wait(keep=1)
         self._under_way.append((self._start(packed), packed))
-        return Sent(bucket.specs, bucket.fingerprints)
+        return Sent(bucket.specs, bucket.fingerprints, bucket.version)
 
     def receive(self, sent: Sent) -> Bucket:
         self.join()
         packed = torch.empty(packed_size(sent.specs), dtype=torch.uint8, device=self._device)
         self._under_way.append((self._start(packed), packed))
         self._wait(keep=0)
-        return Bucket(unpack(sent.specs, packed), sent.fingerprints)
+        return Bucket(unpack(sent.specs, packed), sent.fingerprints, sent.version)
 
     def finish(self) -> None:
         self._wait(keep=0)

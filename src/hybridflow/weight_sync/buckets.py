@@ -44,6 +44,7 @@ class Bucket:
 
     weights: dict[str, Tensor]
     fingerprints: dict[str, int]
+    version: int = 0
 
     @property
     def specs(self) -> list[WeightSpec]:
@@ -69,8 +70,13 @@ def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[list[We
     return plan
 
 
-def fill_buckets(plan: Sequence[Sequence[WeightSpec]], weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """The buckets of a plan, each gathered when it is asked for. Raises WeightSyncError if the weights are others."""
+def fill_buckets(
+    plan: Sequence[Sequence[WeightSpec]], weights: Iterable[tuple[str, Tensor]], version: int
+) -> Iterator[Bucket]:
+    """The buckets of a plan, each gathered when it is asked for, with the weights' version.
+
+    Raises WeightSyncError if the weights are others.
+    """
     source = iter(weights)
     for planned in plan:
         gathered: dict[str, Tensor] = {}
@@ -80,7 +86,7 @@ def fill_buckets(plan: Sequence[Sequence[WeightSpec]], weights: Iterable[tuple[s
                 came = "nothing" if tensor is None else f"{spec_of(name, tensor)}"
                 raise WeightSyncError(f"the weights to send begin with {came} where {spec} was announced.")
             gathered[name] = tensor
-        yield Bucket(gathered, {name: fingerprint(tensor) for name, tensor in gathered.items()})
+        yield Bucket(gathered, {name: fingerprint(tensor) for name, tensor in gathered.items()}, version)
 
 
 def packed_size(specs: Iterable[WeightSpec]) -> int:

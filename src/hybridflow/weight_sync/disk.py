@@ -24,9 +24,10 @@ class ThroughDisk:
             self._directory.mkdir(parents=True, exist_ok=True)
             save_file({name: tensor.cpu().contiguous() for name, tensor in bucket.weights.items()}, path)
         except (OSError, SafetensorError) as error:
+            self.finish()  # what was written would keep a full disk full
             raise WeightSyncError(f"weights could not be written to '{path}': {error}") from error
         self._num_sent += 1
-        return Sent(bucket.specs, bucket.fingerprints, str(path))
+        return Sent(bucket.specs, bucket.fingerprints, bucket.version, str(path))
 
     def receive(self, sent: Sent) -> Bucket:
         try:
@@ -36,7 +37,8 @@ class ThroughDisk:
                 f"weights could not be read from '{sent.contents}': {error}. The rollout processes must see the "
                 "trainer's directory; use another rollout.weight_sync where they do not."
             ) from error
-        return Bucket({spec.name: stored[spec.name] for spec in sent.specs if spec.name in stored}, sent.fingerprints)
+        weights = {spec.name: stored[spec.name] for spec in sent.specs if spec.name in stored}
+        return Bucket(weights, sent.fingerprints, sent.version)
 
     def finish(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

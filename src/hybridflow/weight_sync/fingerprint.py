@@ -1,8 +1,9 @@
 """A number that tells tensors apart by contents and places: any changed bit, and any two words exchanged.
 
-The words of a tensor (64 bits, the last filled with zeros) are multiplied by odd constants of their own and added,
-modulo 2**64, in blocks; the sums of the blocks likewise. A word that changes by d changes the number by d times an odd
-constant, which is not 0.
+The words of a tensor (64 bits, the last filled with zeros) are mixed with odd constants of their places and added,
+modulo 2**64, in blocks; the sums of the blocks likewise. Mixing is one to one, so that a single word that changes
+always changes the number. It is not linear, so that changes of several words, of signs for one, cancel by chance only,
+which is one in 2**64.
 """
 
 from functools import cache
@@ -17,7 +18,7 @@ BLOCK = 1024
 """Words that share a table of constants, which fits the fastest cache of a core."""
 
 PART = 2**22
-"""Words that are multiplied at once where there is no product of integer matrices: on a GPU."""
+"""Words that are mixed at once where there is no compiled kernel: on a GPU."""
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -31,18 +32,23 @@ def fingerprint(tensor: Tensor) -> int:
     if serves_words(words):
         return sum_words(words, _odd(BLOCK, flat.device))
     num_blocks = len(words) // BLOCK
-    sums = [_products(words[: num_blocks * BLOCK].view(num_blocks, BLOCK), _odd(BLOCK, flat.device))]
+    sums = [_sums(words[: num_blocks * BLOCK].view(num_blocks, BLOCK), _odd(BLOCK, flat.device))]
     if len(tail := words[num_blocks * BLOCK :]):
-        sums.append(_products(tail[None], _odd(BLOCK, flat.device)[: len(tail)]))
+        sums.append(_sums(tail[None], _odd(BLOCK, flat.device)[: len(tail)]))
     of_blocks = torch.cat(sums)
-    return int((of_blocks * _odd(len(of_blocks), flat.device)).sum()) % 2**64
+    return int(_mixed(of_blocks, _odd(len(of_blocks), flat.device)).sum()) % 2**64
 
 
-def _products(blocks: Tensor, constants: Tensor) -> Tensor:
-    if not blocks.is_cuda:
-        return torch.mv(blocks, constants)
+def _mixed(words: Tensor, constants: Tensor) -> Tensor:
+    """As the kernel `mixed`; a shift of what is signed here brings in copies of the sign, which are masked off."""
+    words = words * constants
+    words = (words ^ ((words >> 32) & (2**32 - 1))) * constants
+    return words ^ ((words >> 29) & (2**35 - 1))
+
+
+def _sums(blocks: Tensor, constants: Tensor) -> Tensor:
     rows = max(1, PART // len(constants))
-    return torch.cat([(part * constants).sum(1) for part in blocks.split(rows)] or [blocks.new_zeros(0)])
+    return torch.cat([_mixed(part, constants).sum(1) for part in blocks.split(rows)] or [blocks.new_zeros(0)])
 
 
 @cache

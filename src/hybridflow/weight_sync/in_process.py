@@ -8,10 +8,10 @@ class InProcess:
     """Nothing is copied."""
 
     def send(self, bucket: Bucket) -> Sent:
-        return Sent(bucket.specs, bucket.fingerprints, bucket.weights)
+        return Sent(bucket.specs, bucket.fingerprints, bucket.version, bucket.weights)
 
     def receive(self, sent: Sent) -> Bucket:
-        return Bucket(sent.contents, sent.fingerprints)
+        return Bucket(sent.contents, sent.fingerprints, sent.version)
 
     def finish(self) -> None:
         """Nothing is left."""

@@ -12,10 +12,10 @@ class ThroughObjectStore:
     def send(self, bucket: Bucket) -> Sent:
         contents = torch.empty(packed_size(bucket.specs), dtype=torch.uint8)
         pack(bucket, contents)
-        return Sent(bucket.specs, bucket.fingerprints, contents)
+        return Sent(bucket.specs, bucket.fingerprints, bucket.version, contents)
 
     def receive(self, sent: Sent) -> Bucket:
-        return Bucket(unpack(sent.specs, sent.contents), sent.fingerprints)
+        return Bucket(unpack(sent.specs, sent.contents), sent.fingerprints, sent.version)
 
     def finish(self) -> None:
         """The store lets go of what nobody refers to."""

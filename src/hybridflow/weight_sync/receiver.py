@@ -39,15 +39,20 @@ class CheckedReceiver:
         self._probe_check = ProbeCheck(dtype)
         self._expected: dict[str, WeightSpec] = {}
         self._fingerprints: dict[str, int] = {}
+        self._version = 0
 
-    def start(self, specs: Sequence[WeightSpec]) -> None:
-        """Expect these tensors, each once. Raises RolloutError, with nothing changed, unless they are the model's."""
+    def start(self, specs: Sequence[WeightSpec], version: int) -> None:
+        """Expect these tensors of a version, each once.
+
+        Raises RolloutError, with nothing changed, unless they are the model's.
+        """
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise WeightSyncError(f"weight '{twice}' was announced twice.")
         self._engine.start_loading({spec.name: torch.Size(spec.shape) for spec in specs})
         self._expected, self._fingerprints = {spec.name: spec for spec in specs}, {}
+        self._version = version
 
     def accept(self, bucket: Bucket) -> None:
         """Compare with the fingerprints and load."""
@@ -55,17 +60,17 @@ class CheckedReceiver:
             self._require_as_sent(bucket)
             self._engine.load(bucket.weights.items())
 
-    def finish(self, version: int) -> None:
-        """All have come: the engine has the weights of a version, which `check` is to prove."""
+    def finish(self) -> None:
+        """All have come: the engine has the weights of the version, which `check` is to prove."""
         with self._abandoning_on_error():
             if missing := sorted(set(self._expected) - set(self._fingerprints)):
                 raise WeightSyncError(f"weights did not come: {', '.join(missing[:5])}.")
-            self._engine.finish_loading(version)
+            self._engine.finish_loading(self._version)
 
-    def check(self, version: int, probe: Probe) -> dict[str, float]:
+    def check(self, probe: Probe) -> dict[str, float]:
         """Compare the engine's log-probs with the trainer's, for which it needs all of its memory; metrics."""
         with self._abandoning_on_error():
-            return self._probe_check(probe, self._engine.log_probs(probe.sequences), version)
+            return self._probe_check(probe, self._engine.log_probs(probe.sequences), self._version)
 
     @contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
@@ -76,6 +81,11 @@ class CheckedReceiver:
             raise
 
     def _require_as_sent(self, bucket: Bucket) -> None:
+        if bucket.version != self._version:
+            raise WeightSyncError(
+                f"weights of version {bucket.version} came ('{next(iter(bucket.weights), '')}', ...), expected are "
+                f"those of version {self._version}."
+            )
         for name, tensor in bucket.weights.items():
             if self._expected.get(name) != spec_of(name, tensor):
                 raise WeightSyncError(

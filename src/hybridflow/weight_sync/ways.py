@@ -13,6 +13,7 @@ class Sent:
 
     specs: Sequence[WeightSpec]
     fingerprints: dict[str, int]
+    version: int
     contents: Any = None
 
     def apart(self) -> tuple["Sent", Any]:

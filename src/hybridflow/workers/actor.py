@@ -159,7 +159,7 @@ class ActorWorker(ModelWorker):
 
     def gathered_buckets(self) -> Iterator[Bucket]:
         """All weights, some at a time; every rank gathers, and rank 0 makes fingerprints."""
-        return fill_buckets(self._plan(self.weight_specs()), self.engine.weights())
+        return fill_buckets(self._plan(self.weight_specs()), self.engine.weights(), self.engine.num_updates)
 
     def _plan(self, specs: list[WeightSpec]) -> list[list[WeightSpec]]:
         return plan_buckets(specs, self.config.rollout.sync_bucket_bytes)

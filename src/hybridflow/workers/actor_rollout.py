@@ -60,7 +60,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         self._is_awake = True
         if not is_new:
             return {}
-        metrics = self._receiver.check(version, self.compute_probe())
+        metrics = self._receiver.check(self.compute_probe())
         self._version = version
         return {"weight_sync/bytes": float(num_bytes), **metrics}
 
@@ -79,11 +79,11 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
     def _give_weights(self) -> int:
         """Every rank gathers them, and gives its engine what it gathered; so many bytes."""
         num_bytes = 0
-        self._receiver.start(self.weight_specs())
+        self._receiver.start(self.weight_specs(), self.engine.num_updates)
         for bucket in self.gathered_buckets():
             num_bytes += bucket.num_bytes
             self._receiver.accept(self._way.receive(self._way.send(bucket)))
-        self._receiver.finish(self.engine.num_updates)
+        self._receiver.finish()
         return num_bytes
 
     def _share_weights(self) -> None:

@@ -48,7 +48,7 @@ class RolloutWorker(GeneratingWorker):
     @register(Dispatch.ONE_TO_ALL)
     def start_receiving(self, offer: Offer) -> None:
         """Expect the weights of an offer."""
-        self._receiver.start(offer.specs)
+        self._receiver.start(offer.specs, offer.version)
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_bucket(self, sent: tuple[Sent, Any]) -> None:
@@ -57,7 +57,7 @@ class RolloutWorker(GeneratingWorker):
         self._receiver.accept(self._way.receive(Sent.joined(sent)))
 
     @register(Dispatch.ONE_TO_ALL)
-    def finish_receiving(self, version: int, probe: Probe) -> dict[str, float]:
+    def finish_receiving(self, probe: Probe) -> dict[str, float]:
         """Generate with what was received from now on, if its log-probs are the trainer's; metrics."""
-        self._receiver.finish(version)
-        return self._receiver.check(version, probe)
+        self._receiver.finish()
+        return self._receiver.check(probe)

@@ -1,5 +1,8 @@
 """The rollout engine that a configuration names."""
 
+import json
+from pathlib import Path
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hybridflow.config import Config
@@ -36,10 +39,17 @@ def build_rollout_engine(
         dtype=config.model.dtype,
         tokenizer=tokenizer,
         max_running_sequences=rollout.max_running_sequences,
-        max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
+        max_model_len=rollout.max_model_len or _max_model_len(config),
         tensor_parallel=rollout.tensor,
         in_group=in_group,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_bytes=rollout.kv_cache_bytes,
         enforce_eager=rollout.enforce_eager,
     )
+
+
+def _max_model_len(config: Config) -> int:
+    """Of the longest prompt and response that the data may have, as far as the model has positions for them."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    settings = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    return min(longest, settings.get("max_position_embeddings", longest))

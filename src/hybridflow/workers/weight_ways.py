@@ -1,6 +1,7 @@
 """The two ends of the way that `rollout.weight_sync` names, between the pool that learns and the one that generates."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,11 @@ class SendingEnd:
         self.address, self.port = "", 0
         self._broadcast: ByBroadcast | None = None
         self._way: WeightWay
+        directory = Path(config.trainer.run_dir) / SYNC_DIRECTORY
+        if rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)  # of a run that was killed
         if config.rollout.weight_sync == "disk":
-            self._way = ThroughDisk(Path(config.trainer.run_dir) / SYNC_DIRECTORY)
+            self._way = ThroughDisk(directory)
         elif config.rollout.weight_sync == "broadcast" and rank == 0:
             self._way = self._broadcast = ByBroadcast(
                 0,

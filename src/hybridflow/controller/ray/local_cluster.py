@@ -9,6 +9,7 @@ never removes its directory. The reaper does, and it cannot be missed: the pipe 
 
 import atexit
 import contextlib
+import functools
 import math
 import os
 import secrets
@@ -171,9 +172,11 @@ def _let_ray_read_variables() -> None:
 @contextlib.contextmanager
 def _ray_settings() -> Iterator[None]:
     """What Ray decides by module attributes, some of them read from the environment on import."""
-    from ray._private import node, ray_constants
+    from ray._private import node, ray_constants, services
 
     settings = (
+        # A signal to the driver's process group, as a scheduler sends it, is for the driver to answer.
+        (services, "ConsolePopen", functools.partial(services.ConsolePopen, start_new_session=True)),
         (ray_constants, "ENABLE_RAY_CLUSTER", False),
         # Under `uv run` Ray would copy the working directory and build an environment for the workers.
         (ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", False),

@@ -5,6 +5,7 @@ vLLM's own groups (`n`) have seeds that follow each other, so that neighbouring 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,17 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.models import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
-from hybridflow.rollout.loading import Loading
+from hybridflow.rollout.loading import Loading, announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.rollout.vllm.versions import EngineOptions, Progress, VLLMEngine
+from hybridflow.rollout.vllm.versions import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    EngineOptions,
+    Progress,
+    VLLMEngine,
+    require_head_size,
+)
 from hybridflow.runtime import derive_seed
 
 DTYPES = ("float32", "bfloat16")
@@ -63,6 +71,12 @@ class VLLMRollout:
             raise RolloutError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
         described = build_without_weights(path, "policy", torch.float32)
         config = described.config.get_text_config()
+        if max_model_len > config.max_position_embeddings:
+            raise RolloutError(
+                f"rollout.max_model_len={max_model_len} exceeds the {config.max_position_embeddings} positions of "
+                f"'{path}'; use at most these, or 0."
+            )
+        require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
         self._vocabulary: int = config.vocab_size
         self._max_model_len = max_model_len or config.max_position_embeddings
@@ -72,6 +86,7 @@ class VLLMRollout:
         self._loading: Loading | None = None
         self._sequences: dict[str, _Sequence] = {}  # that are not finished, in the order of submission
         self._with_stop_strings: dict[str, None] = {}  # some of them: whose tokens are looked at in every step
+        self._num_unfinished: Counter[int] = Counter()  # sequences of each request
         self._finished: list[_Sequence] = []
         self._num_submitted = 0
         options = EngineOptions(
@@ -88,10 +103,16 @@ class VLLMRollout:
         try:
             self._engine = VLLMEngine(options)
         except (ValueError, RuntimeError, AssertionError) as error:
-            raise RolloutError(f"vLLM could not be started for '{path}': {' '.join(str(error).split())}") from error
+            raise RolloutError(
+                f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (What vLLM calls "
+                f"gpu_memory_utilization, max_model_len and max_num_seqs is rollout.gpu_memory_utilization="
+                f"{gpu_memory_utilization}, rollout.max_model_len={self._max_model_len} and "
+                f"rollout.max_running_sequences={max_running_sequences}; rollout.kv_cache_bytes={kv_cache_bytes} sets "
+                "the memory of keys and values where it is not 0.)"
+            ) from error
 
     def submit(self, request: Request) -> None:
-        if any(f"{request.request_id}.{index}" in self._sequences for index in range(max(request.group_size, 1))):
+        if self._num_unfinished[request.request_id]:
             raise RolloutError(
                 f"request {request.request_id} is waiting or running already; give each request an id of its own."
             )
@@ -102,17 +123,26 @@ class VLLMRollout:
             len_name="the model's",
             vocabulary=self._vocabulary,
         )
+        _require_temperature(request)
         self._stop_strings.require_served(request)
         version = self._require_weights()
         if not self._sequences:
             self._engine.forget_prompts()  # bits depend on what is computed here, not on earlier calls
-        for index in range(request.group_size):
-            seed = derive_seed(*request.noise_key, index, version, request.resume_offset)
-            sequence = _Sequence(request, self._num_submitted, seed, Completion(request.request_id, index))
+        sequences: list[_Sequence] = []
+        try:
+            for index in range(request.group_size):
+                seed = derive_seed(*request.noise_key, index, version, request.resume_offset)
+                sequence = _Sequence(request, self._num_submitted, seed, Completion(request.request_id, index))
+                self._add(sequence)
+                sequences.append(sequence)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            self._engine.abort([sequence.name for sequence in sequences])
+            raise RolloutError(f"vLLM refuses request {request.request_id}: {' '.join(str(error).split())}") from error
+        for sequence in sequences:
             self._sequences[sequence.name] = sequence
             if request.sampling.stop_strings:
                 self._with_stop_strings[sequence.name] = None
-            self._add(sequence)
+        self._num_unfinished[request.request_id] = len(sequences)
         self._num_submitted += 1
 
     def has_unfinished(self) -> bool:
@@ -162,17 +192,17 @@ class VLLMRollout:
         self._engine.start_loading()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        assert self._loading is not None, "start_loading comes first"
+        loading = announced(self._loading)
         try:
-            self._engine.load(self._loading.counted(weights))
+            self._engine.load(loading.counted(weights))
         except BaseException:
             self.abandon_loading()
             raise
 
     def finish_loading(self, version: int) -> None:
-        assert self._loading is not None, "start_loading comes first"
+        loading = announced(self._loading)
         try:
-            self._loading.require_complete()
+            loading.require_complete()
         except RolloutError:
             self.abandon_loading()
             raise
@@ -188,7 +218,18 @@ class VLLMRollout:
         if self._sequences:
             raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
         self._require_weights()
-        return self._engine.log_probs(sequences)
+        for place, sequence in enumerate(sequences):
+            if not 2 <= len(sequence) < self._max_model_len:
+                raise RolloutError(
+                    f"sequence {place} has {len(sequence)} tokens; log_probs needs at least 2 and less than the "
+                    f"{self._max_model_len} positions that vLLM was started with."
+                )
+            if min(sequence) < 0 or max(sequence) >= self._vocabulary:
+                raise RolloutError(f"sequence {place} has token ids outside of [0, {self._vocabulary}).")
+        try:
+            return self._engine.log_probs(sequences)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise RolloutError(f"vLLM failed to compute log-probs: {' '.join(str(error).split())}") from error
 
     def wake(self, part: SleepingPart) -> None:
         self._engine.wake(part)
@@ -218,11 +259,14 @@ class VLLMRollout:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
-            stop_token_ids=sampling.stop_token_ids,
+            stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocabulary],
         )
 
     def _finish(self, sequence: _Sequence, progress: Progress, reason: FinishReason) -> None:
         del self._sequences[sequence.name]
+        self._num_unfinished[sequence.request.request_id] -= 1
+        if not self._num_unfinished[sequence.request.request_id]:
+            del self._num_unfinished[sequence.request.request_id]
         self._with_stop_strings.pop(sequence.name, None)
         done = sequence.completion
         done.token_ids, done.log_probs, done.finish_reason = progress.token_ids, progress.log_probs, reason
@@ -246,6 +290,15 @@ class VLLMRollout:
         for sequence in self._sequences.values():
             sequence.completion = Completion(sequence.completion.request_id, sequence.completion.index)
             self._add(sequence)
+
+
+def _require_temperature(request: Request) -> None:
+    temperature = request.sampling.temperature
+    if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise RolloutError(
+            f"request {request.request_id} has temperature={temperature}, but vLLM samples at 0, or from "
+            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use one of these, or the embedded engine."
+        )
 
 
 def _require_finite(request: Request, progress: Progress) -> None:

