@@ -141,7 +141,8 @@ def test_the_controller_reads_a_small_part_of_what_flows(runs):
         assert 0 < row["transfer/bytes_sent"] < 0.5 * row["transfer/bytes_flowed"]
 
 
-def test_ctrl_c_finishes_the_step_and_saves(task, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, tmp_path, number):
     command = [sys.executable, "-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
     environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
@@ -158,7 +159,7 @@ def test_ctrl_c_finishes_the_step_and_saves(task, tmp_path):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the driver and everything it started
+    os.killpg(process.pid, number)  # as a terminal or a scheduler does
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "stopped after step" in output

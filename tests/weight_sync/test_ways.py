@@ -181,3 +181,20 @@ def test_a_bit_that_changes_on_the_way_shows_in_the_fingerprint(way, tmp_path):
     arrived = end.receive(sent)
     wrong = [name for name, tensor in arrived.weights.items() if fingerprint(tensor) != arrived.fingerprints[name]]
     assert len(wrong) == 1
+
+
+def test_a_file_that_cannot_be_written_leaves_none_behind(tmp_path, monkeypatch):
+    from hybridflow.weight_sync import disk
+
+    sender, buckets = ThroughDisk(tmp_path / "sync"), list(buckets_of(weights_like_those_of_a_model(), 2000))
+    sender.send(buckets[0])
+    assert len(list((tmp_path / "sync").iterdir())) == 1
+
+    def full(weights, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "save_file", full)
+    with pytest.raises(WeightSyncError, match="could not be written to .*No space left"):
+        sender.send(buckets[1])
+    assert not (tmp_path / "sync").exists()
