@@ -195,6 +195,6 @@ def test_a_file_that_cannot_be_written_leaves_none_behind(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "save_file", full)
-    with pytest.raises(WeightSyncError, match="could not be written to .*No space left"):
+    with pytest.raises(WeightSyncError, match=r"could not be written to .*No space left"):
         sender.send(buckets[1])
     assert not (tmp_path / "sync").exists()

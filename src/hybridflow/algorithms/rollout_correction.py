@@ -82,9 +82,9 @@ def rollout_correction(
     """What each token's loss is multiplied with, since another policy sampled it.
 
     Of d_t = old_log_probs - rollout_log_probs the weight is exp(d_t) ("token"), exp(sum of d_t over the response)
-    ("sequence") or 1 ("none"). Outside of `rollout_weight_bounds` it is the nearest bound ("truncate": truncated
-    importance sampling, https://arxiv.org/abs/2503.14286, section 3; by token
-    https://fengyao.notion.site/off-policy-rl) or 0 ("mask": https://arxiv.org/abs/2510.23027, section 3.1).
+    ("sequence") or 1 ("none"). Outside of `rollout_weight_bounds` it is the nearest bound ("truncate": Ionides 2008,
+    https://doi.org/10.1198/106186008X320456, equation 2; by token https://fengyao.notion.site/off-policy-rl) or 0
+    ("mask": https://arxiv.org/abs/2510.18855, IcePop).
     Then tokens whose statistic of `REJECTIONS` is outside of its own bounds have the weight 0; statistics of a
     response reject all of it. With r_t = exp(d_t) and k3_t = r_t - 1 - d_t:
 

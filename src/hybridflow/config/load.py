@@ -14,14 +14,18 @@ from hybridflow.config.sections import Config
 from hybridflow.errors import ConfigError
 
 
-def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe (None: only defaults), apply `section.key=value` overrides in order, check everything.
 
+    Of several recipes each changes what the ones before it say.
     A value of an override is read as TOML (`3`, `true`, `[1, 2]`, `"text"`), and as plain text where it is none.
     Raises ConfigError: at once for a file that cannot be read, otherwise with every problem, each with its key,
     its value and, for an unknown key, the nearest one that exists.
     """
-    values = _merged(Config().model_dump(), {} if recipe is None else _read(Path(recipe)))
+    recipes = [recipe] if isinstance(recipe, str | Path) else list(recipe or ())
+    values: dict[str, Any] = Config().model_dump()
+    for path in recipes:
+        values = _merged(values, _read(Path(path)))
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -38,7 +42,7 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
     if config is not None:
         problems += contradictions(config)
     if config is None or problems:
-        source = " with ".join([str(recipe)] * (recipe is not None) + ["overrides"] * bool(overrides)) or "the defaults"
+        source = " with ".join([*map(str, recipes), *["overrides"] * bool(overrides)]) or "the defaults"
         raise ConfigError("\n  ".join([f"{len(problems)} problem(s) in {source}:", *problems]))
     return config
 
