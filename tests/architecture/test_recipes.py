@@ -1,11 +1,13 @@
 """Every recipe parses, and what it says fits together; each algorithm has one."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
 from hybridflow.config import leaf_keys, load_config
+from hybridflow.config.render import toml_value
 
 DIRECTORY = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(DIRECTORY.glob("*.toml"))
@@ -36,3 +38,24 @@ def test_every_estimator_and_every_policy_loss_has_a_recipe():
     configs = [load_config([DIRECTORY / "countdown_grpo.toml", overlay]) for overlay in OVERLAYS]
     assert {config.algorithm.advantage for config in configs} == set(ADVANTAGES)
     assert {config.actor.policy_loss for config in configs} == set(POLICY_LOSSES)
+
+
+def table() -> str:
+    """Each recipe of an algorithm with its paper, which its first lines name, and its keys."""
+    lines = ["| recipe | paper | keys |", "|---|---|---|"]
+    for overlay in OVERLAYS:
+        text = overlay.read_text("utf-8")
+        comment = " ".join(line.removeprefix("# ") for line in text.split("\n\n")[0].splitlines())
+        keys = [
+            f"`{section}.{key} = {toml_value(value)}`"
+            for section, values in tomllib.loads(text).items()
+            for key, value in values.items()
+        ]
+        lines.append(f"| `{overlay.name}` | {comment} | {', '.join(keys)} |")
+    return "\n".join(lines)
+
+
+def test_the_table_of_the_documentation_is_that_of_the_recipes():
+    text = (DIRECTORY.parent / "docs" / "recipes.md").read_text("utf-8")
+    shown = text.partition("<!-- generated: start -->\n\n")[2].partition("\n\n<!-- generated: end -->")[0]
+    assert shown == table(), f"put this into docs/recipes.md:\n{table()}"
