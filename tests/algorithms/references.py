@@ -255,6 +255,19 @@ def dppo(new, old, advantages, divergence, max_divergence, **_):
     return losses, slopes
 
 
+def clip_cov(new, old, advantages, selected, **_):
+    losses = [0.0 if s else -math.exp(n - o) * a for n, o, a, s in zip(new, old, advantages, selected, strict=True)]
+    return losses, losses
+
+
+def kl_cov(new, old, advantages, selected, penalty_coef, **_):
+    losses, slopes = [], []
+    for n, o, a, s in zip(new, old, advantages, selected, strict=True):
+        losses.append(-math.exp(n - o) * a + (penalty_coef * abs(n - o) if s else 0.0))
+        slopes.append(-math.exp(n - o) * a + (penalty_coef * ((n > o) - (n < o)) if s else 0.0))
+    return losses, slopes
+
+
 POLICY_LOSSES: dict[str, Callable] = {
     "ppo": ppo,
     "decoupled-ppo": decoupled_ppo,
@@ -264,4 +277,6 @@ POLICY_LOSSES: dict[str, Callable] = {
     "sapo": sapo,
     "dppo": dppo,
     "reinforce": reinforce,
+    "clip-cov": clip_cov,
+    "kl-cov": kl_cov,
 }

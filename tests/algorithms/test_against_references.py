@@ -34,6 +34,7 @@ PARAMETERS: dict[str, list[Any]] = {
     "tau_neg": [1.05, 3.0],
     "divergence": ["tv", "kl"],
     "max_divergence": [0.15, 0.01],
+    "penalty_coef": [1.0, 0.1],
 }
 
 
@@ -86,8 +87,8 @@ def as_tensors(batch: dict[str, Any], dtype: torch.dtype = torch.float64) -> dic
     def tensor(name: str, value: Any) -> Any:
         if name in PARAMETERS:
             return value
-        if name in ("response_mask", "group_ids"):
-            return torch.tensor(value, dtype=torch.bool if name == "response_mask" else torch.int64)
+        if name in ("response_mask", "selected_tokens", "group_ids"):
+            return torch.tensor(value, dtype=torch.int64 if name == "group_ids" else torch.bool)
         return torch.tensor(value, dtype=dtype)
 
     return {name: tensor(name, value) for name, value in batch.items()}
@@ -157,6 +158,7 @@ def loss_batch(name: str, rng: random.Random) -> dict[str, Any]:
         "rollout_log_probs": beside(),
         "advantages": advantages,
         "response_mask": mask,
+        "selected_tokens": [[rng.random() < 0.3 for _ in row] for row in mask],
     }
     wanted = inspect.signature(function).parameters
     return {**{key: value for key, value in columns.items() if key in wanted}, **parameters_for(function, rng)}
@@ -186,6 +188,7 @@ def test_a_loss_and_its_gradient_equal_the_reference_on_a_thousand_ragged_batche
                 [batch["old_log_probs"][i][t] for t in places],
                 [advantages[t if len(advantages) > 1 or len(valid) == 1 else 0] for t in places],
                 rollout=[batch["rollout_log_probs"][i][t] for t in places] if "rollout_log_probs" in batch else None,
+                selected=[batch["selected_tokens"][i][t] for t in places] if "selected_tokens" in batch else None,
                 **settings,
             )
             assert loss.token_losses[i, places].tolist() == pytest.approx(losses, rel=1e-9, abs=1e-12)
@@ -205,7 +208,7 @@ def test_a_loss_does_not_depend_on_the_order_of_rows_or_the_padding(name):
             if isinstance(value, Tensor):
                 value = value[order]
                 if value.shape[1] == width and (width > 1 or key != "advantages"):
-                    fill = False if key == "response_mask" else NAN
+                    fill = False if value.dtype == torch.bool else NAN
                     value = torch.cat([value, value.new_full((num_rows, 2), fill)], dim=1)
             changed[key] = value
         permuted = POLICY_LOSSES[name](**changed)
@@ -222,6 +225,8 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_gradient_of_the_polic
         columns |= {
             key: columns["log_probs"].clone() for key in ("old_log_probs", "rollout_log_probs") if key in columns
         }
+        if "selected_tokens" in columns:
+            columns["selected_tokens"] = torch.zeros_like(columns["response_mask"])
         if name == "gmpo":  # whose gradient is that of the mean advantage of a response
             columns["advantages"] = columns["advantages"][:, :1].nan_to_num(0.5)
         log_probs = columns["log_probs"].requires_grad_()

@@ -14,7 +14,7 @@ OFF_POLICY = ("actor.mini_batch_size=4", "actor.epochs=2")
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "algorithms").glob("*.toml"))
 MINI_BATCHES = ["actor.mini_batch_size=4"]
 FITTING = {
-    **dict.fromkeys(("gspo", "gmpo", "cispo", "sapo", "dppo", "decoupled_ppo"), MINI_BATCHES),
+    **dict.fromkeys(("gspo", "gmpo", "cispo", "sapo", "dppo", "decoupled_ppo", "clip_cov", "kl_cov"), MINI_BATCHES),
     "dapo": [*MINI_BATCHES, "reward.overlong_buffer=4"],
     "ppo": [*MINI_BATCHES, "critic.mini_batch_size=4"],
     "gdpo": ["reward.function={task}/reward.py:with_format"],

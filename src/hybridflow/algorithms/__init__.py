@@ -6,6 +6,14 @@ batch fields, so that a function's signature says what it reads.
 
 from hybridflow.algorithms.advantages import ADVANTAGES
 from hybridflow.algorithms.aggregation import AGGREGATIONS, aggregate_loss
+from hybridflow.algorithms.covariance import (
+    SELECTIONS,
+    clip_cov_policy_loss,
+    covariances,
+    kl_cov_policy_loss,
+    select_clip_cov,
+    select_kl_cov,
+)
 from hybridflow.algorithms.decoupled_ppo import decoupled_ppo_policy_loss
 from hybridflow.algorithms.dppo import dppo_policy_loss
 from hybridflow.algorithms.gae import gae_advantages
@@ -45,6 +53,7 @@ __all__ = [
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
     "REJECTIONS",
+    "SELECTIONS",
     "AdaptiveKLController",
     "FixedKLController",
     "PolicyLoss",
@@ -55,7 +64,9 @@ __all__ = [
     "apply_kl_penalty",
     "balanced_partition",
     "cispo_policy_loss",
+    "clip_cov_policy_loss",
     "clipped_value_loss",
+    "covariances",
     "decoupled_ppo_policy_loss",
     "dppo_policy_loss",
     "entropy_from_logits",
@@ -66,6 +77,7 @@ __all__ = [
     "grpo_advantages",
     "gspo_policy_loss",
     "imbalance",
+    "kl_cov_policy_loss",
     "kl_loss",
     "log_probs_and_entropy_from_logits",
     "log_probs_from_logits",
@@ -83,4 +95,6 @@ __all__ = [
     "rloo_advantages",
     "rollout_correction",
     "sapo_policy_loss",
+    "select_clip_cov",
+    "select_kl_cov",
 ]

@@ -5,6 +5,7 @@ A policy loss takes columns and parameters as keyword-only arguments and returns
 
 from collections.abc import Callable
 
+from hybridflow.algorithms.covariance import clip_cov_policy_loss, kl_cov_policy_loss
 from hybridflow.algorithms.decoupled_ppo import decoupled_ppo_policy_loss
 from hybridflow.algorithms.dppo import dppo_policy_loss
 from hybridflow.algorithms.ppo import ppo_policy_loss
@@ -22,4 +23,6 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "sapo": sapo_policy_loss,
     "dppo": dppo_policy_loss,
     "reinforce": reinforce_policy_loss,
+    "clip-cov": clip_cov_policy_loss,
+    "kl-cov": kl_cov_policy_loss,
 }

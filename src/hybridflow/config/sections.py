@@ -20,7 +20,9 @@ AdvantageName = Literal[
     "pass@k",
     "gdpo",
 ]
-PolicyLossName = Literal["ppo", "decoupled-ppo", "gspo", "gmpo", "cispo", "sapo", "dppo", "reinforce"]
+PolicyLossName = Literal[
+    "ppo", "decoupled-ppo", "gspo", "gmpo", "cispo", "sapo", "dppo", "reinforce", "clip-cov", "kl-cov"
+]
 AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 RejectionName = Literal[
     "token_ratio",

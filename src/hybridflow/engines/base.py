@@ -72,6 +72,10 @@ class TrainEngine(Protocol):
         """The sum of `value` over the data-parallel ranks."""
         ...
 
+    def gather(self, value: Any) -> list[Any]:
+        """A value of each data-parallel rank, in their order."""
+        ...
+
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Parameter names and tensors in the compute dtype, each tied tensor once."""
         ...

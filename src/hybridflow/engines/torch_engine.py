@@ -220,6 +220,10 @@ class TorchEngine:
         with self._step_guard():
             return self.ranks.sum(value)
 
+    def gather(self, value: Any) -> list[Any]:
+        with self._step_guard():
+            return self.ranks.gather(value)
+
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         parameters = dict(self.model.named_parameters())
 

@@ -87,6 +87,8 @@ _FIELDS = (
     Field("reward_components", ("batch", "components"), torch.float32,
           description="The rewards that reward.weights names, before they are added.",
           producer="rewards", consumer="gdpo"),
+    Field("selected_tokens", RESPONSE, torch.bool, "right", False,
+          description="True where the policy loss treats a token apart.", producer="actor", consumer="policy loss"),
     Field("rollout_weights", RESPONSE, torch.float32, "right", 0.0,
           description="What each token's loss is multiplied with, since another policy sampled it.",
           producer="rollout correction", consumer="policy loss"),

@@ -132,7 +132,9 @@ class PPO:
         """The batch with the optimizer steps that the controller fixes, and the weight of the KL in their loss."""
         seed_keys = (self.config.trainer.seed, self.global_step)
         memberships = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
-        return batch.with_meta_info({"mini_batches": memberships, "kl_coef": self.kl_controller.coef})
+        return batch.with_meta_info(
+            {"mini_batches": memberships, "kl_coef": self.kl_controller.coef, "seed_keys": list(seed_keys)}
+        )
 
 
 def _kl_controller(config: Config) -> AdaptiveKLController | FixedKLController:

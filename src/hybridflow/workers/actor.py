@@ -15,6 +15,7 @@ from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 from hybridflow.workers.process import prepare_process
+from hybridflow.workers.selection import with_selected_tokens
 from hybridflow.workers.weight_ways import Offer, SendingEnd
 
 
@@ -96,11 +97,10 @@ class ActorWorker(ModelWorker):
 
     def _update_actor(self, batch: DataProto) -> dict[str, float]:
         steps = []
-        for mini_batch in iterate_mini_batches(batch, self.engine):
+        for number, mini_batch in enumerate(iterate_mini_batches(batch, self.engine)):
+            rows = with_selected_tokens(self.config, self.engine, mini_batch.rows, batch.meta_info, number)
             loss = actor_loss(self.config, batch.meta_info["kl_coef"], mini_batch.num_tokens, mini_batch.num_sequences)
-            result = self.engine.update(
-                mini_batch.rows, loss, with_entropy=True, temperature=self.config.rollout.temperature
-            )
+            result = self.engine.update(rows, loss, with_entropy=True, temperature=self.config.rollout.temperature)
             steps.append(
                 {
                     "actor/loss": result.loss,

@@ -7,15 +7,18 @@ batch fields; everything else is a parameter, named as its configuration key or 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
+from torch import Tensor
+
+from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES, SELECTIONS
 from hybridflow.config import Config, Section
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import FIELDS
 from hybridflow.runtime import load_user_function
 
+MADE_FOR_SELECTION = ("covariances", "seed")
 MADE_BY_LOSS = ("log_probs",)
 """What a policy loss is given beside the columns of its batch: the log-probs that are learned."""
 
@@ -46,7 +49,29 @@ def advantage_estimator(config: Config) -> AlgorithmFunction:
 
 def policy_loss(config: Config) -> AlgorithmFunction:
     """What `actor.policy_loss` names. Raises ConfigError if it is no function, or its kwargs do not fit."""
-    return _resolved(("actor", "policy_loss"), config.actor, POLICY_LOSSES, given={}, made=MADE_BY_LOSS)
+    return _resolved(
+        ("actor", "policy_loss"),
+        config.actor,
+        POLICY_LOSSES,
+        given={},
+        made=MADE_BY_LOSS,
+        elsewhere=_parameters_of_selection(config),
+    )
+
+
+def token_selection(config: Config) -> Callable[..., Tensor] | None:
+    """What selects tokens for the policy loss, given `covariances` and `seed`; None where it selects none."""
+    select = SELECTIONS.get(config.actor.policy_loss)
+    if select is None:
+        return None
+    names, kwargs = _parameters_of_selection(config), config.actor.policy_loss_kwargs
+    return partial(select, **{name: value for name, value in kwargs.items() if name in names})
+
+
+def _parameters_of_selection(config: Config) -> tuple[str, ...]:
+    select = SELECTIONS.get(config.actor.policy_loss)
+    names = inspect.signature(select).parameters if select else ()
+    return tuple(name for name in names if name not in MADE_FOR_SELECTION)
 
 
 def _resolved(
@@ -55,6 +80,7 @@ def _resolved(
     table: Mapping[str, Callable[..., Any]],
     given: Mapping[str, Any],
     made: tuple[str, ...],
+    elsewhere: tuple[str, ...] = (),
 ) -> AlgorithmFunction:
     section_name, leaf = key
     name, kwargs = getattr(section, leaf), getattr(section, f"{leaf}_kwargs")
@@ -69,8 +95,8 @@ def _resolved(
             raise ConfigError(
                 f"{section_name}.{leaf}_kwargs.{argument} is a key of its own; set {section_name}.{argument}."
             )
-        if argument not in free:
-            valid = ", ".join(free) or "none"
+        if argument not in (*free, *elsewhere):
+            valid = ", ".join([*free, *elsewhere]) or "none"
             raise ConfigError(
                 f"{section_name}.{leaf}_kwargs.{argument}: {what} has no such parameter; it has: {valid}."
             )
@@ -83,7 +109,8 @@ def _resolved(
         )
     parameters = {argument: getattr(section, argument) for argument in sorted(keys)}
     parameters |= {argument: value for argument, value in given.items() if argument in signature}
-    return AlgorithmFunction(function, columns, {**parameters, **kwargs})
+    parameters |= {argument: value for argument, value in kwargs.items() if argument not in elsewhere}
+    return AlgorithmFunction(function, columns, parameters)
 
 
 @cache

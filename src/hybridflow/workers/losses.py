@@ -16,6 +16,7 @@ from hybridflow.workers.drift import LARGEST, MEAN, drift_of_tokens
 def actor_columns(config: Config) -> tuple[str, ...]:
     """What `actor_loss` reads of a batch under a configuration."""
     columns = {"response_mask", "rollout_log_probs", "old_log_probs", *policy_loss(config).columns}
+    columns.discard("selected_tokens")  # the worker's own
     if config.is_on_policy:
         columns.discard("old_log_probs")
     if config.corrects_rollouts:
