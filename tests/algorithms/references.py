@@ -154,6 +154,27 @@ def gae(token_level_rewards, values, response_mask, gamma, lam, whiten_advantage
     return whiten(advantages, response_mask) if whiten_advantages else advantages
 
 
+def optimal_token_baseline(scores, group_ids, old_log_probs, sum_squared_probs, response_mask, **_):
+    places = [[t for t, v in enumerate(row) if v] for row in response_mask]
+    advantages = [[0.0] * len(row) for row in response_mask]
+
+    def energy(i, n):
+        return math.fsum(1 - 2 * math.exp(old_log_probs[i][t]) + sum_squared_probs[i][t] for t in places[i][: n + 1])
+
+    for rows in groups_of(group_ids):
+        if len({scores[i] for i in rows}) == 1:
+            continue
+        for n in range(max(len(places[i]) for i in rows)):
+            there = [i for i in rows if len(places[i]) > n]
+            if len(there) < 2:
+                continue
+            weights = {i: energy(i, n) for i in there}
+            baseline = math.fsum(weights[i] * scores[i] for i in there) / math.fsum(weights.values())
+            for i in there:
+                advantages[i][places[i][n]] = scores[i] - baseline
+    return advantages
+
+
 ADVANTAGES: dict[str, Callable] = {
     "gae": gae,
     "grpo": grpo,
@@ -165,6 +186,7 @@ ADVANTAGES: dict[str, Callable] = {
     "gpg": gpg,
     "pass@k": pass_at_k,
     "gdpo": gdpo,
+    "optimal-token-baseline": optimal_token_baseline,
 }
 
 

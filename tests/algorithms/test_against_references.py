@@ -2,6 +2,7 @@
 change it: the order of rows, the numbers of groups, the width of the padding."""
 
 import inspect
+import math
 import random
 import runpy
 from pathlib import Path
@@ -78,7 +79,12 @@ def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
         "reward_components": [[rng.choice([0.0, 1.0, 0.3]), rng.choice([0.0, 1.0, 0.7])] for _ in group_ids],
         "token_level_rewards": random_column("token_level_rewards", rng, mask),
         "values": random_column("values", rng, mask),
+        "old_log_probs": random_column("old_log_probs", rng, mask),
     }
+    # the token's own, and those of the rest of the vocabulary
+    columns["sum_squared_probs"] = [
+        [math.exp(2 * x) + rng.random() * (1 - math.exp(x)) ** 2 for x in row] for row in columns["old_log_probs"]
+    ]
     wanted = inspect.signature(function).parameters
     return {**{key: value for key, value in columns.items() if key in wanted}, **parameters_for(function, rng)}
 
@@ -125,7 +131,7 @@ def test_an_estimator_does_not_depend_on_the_order_of_rows_the_names_of_groups_o
         if "group_ids" in changed:
             changed["group_ids"] = torch.bitwise_not(changed["group_ids"])  # descending, and all different still
         width = 3
-        for key in ("response_mask", "token_level_rewards", "values"):
+        for key in ("response_mask", "token_level_rewards", "values", "old_log_probs", "sum_squared_probs"):
             if key in changed:
                 fill = False if key == "response_mask" else NAN
                 changed[key] = torch.cat([changed[key], changed[key].new_full((num_rows, width), fill)], dim=1)

@@ -7,7 +7,12 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridflow.algorithms import entropy_from_logits, log_probs_and_entropy_from_logits, log_probs_from_logits
+from hybridflow.algorithms import (
+    entropy_from_logits,
+    log_probs_and_entropy_from_logits,
+    log_probs_from_logits,
+    sum_squared_probs_from_logits,
+)
 from hybridflow.errors import AlgorithmError
 
 INF = float("inf")
@@ -201,3 +206,14 @@ def test_logits_without_a_vocabulary_or_of_integers_are_refused():
         unwrap(entropy_from_logits)(torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(AlgorithmError, match=r"labels is torch\.int32"):
         unwrap(log_probs_from_logits)(torch.zeros(2, 3), torch.tensor([0, 1], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 8192])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sums_of_squared_probabilities_equal_those_of_softmax(chunk_size, temperature):
+    logits = 3 * torch.randn(4, 5, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 3] = -torch.inf
+    expected = (logits / temperature).softmax(-1).square().sum(-1)
+    found = sum_squared_probs_from_logits(logits, temperature=temperature, chunk_size=chunk_size)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert sum_squared_probs_from_logits(logits.bfloat16()).dtype == torch.float32

@@ -75,8 +75,8 @@ def test_all_problems_are_reported_at_once(tmp_path):
         f"4 problem(s) in {recipe} with overrides:",
         "data.train_batch_size: Input should be greater than 0 (got 0)",
         "algorithm.advantage: needs one of 'gae', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-        "'opo', 'gpg', 'pass@k', 'gdpo', or a function of yours as 'path.py:function' or 'module:function' "
-        "(got 'grop')",
+        "'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', or a function of yours as 'path.py:function' or "
+        "'module:function' (got 'grop')",
         "algorithm.kl_coeff: no such key; did you mean algorithm.kl_coef?",
         "lr: no such key; did you mean actor.optimizer.lr?",
     ]

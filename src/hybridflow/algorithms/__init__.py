@@ -27,9 +27,11 @@ from hybridflow.algorithms.log_probs import (
     entropy_from_logits,
     log_probs_and_entropy_from_logits,
     log_probs_from_logits,
+    sum_squared_probs_from_logits,
 )
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridflow.algorithms.opo import opo_advantages
+from hybridflow.algorithms.optimal_token_baseline import optimal_token_baseline_advantages
 from hybridflow.algorithms.partition import balanced_partition, imbalance
 from hybridflow.algorithms.pass_at_k import pass_at_k_advantages
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
@@ -86,6 +88,7 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "opo_advantages",
+    "optimal_token_baseline_advantages",
     "pass_at_k_advantages",
     "ppo_policy_loss",
     "reinforce_plus_plus_advantages",
@@ -97,4 +100,5 @@ __all__ = [
     "sapo_policy_loss",
     "select_clip_cov",
     "select_kl_cov",
+    "sum_squared_probs_from_logits",
 ]

@@ -12,6 +12,7 @@ from hybridflow.algorithms.gdpo import gdpo_advantages
 from hybridflow.algorithms.gpg import gpg_advantages
 from hybridflow.algorithms.grpo import grpo_advantages
 from hybridflow.algorithms.opo import opo_advantages
+from hybridflow.algorithms.optimal_token_baseline import optimal_token_baseline_advantages
 from hybridflow.algorithms.pass_at_k import pass_at_k_advantages
 from hybridflow.algorithms.reinforce_plus_plus import (
     reinforce_plus_plus_advantages,
@@ -31,4 +32,5 @@ ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "gpg": gpg_advantages,
     "pass@k": pass_at_k_advantages,
     "gdpo": gdpo_advantages,
+    "optimal-token-baseline": optimal_token_baseline_advantages,
 }

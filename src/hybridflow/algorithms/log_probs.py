@@ -94,6 +94,30 @@ def log_probs_and_entropy_from_logits(
     return _FromLogits.apply(logits, labels, temperature, chunk_size, True, shared)
 
 
+@torch.no_grad()
+def sum_squared_probs_from_logits(
+    logits: Float[Tensor, "*batch vocab"],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+    shared: VocabularyShare | None = None,
+) -> Float[Tensor, "*batch"]:
+    """sum_j p_j^2 of softmax(logits / temperature), in float32 (or float64): the chance that two draws are equal.
+
+    No gradient. `shared` as in `log_probs_from_logits`.
+    """
+    _require("sum_squared_probs_from_logits", logits, temperature, chunk_size)
+    log_normaliser = reduce(
+        torch.logaddexp, (scaled.logsumexp(-1) for _, scaled in _slices(logits, temperature, chunk_size))
+    )
+    if shared:
+        log_normaliser = shared.logsumexp(log_normaliser)
+    total = torch.zeros_like(log_normaliser)
+    for _, scaled in _slices(logits, temperature, chunk_size):
+        total += (2 * (scaled - log_normaliser.unsqueeze(-1))).exp().sum(-1)
+    return shared.sum(total) if shared else total
+
+
 class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, temperature, chunk_size, with_entropy, shared):

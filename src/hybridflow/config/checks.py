@@ -9,7 +9,7 @@ from math import isqrt
 from hybridflow.config.sections import Config
 from hybridflow.errors import ConfigError
 
-GROUP_RELATIVE = ("grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "pass@k", "gdpo")
+GROUP_RELATIVE = ("grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "pass@k", "gdpo", "optimal-token-baseline")
 """Estimators whose advantages are all 0 for one response to a prompt."""
 
 
@@ -92,6 +92,14 @@ def _kl(config: Config) -> Iterator[str]:
         yield (
             "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive', which multiplies it; "
             "start from a kl_coef above 0"
+        )
+
+
+def _estimator(config: Config) -> Iterator[str]:
+    if config.algorithm.advantage == "optimal-token-baseline" and config.actor.old_log_probs_from == "rollout":
+        yield (
+            "algorithm.advantage='optimal-token-baseline' needs what the trainer computes beside its log-probs, but "
+            "actor.old_log_probs_from='rollout' leaves that pass out; use old_log_probs_from = 'trainer'"
         )
 
 
@@ -338,6 +346,7 @@ SUBJECTS = (
     _groups,
     _kl,
     _old_log_probs,
+    _estimator,
     _rollout_correction,
     _tokens,
     _critic_warmup,

@@ -19,6 +19,7 @@ AdvantageName = Literal[
     "gpg",
     "pass@k",
     "gdpo",
+    "optimal-token-baseline",
 ]
 PolicyLossName = Literal[
     "ppo", "decoupled-ppo", "gspo", "gmpo", "cispo", "sapo", "dppo", "reinforce", "clip-cov", "kl-cov"

@@ -51,7 +51,14 @@ class UpdateResult:
 class TrainEngine(Protocol):
     """A model on one rank."""
 
-    def forward(self, rows: DataProto, *, with_entropy: bool = False, temperature: float = 1.0) -> Outputs:
+    def forward(
+        self,
+        rows: DataProto,
+        *,
+        with_entropy: bool = False,
+        with_sum_squared_probs: bool = False,
+        temperature: float = 1.0,
+    ) -> Outputs:
         """Outputs of every row, in order, without gradients; zero behind the response mask.
 
         Reads input_ids, attention_mask and response_mask. A policy's are those of softmax(logits / temperature);

@@ -11,7 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hybridflow.algorithms import log_probs_and_entropy_from_logits, log_probs_from_logits
+from hybridflow.algorithms import (
+    log_probs_and_entropy_from_logits,
+    log_probs_from_logits,
+    sum_squared_probs_from_logits,
+)
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.blame import blame
@@ -161,11 +165,19 @@ class TorchEngine:
             moments = self.optimizer.state if self.optimizer_config else {}
             self.present = Presence(self.model, self.parameters.values(), moments, self.device)
 
-    def forward(self, rows: DataProto, *, with_entropy: bool = False, temperature: float = 1.0) -> Outputs:
+    def forward(
+        self,
+        rows: DataProto,
+        *,
+        with_entropy: bool = False,
+        with_sum_squared_probs: bool = False,
+        temperature: float = 1.0,
+    ) -> Outputs:
         results: Outputs = {}
         with torch.no_grad(), self.present(), self._step_guard():
             for indices in self._micro_batches(rows):
-                outputs = self._compute(self._arrange(self._part(rows, indices)), with_entropy, temperature)
+                model_input = self._arrange(self._part(rows, indices))
+                outputs = self._compute(model_input, with_entropy, temperature, with_sum_squared_probs)
                 for name, values in outputs.items() if len(indices) else ():
                     if name not in results:
                         results[name] = values.new_zeros(rows.batch["response_mask"].shape, device="cpu")
@@ -385,7 +397,9 @@ class TorchEngine:
         finally:
             self.model.eval()
 
-    def _compute(self, inputs: ModelInput, with_entropy: bool, temperature: float) -> Outputs:
+    def _compute(
+        self, inputs: ModelInput, with_entropy: bool, temperature: float, with_sum_squared_probs: bool = False
+    ) -> Outputs:
         if self.ranks.sequence == 1:
             mine, to_rows = inputs, inputs.to_rows
         else:
@@ -396,14 +410,18 @@ class TorchEngine:
         def read(logits: Tensor, which: slice) -> Sequence[Tensor]:
             if self.head == "value":
                 return (logits.flatten().to(torch.promote_types(logits.dtype, torch.float32)),)
+            labels = mine.labels[which]
+            squares = [sum_squared_probs_from_logits(logits, **settings)] if with_sum_squared_probs else []
             if with_entropy:
-                return log_probs_and_entropy_from_logits(logits, mine.labels[which], **settings)
-            return (log_probs_from_logits(logits, mine.labels[which], **settings),)
+                return *log_probs_and_entropy_from_logits(logits, labels, **settings), *squares
+            return log_probs_from_logits(logits, labels, **settings), *squares
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
         results = self.model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
-        names = ("values",) if self.head == "value" else ("log_probs", "entropies")
-        return {name: to_rows(result) for name, result in zip(names, results, strict=False)}
+        names = ["values"]
+        if self.head == "policy":
+            names = ["log_probs", *["entropies"] * with_entropy, *["sum_squared_probs"] * with_sum_squared_probs]
+        return {name: to_rows(result) for name, result in zip(names, results, strict=True)}
 
     def _report(self, loss: float, norm: float, blamed: list[str]) -> str:
         listed = "; ".join(blamed[:MAX_BLAMED]) or "none alone, only their sum"

@@ -37,7 +37,8 @@ def with_row_ids(batch: _Batch) -> _Batch:
 
 def needs_old_log_probs(config: Config) -> bool:
     """Whether anything reads log-probs from before the update; where it is on-policy, its ratio does not."""
-    return config.algorithm.kl_in_reward or config.corrects_rollouts or not config.is_on_policy
+    reads = "old_log_probs" in advantage_estimator(config).columns
+    return reads or config.algorithm.kl_in_reward or config.corrects_rollouts or not config.is_on_policy
 
 
 def rollout_as_old_log_probs(batch: Batch) -> DataProtoFuture:

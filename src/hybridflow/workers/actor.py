@@ -10,6 +10,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import Bucket, Probe, Sent, WeightSpec, fill_buckets, plan_buckets, probe_sequences
+from hybridflow.workers.algorithm_functions import needs_sum_squared_probs
 from hybridflow.workers.drift import KL, MEAN, SHARE, drift_of_tokens
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
@@ -37,13 +38,22 @@ class ActorWorker(ModelWorker):
     @register(
         TO_REPLICAS,
         reads=MODEL_COLUMNS,
-        writes=("old_log_probs", "entropies"),
+        writes=lambda config: (
+            *("old_log_probs", "entropies"),
+            *["sum_squared_probs"] * needs_sum_squared_probs(config),
+        ),
         parts=lambda config: config.controller.parts,
     )
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probs of the responses under the policy before the update, and its entropies."""
-        outputs = self.engine.forward(batch, with_entropy=True, temperature=self.config.rollout.temperature)
-        return DataProto.from_dict({"old_log_probs": outputs["log_probs"], "entropies": outputs["entropies"]})
+        outputs = self.engine.forward(
+            batch,
+            with_entropy=True,
+            with_sum_squared_probs=needs_sum_squared_probs(self.config),
+            temperature=self.config.rollout.temperature,
+        )
+        outputs["old_log_probs"] = outputs.pop("log_probs")
+        return DataProto.from_dict(outputs)
 
     @register(
         TO_REPLICAS,

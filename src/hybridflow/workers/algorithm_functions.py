@@ -59,6 +59,11 @@ def policy_loss(config: Config) -> AlgorithmFunction:
     )
 
 
+def needs_sum_squared_probs(config: Config) -> bool:
+    """Whether the advantage estimator reads `sum_squared_probs`, which come with the old log-probs."""
+    return "sum_squared_probs" in advantage_estimator(config).columns
+
+
 def token_selection(config: Config) -> Callable[..., Tensor] | None:
     """What selects tokens for the policy loss, given `covariances` and `seed`; None where it selects none."""
     select = SELECTIONS.get(config.actor.policy_loss)
