@@ -285,8 +285,10 @@ def clip_cov(new, old, advantages, selected, **_):
 def kl_cov(new, old, advantages, selected, penalty_coef, **_):
     losses, slopes = [], []
     for n, o, a, s in zip(new, old, advantages, selected, strict=True):
-        losses.append(-math.exp(n - o) * a + (penalty_coef * abs(n - o) if s else 0.0))
-        slopes.append(-math.exp(n - o) * a + (penalty_coef * ((n > o) - (n < o)) if s else 0.0))
+        x, width = abs(n - o), 1e-3
+        distance = x - width / 2 if x > width else x**2 / (2 * width)
+        losses.append(-math.exp(n - o) * a + (penalty_coef * distance if s else 0.0))
+        slopes.append(-math.exp(n - o) * a + (penalty_coef * clip((n - o) / width, -1, 1) if s else 0.0))
     return losses, slopes
 
 

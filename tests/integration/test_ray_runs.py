@@ -43,6 +43,21 @@ LAYOUTS = {
 }
 
 
+ALGORITHMS = {
+    "selecting": (
+        *("actor.policy_loss=kl-cov", "actor.policy_loss_kwargs.selected_share=0.1", "algorithm.advantage=gdpo"),
+        *("reward.function={task}/reward.py:with_format", "reward.weights={score = 1.0, format = 0.5}"),
+        *("algorithm.filter_groups=true", "reward.overlong_buffer=4", "algorithm.rollout_weights=token"),
+    ),
+    "compared": (
+        *("algorithm.advantage=remax", "algorithm.kl_in_loss=false", "algorithm.kl_in_reward=true"),
+        *("actor.policy_loss=gspo", "algorithm.rollout_reject={token_k3 = [0.0, 1.0]}"),
+    ),
+    "otb": ("algorithm.advantage=optimal-token-baseline", "actor.policy_loss=clip-cov"),
+}
+"""What reads other columns, and makes them elsewhere: in the local process and on two ranks."""
+
+
 def run_in_turn(*commands, **environment):
     """`hybridflow` commands one after another in a process that is not this one."""
     program = [sys.executable, "-c", IN_TURN, json.dumps([[str(part) for part in command] for command in commands])]
@@ -75,6 +90,14 @@ def runs(tiny, task, tmp_path_factory):
         [*exact, f"trainer.run_dir={directory}/exact_1"],
         *([*exact, *ray, f"trainer.run_dir={directory}/exact_{name}", *layout] for name, layout in LAYOUTS.items()),
     )
+    algorithms = {name: [change.replace("{task}", str(task)) for change in how] for name, how in ALGORITHMS.items()}
+    run_in_turn(
+        *([*exact, f"trainer.run_dir={directory}/{name}_1", *how] for name, how in algorithms.items()),
+        *(
+            [*exact, *ray, "controller.num_workers=2", f"trainer.run_dir={directory}/{name}_2", *how]
+            for name, how in algorithms.items()
+        ),
+    )
     pools = ["train", f"{task}/rl.toml", *tiny.PPO, *ray, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
         [*pools, f"trainer.run_dir={directory}/own_pools", *POOLS_OF_THEIR_OWN],
@@ -102,6 +125,18 @@ def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(ru
             assert after[name] == pytest.approx(before[name], rel=1e-9, abs=1e-14), name
         for name in ("critic/score/mean", "response_length/mean", "actor/lr"):
             assert after[name] == before[name]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_give_the_same_numbers_on_two_ranks(runs, name):
+    one, two = (read_jsonl(getattr(runs, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
+    assert len(one) == 2
+    for before, after in zip(one, two, strict=True):
+        assert after["actor/grad_norm"] > 0
+        same = ("actor/", "critic/", "sampling/", "rollout_correction/", "response_length/")
+        for metric in (metric for metric in before if metric.startswith(same)):
+            if not metric.endswith(("padding_computed", "shared_prompts")):
+                assert after[metric] == pytest.approx(before[metric], rel=1e-9, abs=1e-12), metric
 
 
 @pytest.mark.parametrize("layout", ["tensor", "generation"])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from hybridflow.algorithms import covariances, select_kl_cov
-from hybridflow.config import ActorConfig, Config
+from hybridflow.config import ActorConfig, Config, DataConfig
 from hybridflow.protocol import DataProto
 from hybridflow.workers.selection import with_selected_tokens
 
@@ -37,7 +37,9 @@ def engine(others: list[list[int]]) -> SimpleNamespace:
 
 
 def config(name: str, **kwargs) -> Config:
-    return Config(actor=ActorConfig(policy_loss=name, policy_loss_kwargs=kwargs))
+    return Config(
+        actor=ActorConfig(policy_loss=name, policy_loss_kwargs=kwargs), data=DataConfig(max_response_length=3)
+    )
 
 
 def test_other_losses_leave_the_rows_as_they_are():

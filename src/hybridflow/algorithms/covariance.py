@@ -5,6 +5,7 @@ given what was selected.
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -56,6 +57,10 @@ SELECTIONS = {"clip-cov": select_clip_cov, "kl-cov": select_kl_cov}
 """The selection of a policy loss that reads `selected_tokens`, by the loss's configuration name."""
 
 
+ROUNDED_BELOW = 1e-3
+"""The size of a log-ratio below which KL-Cov's penalty has a slope less than 1."""
+
+
 def clip_cov_policy_loss(
     *,
     log_probs: Float[Tensor, "batch response_len"],
@@ -94,8 +99,9 @@ def kl_cov_policy_loss(
     """Loss of each token; the gradient flows through `log_probs` alone.
 
     https://arxiv.org/abs/2505.22617, equation 14, negated: -ratio * A, and for the tokens that `select_kl_cov` chose
-    penalty_coef * |log_probs - old_log_probs| besides, which is how the authors take the KL from the old policy. No
-    ratio is clipped; `clipped` says which tokens were selected.
+    penalty_coef * |log_probs - old_log_probs| besides, which is how the authors take the KL from the old policy. Below
+    ROUNDED_BELOW it is rounded off (Huber 1964), since the slope of |x| at 0 would be that of a rounding. No ratio
+    is clipped; `clipped` says which tokens were selected.
     """
     function = "kl_cov_policy_loss"
     log_ratio, advantages = policy_columns(function, log_probs, old_log_probs, advantages, response_mask)
@@ -103,8 +109,11 @@ def kl_cov_policy_loss(
     require_in_range(function, "penalty_coef", penalty_coef, minimum=0)
     selected = selected_tokens & response_mask
     ratio = ratio_of(log_ratio)
+    distance = (
+        F.huber_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", delta=ROUNDED_BELOW) / ROUNDED_BELOW
+    )
     return PolicyLoss(
-        token_losses=-advantages * ratio + torch.where(selected, penalty_coef * log_ratio.abs(), 0.0),
+        token_losses=-advantages * ratio + torch.where(selected, penalty_coef * distance, 0.0),
         clipped=selected,
         clipped_dual=torch.zeros_like(response_mask),
         ratio=ratio.detach(),

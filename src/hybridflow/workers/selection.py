@@ -29,7 +29,7 @@ def with_selected_tokens(
     log_probs = engine.forward(rows, temperature=config.rollout.temperature)["log_probs"]
     row, place = mask.nonzero(as_tuple=True)
     own = (
-        columns["row_ids"][row] * mask.shape[1] + place,  # less than of any later row, as rows have one width
+        columns["row_ids"][row] * config.data.max_response_length + place,  # ranks may have rows of other widths
         log_probs[mask],
         columns["advantages"].expand(mask.shape)[mask],
     )
