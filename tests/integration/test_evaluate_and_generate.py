@@ -58,7 +58,7 @@ def test_samples_of_an_evaluation_are_written_and_make_its_figures(task, tmp_pat
     out = hybridflow("evaluate", task / "rl.toml", *changes, "--output", tmp_path / "samples.jsonl").out
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert [sample["index"] for sample in samples] == [index for index in range(10) for _ in range(2)]
-    assert set(samples[0]) == {"index", "data_source", "prompt", "response", "score"}
+    assert set(samples[0]) == {"index", "data_source", "prompt", "response", "score", "answer"}
     mean = sum(sample["score"] for sample in samples) / 20
     assert table(out)["val/score/mean"] == pytest.approx(mean, abs=1e-4)
     assert "val/countdown/pass@2" in table(out)

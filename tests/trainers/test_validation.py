@@ -1,6 +1,8 @@
+import math
+
 import pytest
 
-from hybridflow.trainers import pass_at_k
+from hybridflow.trainers import majority_at_k, pass_at_k
 from hybridflow.trainers.validation import powers_of_two, validation_metrics
 
 
@@ -35,12 +37,44 @@ def test_powers_of_two_reach_up_to_the_limit():
 
 
 def test_a_score_of_one_or_more_is_correct():
+    half_width = pytest.approx(1.96 * math.sqrt(1 / 3) / 2)  # the sample variance of 0, 0, 1, 1 is 1/3
     assert validation_metrics(samples("a", [0.0], [0.5], [1.0], [2.5]), group_size=1) == {
         "val/score/mean": 1.0,
         "val/accuracy": 0.5,
+        "val/accuracy/ci95": half_width,
         "val/a/score/mean": 1.0,
         "val/a/accuracy": 0.5,
+        "val/a/accuracy/ci95": half_width,
     }
+
+
+def test_one_prompt_has_no_interval():
+    assert not any(name.endswith("ci95") for name in validation_metrics(samples("a", [0.0, 1.0]), group_size=2))
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "majority"),
+    [
+        (["3", "3", "4"], [True, True, False], 1.0),
+        (["3", "4", "4"], [True, False, False], 0.0),
+        (["3", "4"], [True, False], 0.5),  # a tie
+        (["3", "4", "5", None], [True, False, False, False], 1 / 3),
+        ([None, None, "3"], [False, False, True], 1.0),
+        ([None, None], [False, False], 0.0),
+    ],
+)
+def test_the_majority_is_the_answer_that_most_samples_give(answers, correct, majority):
+    assert majority_at_k(correct, answers) == pytest.approx(majority)
+
+
+def test_maj_at_k_is_reported_where_answers_are_known():
+    rows = samples("a", [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
+    assert "val/maj@3" not in validation_metrics(rows, group_size=3)
+    for row, answer in zip(rows, ["x", "x", "y", "p", "p", "q"], strict=True):
+        row["answer"] = answer
+    metrics = validation_metrics(rows, group_size=3)
+    assert metrics["val/maj@3"] == metrics["val/a/maj@3"] == 0.5
+    assert metrics["val/pass@1"] == 0.5
 
 
 def test_several_samples_give_pass_at_k_overall_and_for_each_source():

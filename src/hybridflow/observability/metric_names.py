@@ -113,7 +113,13 @@ METRICS: dict[str, Metric] = {
     "val/<data_source>/score/mean": Metric("The same for one data source: mean score."),
     "val/<data_source>/accuracy": Metric("The same for one data source: share with a score of at least 1."),
     "val/pass@<k>": Metric("Share of prompts solved by at least one of k samples."),
+    "val/maj@<k>": Metric("Share of prompts whose most frequent answer among k samples is correct."),
+    "val/<share>/ci95": Metric(
+        "Half the width of the 95% interval of a share (accuracy, pass@k, maj@k, of all data or of one source), by its "
+        "standard error over prompts."
+    ),
     "val/<data_source>/pass@<k>": Metric("The same for one data source."),
+    "val/<data_source>/maj@<k>": Metric("The same for one data source."),
     "val/response_length/mean": Metric("Tokens of a validation response: mean."),
     "sft/loss": Metric("Cross-entropy for each response token.", "sum"),
     "sft/grad_norm": Metric("Gradient norm before clipping.", "max"),

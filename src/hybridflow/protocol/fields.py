@@ -114,6 +114,9 @@ _FIELDS = (
           description="The decoded response.", producer="rollout", consumer="rewards, samples"),
     Field("reward_extras", ROW, object,
           description="A dict with the further numbers of the reward.", producer="rewards", consumer="metrics"),
+    Field("answers", ROW, object,
+          description="What a validation response answers, a text; None where there is no answer.",
+          producer="rewards", consumer="maj@k"),
     Field("finish_reasons", ROW, object,
           description="Why generation ended: 'stop', 'length' or 'abort'.", producer="rollout", consumer="metrics"),
 )

@@ -5,10 +5,11 @@ from hybridflow.rewards.countdown import countdown_reward
 from hybridflow.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
 from hybridflow.rewards.multiplication import multiplication_reward
 from hybridflow.rewards.scorer import RewardResult, RewardScorer
-from hybridflow.rewards.table import REWARDS, RewardFunction
+from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
 from hybridflow.rewards.user import load_reward_function
 
 __all__ = [
+    "ANSWERS",
     "REWARDS",
     "ExpressionError",
     "RewardFunction",

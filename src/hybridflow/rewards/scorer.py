@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridflow.errors import RewardError
 from hybridflow.observability import get_logger
-from hybridflow.rewards.table import REWARDS, RewardFunction
+from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
 from hybridflow.rewards.user import check_signature, load_reward_function
 
 logger = get_logger(__name__)
@@ -28,6 +28,8 @@ class RewardResult:
     scores: Tensor
     failed: Tensor
     extras: list[dict[str, float]]
+    answers: list[str | None]
+    """What each response answers, for votes; None where that is not known or there is none."""
     components: Tensor | None = None
     """With `weights`: the numbers that they weigh, (batch, len(weights)), in their order."""
 
@@ -45,7 +47,8 @@ class RewardScorer:
     dict with a `score` whose other numbers become `extras`. An exception in it, and anything else it returns, is a
     `RewardError` showing the sample; with `on_error="zero"` it is counted and scores `error_score`.
     With `weights` the score is the weighted sum of numbers that the function returned, "score" being one of them;
-    a missing one is an error like the others.
+    a missing one is an error like the others. A response's answer is the text `answer` of that dict, or what `ANSWERS`
+    finds for its data source.
     """
 
     def __init__(
@@ -95,18 +98,21 @@ class RewardScorer:
         failed: list[bool] = []
         failures: list[RewardError] = []
         components: list[list[float]] = []
+        answers: list[str | None] = []
         for function, solution, source, truth, info, prompt in zip(functions, solution_texts, *columns, strict=True):
             failed.append(False)
             try:
-                score, numbers_beside, parts = _call(function, self._weights, source, solution, truth, info, prompt)
+                called = _call(function, self._weights, source, solution, truth, info, prompt)
+                score, numbers_beside, parts, answer = called
             except RewardError as error:
                 if self._on_error == "stop":
                     raise
                 failures.append(error)
                 failed[-1], score, numbers_beside = True, self._error_score, {}
-                parts = [self._error_score] * len(self._weights)
+                parts, answer = [self._error_score] * len(self._weights), None
             scores.append(score)
             components.append(parts)
+            answers.append(answer)
             extras.append(numbers_beside)
         if failures:
             logger.warning(
@@ -120,6 +126,7 @@ class RewardScorer:
             torch.tensor(scores, dtype=torch.float32),
             torch.tensor(failed, dtype=torch.bool),
             extras,
+            answers,
             torch.tensor(components, dtype=torch.float32).reshape(num_rows, -1) if self._weights else None,
         )
 
@@ -142,8 +149,8 @@ def _call(
     ground_truth: Any,
     extra_info: Any,
     raw_prompt: Any,
-) -> tuple[float, dict[str, float], list[float]]:
-    """Return (score, other numbers, weighted ones) of a response; every failure is a `RewardError` with the sample."""
+) -> tuple[float, dict[str, float], list[float], str | None]:
+    """(score, other numbers, weighted ones, answer) of a response; every failure is a `RewardError` with the sample."""
 
     def failure(problem: str) -> RewardError:
         shown = {"data_source": data_source, "prompt": raw_prompt, "solution": solution, "ground_truth": ground_truth}
@@ -173,13 +180,16 @@ def _call(
     score = sum(weight * part for weight, part in zip(weights.values(), known, strict=True)) if weights else known[0]
     numbers_beside: dict[str, float] = {}
     for name, value in result.items():
-        if name == "score" or not _is_number(value):
+        if name in ("score", "answer") or not _is_number(value):
             continue
         as_float = _as_float(value)
         if as_float is None:
             raise failure(f"returned {_excerpt(dict(result))}, whose {name!r} is not finite,")
         numbers_beside[str(name)] = as_float
-    return score, numbers_beside, known
+    answer = result.get("answer")
+    if answer is None and data_source in ANSWERS:
+        answer = ANSWERS[data_source](solution)
+    return score, numbers_beside, known, None if answer is None else str(answer)
 
 
 def _is_number(value: Any) -> bool:

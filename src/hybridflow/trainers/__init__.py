@@ -8,7 +8,7 @@ from hybridflow.trainers.program import placement_notes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.training_loop import fit
-from hybridflow.trainers.validation import Validator, pass_at_k
+from hybridflow.trainers.validation import Validator, majority_at_k, pass_at_k
 
 __all__ = [
     "PPO",
@@ -22,6 +22,7 @@ __all__ = [
     "build_trainer",
     "build_validator",
     "fit",
+    "majority_at_k",
     "pass_at_k",
     "placement_notes",
     "run_on_placeholders",

@@ -1,6 +1,8 @@
 """Validation: generate on held-out prompts, score, and report accuracy and pass@k. Touches no training state."""
 
 import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,10 @@ from hybridflow.trainers.rl_metrics import prompt_text
 VALIDATION_STREAM = 1
 """Second entry of a noise key; training uses 0. Validation noise is the same at every step."""
 
-READ_COLUMNS = ("response_mask", "group_ids", "scores", "data_sources", "raw_prompts", "solution_texts")
+Z95 = 1.96
+"""Standard errors on either side of a mean that hold 95% of a normal distribution."""
+
+READ_COLUMNS = ("response_mask", "group_ids", "scores", "data_sources", "raw_prompts", "solution_texts", "answers")
 
 
 class Validator(BackendOwner):
@@ -58,6 +63,7 @@ class Validator(BackendOwner):
                     "prompt": prompt_text(columns["raw_prompts"][row]),
                     "response": columns["solution_texts"][row],
                     "score": float(batch.batch["scores"][row]),
+                    "answer": columns["answers"][row],
                 }
                 for row in range(len(batch))
             ]
@@ -67,7 +73,7 @@ class Validator(BackendOwner):
 
 
 def validation_metrics(samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
-    """Scores overall and by data source. A sample has `index` of its prompt, `data_source`, `score`."""
+    """Scores overall and by data source. A sample has `index` of its prompt, `data_source`, `score`, `answer`."""
     metrics = _figures("val", samples, group_size)
     for source in sorted({sample["data_source"] for sample in samples}):
         own = [sample for sample in samples if sample["data_source"] == source]
@@ -85,16 +91,35 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length())]
 
 
+def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> float:
+    """Whether the answer that most of the samples give is correct, 0 without any; a tie is drawn, so that it is the
+    share of tied answers that are correct (Wang et al., 2022, https://arxiv.org/abs/2203.11171)."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    winners = [answer for answer, number in votes.items() if number == most]
+    right = [any(c for c, given in zip(correct, answers, strict=True) if given == answer) for answer in winners]
+    return sum(right) / len(right) if right else 0.0
+
+
 def _figures(prefix: str, samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
-    """Mean score, accuracy (a score of at least 1 is correct) and, where a prompt has several samples, pass@k."""
-    correct: dict[int, int] = {}
+    """Mean score, accuracy (a score of at least 1 is correct) and, of several samples a prompt, pass@k and maj@k.
+
+    Beside each share of prompts its `ci95`: half the width of the 95% interval of a mean over prompts, by their
+    standard error; the samples of one prompt are no independent ones.
+    """
+    of_prompts: dict[int, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        correct[sample["index"]] = correct.get(sample["index"], 0) + (sample["score"] >= 1)
-    figures = {
-        f"{prefix}/score/mean": sum(sample["score"] for sample in samples) / len(samples),
-        f"{prefix}/accuracy": sum(correct.values()) / len(samples),
-    }
+        of_prompts.setdefault(sample["index"], []).append(sample)
+    correct = [[sample["score"] >= 1 for sample in group] for group in of_prompts.values()]
+    answers = [[sample.get("answer") for sample in group] for group in of_prompts.values()]
+    shares = {"accuracy": [sum(of_prompt) / len(of_prompt) for of_prompt in correct]}
     for k in powers_of_two(group_size) if group_size > 1 else ():
-        passes = [pass_at_k(group_size, number, k) for number in correct.values()]
-        figures[f"{prefix}/pass@{k}"] = sum(passes) / len(passes)
+        shares[f"pass@{k}"] = [pass_at_k(len(of_prompt), sum(of_prompt), k) for of_prompt in correct]
+    if group_size > 1 and any(answer is not None for of_prompt in answers for answer in of_prompt):
+        shares[f"maj@{group_size}"] = [majority_at_k(*pair) for pair in zip(correct, answers, strict=True)]
+    figures = {f"{prefix}/score/mean": sum(sample["score"] for sample in samples) / len(samples)}
+    for name, values in shares.items():
+        figures[f"{prefix}/{name}"] = sum(values) / len(values)
+        if len(values) > 1:
+            figures[f"{prefix}/{name}/ci95"] = Z95 * statistics.stdev(values) / math.sqrt(len(values))
     return figures

@@ -45,6 +45,20 @@ class RewardWorker(Worker):
     )
     def score(self, batch: DataProto) -> DataProto:
         """`scores`, which rows' function failed, and the further numbers it returned for each row."""
+        return self._score(batch)[0]
+
+    @register(
+        Dispatch.DP_COMPUTE_PROTO,
+        reads=SCORED_COLUMNS,
+        writes=lambda config: (*score_columns(config), "answers"),
+    )
+    def score_validation(self, batch: DataProto) -> DataProto:
+        """As `score`, and `answers`, for responses that nothing is learned from: random numbers are as before."""
+        with unchanged_random_state():
+            scored, answers = self._score(batch)
+        return scored.union(DataProto.from_dict({}, {"answers": answers}))
+
+    def _score(self, batch: DataProto) -> tuple[DataProto, np.ndarray]:
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         result = self.scorer.score(
             columns["solution_texts"],
@@ -58,13 +72,9 @@ class RewardWorker(Worker):
         tensors = {"scores": result.scores, "reward_failed": result.failed}
         if result.components is not None:
             tensors["reward_components"] = result.components
-        return DataProto.from_dict(tensors, {"reward_extras": extras})
-
-    @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=score_columns)
-    def score_validation(self, batch: DataProto) -> DataProto:
-        """As `score`, for responses that nothing is learned from: random numbers are as before afterwards."""
-        with unchanged_random_state():
-            return self.score(batch)
+        answers = np.empty(len(batch), dtype=object)
+        answers[:] = result.answers
+        return DataProto.from_dict(tensors, {"reward_extras": extras}), answers
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> None:

@@ -55,10 +55,10 @@ class RewardModelWorker(ModelWorker):
         failed = torch.zeros(len(ids), dtype=torch.bool)
         return DataProto.from_dict({"scores": values, "reward_failed": failed}, {"reward_extras": extras})
 
-    @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=SCORE_COLUMNS)
+    @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=(*SCORE_COLUMNS, "answers"))
     def score_validation(self, batch: DataProto) -> DataProto:
-        """As `score`."""
-        return self.score(batch)
+        """As `score`; what a response answers a reward model does not know."""
+        return self.score(batch).union(DataProto.from_dict({}, {"answers": np.full(len(batch), None, dtype=object)}))
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> None:
