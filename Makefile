@@ -12,7 +12,7 @@ VERL := 0.9.1
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup setup-vllm demo demo-control test test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync
+.PHONY: help setup setup-vllm demo demo-control test test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync learn
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -42,6 +42,9 @@ $(VLLM_STAMP): pyproject.toml
 
 demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in minutes on a CPU
 	$(BIN)/python examples/countdown_demo.py
+
+learn: $(STAMP) ## every recipe of an algorithm learns a small task, three seeds each; ARGS="--help" for more
+	$(BIN)/python benchmarks/learn.py $(ARGS)
 
 demo-control: $(STAMP) ## the same time spent on supervised training alone, to compare with
 	$(BIN)/python examples/countdown_demo.py --control

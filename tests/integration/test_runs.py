@@ -150,7 +150,8 @@ def test_a_reward_that_fails_can_count_as_a_score(train, tmp_path):
     reward = tmp_path / "failing.py"
     reward.write_text("def score(solution_str, **_):\n    return 1 / (len(solution_str) % 2)\n")
     run = train(
-        f"reward.function={reward}:score", "reward.on_error=zero", "reward.error_score=-1", "trainer.total_steps=1"
+        *(f"reward.function={reward}:score", "reward.on_error=zero", "reward.error_score=-1"),
+        *("reward.max_failure_rate=1.0", "trainer.total_steps=1"),
     )
     row = read_jsonl(run / "metrics.jsonl")[1]
     failed = row["reward/error_rate"]

@@ -24,6 +24,7 @@ def rollouts(**tensors):
         "scores": torch.tensor([1.0, 0.0, 0.5, 0.5]),
         "group_ids": torch.tensor([0, 0, 1, 1]),
         "reward_failed": torch.tensor([False, False, False, True]),
+        "reward_timed_out": torch.tensor([False, False, False, False]),
         "advantages": torch.tensor([[1.0], [-1.0], [0.0], [0.0]]),
         "returns": torch.tensor([[1.0], [-1.0], [0.0], [0.0]]),
     }
@@ -42,7 +43,10 @@ def test_figures_of_a_batch_by_hand():
     assert metrics["response_length/clip_ratio"] == 0.5
     assert metrics["prompt_length/mean"] == 1.5
     assert metrics["critic/zero_variance_groups"] == 0.5
-    assert metrics["reward/error_rate"] == 0.25
+    assert metrics["reward/error_rate"] == metrics["reward/zero_rate"] == 0.25
+    assert metrics["reward/timeout_rate"] == 0
+    late = batch_metrics(rollouts(reward_timed_out=torch.tensor([False, False, False, True])), 3)
+    assert (late["reward/error_rate"], late["reward/timeout_rate"]) == (0, 0.25)
     assert metrics["critic/advantages/mean"] == pytest.approx((1 - 2) / 9)  # over tokens
     assert metrics["reward/x/mean"] == 2.0
     assert "critic/values/mean" not in metrics

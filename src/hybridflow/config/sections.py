@@ -385,9 +385,28 @@ class RewardConfig(Section):
     )
     on_error: Literal["stop", "zero"] = Field(
         default="stop",
-        description="An exception in the function stops the run, or scores error_score (see reward/error_rate).",
+        description="An exception in the function, a crash or a time-out stops the run, or scores error_score (see "
+        "reward/error_rate and reward/timeout_rate).",
     )
     error_score: float = Field(default=0.0, description="Score of a sample whose reward failed when on_error = 'zero'.")
+    max_failure_rate: Fraction = Field(
+        default=0.1,
+        description="on_error = 'zero': share of a rank's samples whose reward may fail; above it the run stops and "
+        "shows some of them.",
+    )
+    processes: NonNegative = Field(
+        default=2,
+        description="Processes of each rank that run reward.function, apart from the run; 0 calls it in the rank "
+        "itself, where a debugger finds it and a crash ends the run.",
+    )
+    timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
+        default=60.0,
+        description="Seconds that reward.function may take for a sample in its process before it is killed and the "
+        "sample has failed; 'none' is no limit.",
+    )
+    memory_bytes: NonNegative = Field(
+        default=4 * 2**30, description="Memory that such a process may allocate; 0 is no limit."
+    )
 
 
 class TrainerConfig(Section):

@@ -77,7 +77,9 @@ METRICS: dict[str, Metric] = {
     **_spread("prompt_length", "Tokens of a prompt"),
     **_spread("response_length", "Tokens of a response"),
     "response_length/clip_ratio": Metric("Share of responses that reached data.max_response_length."),
-    "reward/error_rate": Metric("Share of samples whose reward function failed."),
+    "reward/error_rate": Metric("Share of samples whose reward function failed, time-outs apart."),
+    "reward/timeout_rate": Metric("Share of samples whose reward function took too long."),
+    "reward/zero_rate": Metric("Share of samples that score 0 though the function did not fail."),
     "reward/<name>/mean": Metric("Mean of a further number that the reward function returned."),
     "timing_s/<stage>": Metric(
         "Seconds of a stage: step, weight_sync, gen, reward, old_log_probs, ref_log_probs, values, update_critic, "

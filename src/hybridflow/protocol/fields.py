@@ -97,6 +97,8 @@ _FIELDS = (
           producer="rollout correction", consumer="policy loss"),
     Field("reward_failed", ROW, torch.bool,
           description="True where the reward function failed.", producer="rewards", consumer="metrics"),
+    Field("reward_timed_out", ROW, torch.bool,
+          description="True where it failed because it took too long.", producer="rewards", consumer="metrics"),
     Field("group_ids", ROW, torch.int64,
           description="Equal for the responses of one prompt.", producer="trainer", consumer="grpo, pass@k"),
     Field("row_ids", ROW, torch.int64, duplicate_value=-1,

@@ -4,6 +4,7 @@ from hybridflow.rewards.arithmetic import ExpressionError, evaluate_arithmetic
 from hybridflow.rewards.countdown import countdown_reward
 from hybridflow.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
 from hybridflow.rewards.multiplication import multiplication_reward
+from hybridflow.rewards.runner import Outcome, RewardRunner
 from hybridflow.rewards.scorer import RewardResult, RewardScorer
 from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
 from hybridflow.rewards.user import load_reward_function
@@ -12,8 +13,10 @@ __all__ = [
     "ANSWERS",
     "REWARDS",
     "ExpressionError",
+    "Outcome",
     "RewardFunction",
     "RewardResult",
+    "RewardRunner",
     "RewardScorer",
     "countdown_reward",
     "evaluate_arithmetic",

@@ -1,9 +1,10 @@
 """Scores a batch of responses, one call of the reward function each, and decides what a failure of it means."""
 
 import copy
+import hashlib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,20 +14,27 @@ from torch import Tensor
 
 from hybridflow.errors import RewardError
 from hybridflow.observability import get_logger
+from hybridflow.rewards.runner import Outcome, RewardRunner
 from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
 from hybridflow.rewards.user import check_signature, load_reward_function
+from hybridflow.runtime import derive_seed
 
 logger = get_logger(__name__)
+
+MAX_SHOWN = 3
+"""Failed samples that an error shows."""
 
 _MAX_SCORE = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Of each row: its score (batch,) float32, whether its call failed (batch,) bool, its further numbers by name."""
+    """Of each row: its score (batch,) float32, whether its call failed, and whether for want of time, (batch,) bool
+    each, its further numbers by name."""
 
     scores: Tensor
     failed: Tensor
+    timed_out: Tensor
     extras: list[dict[str, float]]
     answers: list[str | None]
     """What each response answers, for votes; None where that is not known or there is none."""
@@ -57,18 +65,20 @@ class RewardScorer:
         *,
         on_error: Literal["stop", "zero"] = "stop",
         error_score: float = 0.0,
+        max_failure_rate: float = 1.0,
         weights: Mapping[str, float] | None = None,
+        runner: RewardRunner | None = None,
     ) -> None:
         if on_error not in ("stop", "zero"):
             raise RewardError(f"on_error={on_error!r} is not one of stop, zero.")
         if not abs(error_score) <= _MAX_SCORE:
             raise RewardError(f"error_score={error_score} must be a finite float32 number.")
         if isinstance(function, str):
-            function = load_reward_function(function) if function else None
+            function = load_reward_function(function) if function and runner is None else None
         elif function is not None:
             check_signature(function, getattr(function, "__name__", repr(function)))
         self._function, self._on_error, self._error_score = function, on_error, error_score
-        self._weights = dict(weights or {})
+        self._weights, self._runner, self._max_failure_rate = dict(weights or {}), runner, max_failure_rate
 
     def score(
         self,
@@ -77,8 +87,12 @@ class RewardScorer:
         ground_truths: Sequence[Any],
         extra_infos: Sequence[Any] | None = None,
         raw_prompts: Sequence[Any] | None = None,
+        *,
+        seed_keys: tuple[int, ...] = (),
     ) -> RewardResult:
         """Score each response; all arguments have one entry a row, `raw_prompts` is only shown in errors.
+
+        A function in processes draws its random numbers for each sample anew, by `seed_keys` and the response.
 
         Raises `RewardError` for arguments of different lengths and for a data source that no function is known for,
         whatever `on_error` says.
@@ -93,17 +107,33 @@ class RewardScorer:
             raise RewardError(f"{num_rows} solution_texts, but {lengths}; give one of each for every row.")
         functions = [self._choose(data_source) for data_source in data_sources]
 
+        samples = [
+            {
+                "data_source": source,
+                "solution_str": solution,
+                "ground_truth": truth,
+                "extra_info": {} if info is None else info,
+            }
+            for source, solution, truth, info in zip(
+                data_sources, solution_texts, ground_truths, extra_infos, strict=True
+            )
+        ]
         scores: list[float] = []
         extras: list[dict[str, float]] = []
         failed: list[bool] = []
+        timed_out: list[bool] = []
         failures: list[RewardError] = []
         components: list[list[float]] = []
         answers: list[str | None] = []
-        for function, solution, source, truth, info, prompt in zip(functions, solution_texts, *columns, strict=True):
+        for function, sample, prompt, outcome in zip(
+            functions, samples, raw_prompts, self._outcomes(functions, samples, seed_keys), strict=True
+        ):
             failed.append(False)
+            timed_out.append(outcome.kind == "timeout")
             try:
-                called = _call(function, self._weights, source, solution, truth, info, prompt)
-                score, numbers_beside, parts, answer = called
+                score, numbers_beside, parts, answer = _read(
+                    self._name_of(function), self._weights, sample, prompt, outcome
+                )
             except RewardError as error:
                 if self._on_error == "stop":
                     raise
@@ -114,6 +144,12 @@ class RewardScorer:
             components.append(parts)
             answers.append(answer)
             extras.append(numbers_beside)
+        if len(failures) > self._max_failure_rate * num_rows:
+            shown = "\n".join(str(failure) for failure in failures[:MAX_SHOWN])
+            raise RewardError(
+                f"{len(failures)} of {num_rows} rewards failed, more than reward.max_failure_rate="
+                f"{self._max_failure_rate} allows. The first {min(len(failures), MAX_SHOWN)}:\n{shown}"
+            )
         if failures:
             logger.warning(
                 "%d of %d rewards failed and score %s. The first: %s",
@@ -125,13 +161,29 @@ class RewardScorer:
         return RewardResult(
             torch.tensor(scores, dtype=torch.float32),
             torch.tensor(failed, dtype=torch.bool),
+            torch.tensor(timed_out, dtype=torch.bool),
             extras,
             answers,
             torch.tensor(components, dtype=torch.float32).reshape(num_rows, -1) if self._weights else None,
         )
 
-    def _choose(self, data_source: str) -> RewardFunction:
-        if self._function is not None:
+    def _outcomes(
+        self,
+        functions: Sequence[RewardFunction | None],
+        samples: Sequence[Mapping[str, Any]],
+        seed_keys: tuple[int, ...],
+    ) -> Iterator[Outcome]:
+        if self._runner is None:
+            return (_call(function, sample) for function, sample in zip(functions, samples, strict=True) if function)
+        return iter(self._runner.run([(_seed_of(sample, seed_keys), sample) for sample in samples]))
+
+    def _name_of(self, function: RewardFunction | None) -> str:
+        if function is None and self._runner is not None:
+            return self._runner.name.rpartition(":")[2]
+        return getattr(function, "__name__", repr(function))
+
+    def _choose(self, data_source: str) -> RewardFunction | None:
+        if self._function is not None or self._runner is not None:
             return self._function
         if data_source not in REWARDS:
             raise RewardError(
@@ -141,33 +193,45 @@ class RewardScorer:
         return REWARDS[data_source]
 
 
-def _call(
-    function: RewardFunction,
+def _seed_of(sample: Mapping[str, Any], seed_keys: tuple[int, ...]) -> int:
+    text = f"{sample['data_source']}\0{sample['solution_str']}"
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest()
+    return derive_seed(*seed_keys, int.from_bytes(digest, "little"))
+
+
+def _call(function: RewardFunction, sample: Mapping[str, Any]) -> Outcome:
+    """The function's outcome, called in this process."""
+    try:
+        return Outcome(function(**copy.deepcopy(dict(sample))))
+    except (Exception, SystemExit) as error:  # the function may be the user's, and may raise anything
+        return Outcome(None, "raised", f"{type(error).__name__}: {error}", error)
+
+
+def _read(
+    function_name: str,
     weights: Mapping[str, float],
-    data_source: str,
-    solution: str,
-    ground_truth: Any,
-    extra_info: Any,
+    sample: Mapping[str, Any],
     raw_prompt: Any,
+    outcome: Outcome,
 ) -> tuple[float, dict[str, float], list[float], str | None]:
     """(score, other numbers, weighted ones, answer) of a response; every failure is a `RewardError` with the sample."""
+    data_source, solution = sample["data_source"], sample["solution_str"]
 
     def failure(problem: str) -> RewardError:
-        shown = {"data_source": data_source, "prompt": raw_prompt, "solution": solution, "ground_truth": ground_truth}
-        sample = "".join(f"\n  {name}: {_excerpt(value)}" for name, value in shown.items() if value is not None)
-        name = getattr(function, "__name__", repr(function))
-        return RewardError(f"reward function {name} {problem} for this sample:{sample}")
+        shown = {
+            "data_source": data_source,
+            "prompt": raw_prompt,
+            "solution": solution,
+            "ground_truth": sample["ground_truth"],
+        }
+        text = "".join(f"\n  {key}: {_excerpt(value)}" for key, value in shown.items() if value is not None)
+        return RewardError(f"reward function {function_name} {problem} for this sample:{text}")
 
-    try:
-        result = function(
-            data_source=data_source,
-            solution_str=solution,
-            ground_truth=copy.deepcopy(ground_truth),
-            extra_info=copy.deepcopy(extra_info) if extra_info is not None else {},
-        )
-    except (Exception, SystemExit) as error:  # the function may be the user's, and may raise anything
-        raise failure(f"raised {type(error).__name__}: {error}") from error
-
+    if outcome.kind in ("raised", "memory"):
+        raise failure(f"raised {outcome.problem}") from outcome.cause
+    if outcome.kind is not None:
+        raise failure(outcome.problem)
+    result = outcome.result
     if not isinstance(result, Mapping):
         if _as_float(result) is None:
             raise failure(f"returned {_excerpt(result)}, which is not a finite number or a dict with a 'score',")

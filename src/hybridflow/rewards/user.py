@@ -1,12 +1,9 @@
 """Loads a reward function of the user's own, and looks whether it can be called as one."""
 
-import inspect
-
 from hybridflow.errors import RewardError
+from hybridflow.rewards.reward_process import ARGUMENTS, WHAT
 from hybridflow.rewards.table import RewardFunction
-from hybridflow.runtime import load_user_function
-
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+from hybridflow.runtime import load_user_function, require_arguments
 
 
 def load_reward_function(name: str) -> RewardFunction:
@@ -15,21 +12,11 @@ def load_reward_function(name: str) -> RewardFunction:
     Raises `RewardError` if there is no such file, module or function, if the code fails on import, or if the function
     cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info.
     """
-    function: RewardFunction = load_user_function(name, "reward function", RewardError)
+    function: RewardFunction = load_user_function(name, WHAT, RewardError)
     check_signature(function, name)
     return function
 
 
 def check_signature(function: RewardFunction, name: str) -> None:
     """`RewardError` if the function cannot take the four keyword arguments."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some compiled functions have none to look at
-        return
-    try:
-        signature.bind(**dict.fromkeys(ARGUMENTS))
-    except TypeError as error:
-        raise RewardError(
-            f"reward function {name!r} is {getattr(function, '__name__', 'it')}{signature}, but it is called with the "
-            f"keyword arguments {', '.join(ARGUMENTS)} ({error})."
-        ) from error
+    require_arguments(function, name, WHAT, ARGUMENTS, RewardError)

@@ -15,7 +15,7 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
-from hybridflow.runtime.user_code import load_user_function
+from hybridflow.runtime.user_code import load_user_function, require_arguments
 
 __all__ = [
     "StopRequest",
@@ -32,6 +32,7 @@ __all__ = [
     "memory_limit",
     "own_device",
     "peak_memory_of",
+    "require_arguments",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",

@@ -1,11 +1,13 @@
-"""Loads a function of the user's own, from a file or a module."""
+"""Loads a function of the user's own, from a file or a module. Needs nothing but Python: a process that runs such a
+function loads this file alone.
+"""
 
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +36,23 @@ def load_user_function(name: str, what: str, error: type[Exception]) -> Callable
             f"it has {', '.join(available) or 'no functions'}."
         )
     return function
+
+
+def require_arguments(
+    function: Callable[..., Any], name: str, what: str, arguments: Sequence[str], error: type[Exception]
+) -> None:
+    """Raise `error` if the function cannot be called with these keyword arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some compiled functions have none to look at
+        return
+    try:
+        signature.bind(**dict.fromkeys(arguments))
+    except TypeError as problem:
+        raise error(
+            f"{what} {name!r} is {getattr(function, '__name__', 'it')}{signature}, but it is called with the "
+            f"keyword arguments {', '.join(arguments)} ({problem})."
+        ) from problem
 
 
 def _load_module(source: str) -> ModuleType:

@@ -11,7 +11,7 @@ from hybridflow.trainers.speed import Lengths
 from hybridflow.trainers.stages import Batch, read
 from hybridflow.workers.drift import KL, LARGEST, MEAN, SHARE
 
-_ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_extras")
+_ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
 
 
 def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
@@ -28,7 +28,7 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
         **spread("prompt_length", columns["prompt_mask"].sum(-1).tolist()),
         "response_length/clip_ratio": float((lengths >= max_response_length).float().mean()),
         "critic/zero_variance_groups": zero_variance_share(columns["scores"], columns["group_ids"]),
-        "reward/error_rate": float(columns["reward_failed"].float().mean()),
+        **_reward_rates(columns["scores"], columns["reward_failed"], columns["reward_timed_out"]),
     }
     for name in ("advantages", "returns", "values"):
         if name in columns:
@@ -39,6 +39,15 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
         returns, values = columns["returns"][mask], columns["values"][mask]
         metrics["critic/vf_explained_var"] = explained_variance(returns, values)
     return metrics | extra_metrics(data)
+
+
+def _reward_rates(scores: torch.Tensor, failed: torch.Tensor, timed_out: torch.Tensor) -> dict[str, float]:
+    """Apart from each other: what failed, what failed for want of time, and what scores 0 without a failure."""
+    return {
+        "reward/error_rate": float((failed & ~timed_out).float().mean()),
+        "reward/timeout_rate": float(timed_out.float().mean()),
+        "reward/zero_rate": float(((scores == 0) & ~failed).float().mean()),
+    }
 
 
 def lengths_of(batch: Batch) -> Lengths:

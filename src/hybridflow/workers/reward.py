@@ -8,7 +8,7 @@ from hybridflow.checkpoint import load_state, save_state
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.protocol import DataProto
-from hybridflow.rewards import RewardScorer
+from hybridflow.rewards import RewardRunner, RewardScorer
 from hybridflow.runtime import (
     capture_random_state,
     derive_seed,
@@ -18,7 +18,7 @@ from hybridflow.runtime import (
 )
 
 SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts")
-SCORE_COLUMNS = ("scores", "reward_failed", "reward_extras")
+SCORE_COLUMNS = ("scores", "reward_failed", "reward_timed_out", "reward_extras")
 
 
 def score_columns(config: Config) -> tuple[str, ...]:
@@ -33,8 +33,23 @@ class RewardWorker(Worker):
         if self.rank == 0 or self.has_collectives:  # a process of its own; where ranks share one, the first speaks
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
         reward = config.reward
+        self.config, self.runner = config, None
+        is_ours = reward.function.startswith("hybridflow.")  # then it does nothing that a process must keep in
+        if reward.function and reward.processes and not is_ours:
+            self.runner = RewardRunner(
+                reward.function,
+                num_processes=reward.processes,
+                timeout_s=reward.timeout_s,
+                memory_bytes=reward.memory_bytes,
+            )
+            self.runner.start()  # what is wrong with the function shows now
         self.scorer = RewardScorer(
-            reward.function, on_error=reward.on_error, error_score=reward.error_score, weights=reward.weights
+            reward.function,
+            on_error=reward.on_error,
+            error_score=reward.error_score,
+            max_failure_rate=reward.max_failure_rate,
+            weights=reward.weights,
+            runner=self.runner,
         )
 
     @register(
@@ -66,10 +81,15 @@ class RewardWorker(Worker):
             columns["ground_truths"],
             columns["extra_infos"],
             columns["raw_prompts"],
+            seed_keys=tuple(batch.meta_info.get("noise_key", (self.config.trainer.seed,))),
         )
         extras = np.empty(len(batch), dtype=object)
         extras[:] = result.extras
-        tensors = {"scores": result.scores, "reward_failed": result.failed}
+        tensors = {
+            "scores": result.scores,
+            "reward_failed": result.failed,
+            "reward_timed_out": result.timed_out,
+        }
         if result.components is not None:
             tensors["reward_components"] = result.components
         answers = np.empty(len(batch), dtype=object)

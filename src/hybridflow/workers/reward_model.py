@@ -53,7 +53,8 @@ class RewardModelWorker(ModelWorker):
         extras = np.empty(len(batch), dtype=object)
         extras[:] = [{} for _ in ids]
         failed = torch.zeros(len(ids), dtype=torch.bool)
-        return DataProto.from_dict({"scores": values, "reward_failed": failed}, {"reward_extras": extras})
+        tensors = {"scores": values, "reward_failed": failed, "reward_timed_out": failed.clone()}
+        return DataProto.from_dict(tensors, {"reward_extras": extras})
 
     @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=(*SCORE_COLUMNS, "answers"))
     def score_validation(self, batch: DataProto) -> DataProto:

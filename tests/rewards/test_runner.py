@@ -1,0 +1,197 @@
+"""Reward functions that do everything wrong, in processes of their own: the other samples keep their scores."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import RewardRunner, RewardScorer
+
+FUNCTIONS = """
+import ctypes, os, random, sys, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "loop":
+        while True:
+            pass
+    if solution_str == "lock":
+        ctypes.PyDLL(None).sleep(1000)  # in C, with the interpreter's lock
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "abort":
+        ctypes.string_at(0)
+    if solution_str == "allocate":
+        kept = []
+        while True:
+            kept.append(bytearray(10**7))
+    if solution_str == "raise":
+        raise ValueError("not this one")
+    if solution_str == "sysexit":
+        sys.exit(1)
+    if solution_str == "slow":
+        time.sleep(0.3)
+    print("a function may print")
+    ground_truth["changed"] = True
+    return {"score": len(solution_str), "answer": solution_str, "object": object()}
+
+def noisy(**sample):
+    return random.random()
+
+def environment(**sample):
+    import os
+    return {"score": os.getpid()}
+
+def two(only, these):
+    return 0.0
+"""
+
+PROBLEMS = {
+    "loop": ("timeout", "took longer than reward.timeout_s=1.0"),
+    "lock": ("timeout", "took longer than reward.timeout_s=1.0"),
+    "exit": ("died", "ended its process: exit status 3"),
+    "abort": ("died", "ended its process: killed by SIGSEGV"),
+    "allocate": ("memory", "MemoryError"),
+    "raise": ("raised", "ValueError: not this one"),
+    "sysexit": ("raised", "SystemExit: 1"),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def runner(file):
+    def build(function="score", **changes):
+        settings = {"num_processes": 2, "timeout_s": 1.0, "memory_bytes": 2**29} | changes
+        built.append(RewardRunner(f"{file}:{function}", **settings))
+        return built[-1]
+
+    built: list[RewardRunner] = []
+    yield build
+    for each in built:
+        each.close()
+
+
+def samples(texts):
+    return [
+        (seed, {"data_source": "d", "solution_str": text, "ground_truth": {"x": 1}, "extra_info": {}})
+        for seed, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("bad", PROBLEMS)
+def test_what_a_function_does_wrong_on_one_sample_is_told_and_the_others_keep_their_scores(runner, bad):
+    texts = ["a" * (1 + i % 7) for i in range(60)]
+    texts[5] = texts[33] = bad
+    kind, problem = PROBLEMS[bad]
+    outcomes = runner().run(samples(texts))
+    for text, outcome in zip(texts, outcomes, strict=True):
+        if text == bad:
+            assert outcome.kind == kind
+            assert problem in outcome.problem
+        else:
+            assert outcome.kind is None
+            assert outcome.result["score"] == len(text)
+            assert outcome.result["answer"] == text
+            assert repr(outcome.result["object"]).startswith("<object object")
+
+
+def test_everything_wrong_at_once(runner):
+    texts = [*PROBLEMS, "fine", *PROBLEMS, "good"]
+    outcomes = runner(num_processes=3).run(samples(texts))
+    assert [outcome.kind for outcome in outcomes] == [PROBLEMS.get(text, (None,))[0] for text in texts]
+
+
+def test_a_slow_function_is_not_late_and_processes_work_side_by_side(runner):
+    slow = runner()
+    slow.start()
+    start = time.monotonic()
+    outcomes = slow.run(samples(["slow"] * 8))
+    took = time.monotonic() - start
+    assert [outcome.kind for outcome in outcomes] == [None] * 8  # of one process 4 take 1.2 s together
+    assert 1.1 < took < 2.3
+
+
+def test_a_hanging_function_that_reads_no_more_is_late_too(runner):
+    texts = ["loop", *["x" * 3_000_000] * 4]  # more than a pipe takes
+    outcomes = runner(num_processes=1).run(samples(texts))
+    assert [outcome.kind for outcome in outcomes] == ["timeout", None, None, None, None]
+
+
+def test_random_numbers_follow_the_seed_of_the_sample_whichever_process_draws(runner):
+    one, three = runner("noisy", num_processes=1), runner("noisy", num_processes=3)
+    wanted = samples(["x"] * 40)
+    first = [outcome.result for outcome in one.run(wanted)]
+    assert [outcome.result for outcome in three.run(wanted)] == first
+    assert [outcome.result for outcome in one.run(wanted[::-1])] == first[::-1]
+    assert len(set(first)) == 40
+
+
+def test_a_process_that_is_killed_between_calls_is_replaced_without_a_word(runner):
+    idle = runner("environment", num_processes=1)
+    (before,) = idle.run(samples(["x"]))
+    os.kill(int(before.result["score"]), signal.SIGKILL)
+    time.sleep(0.1)
+    (after,) = idle.run(samples(["x"]))
+    assert after.kind is None
+    assert after.result["score"] != before.result["score"]
+
+
+def test_processes_end_with_the_runner_and_no_more_start_than_there_are_samples(runner):
+    few = runner("environment", num_processes=5)
+    pids = {int(outcome.result["score"]) for outcome in few.run(samples(["x", "y"]))}
+    assert len(pids) <= 2
+    assert few.run([]) == []
+    few.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{file}:nothing", r"mine.py has no function 'nothing'; it has score, noisy, environment, two"),
+        ("{file}x.py:score", "there is no file"),
+        ("no_such_module:score", "importing no_such_module failed: ModuleNotFoundError"),
+        ("{file}:two", r"is two\(only, these\), but it is called with the keyword arguments data_source"),
+        ("score", "write 'path.py:function' or 'module:function'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_an_error_at_the_start(file, name, message):
+    with pytest.raises(RewardError, match=message):
+        RewardRunner(name.format(file=file), num_processes=2, timeout_s=1.0, memory_bytes=0).start()
+
+
+def test_a_file_that_ends_its_process_while_it_is_loaded_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
+    with pytest.raises(RewardError, match="ended at once: exit status 7"):
+        RewardRunner(f"{tmp_path}/dies.py:score", num_processes=1, timeout_s=1.0, memory_bytes=0).start()
+
+
+def score_all(scorer, texts):
+    return scorer.score(texts, ["d"] * len(texts), [{"x": 1}] * len(texts), None, ["a prompt"] * len(texts))
+
+
+def test_a_scorer_shows_the_sample_that_failed_or_scores_it_as_configured(runner):
+    with pytest.raises(RewardError, match=r"(?s)reward function score took longer .*solution: 'loop'"):
+        score_all(RewardScorer(runner=runner()), ["ab", "loop", "c"])
+    result = score_all(RewardScorer(runner=runner(), on_error="zero", error_score=-1.0), ["ab", "loop", "raise", "c"])
+    assert result.scores.tolist() == [2.0, -1.0, -1.0, 1.0]
+    assert result.failed.tolist() == [False, True, True, False]
+    assert result.timed_out.tolist() == [False, True, False, False]
+    assert result.answers == ["ab", None, None, "c"]
+
+
+def test_above_the_bound_of_failures_the_run_stops_and_shows_some(runner):
+    scorer = RewardScorer(runner=runner(), on_error="zero", max_failure_rate=0.3)
+    assert score_all(scorer, ["raise", *["ab"] * 3]).num_errors == 1
+    wanted = r"(?s)2 of 4 rewards failed, more than reward.max_failure_rate=0.3.*not this one"
+    with pytest.raises(RewardError, match=wanted):
+        score_all(scorer, ["raise", "raise", "ab", "ab"])
