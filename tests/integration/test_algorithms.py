@@ -159,6 +159,23 @@ def test_functions_of_the_users_take_the_place_of_names(train, tmp_path):
     assert "critic/loss" in rows[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            ["actor.policy_loss=sapo", "actor.policy_loss_kwargs.tau_pos=-1"],
+            "tau_pos=-1 is out of range; it must be a number above 0",
+        ),
+        (["algorithm.advantage=pass@k", "algorithm.advantage_kwargs.k=0"], "k=0 is not valid"),
+    ],
+)
+def test_a_parameter_out_of_range_is_an_error_before_anything_is_written(task, tmp_path, hybridflow, changes, problem):
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *changes)
+    assert outcome.status == 2
+    assert problem in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_parameter_of_a_users_function_that_has_no_value_is_an_error_before_anything_starts(
     task, tmp_path, hybridflow
 ):

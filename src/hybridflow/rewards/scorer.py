@@ -47,6 +47,16 @@ class RewardResult:
         return int(self.failed.sum())
 
 
+@dataclass(frozen=True)
+class _Row:
+    score: float
+    extras: dict[str, float]
+    components: list[float]
+    answer: str | None
+    failed: bool = False
+    timed_out: bool = False
+
+
 class RewardScorer:
     """Scores responses by one function, or by each row's data source.
 
@@ -118,32 +128,32 @@ class RewardScorer:
                 data_sources, solution_texts, ground_truths, extra_infos, strict=True
             )
         ]
-        scores: list[float] = []
-        extras: list[dict[str, float]] = []
-        failed: list[bool] = []
-        timed_out: list[bool] = []
         failures: list[RewardError] = []
-        components: list[list[float]] = []
-        answers: list[str | None] = []
+        rows: list[_Row] = []
         for function, sample, prompt, outcome in zip(
             functions, samples, raw_prompts, self._outcomes(functions, samples, seed_keys), strict=True
         ):
-            failed.append(False)
-            timed_out.append(outcome.kind == "timeout")
             try:
-                score, numbers_beside, parts, answer = _read(
-                    self._name_of(function), self._weights, sample, prompt, outcome
-                )
+                rows.append(_read(self._name_of(function), self._weights, sample, prompt, outcome))
             except RewardError as error:
                 if self._on_error == "stop":
                     raise
                 failures.append(error)
-                failed[-1], score, numbers_beside = True, self._error_score, {}
-                parts, answer = [self._error_score] * len(self._weights), None
-            scores.append(score)
-            components.append(parts)
-            answers.append(answer)
-            extras.append(numbers_beside)
+                parts = [self._error_score] * len(self._weights)
+                rows.append(_Row(self._error_score, {}, parts, None, True, outcome.kind == "timeout"))
+        self._report(failures, num_rows)
+        components = torch.tensor([row.components for row in rows], dtype=torch.float32)
+        return RewardResult(
+            torch.tensor([row.score for row in rows], dtype=torch.float32),
+            torch.tensor([row.failed for row in rows], dtype=torch.bool),
+            torch.tensor([row.timed_out for row in rows], dtype=torch.bool),
+            [row.extras for row in rows],
+            [row.answer for row in rows],
+            components.reshape(num_rows, len(self._weights)) if self._weights else None,
+        )
+
+    def _report(self, failures: Sequence[RewardError], num_rows: int) -> None:
+        """Say that there were some; raise RewardError if there were too many."""
         if len(failures) > self._max_failure_rate * num_rows:
             shown = "\n".join(str(failure) for failure in failures[:MAX_SHOWN])
             raise RewardError(
@@ -158,14 +168,6 @@ class RewardScorer:
                 self._error_score,
                 failures[0],
             )
-        return RewardResult(
-            torch.tensor(scores, dtype=torch.float32),
-            torch.tensor(failed, dtype=torch.bool),
-            torch.tensor(timed_out, dtype=torch.bool),
-            extras,
-            answers,
-            torch.tensor(components, dtype=torch.float32).reshape(num_rows, -1) if self._weights else None,
-        )
 
     def _outcomes(
         self,
@@ -213,8 +215,8 @@ def _read(
     sample: Mapping[str, Any],
     raw_prompt: Any,
     outcome: Outcome,
-) -> tuple[float, dict[str, float], list[float], str | None]:
-    """(score, other numbers, weighted ones, answer) of a response; every failure is a `RewardError` with the sample."""
+) -> _Row:
+    """What the outcome says of a response; every failure is a `RewardError` that shows the sample."""
     data_source, solution = sample["data_source"], sample["solution_str"]
 
     def failure(problem: str) -> RewardError:
@@ -253,7 +255,7 @@ def _read(
     answer = result.get("answer")
     if answer is None and data_source in ANSWERS:
         answer = ANSWERS[data_source](solution)
-    return score, numbers_beside, known, None if answer is None else str(answer)
+    return _Row(score, numbers_beside, known if weights else [], None if answer is None else str(answer))
 
 
 def _is_number(value: Any) -> bool:

@@ -18,6 +18,7 @@ from hybridflow.workers import (
     RewardWorker,
     RolloutWorker,
 )
+from hybridflow.workers.losses import actor_columns, actor_loss
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "ground_truths", "extra_infos")
 """What a prompt dataset gives."""
@@ -54,8 +55,8 @@ def reference_of(config: Config, groups: Mapping[Role, WorkerGroup]) -> WorkerGr
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
     """The trace of one step on synthetic prompts, with placeholders for all workers.
 
-    Raises what is wrong with the program: FieldError for a column that nobody has made, naming the method that needs
-    it and who makes it.
+    Raises what is wrong with the program: AlgorithmError for a parameter out of range, FieldError for a column that
+    nobody has made, naming the method that needs it and who makes it.
     """
     backend = PlaceholderBackend({"components": len(config.reward.weights)})
     groups = {}
@@ -78,10 +79,19 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()
     batch = algorithm.step(prompts)
+    _try_policy_loss(config)
     batch_metrics(batch, config.data.max_response_length)
     lengths_of(batch)
     samples_of(batch, config.trainer.log_samples, 1)
     return backend.trace.take()
+
+
+def _try_policy_loss(config: Config) -> None:
+    """The loss of one synthetic row: parameters out of range show here and not in the first update."""
+    rows = synthetic_batch([*actor_columns(config), "selected_tokens"], 1)
+    outputs = {name: rows.batch["response_mask"].float() for name in ("log_probs", "entropies")}
+    num_tokens = int(rows.batch["response_mask"].sum())
+    actor_loss(config, config.algorithm.kl_coef, num_tokens, num_sequences=1)(outputs, rows)
 
 
 def placement_notes(config: Config) -> dict[str, str]:
