@@ -12,7 +12,7 @@ VERL := 0.9.1
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup setup-vllm demo demo-control test test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync learn
+.PHONY: help setup setup-vllm demo demo-control test test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync bench-rewards learn rlhf
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -43,6 +43,9 @@ $(VLLM_STAMP): pyproject.toml
 demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in minutes on a CPU
 	$(BIN)/python examples/countdown_demo.py
 
+rlhf: $(STAMP) ## a reward model from preferences, PPO against it, and DPO, in two minutes on a CPU
+	$(BIN)/python examples/rlhf.py $(ARGS)
+
 learn: $(STAMP) ## every recipe of an algorithm learns a small task, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/learn.py $(ARGS)
 
@@ -65,6 +68,9 @@ test-gpu: $(STAMP) ## for whoever has a GPU: the checks that need one, and the M
 
 bench-controller_scale: $(STAMP) ## cost of a call in the controller, for 1 to 4,096 ranks; ARGS="--help" for more
 	$(BIN)/python benchmarks/controller_scale.py $(ARGS)
+
+bench-rewards: $(STAMP) ## what a reward costs: in processes, journalled, of programs, of mathematics
+	$(BIN)/python benchmarks/rewards.py $(ARGS)
 
 soak: $(STAMP) ## start and stop 50 clusters, ten by SIGKILL, and count what stays behind; ARGS="--help" for more
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import runpy
+import shutil
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from support.arguments import names_in
 from support.errors import BenchmarkError
 from support.report import print_table
 
+from hybridflow.checkpoint import CheckpointStore, export_model
 from hybridflow.config import load_config
 from hybridflow.data import prompt_row, write_prompt_file
 from hybridflow.observability import read_jsonl
@@ -71,12 +73,14 @@ keep_checkpoints = 1
 """
 
 ONE_RESPONSE = ["data.train_batch_size=384"]
+DISTILLATION = ("distillation", "distillation_forward_kl", "distillation_reverse_kl")
 FITTING = {
     "reinforce_plus_plus": ONE_RESPONSE,
     "remax": [*ONE_RESPONSE, "trainer.total_steps=120"],  # one response a prompt and one optimizer step a batch
     "ppo": [*ONE_RESPONSE, "actor.mini_batch_size=96", "critic.mini_batch_size=96"],
     "dapo": ["reward.overlong_buffer=2", "reward.overlong_penalty=0.1"],
     "gdpo": ["reward.function={directory}/reward.py:score"],
+    **{name: ["teacher.model_path={directory}/teacher"] for name in DISTILLATION},
 }
 """What recipes that are written for countdown need for this task."""
 
@@ -92,6 +96,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         write_task(Path(directory))
+        if set(DISTILLATION) & set(args.only):
+            write_teacher(Path(directory))
         for name in args.only:
             start = time.perf_counter()
             curves = [curve_of(Path(directory), name, seed) for seed in range(args.seeds)]
@@ -118,6 +124,15 @@ def write_task(directory: Path) -> None:
     write_prompt_file(directory / "train.parquet", rows)
     (directory / "reward.py").write_text(REWARD)
     (directory / "task.toml").write_text(TASK.replace("{directory}", str(directory)))
+
+
+def write_teacher(directory: Path) -> None:
+    """What GRPO makes of the model, as a model of its own."""
+    curve_of(directory, "grpo", seed=0)
+    checkpoint = CheckpointStore(directory / "grpo_0" / "checkpoints").latest()
+    assert checkpoint is not None
+    export_model(checkpoint, directory / "model", directory / "teacher")
+    shutil.rmtree(directory / "grpo_0")
 
 
 def numbers(count: int) -> list[int]:

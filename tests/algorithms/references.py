@@ -175,7 +175,20 @@ def optimal_token_baseline(scores, group_ids, old_log_probs, sum_squared_probs, 
     return advantages
 
 
+def distillation(old_log_probs, teacher_log_probs, response_mask, **_):
+    return [
+        [t - p if v else 0.0 for p, t, v in zip(*row, strict=True)]
+        for row in zip(old_log_probs, teacher_log_probs, response_mask, strict=True)
+    ]
+
+
+def none(response_mask, **_):
+    return [[0.0] * len(row) for row in response_mask]
+
+
 ADVANTAGES: dict[str, Callable] = {
+    "distillation": distillation,
+    "none": none,
     "gae": gae,
     "grpo": grpo,
     "rloo": rloo,

@@ -7,7 +7,7 @@ def test_the_table_names_the_estimators():
     assert ADVANTAGES["gae"] is gae_advantages
     assert ADVANTAGES["grpo"] is grpo_advantages
     for name, function in ADVANTAGES.items():
-        words = name.replace("++", "_plus_plus").replace("@", "_at_").replace("-", "_")
+        words = {"none": "no"}.get(name, name).replace("++", "_plus_plus").replace("@", "_at_").replace("-", "_")
         assert inspect.unwrap(function).__name__ == f"{words}_advantages"
 
 

@@ -80,6 +80,7 @@ def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
         "token_level_rewards": random_column("token_level_rewards", rng, mask),
         "values": random_column("values", rng, mask),
         "old_log_probs": random_column("old_log_probs", rng, mask),
+        "teacher_log_probs": random_column("teacher_log_probs", rng, mask),
     }
     # the token's own, and those of the rest of the vocabulary
     columns["sum_squared_probs"] = [
@@ -131,7 +132,8 @@ def test_an_estimator_does_not_depend_on_the_order_of_rows_the_names_of_groups_o
         if "group_ids" in changed:
             changed["group_ids"] = torch.bitwise_not(changed["group_ids"])  # descending, and all different still
         width = 3
-        for key in ("response_mask", "token_level_rewards", "values", "old_log_probs", "sum_squared_probs"):
+        padded = ("token_level_rewards", "values", "old_log_probs", "teacher_log_probs", "sum_squared_probs")
+        for key in ("response_mask", *padded):
             if key in changed:
                 fill = False if key == "response_mask" else NAN
                 changed[key] = torch.cat([changed[key], changed[key].new_full((num_rows, width), fill)], dim=1)

@@ -10,7 +10,7 @@ from hybridflow.config import leaf_keys, load_config
 from hybridflow.config.render import toml_value
 
 DIRECTORY = Path(__file__).parents[2] / "recipes"
-RECIPES = sorted(DIRECTORY.glob("*.toml"))
+RECIPES = sorted([*DIRECTORY.glob("*.toml"), *DIRECTORY.glob("rlhf/*.toml")])
 OVERLAYS = sorted((DIRECTORY / "algorithms").glob("*.toml"))
 
 

@@ -58,7 +58,10 @@ def test_an_unknown_command_suggests_the_nearest(capsys):
 def test_an_unknown_command_like_no_other_lists_all(capsys):
     with pytest.raises(SystemExit):
         main(["xyz"])
-    assert "use prepare, sft, train, generate, evaluate, export, graph, config." in capsys.readouterr().err
+    assert (
+        "use prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, config."
+        in capsys.readouterr().err
+    )
 
 
 def test_a_command_gets_its_arguments_and_its_status_is_returned(fake_command):

@@ -16,7 +16,7 @@ def test_keys_are_dotted_and_carry_their_defaults():
     [
         ("kl_coeff", "algorithm.kl_coef"),
         ("lr", "actor.optimizer.lr"),
-        ("sft.lr", "sft.optimizer.lr"),
+        ("offline.lr", "offline.optimizer.lr"),
         ("critic.epoch", "critic.epochs"),
         ("algorithm.advantage", "algorithm.advantage"),
         ("qqqqqq", None),

@@ -38,7 +38,7 @@ def test_a_section_with_its_own_defaults_keeps_those_it_is_not_given(tmp_path):
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
-        ("data.shuffle=false", "data", "shuffle", False),
+        ("data.chat_template=false", "data", "chat_template", False),
         ("data.train_batch_size=16", "data", "train_batch_size", 16),
         ("rollout.temperature=1", "rollout", "temperature", 1.0),
         ("algorithm.kl_estimator=k1", "algorithm", "kl_estimator", "k1"),
@@ -69,14 +69,22 @@ def test_a_config_cannot_be_changed():
         config.trainer.seed = 1  # type: ignore[misc]
 
 
+def test_names_that_were_changed_are_told(tmp_path):
+    recipe = write(tmp_path, "[data]\nshuffle = true\n\n[sft]\nbatch_size = 8\n")
+    assert problems(recipe)[1:] == [
+        "data.shuffle: no such key; it is data.order = 'shuffled' or 'sequential' now",
+        "sft: no such section; the section is [offline] now",
+    ]
+
+
 def test_all_problems_are_reported_at_once(tmp_path):
     recipe = write(tmp_path, "[algorithm]\nadvantage = 'grop'\nkl_coeff = 0.1\n")
     assert problems(recipe, ["data.train_batch_size=0", "lr=1e-3"]) == [
         f"4 problem(s) in {recipe} with overrides:",
         "data.train_batch_size: Input should be greater than 0 (got 0)",
         "algorithm.advantage: needs one of 'gae', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-        "'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', or a function of yours as 'path.py:function' or "
-        "'module:function' (got 'grop')",
+        "'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', 'distillation', 'none', or a function of yours as "
+        "'path.py:function' or 'module:function' (got 'grop')",
         "algorithm.kl_coeff: no such key; did you mean algorithm.kl_coef?",
         "lr: no such key; did you mean actor.optimizer.lr?",
     ]
@@ -92,9 +100,9 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all"),
         ("algoritm.kl_coef=1", "algoritm: no such section; did you mean algorithm?"),
         ("critic.optim.lr=1", "critic.optim: no such section; did you mean critic.optimizer?"),
-        ("sft=3", "sft: is a section; set one of its keys, as in sft.batch_size (got 3)"),
-        ("data.shuffle=1", "data.shuffle: Input should be a valid boolean (got 1)"),
-        ("data.shuffle.x=1", "data.shuffle: Input should be a valid boolean (got {'x': 1})"),
+        ("offline=3", "offline: is a section; set one of its keys, as in offline.batch_size (got 3)"),
+        ("data.chat_template=1", "data.chat_template: Input should be a valid boolean (got 1)"),
+        ("data.chat_template.x=1", "data.chat_template: Input should be a valid boolean (got {'x': 1})"),
         ("trainer.seed=true", "trainer.seed: Input should be a valid integer (got True)"),
         ("trainer.seed='1'", "trainer.seed: Input should be a valid integer (got '1')"),
         ("rollout.temperature=nan", "rollout.temperature: Input should be a finite number (got nan)"),
@@ -119,15 +127,15 @@ def test_a_problem_names_the_key_the_value_and_the_fix(override, problem):
 
 
 def test_a_duplicate_key_is_an_error_with_file_and_line(tmp_path):
-    recipe = write(tmp_path, "[data]\nshuffle = true\n\nshuffle = false\n")
+    recipe = write(tmp_path, "[data]\nchat_template = true\n\nchat_template = false\n")
     assert problems(recipe) == [
-        f"{recipe}, line 4: this key already has a value: each key once: shuffle = false",
+        f"{recipe}, line 4: this key already has a value: each key once: chat_template = false",
     ]
 
 
 def test_a_syntax_error_is_an_error_with_file_and_line(tmp_path):
-    recipe = write(tmp_path, "[data]\nshuffle = maybe\n")
-    assert problems(recipe) == [f"{recipe}, line 2: Invalid value: shuffle = maybe"]
+    recipe = write(tmp_path, "[data]\nchat_template = maybe\n")
+    assert problems(recipe) == [f"{recipe}, line 2: Invalid value: chat_template = maybe"]
 
 
 def test_a_syntax_error_at_the_end_of_the_file_names_the_file(tmp_path):

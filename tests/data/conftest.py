@@ -37,13 +37,15 @@ def char_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture
 def prompt_file(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a prompt file with one row per text; row i has the ground truth str(i)."""
+    """Writes a prompt file with one row per text; row i has the ground truth str(i), `extra_infos[i]` if given."""
 
-    def build(texts: list[str], name: str = "prompts.parquet") -> Path:
+    def build(texts: list[str], name: str = "prompts.parquet", extra_infos: list[dict] | None = None) -> Path:
         rows = [
             prompt_row(data_source="copy", prompt=text, ground_truth=str(i), split="train", index=i)
             for i, text in enumerate(texts)
         ]
+        if extra_infos:
+            rows = [{**row, "extra_info": info} for row, info in zip(rows, extra_infos, strict=True)]
         return write_prompt_file(tmp_path / name, rows)
 
     return build

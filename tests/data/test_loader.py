@@ -30,13 +30,13 @@ def test_an_order_is_a_permutation_that_depends_on_seed_and_epoch_only():
     torch.manual_seed(99)
     assert EpochSampler(50, seed=3).order(0) == first
     assert len({tuple(EpochSampler(50, seed=seed).order(epoch)) for seed in range(3) for epoch in range(3)}) == 9
-    assert EpochSampler(4, seed=3, shuffle=False).order(7) == [0, 1, 2, 3]
+    assert EpochSampler(4, seed=3, order="sequential").order(7) == [0, 1, 2, 3]
     with pytest.raises(DataError, match="there are 0 rows"):
         EpochSampler(0)
 
 
 def test_without_shuffle_rows_come_in_order_epoch_after_epoch(dataset):
-    loader = BatchLoader(dataset, 5, shuffle=False)
+    loader = BatchLoader(dataset, 5, order="sequential")
     assert [letters(loader.next_batch()) for _ in range(3)] == ["abcde", "fghij", "abcde"]
     assert (loader.epoch, loader.batch_in_epoch) == (1, 1)
 
@@ -51,17 +51,17 @@ def test_each_shuffled_epoch_has_every_row_once_in_a_new_order(dataset):
 
 def test_rows_that_do_not_fill_a_batch_are_left_out_and_reported_once(dataset, caplog):
     with caplog.at_level(logging.INFO):
-        loader = BatchLoader(dataset, 4, shuffle=False)
+        loader = BatchLoader(dataset, 4, order="sequential")
         assert [letters(loader.next_batch()) for _ in range(4)] == ["abcd", "efgh", "abcd", "efgh"]
     assert len(loader) == 2
     assert caplog.text.count("2 of 10 rows are left out of each epoch") == 1
 
 
 def test_without_drop_last_the_rest_comes_as_a_short_batch(dataset):
-    loader = BatchLoader(dataset, 4, shuffle=False, drop_last=False)
+    loader = BatchLoader(dataset, 4, order="sequential", drop_last=False)
     assert len(loader) == 3
     assert [letters(batch) for batch in loader] == ["abcd", "efgh", "ij"]
-    assert [letters(batch) for batch in BatchLoader(dataset, 64, shuffle=False, drop_last=False)] == [LETTERS]
+    assert [letters(batch) for batch in BatchLoader(dataset, 64, order="sequential", drop_last=False)] == [LETTERS]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -79,11 +79,11 @@ def test_a_restored_loader_continues_like_an_uninterrupted_one(dataset, num_befo
 
 
 def test_iteration_after_a_restore_yields_the_rest_of_the_epoch(dataset):
-    loader = BatchLoader(dataset, 2, shuffle=False)
+    loader = BatchLoader(dataset, 2, order="sequential")
     for batch in loader:
         if letters(batch) == "ef":
             break
-    other = BatchLoader(dataset, 2, shuffle=False)
+    other = BatchLoader(dataset, 2, order="sequential")
     other.load_state_dict(loader.state_dict())
     assert [letters(batch) for batch in other] == ["gh", "ij"]
     assert [letters(batch) for batch in other] == ["ab", "cd", "ef", "gh", "ij"]
@@ -98,7 +98,7 @@ def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing(datase
         (BatchLoader(fewer, 2, seed=1), "num_rows was 10 and is 8"),
         (BatchLoader(dataset, 5, seed=1), "train_batch_size was 2 and is 5"),
         (BatchLoader(dataset, 2, seed=2), "seed was 1 and is 2"),
-        (BatchLoader(dataset, 2, seed=1, shuffle=False), "shuffle was True and is False"),
+        (BatchLoader(dataset, 2, seed=1, order="sequential"), "order was 'shuffled' and is 'sequential'"),
     ]:
         loader.next_batch()
         with pytest.raises(DataError, match=message):

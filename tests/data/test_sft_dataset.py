@@ -42,7 +42,7 @@ def test_long_examples_are_dropped_and_reported(char_tokenizer, tmp_path, caplog
     assert (len(dataset), dataset.num_dropped) == (1, 2)
     assert "dropped 2 of 3 examples longer than max_prompt_length=2 or max_response_length=3" in caplog.text
     assert "row 0: prompt 3, response 2 tokens" in caplog.text
-    with pytest.raises(DataError, match="no example is left"):
+    with pytest.raises(DataError, match="none of the examples is left"):
         SFTDataset(file, char_tokenizer(), 2, 2)
 
 

@@ -1,10 +1,12 @@
 """Tiny runs of what the configuration can name: every estimator, every loss, and what the loop does around them."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hybridflow.algorithms import POLICY_LOSSES
 from hybridflow.checkpoint import open_checkpoint
@@ -13,11 +15,13 @@ from hybridflow.observability import read_jsonl
 OFF_POLICY = ("actor.mini_batch_size=4", "actor.epochs=2")
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "algorithms").glob("*.toml"))
 MINI_BATCHES = ["actor.mini_batch_size=4"]
+DISTILLATION = ("distillation", "distillation_forward_kl", "distillation_reverse_kl")
 FITTING = {
     **dict.fromkeys(("gspo", "gmpo", "cispo", "sapo", "dppo", "decoupled_ppo", "clip_cov", "kl_cov"), MINI_BATCHES),
     "dapo": [*MINI_BATCHES, "reward.overlong_buffer=4"],
     "ppo": [*MINI_BATCHES, "critic.mini_batch_size=4"],
     "gdpo": ["reward.function={task}/reward.py:with_format"],
+    **{name: ["teacher.model_path={task}/teacher"] for name in DISTILLATION},
     "pass_at_k": ["algorithm.advantage_kwargs.success_score=0.5"],
 }
 """Of a recipe for batches of 64 what eight prompts and twelve tokens need otherwise."""
@@ -187,3 +191,21 @@ def test_a_parameter_of_a_users_function_that_has_no_value_is_an_error_before_an
     assert outcome.status == 2
     assert "takes sharpness, which is neither a column of the batch nor a key of [actor]" in outcome.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_may_have_a_larger_vocabulary_and_more_candidates_than_tokens_are_told_at_the_start(
+    train, task, tmp_path, hybridflow
+):
+    model = AutoModelForCausalLM.from_pretrained(task / "teacher")
+    entries = model.config.vocab_size
+    model.resize_token_embeddings(entries + 40, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[entries:] = 3.0  # likelier than most others, and no token of the policy
+    shutil.copytree(task / "teacher", tmp_path / "padded")
+    model.save_pretrained(tmp_path / "padded")
+    how = [f"teacher.model_path={tmp_path}/padded", "teacher.loss=forward_kl", "algorithm.advantage=none"]
+    rows, _ = train(*how, f"teacher.top_k={entries}")
+    assert all(math.isfinite(row["actor/teacher_loss"]) for row in rows)
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/none", *how, "teacher.top_k=9999")
+    assert f"teacher.top_k=9999, but policy and teacher share {entries} tokens; use at most {entries}" in outcome.err
+    assert not (tmp_path / "none").exists()

@@ -53,6 +53,10 @@ ALGORITHMS = {
         *("algorithm.advantage=remax", "algorithm.kl_in_loss=false", "algorithm.kl_in_reward=true"),
         *("actor.policy_loss=gspo", "algorithm.rollout_reject={token_k3 = [0.0, 1.0]}"),
     ),
+    "taught": (
+        *("teacher.model_path={task}/teacher", "teacher.loss=reverse_kl", "teacher.top_k=5"),
+        "algorithm.advantage=distillation",
+    ),
     "otb": ("algorithm.advantage=optimal-token-baseline", "actor.policy_loss=clip-cov"),
 }
 """What reads other columns, and makes them elsewhere: in the local process and on two ranks."""
@@ -98,6 +102,14 @@ def runs(tiny, task, tmp_path_factory):
             for name, how in algorithms.items()
         ),
     )
+    offline = ["model.dtype=float64", "trainer.total_steps=2", "data.val_files=[]"]
+    run_in_turn(
+        *(
+            [name, f"{task}/pairs.toml", *offline, f"trainer.run_dir={directory}/{name}_{ranks}", *how]
+            for ranks, how in ((1, []), (2, [*ray, "controller.num_workers=2"]))
+            for name in ("dpo", "reward-model")
+        )
+    )
     pools = ["train", f"{task}/rl.toml", *tiny.PPO, *ray, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
         [*pools, f"trainer.run_dir={directory}/own_pools", *POOLS_OF_THEIR_OWN],
@@ -137,6 +149,16 @@ def test_algorithms_give_the_same_numbers_on_two_ranks(runs, name):
         for metric in (metric for metric in before if metric.startswith(same)):
             if not metric.endswith(("padding_computed", "shared_prompts")):
                 assert after[metric] == pytest.approx(before[metric], rel=1e-9, abs=1e-12), metric
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward-model"])
+def test_pairs_that_two_ranks_share_give_the_numbers_of_one_rank(runs, name):
+    one, two = (read_jsonl(getattr(runs, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
+    prefix = name.replace("-", "_")
+    for before, after in zip(one, two, strict=True):
+        for metric in ("loss", "accuracy", "margin", "grad_norm"):
+            assert after[f"{prefix}/{metric}"] == pytest.approx(before[f"{prefix}/{metric}"], rel=1e-9, abs=1e-12)
+        assert after[f"{prefix}/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("layout", ["tensor", "generation"])

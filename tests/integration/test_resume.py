@@ -34,8 +34,9 @@ def test_grpo_stopped_at_the_end_of_an_epoch_equals_grpo_in_one_sitting(tiny, ta
     assert tiny.results_of(tmp_path / "run", 6) == tiny.results_of(uninterrupted.grpo, 6)
 
 
-def test_sft_in_two_sittings_equals_sft_in_one(tiny, task, tmp_path, hybridflow):
-    command = ["sft", task / "sft.toml", "sft.optimizer.warmup_steps=4", "sft.optimizer.schedule=linear"]
+@pytest.mark.parametrize(("name", "data"), [("sft", "sft"), ("dpo", "pairs"), ("reward-model", "pairs")])
+def test_learning_from_given_data_in_two_sittings_equals_one(tiny, task, tmp_path, hybridflow, name, data):
+    command = [name, task / f"{data}.toml", "offline.optimizer.warmup_steps=4", "offline.optimizer.schedule=linear"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/whole").status == 0
     hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces", "--stop-after", "2")
     hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces")
@@ -78,9 +79,9 @@ def test_a_finished_run_says_so_and_changes_nothing(task, tmp_path, hybridflow):
 def test_a_finished_run_can_be_made_longer(tiny, task, tmp_path, hybridflow):
     command = ["sft", task / "sft.toml", f"trainer.run_dir={tmp_path}/run"]
     hybridflow(*command, "trainer.total_steps=1")
-    longer = hybridflow(*command, "trainer.total_steps=2", "sft.optimizer.lr=1e-4")
+    longer = hybridflow(*command, "trainer.total_steps=2", "offline.optimizer.lr=1e-4")
     assert longer.status == 0
-    assert "trainer.total_steps was 1 and is 2; sft.optimizer.lr was 1e-05 and is 0.0001" in longer.log
+    assert "trainer.total_steps was 1 and is 2; offline.optimizer.lr was 1e-05 and is 0.0001" in longer.log
     assert [row["step"] for row in tiny.metrics_of(tmp_path / "run")] == ["0", "1", "2"]
 
 

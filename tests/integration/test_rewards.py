@@ -1,5 +1,11 @@
 """Tiny runs whose reward function misbehaves, and what becomes of them."""
 
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
 import pytest
 
 from hybridflow.observability import read_jsonl
@@ -39,6 +45,44 @@ def train(task, tmp_path, hybridflow):
     return run
 
 
+@pytest.fixture
+def endpoint():
+    """A judge that gives each response a number by its length, after a moment; the third request finds it busy."""
+    seen = SimpleNamespace(num_served=0, num_asked=0, at_a_time=0, most_at_a_time=0, lock=threading.Lock())
+
+    class Judge(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with seen.lock:
+                seen.num_asked += 1
+                is_busy = seen.num_asked == 3
+                seen.num_served += not is_busy
+                seen.at_a_time += 1
+                seen.most_at_a_time = max(seen.most_at_a_time, seen.at_a_time)
+            time.sleep(0.1)
+            with seen.lock:
+                seen.at_a_time -= 1
+            reply = f"It is fine.\nScore: {len(asked['messages'][-1]['content']) % 11}"
+            body = json.dumps({"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]}).encode()
+            self.send_response(503 if is_busy else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    seen.url = f"http://127.0.0.1:{server.server_port}"
+    yield seen
+    server.shutdown()
+    server.server_close()
+
+
 def test_failures_of_every_kind_are_counted_apart_and_the_other_scores_are_untouched(train, tmp_path):
     changes = ["reward.on_error=zero", "reward.error_score=-1.0", "reward.max_failure_rate=1.0", "reward.timeout_s=0.3"]
     assert train("good", name="good").status == 0
@@ -62,7 +106,7 @@ def test_a_failure_stops_the_run_with_its_sample_by_default(train):
     outcome = train("bad", "reward.timeout_s=0.3")
     assert outcome.status == 2
     assert "reward function bad" in outcome.err
-    assert "for this sample" in outcome.err
+    assert "The sample:" in outcome.err
     assert "ground_truth: {'target'" in outcome.err
 
 
@@ -85,3 +129,92 @@ def test_a_function_that_cannot_be_loaded_is_told_before_anything_is_written(tra
     outcome = train("nothing")
     assert outcome.status == 2
     assert "has no function 'nothing'; it has number, good, bad" in outcome.err
+
+
+COSTLY = """
+import os, time
+
+HERE = os.path.dirname(__file__)
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    '''Never the same twice: how often it was asked.'''
+    number = os.open(os.path.join(HERE, "asked"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.write(number, b".")
+    asked = os.fstat(number).st_size
+    os.close(number)
+    if asked == 40 and not os.path.exists(os.path.join(HERE, "go_on")):
+        open(os.path.join(HERE, "waiting"), "w").close()
+        time.sleep(60)
+    return asked
+"""
+
+
+def test_a_run_killed_while_it_scores_asks_only_for_what_it_has_not_been_told(task, tmp_path, start, hybridflow):
+    (tmp_path / "mine.py").write_text(COSTLY)
+    changes = ["trainer.total_steps=3", "data.val_files=[]", "trainer.log_samples=24", "reward.processes=1"]
+    command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", *changes]
+    command += [f"reward.function={tmp_path}/mine.py:score"]
+    killed = start(*command)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "waiting").exists():
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.kill()  # in the second step, without a checkpoint
+    killed.wait()
+    (tmp_path / "go_on").touch()
+    first = [row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["step"] == 1]
+    outcome = hybridflow(*command)
+    assert outcome.status == 0, outcome.err
+    scores = [row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
+    assert scores[: len(first)] == first  # of step 1, though the function would say others now
+    assert (tmp_path / "asked").stat().st_size == 3 * 24 + 1  # one was asked and did not answer
+
+
+def test_the_journal_is_kept_for_as_long_as_a_checkpoint_leads_back_to_it(train, tmp_path):
+    assert train("good", "trainer.total_steps=6", "trainer.save_every=1", "trainer.keep_checkpoints=2").status == 0
+    left = sorted(path.name for path in (tmp_path / "run" / "rewards").iterdir())
+    assert left == [f"step_{step:06d}_rank_0.jsonl" for step in (4, 5)]
+
+
+def test_a_run_is_judged_by_a_model_behind_an_endpoint(task, tmp_path, hybridflow, endpoint):
+    outcome = hybridflow(
+        *("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.total_steps=1", "data.val_files=[]"),
+        *("reward.function=hybridflow.rewards:judge_reward", "trainer.log_samples=24"),
+        f'reward.kwargs={{url = "{endpoint.url}/v1", model = "judge", retries = 2}}',
+    )
+    assert outcome.status == 0, outcome.err
+    scores = {round(row["score"], 6) for row in read_jsonl(tmp_path / "run" / "samples.jsonl")}
+    assert scores <= {number / 10 for number in range(11)}
+    assert len(scores) > 1
+    assert endpoint.num_served == 24
+    assert endpoint.most_at_a_time > 4  # many samples are in hand
+
+
+def test_programs_and_mathematics_are_scored_in_processes_as_their_data_source_asks(task, tmp_path, hybridflow):
+    from hybridflow.data import prompt_row, write_prompt_file
+
+    rows = [
+        prompt_row(data_source="code", prompt="1 2 =>", ground_truth='{"tests": ["assert x"]}', split="train", index=0),
+        prompt_row(data_source="math", prompt="1 3 =>", ground_truth="3", split="train", index=1),
+        prompt_row(data_source="countdown", prompt="1 => 1", ground_truth="1", split="train", index=2),
+    ]
+    write_prompt_file(tmp_path / "mixed.parquet", rows[:2])
+    outcome = hybridflow(
+        *("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.total_steps=1", "data.val_files=[]"),
+        *("reward.function=", f"data.train_files=['{tmp_path}/mixed.parquet']", "data.train_batch_size=2"),
+    )
+    assert outcome.status == 0, outcome.err
+    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert row["reward/error_rate"] == 0
+    assert row["reward/passed/mean"] == 0
+    assert len(list((tmp_path / "run" / "rewards").iterdir())) == 1
+
+
+def test_arguments_without_a_function_and_reserved_ones_are_told(task, hybridflow):
+    outcome = hybridflow("train", task / "rl.toml", "reward.function=", 'reward.kwargs={url = "x"}')
+    assert "are arguments of reward.function, which is empty" in outcome.err
+    outcome = hybridflow("train", task / "rl.toml", 'reward.kwargs={solution_str = "x"}')
+    assert "reward.kwargs.solution_str is what each sample brings" in outcome.err
+    outcome = hybridflow("train", task / "rl.toml", "reward.function=hybridflow.rewards:judge_reward")
+    assert "missing a required argument: 'url'" in outcome.err

@@ -15,13 +15,15 @@ from hybridflow.observability import METRICS, find_metric, read_jsonl
 
 TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_actor", "timing_per_token_ms/gen")
 
+RECIPES = {"train": "rl.toml", "sft": "sft.toml", "dpo": "pairs.toml", "reward-model": "pairs.toml"}
+
 
 @pytest.fixture
 def train(task, tmp_path, hybridflow):
     """Runs GRPO with changes in a directory `name`; returns the directory."""
 
     def run(*changes, name="run", command="train"):
-        recipe = task / ("sft.toml" if command == "sft" else "rl.toml")
+        recipe = task / RECIPES[command]
         outcome = hybridflow(command, recipe, f"trainer.run_dir={tmp_path / name}", *changes)
         assert outcome.status == 0, outcome.err
         return tmp_path / name
@@ -33,12 +35,13 @@ def weights(run, step, component="actor"):
     return open_checkpoint(run / "checkpoints" / f"step_{step:06d}").load(component, "model")
 
 
-def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, train):
+def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, task, train):
     runs = [
         train("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1", name="grpo"),
         train(*tiny.PPO, name="ppo"),
-        train("trainer.total_steps=1", name="sft", command="sft"),
+        *(train("trainer.total_steps=1", name=name, command=name) for name in ("sft", "dpo", "reward-model")),
         train("trainer.total_steps=1", "algorithm.rollout_weights=token", name="weighed"),
+        train("trainer.total_steps=1", f"teacher.model_path={task}/teacher", "teacher.loss=forward_kl", name="taught"),
         train("trainer.total_steps=1", "algorithm.filter_groups=true", name="filtered"),
     ]
     names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
@@ -182,7 +185,7 @@ def test_validation_repeats_itself(train):
 
 
 def test_sft_learns_and_validates_before_during_and_after(train):
-    run = train("sft.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12", command="sft")
+    run = train("offline.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12", command="sft")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "sft/val_loss" in row] == [0, 12, 24]
     assert rows[0]["sft/val_loss"] > 4 > rows[12]["sft/val_loss"] > rows[24]["sft/val_loss"]

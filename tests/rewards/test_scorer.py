@@ -24,7 +24,7 @@ def test_without_a_function_the_data_source_of_each_row_chooses():
 
 
 def test_the_table_names_the_data_sources_that_prepare_writes():
-    assert sorted(REWARDS) == ["countdown", "multiplication", "openai/gsm8k"]
+    assert {"countdown", "multiplication", "openai/gsm8k"} <= set(REWARDS)
 
 
 def test_the_users_function_gets_the_four_keyword_arguments():
@@ -89,7 +89,7 @@ def test_an_exception_stops_the_run_with_the_sample_shown():
     def reward(solution_str, **row):
         return float(solution_str)
 
-    with pytest.raises(RewardError, match=r"raised ValueError: could not convert.*for this sample") as error:
+    with pytest.raises(RewardError, match=r"raised ValueError: could not convert.*The sample:") as error:
         RewardScorer(reward).score(["1", "x" * 5000], ["mine"] * 2, ["1"] * 2)
     assert isinstance(error.value.__cause__, ValueError)
     assert len(str(error.value)) < 6500
@@ -113,9 +113,7 @@ def test_on_error_zero_counts_errors_scores_error_score_and_logs_the_first(caplo
 
 
 def test_an_unknown_data_source_is_an_error_whatever_on_error_says():
-    with pytest.raises(
-        RewardError, match=r"'poems'; known are countdown, multiplication, openai/gsm8k. Give your own as"
-    ):
+    with pytest.raises(RewardError, match=r"'poems'; known are .*countdown, .*openai/gsm8k. Give your own as"):
         RewardScorer(on_error="zero").score(["s"], ["poems"], ["1"])
 
 

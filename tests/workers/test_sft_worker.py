@@ -5,7 +5,7 @@ from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.workers import ActorRolloutWorker, SFTWorker
 
-CHANGES = ["sft.optimizer.lr=1e-2"]
+CHANGES = ["offline.optimizer.lr=1e-2"]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hybridflow.algorithms.covariance import (
     select_kl_cov,
 )
 from hybridflow.algorithms.decoupled_ppo import decoupled_ppo_policy_loss
+from hybridflow.algorithms.distillation import distillation_advantages, no_advantages, teacher_kl
 from hybridflow.algorithms.dppo import dppo_policy_loss
 from hybridflow.algorithms.gae import gae_advantages
 from hybridflow.algorithms.gdpo import gdpo_advantages
@@ -24,10 +25,12 @@ from hybridflow.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_loss
 from hybridflow.algorithms.kl_controller import AdaptiveKLController, FixedKLController
 from hybridflow.algorithms.log_probs import (
     VocabularyShare,
+    candidate_log_probs_from_logits,
     entropy_from_logits,
     log_probs_and_entropy_from_logits,
     log_probs_from_logits,
     sum_squared_probs_from_logits,
+    top_log_probs_from_logits,
 )
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridflow.algorithms.opo import opo_advantages
@@ -36,6 +39,14 @@ from hybridflow.algorithms.partition import balanced_partition, imbalance
 from hybridflow.algorithms.pass_at_k import pass_at_k_advantages
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.algorithms.ppo import ppo_policy_loss
+from hybridflow.algorithms.preferences import (
+    PREFERENCE_LOSSES,
+    PairLoss,
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    slopes_of,
+)
 from hybridflow.algorithms.reinforce import cispo_policy_loss, reinforce_policy_loss
 from hybridflow.algorithms.reinforce_plus_plus import (
     reinforce_plus_plus_advantages,
@@ -54,10 +65,12 @@ __all__ = [
     "AGGREGATIONS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "REJECTIONS",
     "SELECTIONS",
     "AdaptiveKLController",
     "FixedKLController",
+    "PairLoss",
     "PolicyLoss",
     "RolloutCorrection",
     "ValueLoss",
@@ -65,11 +78,15 @@ __all__ = [
     "aggregate_loss",
     "apply_kl_penalty",
     "balanced_partition",
+    "bradley_terry_loss",
+    "candidate_log_probs_from_logits",
     "cispo_policy_loss",
     "clip_cov_policy_loss",
     "clipped_value_loss",
     "covariances",
     "decoupled_ppo_policy_loss",
+    "distillation_advantages",
+    "dpo_loss",
     "dppo_policy_loss",
     "entropy_from_logits",
     "gae_advantages",
@@ -79,6 +96,7 @@ __all__ = [
     "grpo_advantages",
     "gspo_policy_loss",
     "imbalance",
+    "ipo_loss",
     "kl_cov_policy_loss",
     "kl_loss",
     "log_probs_and_entropy_from_logits",
@@ -87,6 +105,7 @@ __all__ = [
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "no_advantages",
     "opo_advantages",
     "optimal_token_baseline_advantages",
     "pass_at_k_advantages",
@@ -100,5 +119,8 @@ __all__ = [
     "sapo_policy_loss",
     "select_clip_cov",
     "select_kl_cov",
+    "slopes_of",
     "sum_squared_probs_from_logits",
+    "teacher_kl",
+    "top_log_probs_from_logits",
 ]

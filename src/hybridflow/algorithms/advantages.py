@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from hybridflow.algorithms.distillation import distillation_advantages, no_advantages
 from hybridflow.algorithms.gae import gae_advantages
 from hybridflow.algorithms.gdpo import gdpo_advantages
 from hybridflow.algorithms.gpg import gpg_advantages
@@ -33,4 +34,6 @@ ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "pass@k": pass_at_k_advantages,
     "gdpo": gdpo_advantages,
     "optimal-token-baseline": optimal_token_baseline_advantages,
+    "distillation": distillation_advantages,
+    "none": no_advantages,
 }

@@ -5,6 +5,7 @@ slice of `chunk_size` vocabulary entries exists in it at once; between forward a
 kept besides the logits themselves. A vocabulary up to `chunk_size` is one slice.
 """
 
+import math
 from collections.abc import Iterator
 from functools import reduce
 from typing import Protocol, runtime_checkable
@@ -42,6 +43,10 @@ class VocabularyShare(Protocol):
         """log sum exp of what the ranks give, equal on all."""
         ...
 
+    def gather(self, x: Tensor) -> Tensor:
+        """What each rank gives, (ranks, *x.shape), equal on all; the same shape on each."""
+        ...
+
 
 def log_probs_from_logits(
     logits: Float[Tensor, "*batch vocab"],
@@ -60,8 +65,65 @@ def log_probs_from_logits(
     vocabulary on CPU; on a GPU the kernel itself does.
     """
     _require("log_probs_from_logits", logits, temperature, chunk_size, labels, shared)
-    log_probs, _ = _FromLogits.apply(logits, labels, temperature, chunk_size, False, shared)
+    log_probs, _ = _FromLogits.apply(logits, labels.unsqueeze(-1), temperature, chunk_size, False, shared)
+    return log_probs.squeeze(-1)
+
+
+def candidate_log_probs_from_logits(
+    logits: Float[Tensor, "*batch vocab"],
+    candidates: Int[Tensor, "*batch candidates"],
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+    shared: VocabularyShare | None = None,
+) -> Float[Tensor, "*batch candidates"]:
+    """As `log_probs_from_logits`, at several labels of each token."""
+    _require("candidate_log_probs_from_logits", logits, temperature, chunk_size, candidates, shared, several=True)
+    log_probs, _ = _FromLogits.apply(logits, candidates, temperature, chunk_size, False, shared)
     return log_probs
+
+
+@torch.no_grad()
+def top_log_probs_from_logits(
+    logits: Float[Tensor, "*batch vocab"],
+    k: int,
+    *,
+    below: int | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = CHUNK_SIZE,
+    shared: VocabularyShare | None = None,
+) -> tuple[Int[Tensor, "*batch candidates"], Float[Tensor, "*batch candidates"]]:
+    """The k most likely labels, the likeliest first, and their log-probs. No gradient; `shared` as above.
+
+    With `below` they are among the first so many entries of the vocabulary: what is padding elsewhere is not taken.
+    Raises AlgorithmError if the vocabulary has fewer.
+    """
+    _require("top_log_probs_from_logits", logits, temperature, chunk_size)
+    vocab_size = shared.size if shared else logits.shape[-1]
+    num_allowed = vocab_size if below is None else min(below, vocab_size)
+    if not 1 <= k <= num_allowed:
+        raise AlgorithmError(
+            f"top_log_probs_from_logits: k={k}, but there are {num_allowed} entries of the vocabulary to choose from; "
+            f"use 1 to {num_allowed}."
+        )
+    allowed = logits
+    if num_allowed < vocab_size:
+        first = shared.first if shared else 0
+        beyond = torch.arange(logits.shape[-1], device=logits.device) + first >= num_allowed
+        allowed = logits.masked_fill(beyond, -math.inf)
+    if shared is None:
+        ids = allowed.topk(k, dim=-1).indices
+    else:
+        fill = k - logits.shape[-1]  # a rank may have fewer entries than that
+        filled = torch.nn.functional.pad(allowed, (0, fill), value=-math.inf) if fill > 0 else allowed
+        values, places = filled.topk(k, dim=-1)
+        values, places = shared.gather(values), shared.gather(places + shared.first)
+        values, places = (part.movedim(0, -2).flatten(-2) for part in (values, places))
+        ids = places.gather(-1, values.topk(k, dim=-1).indices)
+    log_probs = candidate_log_probs_from_logits(
+        logits, ids, temperature=temperature, chunk_size=chunk_size, shared=shared
+    )
+    return ids, log_probs
 
 
 def entropy_from_logits(
@@ -91,7 +153,8 @@ def log_probs_and_entropy_from_logits(
     Where no gradient arrives for the entropies (they are only logged), the backward is that of the log-probs.
     """
     _require("log_probs_and_entropy_from_logits", logits, temperature, chunk_size, labels, shared)
-    return _FromLogits.apply(logits, labels, temperature, chunk_size, True, shared)
+    log_probs, entropies = _FromLogits.apply(logits, labels.unsqueeze(-1), temperature, chunk_size, True, shared)
+    return log_probs.squeeze(-1), entropies
 
 
 @torch.no_grad()
@@ -119,6 +182,8 @@ def sum_squared_probs_from_logits(
 
 
 class _FromLogits(torch.autograd.Function):
+    """Log-probs (*batch, labels) at labels (*batch, labels), and entropies (*batch)."""
+
     @staticmethod
     def forward(ctx, logits, labels, temperature, chunk_size, with_entropy, shared):
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
@@ -135,10 +200,10 @@ class _FromLogits(torch.autograd.Function):
             place = labels - ctx.first
             is_here = (place >= 0) & (place < logits.shape[-1])
             place = place.where(is_here, 0) if shared else place
-            picked = _scale(logits.gather(-1, place.unsqueeze(-1)).squeeze(-1), temperature)
+            picked = _scale(logits.gather(-1, place), temperature)
             if shared:
                 picked = shared.sum(picked.where(is_here, 0.0))
-            log_probs = picked - log_normaliser
+            log_probs = picked - log_normaliser.unsqueeze(-1)
         if with_entropy:
             entropies = torch.zeros_like(log_normaliser)
             for _, scaled in _slices(logits, temperature, chunk_size):
@@ -158,21 +223,23 @@ class _FromLogits(torch.autograd.Function):
         if grad_log_probs is None:
             if grad_entropies is None:
                 return None, None, None, None, None, None
-            grad_log_probs = torch.zeros_like(grad_entropies)
+            grad_log_probs = torch.zeros_like(grad_entropies).unsqueeze(-1)
+            labels = None
+        of_token = grad_log_probs.sum(-1)
         grad = None if logits.shape[-1] <= ctx.chunk_size else torch.empty_like(logits)
         for start, scaled in _slices(logits, ctx.temperature, ctx.chunk_size):
             log_p = scaled - log_normaliser.unsqueeze(-1)
             if grad_entropies is None:
-                of_slice = log_p.exp_().mul_(-grad_log_probs.unsqueeze(-1))
+                of_slice = log_p.exp_().mul_(-of_token.unsqueeze(-1))
             else:
                 p = log_p.clamp_(min=LOWEST_LOG_PROB).exp()
                 factor = log_p.add_(entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1))
-                of_slice = p.mul_(factor.add_(grad_log_probs.unsqueeze(-1)).neg_())
+                of_slice = p.mul_(factor.add_(of_token.unsqueeze(-1)).neg_())
             if labels is not None:
                 width = of_slice.shape[-1]
                 place = labels - ctx.first - start
                 at_label = torch.where((place >= 0) & (place < width), grad_log_probs, 0.0)
-                of_slice.scatter_add_(-1, place.clamp(0, width - 1).unsqueeze(-1), at_label.unsqueeze(-1))
+                of_slice.scatter_add_(-1, place.clamp(0, width - 1), at_label)
             if ctx.temperature != 1:
                 of_slice.div_(ctx.temperature)
             if grad is None:
@@ -199,6 +266,8 @@ def _require(
     chunk_size: int,
     labels: Tensor | None = None,
     shared: VocabularyShare | None = None,
+    *,
+    several: bool = False,
 ) -> None:
     if logits.dim() == 0 or logits.shape[-1] == 0 or not logits.is_floating_point():
         raise AlgorithmError(
@@ -209,10 +278,10 @@ def _require(
     require_count(function, "chunk_size", chunk_size, minimum=1)
     if labels is None:
         return
-    if labels.shape != logits.shape[:-1]:
+    if (labels.shape[:-1] if several else labels.shape) != logits.shape[:-1]:
         raise AlgorithmError(
             f"{function}: labels has shape {tuple(labels.shape)}, but logits has shape {tuple(logits.shape)}; "
-            "labels must have the shape of logits without the vocabulary axis."
+            "labels must have the shape of logits without the vocabulary axis" + (", and one more." if several else ".")
         )
     if labels.dtype != torch.int64:
         raise AlgorithmError(f"{function}: labels is {labels.dtype}; it must be torch.int64, call .long().")

@@ -33,6 +33,10 @@ EXPORT_DTYPES = {
 MAX_FILE_BYTES = 5 * 10**9
 """A larger model is written as several files with an index."""
 
+REWARD_MODEL, OFFSET = "reward_model", "score.bias"
+"""The component that a reward model is saved as, and its offset of all scores: preferences say nothing of it, what it
+has become is rounding, and a sequence classifier has none."""
+
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.tiktoken", "chat_template*"),
@@ -50,12 +54,13 @@ def export_model(
     """Write `out_dir` so that `AutoModelForCausalLM.from_pretrained(out_dir)` gives the trained model.
 
     `source` is a checkpoint or its directory, whose component `actor` holds the weights under "model", or the weights
-    by parameter name, tied ones once. They are read, cast and written one file at a time. Adapters (lora.rank) are
-    merged into the weights of `model_dir`; with `adapter`, they are written alone, as a directory that
-    `peft.PeftModel.from_pretrained(model, out_dir)` reads. Configuration, generation configuration and tokenizer come
-    from `model_dir`, the directory that training started from; no code of it is executed. `dtype` is a name of
-    EXPORT_DTYPES, or None for the dtype the weights have. `out_dir` appears whole or not at all; it may not exist, or
-    be empty.
+    by parameter name, tied ones once. Of a run of `hybridflow reward-model` it is the component `reward_model`, and the
+    result is one for `AutoModelForSequenceClassification`, with one label. They are read, cast and written one file at
+    a time. Adapters (lora.rank) are merged into the weights of `model_dir`; with `adapter`, they are written alone, as
+    a directory that `peft.PeftModel.from_pretrained(model, out_dir)` reads. Configuration, generation configuration and
+    tokenizer come from `model_dir`, the directory that training started from; no code of it is executed. `dtype` is a
+    name of EXPORT_DTYPES, or None for the dtype the weights have. `out_dir` appears whole or not at all; it may not
+    exist, or be empty.
 
     Raises CheckpointError if `out_dir` is taken or cannot be written, or the weights do not fit; ModelError if
     `model_dir` is no model directory.
@@ -65,8 +70,13 @@ def export_model(
         raise CheckpointError(f"dtype={dtype!r} is unknown; use {', '.join(EXPORT_DTYPES)}.")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise CheckpointError(f"'{out_dir}' exists and is not an empty directory; give a new one, or remove it first.")
-    model = _Model.of(model_dir)
-    with _weights_of(source) as (weights, lora, checkpoint):
+    if not isinstance(source, Mapping | Checkpoint):
+        source = open_checkpoint(source)
+    component = (
+        REWARD_MODEL if isinstance(source, Checkpoint) and source.info.get("kind") == "reward-model" else "actor"
+    )
+    model = _Model.of(model_dir, is_reward_model=component == REWARD_MODEL)
+    with _weights_of(source, component) as (weights, lora, checkpoint):
         if adapter and lora is None:
             raise CheckpointError("the checkpoint has no adapters to export alone: it was trained without lora.rank.")
         if lora is None:
@@ -93,14 +103,22 @@ def export_model(
 
 @contextmanager
 def _weights_of(
-    source: str | Path | Checkpoint | Mapping[str, Tensor],
+    source: Checkpoint | Mapping[str, Tensor], component: str
 ) -> Iterator[tuple[Mapping[str, Tensor], Any, Checkpoint | None]]:
     if isinstance(source, Mapping):
         yield source, None, None
         return
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    with stored_weights(checkpoint) as (weights, lora):
-        yield weights, lora, checkpoint
+    with stored_weights(source, component) as (weights, lora):
+        if component == REWARD_MODEL:
+            weights = {name: weights[name] for name in weights if name != OFFSET}
+        yield weights, lora, source
+
+
+def _pad_token_id(directory: Path) -> int | None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 @dataclass(frozen=True)
@@ -114,9 +132,9 @@ class _Model:
     config: Any
 
     @classmethod
-    def of(cls, directory: Path) -> "_Model":
+    def of(cls, directory: Path, *, is_reward_model: bool = False) -> "_Model":
         # Here, so that whoever saves checkpoints does not wait for it.
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.initialization import no_init_weights
 
         from hybridflow.models import parameters_on_meta
@@ -125,12 +143,17 @@ class _Model:
             raise ModelError(
                 f"'{directory}' is no model directory: config.json is missing. Give the one that training started from."
             )
+        auto_class: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
         try:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+            if is_reward_model:
+                config.num_labels = 1
+                config.pad_token_id = _pad_token_id(directory)  # by which a classifier finds the last token
             with no_init_weights(), parameters_on_meta():
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                model = auto_class.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"'{directory}' cannot be built as a causal language model: {error}") from error
+            kind = "sequence classifier" if is_reward_model else "causal language model"
+            raise ModelError(f"'{directory}' cannot be built as a {kind}: {error}") from error
         model.tie_weights()
         config.architectures = [type(model).__name__]
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

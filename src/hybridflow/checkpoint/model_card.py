@@ -5,11 +5,23 @@ from typing import Any
 
 from hybridflow.checkpoint.store import Checkpoint
 
-SHOWN = (
-    *("data.train_files", "algorithm.advantage", "actor.policy_loss", "rollout.group_size"),
-    *("lora.rank", "trainer.seed", "model.dtype"),
-)
-"""Keys of the run's configuration that a card lists."""
+_ALWAYS = ("data.train_files", "lora.rank", "trainer.seed", "model.dtype")
+_OFFLINE = ("offline.batch_size", "offline.optimizer.lr")
+SHOWN = {
+    "train": ("algorithm.advantage", "actor.policy_loss", "rollout.group_size", "teacher.loss", *_ALWAYS),
+    "sft": (*_OFFLINE, *_ALWAYS),
+    "dpo": ("offline.preference_loss", "offline.beta", "reference.model_path", *_OFFLINE, *_ALWAYS),
+    "reward-model": (*_OFFLINE, *_ALWAYS),
+}
+"""Keys of the run's configuration that a card lists, by the kind of run."""
+
+KINDS = {
+    "train": "reinforcement learning",
+    "sft": "supervised training",
+    "dpo": "preference optimization",
+    "reward-model": "learning from preferences",
+}
+"""What a run's kind is called."""
 
 
 def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None) -> str:
@@ -18,14 +30,17 @@ def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None)
     lines = ["---", "library_name: " + ("peft" if lora else "transformers"), f"base_model: {base}"]
     lines += ["tags:", "- reinforcement-learning", "- hybridflow", "---", "", f"# {base}, trained with hybridflow", ""]
     what = f"Adapters of rank {lora['rank']} for `{base}`" if lora else f"`{base}` with trained weights"
+    if checkpoint is not None and checkpoint.info.get("kind") == "reward-model":
+        what = f"A reward model on the body of `{base}`: one score for a whole conversation"
     if checkpoint is None:
         return "\n".join([*lines, f"{what}.", ""])
     info = checkpoint.info
-    kind = {"train": "reinforcement learning", "sft": "supervised training"}.get(str(info.get("kind")), "training")
+    kind = KINDS.get(str(info.get("kind")), "training")
     lines.append(f"{what}, after step {checkpoint.step} of {kind}.")
     config = info.get("config")
     if isinstance(config, dict):
-        rows = [f"| `{key}` | `{config[key]}` |" for key in SHOWN if key in config]
+        shown = SHOWN.get(str(info.get("kind")), SHOWN["train"])
+        rows = [f"| `{key}` | `{config[key]}` |" for key in shown if key in config]
         lines += ["", "| key | value |", "|---|---|", *rows]
     models = info.get("models")
     if isinstance(models, dict) and "model.path" in models:

@@ -30,6 +30,12 @@ COMMANDS = {
         "hybridflow.cli.prepare", "write a data set as parquet", "prepare countdown --output-dir data/countdown"
     ),
     "sft": Command("hybridflow.cli.sft", "train on given responses", "sft recipes/countdown_sft.toml"),
+    "dpo": Command("hybridflow.cli.dpo", "train on preferences by DPO or IPO", "dpo recipes/rlhf/dpo.toml"),
+    "reward-model": Command(
+        "hybridflow.cli.reward_model",
+        "train a reward model on preferences",
+        "reward-model recipes/rlhf/reward_model.toml",
+    ),
     "train": Command(
         "hybridflow.cli.train",
         "train by reinforcement learning",

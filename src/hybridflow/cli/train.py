@@ -7,19 +7,9 @@ second one exits at once.
 
 import argparse
 
-from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
-from hybridflow.cli.stop_after import add_stop_after
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_arguments(parser)
-    add_stop_after(parser)
+from hybridflow.cli.training import add_arguments as add_arguments
+from hybridflow.cli.training import run_trainer
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args)
-    from hybridflow.trainers import build_trainer
-
-    with build_trainer(config) as trainer:
-        trainer.fit(args.stop_after)
-    return 0
+    return run_trainer(args, "build_trainer")

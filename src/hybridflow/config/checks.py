@@ -5,12 +5,20 @@ Only the configuration is looked at; what needs a file or a tokenizer is checked
 
 from collections.abc import Iterator
 from math import isqrt
+from typing import get_args
 
-from hybridflow.config.sections import Config
+from hybridflow.config.sections import AdvantageName, Config
 from hybridflow.errors import ConfigError
 
 GROUP_RELATIVE = ("grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "pass@k", "gdpo", "optimal-token-baseline")
 """Estimators whose advantages are all 0 for one response to a prompt."""
+
+
+REWARD_ARGUMENTS = (
+    *("data_source", "solution_str", "ground_truth", "extra_info"),
+    *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+)
+"""What a reward function is given of each sample."""
 
 
 def contradictions(config: Config) -> list[str]:
@@ -103,6 +111,27 @@ def _estimator(config: Config) -> Iterator[str]:
         )
 
 
+def _teacher(config: Config) -> Iterator[str]:
+    teacher, advantage = config.teacher, config.algorithm.advantage
+    if not teacher.model_path:
+        if teacher.loss != "none":
+            yield f"teacher.loss={teacher.loss!r} needs a teacher, but teacher.model_path is empty; name its directory"
+        if advantage == "distillation":
+            yield "algorithm.advantage='distillation' needs a teacher, but teacher.model_path is empty; name it"
+        if advantage == "none" and not config.algorithm.kl_in_loss and not config.actor.entropy_coef:
+            yield (
+                "algorithm.advantage='none' leaves nothing to learn from; set teacher.loss with teacher.model_path, or "
+                "another advantage"
+            )
+    elif teacher.loss == "none" and advantage in get_args(AdvantageName) and advantage != "distillation":
+        yield (
+            f"teacher.model_path={teacher.model_path!r} is read by nothing: teacher.loss='none' and "
+            f"algorithm.advantage={advantage!r}; set teacher.loss, or advantage = 'distillation'"
+        )
+    if teacher.loss != "none" and teacher.coef == 0:
+        yield f"teacher.coef=0 leaves teacher.loss={teacher.loss!r} without effect; use more than 0, or loss = 'none'"
+
+
 def _rollout_correction(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if config.corrects_rollouts and config.actor.old_log_probs_from == "rollout":
@@ -153,6 +182,17 @@ def _critic_warmup(config: Config) -> Iterator[str]:
         )
 
 
+def _order(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.order in ("curriculum", "weighted") and not data.order_by:
+        yield f"data.order={data.order!r} orders rows by numbers, but data.order_by is empty; name their column"
+    if data.order in ("shuffled", "sequential") and data.order_by:
+        yield (
+            f"data.order_by={data.order_by!r} is read by no data.order={data.order!r}; use order = 'curriculum' or "
+            "'weighted', or leave it out"
+        )
+
+
 def _validation(config: Config) -> Iterator[str]:
     if config.trainer.val_every and not config.data.val_files:
         yield (
@@ -187,6 +227,7 @@ def _placement(config: Config) -> Iterator[str]:
         "reward",
         *["critic"] * config.uses_critic,
         *["reference"] * config.uses_reference,
+        *["teacher"] * config.uses_teacher,
     ]
     for name in list(pools)[1:]:
         if name not in [config.placement.roles.get(role) for role in used]:  # pyright: ignore
@@ -208,7 +249,8 @@ def _parallel(config: Config) -> Iterator[str]:
     placement = config.placement
     without_layers = ["rollout", *["reward"] * (not config.reward.model_path)]
     elsewhere = {pool for role, pool in placement.roles.items() if role in without_layers} - {
-        placement.roles.get(role, next(iter(placement.pools), "")) for role in ("actor_rollout", "critic", "reference")
+        placement.roles.get(role, next(iter(placement.pools), ""))
+        for role in ("actor_rollout", "critic", "reference", "teacher")
     }
     pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in elsewhere}
     for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
@@ -270,6 +312,7 @@ def _offload(config: Config) -> Iterator[str]:
             config.uses_reference and not config.actor_is_reference,
             "there is no reference model: no KL term asks for one, or the actor without its adapters is it",
         ),
+        "teacher": (config.uses_teacher, "teacher.model_path is empty, so there is no teacher"),
         "reward": (bool(config.reward.model_path), "reward.model_path is empty, so there is no reward model"),
         "rollout": (False, "a rollout engine frees its memory itself while the policy learns in its process"),
     }
@@ -311,6 +354,11 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.overlong_buffer={reward.overlong_buffer} exceeds data.max_response_length="
             f"{config.data.max_response_length}; a response would lose score before its first token"
         )
+    if reward.kwargs and not reward.function:
+        yield f"reward.kwargs={reward.kwargs} are arguments of reward.function, which is empty; name it"
+    taken = [name for name in reward.kwargs if name in REWARD_ARGUMENTS]
+    if taken:
+        yield f"reward.kwargs.{taken[0]} is what each sample brings; the others of this kind are {REWARD_ARGUMENTS}"
     if reward.model_path and reward.function:
         yield (
             f"reward.model_path={reward.model_path!r} and reward.function={reward.function!r} both give the score; "
@@ -347,7 +395,9 @@ SUBJECTS = (
     _kl,
     _old_log_probs,
     _estimator,
+    _teacher,
     _rollout_correction,
+    _order,
     _tokens,
     _critic_warmup,
     _validation,

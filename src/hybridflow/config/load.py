@@ -100,6 +100,10 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
+RENAMED = {"sft": "the section is [offline] now", "data.shuffle": "it is data.order = 'shuffled' or 'sequential' now"}
+"""What recipes, and the config.toml of runs, had under other names."""
+
+
 def _problem(details: Any) -> str:
     """One line for one finding of pydantic."""
     key, value = ".".join(str(part) for part in details["loc"] if part != "[key]"), details["input"]
@@ -108,6 +112,7 @@ def _problem(details: Any) -> str:
             is_table = isinstance(value, dict)
             nearest = nearest_key(key, [name for name, _ in sections() if name] if is_table else None)
             hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all"
+            hint = RENAMED.get(key, hint)
             return f"{key}: no such {'section' if is_table else 'key'}; {hint}"
         case "model_type":
             reason = (

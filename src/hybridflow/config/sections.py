@@ -20,6 +20,8 @@ AdvantageName = Literal[
     "pass@k",
     "gdpo",
     "optimal-token-baseline",
+    "distillation",
+    "none",
 ]
 PolicyLossName = Literal[
     "ppo", "decoupled-ppo", "gspo", "gmpo", "cispo", "sapo", "dppo", "reinforce", "clip-cov", "kl-cov"
@@ -35,10 +37,13 @@ RejectionName = Literal[
     "sequence_min_ratio",
 ]
 KLEstimatorName = Literal["k1", "k2", "k3", "abs"]
+PreferenceLossName = Literal["dpo", "ipo"]
 OffloadName = Literal["idle", "host"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 DTypeName = Literal["float32", "bfloat16", "float64"]
-RoleName = Literal["actor_rollout", "rollout", "critic", "reference", "reward", "actor"]
+RoleName = Literal["actor_rollout", "rollout", "critic", "reference", "teacher", "reward", "actor"]
+TeacherLossName = Literal["none", "reverse_kl", "forward_kl"]
+OrderName = Literal["shuffled", "sequential", "curriculum", "weighted"]
 OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "truncate-middle"]
 
 Positive = Annotated[int, Field(gt=0)]
@@ -120,7 +125,8 @@ class LoRAConfig(Section):
 
 class DataConfig(Section):
     train_files: tuple[str, ...] = Field(
-        default=(), description="Parquet files of training prompts (for sft: prompts and responses)."
+        default=(),
+        description="Parquet files of training prompts (sft: with responses; dpo and reward-model: with preferences).",
     )
     val_files: tuple[str, ...] = Field(default=(), description="Parquet files of validation prompts.")
     train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
@@ -129,7 +135,14 @@ class DataConfig(Section):
     overlong_prompts: OverlongName = Field(
         default="drop", description="What happens to a prompt longer than max_prompt_length."
     )
-    shuffle: bool = Field(default=True, description="Visit the training rows in a new seeded order each epoch.")
+    order: Annotated[OrderName | UserFunction, _named_or_user(OrderName)] = Field(
+        default="shuffled",
+        description="How an epoch visits the training rows: shuffled anew, as they are, ascending by data.order_by "
+        "(curriculum), or drawn with weights of data.order_by; or a function of yours (docs/data.md).",
+    )
+    order_by: str = Field(
+        default="", description="The column, or name in extra_info, of the numbers that data.order reads."
+    )
     chat_template: bool = Field(
         default=True,
         description="Apply the tokenizer's chat template where it has one; otherwise messages are joined by newlines.",
@@ -306,10 +319,28 @@ class ReferenceConfig(Section):
     model_path: str = Field(default="", description="Directory of the reference policy; empty is model.path.")
 
 
+class TeacherConfig(Section):
+    model_path: str = Field(
+        default="", description="Directory of a teacher, with the policy's tokenizer: on-policy distillation."
+    )
+    loss: TeacherLossName = Field(
+        default="none",
+        description="Add coef * KL between policy and teacher to the policy loss, of the policy from the teacher "
+        "(reverse_kl) or of the teacher from the policy (forward_kl). Without: algorithm.advantage = 'distillation'.",
+    )
+    coef: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Weight of that KL.")
+    top_k: Positive = Field(
+        default=64,
+        description="It is taken over the teacher's k most likely tokens and all others as one: never above the whole "
+        "KL, and equal to it for the whole vocabulary.",
+    )
+
+
 class AlgorithmConfig(Section):
     advantage: Annotated[AdvantageName | UserFunction, _named_or_user(AdvantageName)] = Field(
         default="grpo",
-        description="The advantage estimator, or a function of yours (docs/algorithms.md); gae adds a critic.",
+        description="The advantage estimator, or a function of yours (docs/algorithms.md); gae adds a critic, "
+        "distillation needs a teacher, with none only the other parts of the loss teach.",
     )
     advantage_kwargs: dict[str, Parameter] = Field(
         default={}, description="Parameters of the estimator that are no keys here, as in {k = 8}."
@@ -365,6 +396,9 @@ class RewardConfig(Section):
     function: str = Field(
         default="", description="'path.py:function' scoring a response; empty chooses by each row's data_source."
     )
+    kwargs: dict[str, Parameter] = Field(
+        default={}, description="Further arguments of reward.function, as in {url = 'http://127.0.0.1:8000/score'}."
+    )
     model_path: str = Field(
         default="",
         description="Directory of a reward model that scores in place of a function: a sequence classifier with one "
@@ -398,6 +432,9 @@ class RewardConfig(Section):
         default=2,
         description="Processes of each rank that run reward.function, apart from the run; 0 calls it in the rank "
         "itself, where a debugger finds it and a crash ends the run.",
+    )
+    concurrency: Positive = Field(
+        default=32, description="Samples that each of these processes has in hand where reward.function is async."
     )
     timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=60.0,
@@ -501,8 +538,14 @@ class PlacementConfig(Section):
     )
 
 
-class SFTConfig(Section):
-    batch_size: Positive = Field(default=64, description="Examples in one optimizer step.")
+class OfflineConfig(Section):
+    batch_size: Positive = Field(default=64, description="Examples, or pairs, in one optimizer step.")
+    preference_loss: PreferenceLossName = Field(
+        default="dpo", description="hybridflow dpo: the loss of a pair, -log sigmoid(margin) or IPO's square."
+    )
+    beta: Annotated[float, Field(gt=0)] = Field(
+        default=0.1, description="hybridflow dpo: how closely the policy is kept to the reference."
+    )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
@@ -517,6 +560,7 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -524,7 +568,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
     placement: PlacementConfig = PlacementConfig()
-    sft: SFTConfig = SFTConfig()
+    offline: OfflineConfig = OfflineConfig()
 
     @property
     def uses_critic(self) -> bool:
@@ -544,6 +588,10 @@ class Config(Section):
     @property
     def uses_reference(self) -> bool:
         return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss
+
+    @property
+    def uses_teacher(self) -> bool:
+        return bool(self.teacher.model_path)
 
     @property
     def has_rollout_pool(self) -> bool:

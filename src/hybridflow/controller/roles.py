@@ -11,5 +11,6 @@ class Role(Enum):
     ActorRollout = "actor_rollout"
     Critic = "critic"
     RefPolicy = "reference"
+    Teacher = "teacher"
     RewardModel = "reward_model"
     Reward = "reward"

@@ -2,6 +2,7 @@
 
 from hybridflow.data.dataset import RLHFDataset
 from hybridflow.data.loader import BatchLoader
+from hybridflow.data.preference_dataset import PreferenceDataset
 from hybridflow.data.prepare import (
     COUNTDOWN_PROMPT,
     GSM8K_INSTRUCTION,
@@ -16,6 +17,8 @@ from hybridflow.data.prepare import (
     prepare_gsm8k,
     prepare_multiplication,
     prompt_row,
+    write_conversation_file,
+    write_preference_file,
     write_prompt_file,
     write_sft_file,
 )
@@ -31,6 +34,7 @@ __all__ = [
     "CountdownProblem",
     "EpochSampler",
     "MultiplicationProblem",
+    "PreferenceDataset",
     "PreparedFiles",
     "RLHFDataset",
     "SFTDataset",
@@ -43,6 +47,8 @@ __all__ = [
     "prepare_multiplication",
     "prompt_row",
     "stop_token_ids",
+    "write_conversation_file",
+    "write_preference_file",
     "write_prompt_file",
     "write_sft_file",
 ]

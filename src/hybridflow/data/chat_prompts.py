@@ -11,33 +11,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_messages(row: Row) -> list[dict[str, str]]:
-    """The chat messages in a row's `prompt` column, checked; fields that are null are left out."""
-    messages = row.values["prompt"]
+def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
+    """The chat messages in a column of a row, checked; fields that are null are left out."""
+    messages = row.values[column]
     if not isinstance(messages, list):
         raise DataError(
-            f"{row.place}: column 'prompt' must be a list of chat messages such as "
+            f"{row.place}: column '{column}' must be a list of chat messages such as "
             f"[{{'role': 'user', 'content': '...'}}], got {shorten(messages)}."
         )
     if not messages:
-        raise DataError(f"{row.place}: column 'prompt' has no messages.")
-    return [_read_message(row, number, message) for number, message in enumerate(messages)]
+        raise DataError(f"{row.place}: column '{column}' has no messages.")
+    return [_read_message(row, column, number, message) for number, message in enumerate(messages)]
 
 
-def _read_message(row: Row, number: int, message: object) -> dict[str, str]:
+def _read_message(row: Row, column: str, number: int, message: object) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(
-            f"{row.place}: message {number} of 'prompt' needs a role and a content, got {shorten(message)}."
+            f"{row.place}: message {number} of '{column}' needs a role and a content, got {shorten(message)}."
         )
     content = message.get("content")
     if isinstance(content, list):
         raise DataError(
-            f"{row.place}: message {number} of 'prompt' is a list of parts, as image and audio prompts have. "
+            f"{row.place}: message {number} of '{column}' is a list of parts, as image and audio prompts have. "
             f"They are not supported yet; give its content as one text."
         )
     if not isinstance(content, str):
         raise DataError(
-            f"{row.place}: the content of message {number} of 'prompt' must be a text, got {shorten(content)}."
+            f"{row.place}: the content of message {number} of '{column}' must be a text, got {shorten(content)}."
         )
     return {key: value for key, value in message.items() if value is not None}
 

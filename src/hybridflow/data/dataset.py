@@ -29,8 +29,9 @@ class RLHFDataset:
 
     `prompt` holds chat messages. They go through the tokenizer's chat template where it has one and `chat_template` is
     on, and are joined by newlines otherwise. `overlong` says what happens to prompts of more than `max_prompt_length`
-    tokens; `max_samples` > 0 uses only the first rows (before any is dropped). Every problem of a file is a `DataError`
-    naming file, row and column. `extra_info` may be absent. Rows are tokenized once, here.
+    tokens; `max_samples` > 0 uses only the first rows (before any is dropped). `order_by` names a
+    column, or an entry of `extra_info`, with a number for each row. Every problem of a file is a `DataError` naming
+    file, row and column. `extra_info` may be absent. Rows are tokenized once, here.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RLHFDataset:
         overlong: OverlongName = "drop",
         chat_template: bool = True,
         max_samples: int = 0,
+        order_by: str = "",
     ) -> None:
         if overlong not in OVERLONG:
             raise DataError(f"overlong={overlong!r} is not one of {', '.join(OVERLONG)}.")
@@ -49,8 +51,10 @@ class RLHFDataset:
                 f"max_prompt_length={max_prompt_length} must be at least 1 and max_samples={max_samples} at least 0."
             )
         self._pad_id = pad_token_id(tokenizer)
-        rows = read_rows(files, ("prompt", "data_source", "reward_model"), ("extra_info",), max_samples)
+        optional = ("extra_info", *[order_by] * bool(order_by))
+        rows = read_rows(files, ("prompt", "data_source", "reward_model"), optional, max_samples)
         self._records = [_read_record(row) for row in rows]
+        self._numbers = [row.number(order_by) for row in rows] if order_by else None
 
         encoder = PromptEncoder(tokenizer, chat_template)
         texts = [
@@ -74,6 +78,11 @@ class RLHFDataset:
     def fingerprint(self) -> str:
         """Hash of the prompts' tokens, data sources, ground truths and extra infos, in order."""
         return self._fingerprint
+
+    @property
+    def numbers(self) -> list[float] | None:
+        """The number of each prompt in the column `order_by`; None without one."""
+        return self._numbers
 
     @property
     def longest_prompt(self) -> int:
@@ -116,6 +125,8 @@ class RLHFDataset:
             dropped = set(too_long)
             self._prompt_ids = [ids for i, ids in enumerate(self._prompt_ids) if i not in dropped]
             self._records = [record for i, record in enumerate(self._records) if i not in dropped]
+            if self._numbers is not None:
+                self._numbers = [number for i, number in enumerate(self._numbers) if i not in dropped]
             if not self._prompt_ids:
                 raise DataError(
                     f"all {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} (the first is "

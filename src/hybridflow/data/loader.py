@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.sampler import EpochSampler
 from hybridflow.errors import DataError
 from hybridflow.observability import get_logger
@@ -19,18 +20,21 @@ class Dataset(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def numbers(self) -> Sequence[float] | None: ...
+
     def collate(self, indices: Sequence[int]) -> DataProto: ...
 
 
 class BatchLoader:
     """Visits a dataset in batches, without end: after the last batch of an epoch comes the first of the next.
 
-    `drop_last` leaves out the rows of an epoch that do not fill a batch (reported once; with `shuffle` they are others
-    each epoch); without it they come as a shorter batch. `epoch` and `batch_in_epoch` say which batch is next.
+    `drop_last` leaves out the rows of an epoch that do not fill a batch (reported once; shuffled, they are others each
+    epoch); without it they come as a shorter batch. `epoch` and `batch_in_epoch` say which batch is next.
     """
 
     def __init__(
-        self, dataset: Dataset, train_batch_size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = True
+        self, dataset: Dataset, train_batch_size: int, *, seed: int = 0, order: str = "shuffled", drop_last: bool = True
     ) -> None:
         num_rows = len(dataset)
         if train_batch_size < 1:
@@ -41,7 +45,7 @@ class BatchLoader:
                 f"use at most {num_rows}, or more data."
             )
         self._dataset, self._batch_size, self._drop_last = dataset, train_batch_size, drop_last
-        self._sampler = EpochSampler(num_rows, seed=seed, shuffle=shuffle)
+        self._sampler = EpochSampler(num_rows, seed=seed, order=order, numbers=dataset.numbers)
         self._order: list[int] | None = None
         self.epoch = 0
         self.batch_in_epoch = 0
@@ -111,7 +115,8 @@ class BatchLoader:
             "num_rows": self._sampler.num_rows,
             "fingerprint": self._dataset.fingerprint,
             "seed": self._sampler.seed,
-            "shuffle": self._sampler.shuffle,
+            "order": self._sampler.name,
+            "numbers": fingerprint([self._sampler.numbers]),
             "train_batch_size": self._batch_size,
             "drop_last": self._drop_last,
         }

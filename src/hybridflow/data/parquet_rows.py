@@ -1,5 +1,6 @@
 """Reads parquet files as rows that remember where they came from, for errors that name file, row and column."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,19 @@ class Row:
             raise DataError(f"{self.place}: column '{column}' must be a text, got {shorten(value)}.")
         return value
 
+    def number(self, column: str) -> float:
+        """The finite number in a column, or of that name in the column `extra_info`."""
+        value = self.values.get(column)
+        extra_info = self.values.get("extra_info")
+        if value is None and isinstance(extra_info, dict):
+            value = extra_info.get(column)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise DataError(
+                f"{self.place}: data.order_by={column!r} is {shorten(value)} there; each row needs a finite number, in "
+                "a column of that name or in its extra_info."
+            )
+        return float(value)
+
 
 def read_rows(
     files: str | Path | Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = (), max_rows: int = 0
@@ -55,6 +69,15 @@ def read_rows(
         if max_rows and len(rows) == max_rows:
             break
     return rows
+
+
+def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
+    """The columns of the first of the files; none where there is no file that can be read, which `read_rows` tells."""
+    first = Path(files) if isinstance(files, str | Path) else next(map(Path, files), None)
+    try:
+        return pq.read_schema(first).names if first is not None and first.is_file() else []
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError):
+        return []
 
 
 def read_table(path: Path, required: Sequence[str]) -> pa.Table:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from hybridflow.data.chat_prompts import PromptEncoder, encode_texts, read_messages
 from hybridflow.data.dataset import check_indices
 from hybridflow.data.fingerprint import fingerprint
-from hybridflow.data.layout import pad_left, pad_right, position_ids
-from hybridflow.data.parquet_rows import read_rows
+from hybridflow.data.layout import collate_rows
+from hybridflow.data.overlong import require_limits, short_enough
+from hybridflow.data.parquet_rows import Row, columns_of, read_rows
 from hybridflow.data.tokenizer import eos_token_id, pad_token_id
+from hybridflow.data.turns import Turns, encode_turns
 from hybridflow.errors import DataError
 from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
@@ -23,10 +23,13 @@ logger = get_logger(__name__)
 
 
 class SFTDataset:
-    """Examples of one or several parquet files with columns `prompt` (chat messages) and `response` (text).
+    """Examples of one or several parquet files, with columns `prompt` (chat messages) and `response` (text), or with a
+    column `messages`: conversations of which every answer of the assistant counts.
 
     A response ends in the tokenizer's EOS token, which counts. An example whose prompt or response is longer than its
-    limit, in tokens, is dropped and reported. Problems of a file are `DataError`s naming file, row and column.
+    limit, in tokens, is dropped and reported; of a conversation the prompt is what comes before the first answer.
+    `order_by` names a column, or an entry of `extra_info`, with a number for each row. Problems of a file are
+    `DataError`s naming file, row and column.
     """
 
     def __init__(
@@ -37,40 +40,34 @@ class SFTDataset:
         max_response_length: int,
         chat_template: bool = True,
         max_samples: int = 0,
+        order_by: str = "",
     ) -> None:
-        if max_prompt_length < 1 or max_response_length < 1 or max_samples < 0:
-            raise DataError(
-                f"max_prompt_length={max_prompt_length} and max_response_length={max_response_length} must be at least "
-                f"1, max_samples={max_samples} at least 0."
-            )
+        require_limits(max_prompt_length, max_response_length, max_samples)
         self._pad_id = pad_token_id(tokenizer)
         eos_id = eos_token_id(tokenizer)
-        rows = read_rows(files, ("prompt", "response"), max_rows=max_samples)
         encoder = PromptEncoder(tokenizer, chat_template)
-        prompts = encoder.encode([encoder.text(read_messages(row), row.place) for row in rows])
-        responses = encode_texts(tokenizer, [row.text("response") for row in rows])
-
-        self._examples: list[tuple[list[int], list[int]]] = []
-        dropped: list[str] = []
-        for row, prompt, response in zip(rows, prompts, responses, strict=True):
-            if not prompt:
-                raise DataError(f"{row.place}: the prompt has no tokens.")
-            if response[-1:] != [eos_id]:
-                response = [*response, eos_id]
-            if len(prompt) > max_prompt_length or len(response) > max_response_length:
-                dropped.append(f"{row.place}: prompt {len(prompt)}, response {len(response)} tokens")
-            else:
-                self._examples.append((prompt, response))
-        self.num_dropped = len(dropped)
-        if dropped:
-            message = (
-                f"dropped {len(dropped)} of {len(rows)} examples longer than max_prompt_length={max_prompt_length} or "
-                f"max_response_length={max_response_length} tokens (the first is {dropped[0]})."
+        there = columns_of(files)
+        columns = ("messages",) if "messages" in there else ("prompt", "response")
+        if {"messages", "response"} <= set(there):
+            logger.warning(
+                "the files have `messages` and `response`; the conversations are learned from, not `response`"
             )
-            if not self._examples:
-                raise DataError(f"no example is left: {message} Raise the limits.")
-            logger.warning("%s", message)
-        self._fingerprint = fingerprint(self._examples)
+        rows = read_rows(files, columns, ("extra_info", *[order_by] * bool(order_by)), max_rows=max_samples)
+        if columns == ("messages",):
+            examples = [
+                encode_turns(tokenizer, encoder, read_messages(row, "messages"), eos_id, row.place) for row in rows
+            ]
+        else:
+            examples = _single_turns(rows, tokenizer, encoder, eos_id)
+        for row, example in zip(rows, examples, strict=True):
+            if not example.prompt:
+                raise DataError(f"{row.place}: the prompt has no tokens.")
+        lengths = [(len(example.prompt), len(example.response)) for example in examples]
+        kept = short_enough([row.place for row in rows], lengths, max_prompt_length, max_response_length, "examples")
+        self._examples = [examples[i] for i in kept]
+        self._numbers = [rows[i].number(order_by) for i in kept] if order_by else None
+        self.num_dropped = len(rows) - len(kept)
+        self._fingerprint = fingerprint([e.prompt, e.response, e.counts] for e in self._examples)
 
     def __len__(self) -> int:
         """Examples that can be used, without the dropped ones."""
@@ -81,23 +78,35 @@ class SFTDataset:
         """Hash of the examples' tokens, in order."""
         return self._fingerprint
 
+    @property
+    def numbers(self) -> list[float] | None:
+        """The number of each example in the column `order_by`; None without one."""
+        return self._numbers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max(len(example.prompt) + len(example.response) for example in self._examples)
+
     def collate(self, indices: Sequence[int]) -> DataProto:
         """The examples at `indices` as a batch of tensors.
 
-        `prompts` (batch, prompt_len) int64 padded on the left, `responses` (batch, response_len) int64 padded on the
-        right, `response_mask` (batch, response_len) bool, and `input_ids` = prompts + responses, `attention_mask`,
-        `position_ids` (batch, prompt_len + response_len) int64. `meta_info["pad_token_id"]` is the padding value.
+        Columns as `collate_rows` makes them; `response_mask` is False at turns that are not the assistant's.
         """
         check_indices(indices, len(self))
-        prompts, prompt_mask = pad_left([self._examples[i][0] for i in indices], self._pad_id)
-        responses, response_mask = pad_right([self._examples[i][1] for i in indices], self._pad_id)
-        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
-        tensors = {
-            "prompts": prompts,
-            "responses": responses,
-            "response_mask": response_mask.bool(),
-            "input_ids": torch.cat([prompts, responses], dim=1),
-            "attention_mask": attention_mask,
-            "position_ids": position_ids(attention_mask),
-        }
-        return DataProto.from_dict(tensors=tensors, meta_info={"pad_token_id": self._pad_id})
+        examples = [self._examples[i] for i in indices]
+        return collate_rows([(e.prompt, e.response, e.counts) for e in examples], self._pad_id)
+
+
+def _single_turns(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", encoder: PromptEncoder, eos_id: int
+) -> list[Turns]:
+    """A prompt and the one response to it."""
+    prompts = encoder.encode([encoder.text(read_messages(row), row.place) for row in rows])
+    responses = [
+        response if response[-1:] == [eos_id] else [*response, eos_id]
+        for response in encode_texts(tokenizer, [row.text("response") for row in rows])
+    ]
+    return [
+        Turns(prompt, response, [True] * len(response)) for prompt, response in zip(prompts, responses, strict=True)
+    ]

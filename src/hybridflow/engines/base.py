@@ -12,7 +12,10 @@ from torch import Size, Tensor
 from hybridflow.protocol import DataProto
 
 Outputs = dict[str, Tensor]
-"""Columns (rows, response_len): `log_probs` and `entropies` of a policy, `values` of a critic."""
+"""Columns (rows, response_len): `log_probs` and `entropies` of a policy, `values` of a critic; of a policy also columns
+(rows, response_len, k): `candidate_log_probs` at the tokens `candidate_ids` of the rows, if they carry some, and with
+`top_k` the k most likely tokens (with `top_k_below` among the first so many entries of the vocabulary), `top_ids`, and
+their `top_log_probs`."""
 
 LossFunction = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, float]]]
 """(outputs, rows) -> this part's share of the loss (a scalar), and metrics that add up over parts (or whose glossary
@@ -57,6 +60,8 @@ class TrainEngine(Protocol):
         *,
         with_entropy: bool = False,
         with_sum_squared_probs: bool = False,
+        top_k: int = 0,
+        top_k_below: int | None = None,
         temperature: float = 1.0,
     ) -> Outputs:
         """Outputs of every row, in order, without gradients; zero behind the response mask.

@@ -18,7 +18,8 @@ class ModelInput:
     """What one forward call needs.
 
     `positions` indexes the flattened (batch * seq) hidden states that predict a response token, in row order;
-    `labels` (num_response_tokens,) are those tokens; `response_mask` (rows, response_len) is where they belong.
+    `labels` (num_response_tokens,) are those tokens, `candidates` (num_response_tokens, k) others whose log-probs are
+    asked for as well; `response_mask` (rows, response_len) is where they belong.
     """
 
     input_ids: Tensor
@@ -29,6 +30,7 @@ class ModelInput:
     response_mask: Tensor
     num_tokens: int
     num_padding_tokens: int = 0
+    candidates: Tensor | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -36,9 +38,10 @@ class ModelInput:
         return self.input_ids.numel()
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """(num_response_tokens,) -> (rows, response_len), zero where the mask is off; differentiable."""
-        rows = values.new_zeros(self.response_mask.shape)
-        return rows.masked_scatter(self.response_mask, values)
+        """(num_response_tokens, ...) -> (rows, response_len, ...), zero where the mask is off; differentiable."""
+        mask = self.response_mask
+        rows = values.new_zeros(*mask.shape, *values.shape[1:])
+        return rows.masked_scatter(mask.view(*mask.shape, *[1] * (values.ndim - 1)).expand_as(rows), values)
 
 
 def sequence_lengths(batch: DataProto) -> Tensor:

@@ -41,5 +41,6 @@ def stretch_of(whole: ModelInput, group: dist.ProcessGroup) -> Stretch:
         plan=UlyssesPlan(whole.plan.with_filling(filled), group),  # pyright: ignore
         positions=(row * width + column - rank * width)[is_mine],
         labels=whole.labels[is_mine],
+        candidates=None if whole.candidates is None else whole.candidates[is_mine],
     )
     return Stretch(whole, mine, is_mine, group)

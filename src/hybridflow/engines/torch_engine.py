@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridflow.algorithms import (
+    candidate_log_probs_from_logits,
     log_probs_and_entropy_from_logits,
     log_probs_from_logits,
     sum_squared_probs_from_logits,
+    top_log_probs_from_logits,
 )
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
@@ -171,16 +174,21 @@ class TorchEngine:
         *,
         with_entropy: bool = False,
         with_sum_squared_probs: bool = False,
+        top_k: int = 0,
+        top_k_below: int | None = None,
         temperature: float = 1.0,
     ) -> Outputs:
         results: Outputs = {}
         with torch.no_grad(), self.present(), self._step_guard():
             for indices in self._micro_batches(rows):
                 model_input = self._arrange(self._part(rows, indices))
-                outputs = self._compute(model_input, with_entropy, temperature, with_sum_squared_probs)
+                outputs = self._compute(
+                    model_input, with_entropy, temperature, with_sum_squared_probs, top_k, top_k_below
+                )
                 for name, values in outputs.items() if len(indices) else ():
                     if name not in results:
-                        results[name] = values.new_zeros(rows.batch["response_mask"].shape, device="cpu")
+                        shape = (*rows.batch["response_mask"].shape, *values.shape[2:])
+                        results[name] = values.new_zeros(shape, device="cpu")
                     results[name][indices] = values.cpu()
             if isinstance(self.model, FSDPModule):
                 self.model.reshard()  # what a backward pass would do
@@ -367,9 +375,13 @@ class TorchEngine:
     def _arrange(self, rows: DataProto | None) -> ModelInput:
         if rows is None:
             return idle_input(2 * self.ranks.sequence, self.device)
-        if not self.memory.packing:
-            return pad(rows)
-        return pack(rows, share_prompts=self.memory.share_prompts, compiled=self._has_compiled_attention())
+        if self.memory.packing:
+            arranged = pack(rows, share_prompts=self.memory.share_prompts, compiled=self._has_compiled_attention())
+        else:
+            arranged = pad(rows)
+        if "candidate_ids" not in rows.batch:
+            return arranged
+        return replace(arranged, candidates=rows.batch["candidate_ids"][arranged.response_mask].long())
 
     def _has_compiled_attention(self) -> bool:
         return serves(torch.empty(0, dtype=self.compute_dtype, device=self.device))
@@ -398,7 +410,13 @@ class TorchEngine:
             self.model.eval()
 
     def _compute(
-        self, inputs: ModelInput, with_entropy: bool, temperature: float, with_sum_squared_probs: bool = False
+        self,
+        inputs: ModelInput,
+        with_entropy: bool,
+        temperature: float,
+        with_sum_squared_probs: bool = False,
+        top_k: int = 0,
+        top_k_below: int | None = None,
     ) -> Outputs:
         if self.ranks.sequence == 1:
             mine, to_rows = inputs, inputs.to_rows
@@ -411,16 +429,23 @@ class TorchEngine:
             if self.head == "value":
                 return (logits.flatten().to(torch.promote_types(logits.dtype, torch.float32)),)
             labels = mine.labels[which]
-            squares = [sum_squared_probs_from_logits(logits, **settings)] if with_sum_squared_probs else []
+            more = [sum_squared_probs_from_logits(logits, **settings)] if with_sum_squared_probs else []
+            if mine.candidates is not None:
+                more.append(candidate_log_probs_from_logits(logits, mine.candidates[which], **settings))
+            if top_k:
+                more += top_log_probs_from_logits(logits, top_k, below=top_k_below, **settings)
             if with_entropy:
-                return *log_probs_and_entropy_from_logits(logits, labels, **settings), *squares
-            return log_probs_from_logits(logits, labels, **settings), *squares
+                return *log_probs_and_entropy_from_logits(logits, labels, **settings), *more
+            return log_probs_from_logits(logits, labels, **settings), *more
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
         results = self.model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)
         names = ["values"]
         if self.head == "policy":
             names = ["log_probs", *["entropies"] * with_entropy, *["sum_squared_probs"] * with_sum_squared_probs]
+            names += ["candidate_log_probs"] * (mine.candidates is not None) + ["top_ids", "top_log_probs"] * (
+                top_k > 0
+            )
         return {name: to_rows(result) for name, result in zip(names, results, strict=True)}
 
     def _report(self, loss: float, norm: float, blamed: list[str]) -> str:

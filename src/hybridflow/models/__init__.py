@@ -12,7 +12,7 @@ from hybridflow.models.flops import (
     training_flops,
 )
 from hybridflow.models.forward import Forward, FusedForward, ReadLogits, forward_of
-from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model
+from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model, vocabulary_size
 from hybridflow.models.lora import (
     add_adapters,
     fill_adapters,
@@ -75,5 +75,6 @@ __all__ = [
     "sequence_costs",
     "sharing_pays",
     "training_flops",
+    "vocabulary_size",
     "without_adapters",
 ]

@@ -4,8 +4,9 @@ No code of the directory is ever executed. Dropout is off: a token's log-probabi
 which pass computed it.
 """
 
+import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype = torch.float32) -> PreT
     Raises ModelError if the directory is missing, incomplete or damaged, is no causal language model, or its
     attention cannot be planned.
     """
+    require_language_model(path)
     model, missing = _load(AutoModelForCausalLM, path, dtype)
     require_complete(path, missing)
     return model
@@ -101,6 +103,27 @@ def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)
     require_supported_config(config)
     return config
+
+
+def require_language_model(path: str | Path) -> None:
+    """Raises ModelError for a directory whose config.json says that it classifies, as a reward model does: with tied
+    embeddings its weights would be enough for a policy, which it is not."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return
+    with suppress(ValueError):  # which is told when the configuration is read
+        architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
+        if str(architectures[0]).endswith("Classification"):
+            raise ModelError(
+                f"'{path}' is a {architectures[0]}, such as a reward model is, and writes no text; give a causal "
+                "language model here (and a reward model as reward.model_path)."
+            )
+
+
+def vocabulary_size(path: str | Path) -> int:
+    """Entries of the embedding of a model directory, also those that no token of its tokenizer has."""
+    with quiet_transformers():
+        return read_config(path).get_text_config().vocab_size
 
 
 def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> ModelError:

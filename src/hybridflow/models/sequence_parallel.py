@@ -53,7 +53,7 @@ def shared_heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
 
 
 class GatherTokens(torch.autograd.Function):
-    """Values of this rank's tokens, (count,), at their places among those of all ranks, (total,); equal on all ranks.
+    """Values of this rank's tokens, (count, ...), at their places among all ranks' tokens, (total, ...); equal on all.
 
     Each rank computes the same from the result, so each takes its own part of the gradient.
     """
@@ -61,7 +61,7 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, places, total, group):
         ctx.save_for_backward(places)
-        everywhere = values.new_zeros(total)
+        everywhere = values.new_zeros(total, *values.shape[1:])
         everywhere[places] = values
         dist.all_reduce(everywhere, group=group)
         return everywhere

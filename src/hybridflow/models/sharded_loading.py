@@ -26,6 +26,7 @@ from hybridflow.models.loading import (
     quiet_transformers,
     read_config,
     require_complete,
+    require_language_model,
     require_shape,
     turn_off_dropout,
     warn_of_ignored,
@@ -45,6 +46,8 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
     Raises ModelError as `load_causal_lm` does for what the configuration alone rules out.
     """
     auto_class: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
+    if head == "policy":
+        require_language_model(path)
     try:
         with quiet_transformers(), no_init_weights(), parameters_on_meta():
             config = read_config(path, **({} if head == "policy" else VALUE_MODEL))

@@ -135,9 +135,12 @@ class VocabularyRanks:
         return x
 
     def logsumexp(self, x: Tensor) -> Tensor:
+        return self.gather(x).logsumexp(0)
+
+    def gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.group.size(), *x.shape)
         dist.all_gather(list(parts), x.contiguous(), group=self.group)
-        return parts.logsumexp(0)
+        return parts
 
 
 class _Copy(torch.autograd.Function):

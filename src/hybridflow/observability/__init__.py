@@ -1,6 +1,12 @@
 """What a run tells: its log, its metrics and where they go, its speed, its memory, what it ran on."""
 
-from hybridflow.observability.console import RL_FIGURES, SFT_FIGURES, ConsoleTracker
+from hybridflow.observability.console import (
+    DPO_FIGURES,
+    REWARD_MODEL_FIGURES,
+    RL_FIGURES,
+    SFT_FIGURES,
+    ConsoleTracker,
+)
 from hybridflow.observability.dataflow import dataflow_edges, draw_dot, draw_mermaid, draw_text
 from hybridflow.observability.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observability.log import get_logger
@@ -22,7 +28,9 @@ from hybridflow.observability.trace import (
 from hybridflow.observability.tracker import MultiTracker, Tracker
 
 __all__ = [
+    "DPO_FIGURES",
     "METRICS",
+    "REWARD_MODEL_FIGURES",
     "RL_FIGURES",
     "SFT_FIGURES",
     "ConsoleTracker",

@@ -19,6 +19,19 @@ RL_FIGURES = {
     "s/step": "timing_s/step",
 }
 SFT_FIGURES = {"loss": "sft/loss", "validation loss": "sft/val_loss", "s/step": "timing_s/step"}
+DPO_FIGURES = {
+    "loss": "dpo/loss",
+    "accuracy": "dpo/accuracy",
+    "margin": "dpo/margin",
+    "validation accuracy": "dpo/val_accuracy",
+    "s/step": "timing_s/step",
+}
+REWARD_MODEL_FIGURES = {
+    "loss": "reward_model/loss",
+    "accuracy": "reward_model/accuracy",
+    "validation accuracy": "reward_model/val_accuracy",
+    "s/step": "timing_s/step",
+}
 
 RECENT_STEPS = 20
 """The time left is told from the mean of so many steps: enough for those that also validate or save."""

@@ -46,6 +46,8 @@ METRICS: dict[str, Metric] = {
     "actor/loss": Metric("Whole loss of the actor: policy loss, entropy bonus, KL term.", "sum"),
     "actor/policy_loss": Metric("The policy objective alone.", "sum"),
     "actor/kl_loss": Metric("KL term in the loss, before its weight.", "sum"),
+    "actor/teacher_loss": Metric("KL between policy and teacher in the loss, before its weight.", "sum"),
+    "teacher/kl": Metric("Mean of old_log_probs (or the rollout's) - teacher_log_probs: how far the teacher is."),
     "actor/entropy": Metric("Entropy of the policy: mean over response tokens.", "sum"),
     "actor/clipfrac": Metric("Share of tokens whose ratio was clipped.", "sum"),
     "actor/clipfrac_dual": Metric("Share of tokens bounded by the dual clip.", "sum"),
@@ -82,8 +84,9 @@ METRICS: dict[str, Metric] = {
     "reward/zero_rate": Metric("Share of samples that score 0 though the function did not fail."),
     "reward/<name>/mean": Metric("Mean of a further number that the reward function returned."),
     "timing_s/<stage>": Metric(
-        "Seconds of a stage: step, weight_sync, gen, reward, old_log_probs, ref_log_probs, values, update_critic, "
-        "update_actor, update_sft, validation; of a call, while at least one rank was in it.",
+        "Seconds of a stage: step, weight_sync, gen, reward, old_log_probs, ref_log_probs, teacher, values, "
+        "update_critic, update_actor, update_sft, update_dpo, compute_scores, update_reward_model, validation; of "
+        "a call, while at least one rank was in it.",
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage for each token it handled.", "max"),
@@ -128,6 +131,26 @@ METRICS: dict[str, Metric] = {
     "sft/lr": Metric("Learning rate of the step.", "last"),
     "sft/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
     "sft/val_loss": Metric("Cross-entropy for each response token of the validation data.", "sum"),
+    "dpo/loss": Metric("Loss of a pair: mean."),
+    "dpo/accuracy": Metric("Share of pairs whose better response has the higher reward."),
+    "dpo/margin": Metric("Reward of the better response less that of the worse: mean over pairs."),
+    "dpo/chosen_reward": Metric("beta * log(policy / reference) of the better responses: mean."),
+    "dpo/rejected_reward": Metric("beta * log(policy / reference) of the worse responses: mean."),
+    "dpo/grad_norm": Metric("Gradient norm before clipping.", "max"),
+    "dpo/lr": Metric("Learning rate of the step.", "last"),
+    "dpo/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
+    "dpo/val_loss": Metric("Loss of a validation pair: mean."),
+    "dpo/val_accuracy": Metric("Share of validation pairs whose better response has the higher reward."),
+    "reward_model/loss": Metric("Loss of a pair: mean."),
+    "reward_model/accuracy": Metric("Share of pairs whose better response has the higher score."),
+    "reward_model/margin": Metric("Score of the better response less that of the worse: mean over pairs."),
+    "reward_model/chosen_score": Metric("Score of the better responses: mean."),
+    "reward_model/rejected_score": Metric("Score of the worse responses: mean."),
+    "reward_model/grad_norm": Metric("Gradient norm before clipping.", "max"),
+    "reward_model/lr": Metric("Learning rate of the step.", "last"),
+    "reward_model/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
+    "reward_model/val_loss": Metric("Loss of a validation pair: mean."),
+    "reward_model/val_accuracy": Metric("Share of validation pairs whose better response has the higher score."),
 }
 
 

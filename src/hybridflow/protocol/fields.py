@@ -39,6 +39,7 @@ class Field:
 
 
 PROMPT, RESPONSE, SEQUENCE = ("batch", "prompt_len"), ("batch", "response_len"), ("batch", "seq_len")
+CANDIDATES = ("batch", "response_len", "candidates")
 RESPONSE_OR_ROW = ("batch", "response_len|1")
 ROW = ("batch",)
 
@@ -68,6 +69,13 @@ _FIELDS = (
           description="Log-probs under the policy before the update.", producer="actor", consumer="policy loss, KL"),
     Field("ref_log_probs", RESPONSE, torch.float32, "right", 0.0,
           description="Log-probs under the reference policy.", producer="reference", consumer="KL"),
+    Field("teacher_log_probs", RESPONSE, torch.float32, "right", 0.0,
+          description="Log-probs under the teacher.", producer="teacher", consumer="distillation"),
+    Field("candidate_ids", CANDIDATES, torch.int64, "right", 0,
+          description="The tokens that the teacher finds most likely at each place.",
+          producer="teacher", consumer="distillation"),
+    Field("teacher_candidate_log_probs", CANDIDATES, torch.float32, "right", 0.0,
+          description="Their log-probs under the teacher.", producer="teacher", consumer="distillation"),
     Field("entropies", RESPONSE, torch.float32, "right", 0.0,
           description="Entropy of the policy at each response token.", producer="actor", consumer="metrics"),
     Field("sum_squared_probs", RESPONSE, torch.float32, "right", 0.0,
@@ -95,6 +103,9 @@ _FIELDS = (
     Field("rollout_weights", RESPONSE, torch.float32, "right", 0.0,
           description="What each token's loss is multiplied with, since another policy sampled it.",
           producer="rollout correction", consumer="policy loss"),
+    Field("loss_slopes", ROW, torch.float32,
+          description="Derivative of the loss by the sum of a row's log-probs, or by its score.",
+          producer="DPO, reward model", consumer="their updates"),
     Field("reward_failed", ROW, torch.bool,
           description="True where the reward function failed.", producer="rewards", consumer="metrics"),
     Field("reward_timed_out", ROW, torch.bool,

@@ -1,13 +1,29 @@
-"""Rewards: rule-based functions, a user's own function, and the scorer that runs either on a batch of responses."""
+"""Rewards: the functions that come with hybridflow, a user's own, and the scorer that runs either on a batch.
+
+What needs torch is imported when it is first used: a process that runs a function of this package starts at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hybridflow.rewards.arithmetic import ExpressionError, evaluate_arithmetic
+from hybridflow.rewards.code_tests import code_reward
 from hybridflow.rewards.countdown import countdown_reward
 from hybridflow.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
+from hybridflow.rewards.http_reward import http_reward
+from hybridflow.rewards.judge import judge_reward
+from hybridflow.rewards.math_answer import boxed_answer, math_reward
+from hybridflow.rewards.multiple_choice import chosen_letter, multiple_choice_reward
 from hybridflow.rewards.multiplication import multiplication_reward
-from hybridflow.rewards.runner import Outcome, RewardRunner
-from hybridflow.rewards.scorer import RewardResult, RewardScorer
+from hybridflow.rewards.no_reward import no_reward
+from hybridflow.rewards.shaping import format_score, length_score, shaped_reward
 from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
-from hybridflow.rewards.user import load_reward_function
+
+if TYPE_CHECKING:
+    from hybridflow.rewards.outcome import Outcome
+    from hybridflow.rewards.runner import RewardRunner
+    from hybridflow.rewards.scorer import RewardResult, RewardScorer
+    from hybridflow.rewards.user import load_reward_function
 
 __all__ = [
     "ANSWERS",
@@ -18,10 +34,35 @@ __all__ = [
     "RewardResult",
     "RewardRunner",
     "RewardScorer",
+    "boxed_answer",
+    "chosen_letter",
+    "code_reward",
     "countdown_reward",
     "evaluate_arithmetic",
+    "format_score",
     "gsm8k_flexible_reward",
     "gsm8k_reward",
+    "http_reward",
+    "judge_reward",
+    "length_score",
     "load_reward_function",
+    "math_reward",
+    "multiple_choice_reward",
     "multiplication_reward",
+    "no_reward",
+    "shaped_reward",
 ]
+
+_HOMES = {
+    "Outcome": "hybridflow.rewards.outcome",
+    "RewardRunner": "hybridflow.rewards.runner",
+    "RewardResult": "hybridflow.rewards.scorer",
+    "RewardScorer": "hybridflow.rewards.scorer",
+    "load_reward_function": "hybridflow.rewards.user",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hybridflow.rewards' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

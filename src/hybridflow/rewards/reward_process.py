@@ -1,14 +1,17 @@
 """The program of a process that runs a user's reward function: samples in at stdin, results out, one after another.
 
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds; what the
-function does, hang, allocate, crash, stays in here. Frames are a length of 4 bytes and contents: pickles in, JSON out,
-since nothing that comes from here may be executed.
+function does, hang, allocate, crash, stays in here. Frames are a length of 4 bytes and contents: pickles of (number,
+seed, arguments) in, JSON with the number out, since nothing that comes from here may be executed.
 """
 
+import asyncio
 import contextlib
 import copy
 import ctypes
+import hashlib
 import importlib.util
+import inspect
 import json
 import numbers
 import os
@@ -18,12 +21,14 @@ import resource
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
 WHAT = "reward function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 class NotLoaded(Exception):
@@ -35,24 +40,36 @@ def main() -> None:
     with contextlib.suppress(OSError, AttributeError):  # a system without it: then the end of stdin ends this process
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run to answer
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the function prints is no reply
+    replies, samples = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)  # what the function prints is no reply, and what it reads is no sample
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     if settings["memory_bytes"]:
         # of what it allocates; address space that is only reserved does not count
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"], settings["memory_bytes"]))
-    # in place of this file's directory: where the run was started, and where the user's file is
-    sys.path[:1] = [os.getcwd(), os.path.dirname(settings["function"].rpartition(":")[0])]
+    # in place of this file's directory that of the user's file, as if it were run; where the run was started comes
+    # last, so that no file that lies there is taken for a library's
+    source = settings["function"].rpartition(":")[0]
+    sys.path[:1] = [os.path.dirname(source)] if source.endswith(".py") else []
+    sys.path.append(os.getcwd())
     try:
-        function = load(settings["function"], settings["loader"])
+        function = load(settings["function"], settings["loader"], settings["kwargs"])
     except NotLoaded as error:
         send(replies, {"not_loaded": str(error)})
         return
-    send(replies, {"ready": True})
-    while (sample := receive(sys.stdin.buffer)) is not None:
-        send(replies, result_of(function, *sample))
+    is_async = returns_awaitable(function)
+    kind = {"is_async": is_async, "takes_batches": takes_batches(function), "source": source_of(function)}
+    send(replies, {"ready": True, **kind})
+    if is_async:
+        with contextlib.suppress(BrokenPipeError):  # the run was killed
+            asyncio.run(serve(function, samples, replies, settings))
+        return
+    while (sample := receive(samples)) is not None:
+        number, seed, arguments = sample
+        send(replies, {**result_of(function, seed, arguments, settings["kwargs"]), "number": number})
 
 
-def load(name: str, loader_file: str) -> Any:
+def load(name: str, loader_file: str, kwargs: Mapping[str, Any]) -> Any:
     """The function that 'path.py:function' or 'module:function' names, by hybridflow's own loader."""
     spec = importlib.util.spec_from_file_location("user_code", loader_file)
     assert spec is not None
@@ -60,38 +77,106 @@ def load(name: str, loader_file: str) -> Any:
     loader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loader)
     function = loader.load_user_function(name, WHAT, NotLoaded)
-    loader.require_arguments(function, name, WHAT, ARGUMENTS, NotLoaded)
+    arguments = BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS
+    loader.require_arguments(function, name, WHAT, (*arguments, *kwargs), NotLoaded)
     return function
 
 
-def result_of(function: Any, seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the function says of one sample, or how it failed; its random numbers are those of the seed."""
+def returns_awaitable(function: Any) -> bool:
+    """Whether it is `async`, itself, as an object that is called, or under a wrapper."""
+    call = vars(type(function)).get("__call__")
+    return any(map(inspect.iscoroutinefunction, (function, call, inspect.unwrap(function))))
+
+
+def takes_batches(function: Any) -> bool:
+    """Whether the function names the plurals, which are lists with an entry for each sample."""
+    try:
+        names = inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some compiled functions have none to look at
+        return False
+    return "solution_strs" in names and "solution_str" not in names
+
+
+def source_of(function: Any) -> str:
+    """A digest of the file that a function is in; empty where there is none."""
+    with contextlib.suppress(TypeError, OSError), open(inspect.getfile(inspect.unwrap(function)), "rb") as file:
+        return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+    return ""
+
+
+async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: Mapping[str, Any]) -> None:
+    """Answer samples as they come, many at a time: the sender decides how many."""
+    loop, samples = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+    def read() -> None:
+        while (sample := receive(incoming)) is not None:
+            loop.call_soon_threadsafe(samples.put_nowait, sample)
+        loop.call_soon_threadsafe(samples.put_nowait, None)
+
+    async def answer(number: int, seed: int, arguments: dict[str, Any]) -> None:
+        timeout_s = settings["timeout_s"] and settings["timeout_s"] * num_samples_of(arguments)
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                result = function(**arguments, **settings["kwargs"])
+                message = told(await result if inspect.isawaitable(result) else result)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            message = failure(error)
+            if limit.expired():
+                message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
+        with contextlib.suppress(BrokenPipeError):  # the run was killed, and this process ends with it
+            send(replies, {**message, "number": number})
+
+    threading.Thread(target=read, daemon=True).start()
+    tasks: set[asyncio.Task[None]] = set()
+    while (sample := await samples.get()) is not None:
+        task = asyncio.create_task(answer(*sample))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+def num_samples_of(arguments: Mapping[str, Any]) -> int:
+    """One, or as many as the lists of a batch are long."""
+    return len(arguments["solution_strs"]) if "solution_strs" in arguments else 1
+
+
+def result_of(function: Any, seed: int, arguments: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What the function says of a sample or a batch, or how it failed; its random numbers are those of the seed."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     try:
-        result = function(**copy.deepcopy(arguments))
-    except MemoryError as error:
-        return {"error": describe(error), "kind": "memory"}
+        return told(function(**copy.deepcopy(arguments), **kwargs))
     except (Exception, SystemExit) as error:
-        return {"error": describe(error), "kind": "raised"}
+        return failure(error)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    kind = "memory" if isinstance(error, MemoryError) else "raised"
+    return {"error": f"{type(error).__name__}: {error}"[:2000], "kind": kind}
+
+
+def told(result: Any, *, inside: bool = False) -> dict[str, Any]:
+    """What a function returned, as JSON can hold it: a number, a text, a mapping of these, or a list of such."""
     if isinstance(result, Mapping):
         return {"mapping": {str(name): as_plain(value) for name, value in result.items()}}
+    is_array = type(result).__name__ in ("ndarray", "Tensor") and getattr(result, "ndim", 0) == 1
+    if not inside and (isinstance(result, list | tuple) or is_array):
+        return {"list": [told(item, inside=True) for item in result]}
     return {"result": as_plain(result)}
 
 
 def as_plain(value: Any) -> Any:
     """Numbers and texts as they are, else what is shown of it: {"shown": "<object ...>"}."""
-    if isinstance(value, str) or value is None:
+    if isinstance(value, str | bool) or value is None:
         return value
-    if isinstance(value, numbers.Real) or type(value).__name__ == "bool_":
+    if isinstance(value, numbers.Integral) and abs(int(value)) < 10**300:
+        return int(value)
+    is_tensor = type(value).__name__ == "Tensor" and getattr(value, "ndim", 1) == 0
+    if isinstance(value, numbers.Real) or type(value).__name__ in ("bool_", "bool") or is_tensor:
         with contextlib.suppress(OverflowError):
             return float(value)
     return {"shown": repr(value)[:400]}
-
-
-def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def send(stream: BinaryIO, message: dict[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
     samples ──pickle──> process ──> function ──> result ──JSON──> in the order of the samples
 
-A process has the next sample before it has answered the last one, so that it never waits. One that does not answer in
-time is killed and replaced; the sample it was at has failed, that behind it goes to another one.
+A process has the next sample before it has answered the last one, so that it never waits; one with an `async` function
+has many at a time. One that does not answer in time is killed and replaced. The sample it was at has failed, that
+behind it goes to another one; where it was at many, each of them is tried alone.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -20,10 +22,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.reward_process import LENGTH
+from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.outcome import Heard, Outcome, Outcomes
+from hybridflow.rewards.reward_process import LENGTH, num_samples_of
 from hybridflow.runtime import user_code
 
 LOADER = Path(user_code.__file__)
@@ -31,21 +35,17 @@ PROGRAM = Path(__file__).with_name("reward_process.py")
 IN_FLIGHT = 2
 """Samples that a process has at a time: the one it is at, and the next."""
 
+LOOK_AGAIN_S = 1.0
+"""How often to look whether a process has ended without its pipe being closed."""
+
+GRACE_S = 5.0
+"""What a process with an async function has beyond the time-out, which it keeps itself, before it is killed."""
+
 START_TIMEOUT_S = 120.0
 """For starting a process and importing the function's module."""
 
-FailureKind = Literal["raised", "timeout", "memory", "died"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the function returned, or what kind of failure there was and its text."""
-
-    result: Any = None
-    kind: FailureKind | None = None
-    problem: str = ""
-    cause: BaseException | None = None
-    """The exception itself, where it was raised in this process."""
+Sample = tuple[int, Mapping[str, Any]]
+"""A seed and the keyword arguments."""
 
 
 @dataclass(eq=False)
@@ -61,30 +61,58 @@ class _Process:
 class RewardRunner:
     """`num_processes` processes that run the function `name`; `close` ends them, as does the end of this process.
 
-    Raises RewardError if the function cannot be loaded there.
+    It is called with the four arguments of each sample and `kwargs`; if it is `async`, with `concurrency` samples at a
+    time in each process; if its arguments are data_sources, solution_strs, ground_truths and extra_infos, once with the
+    lists of all samples, and returns a list. Raises RewardError if the function cannot be loaded there.
     """
 
-    def __init__(self, name: str, *, num_processes: int, timeout_s: float | None, memory_bytes: int) -> None:
-        self.name, self._num_processes = name, num_processes
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_processes: int,
+        timeout_s: float | None,
+        memory_bytes: int,
+        kwargs: Mapping[str, Any] | None = None,
+        concurrency: int = 32,
+    ) -> None:
+        self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
+        self._timeout_s, self._concurrency = timeout_s, concurrency
+        self.takes_batches, self._in_flight, self._grace_s = False, IN_FLIGHT, 0.0
+        self.source = ""  # digest of the file that the function is in
+        self._is_known = False  # whether a process has said what kind of function it is
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
-        self._settings = json.dumps({"function": name, "loader": str(LOADER), "memory_bytes": memory_bytes})
+        settings = {"function": name, "loader": str(LOADER), "memory_bytes": memory_bytes}
+        self._settings = json.dumps({**settings, "timeout_s": timeout_s, "kwargs": self.kwargs})
         self._processes: list[_Process] = []
+        self._suspects: set[int] = set()
         weakref.finalize(self, _kill_all, self._processes)
 
     def close(self) -> None:
         """Kill the processes."""
         _kill_all(self._processes)
 
-    def run(self, samples: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Outcome]:
-        """The outcome of each sample (seed, keyword arguments), in order."""
+    def run(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
+        """The outcome of each sample, in order; `heard` is told of each as it comes, but for those of a batch."""
+        if not self._is_known:
+            self.start()
+        if self.takes_batches and samples:
+            return split(self.run_batch(samples), len(samples))
+        return self._run(samples, heard)
+
+    def run_batch(self, samples: Sequence[Sample]) -> Outcome:
+        """What a function of batches says of all samples."""
+        return self._run([_batch_of(samples)], None)[0]
+
+    def _run(self, samples: Sequence[Sample], heard: Heard | None) -> list[Outcome]:
         for process in [p for p in self._processes if p.popen.poll() is not None]:
             self._processes.remove(process)  # killed by somebody while it had nothing to do
             _kill(process)
         waiting = deque(range(len(samples)))
-        outcomes: list[Outcome | None] = [None] * len(samples)
+        outcomes = Outcomes([None] * len(samples), heard)
+        self._suspects.clear()
         try:
             while waiting or any(process.numbers for process in self._processes):
                 self._start_missing(len(waiting))
@@ -94,34 +122,37 @@ class RewardRunner:
         except BaseException:
             _kill_all(self._processes)  # what is under way would be taken for answers to the next call
             raise
-        return [outcome for outcome in outcomes if outcome is not None]
+        return [outcome for outcome in outcomes.known if outcome is not None]
 
     def start(self) -> None:
         """Have one process with the function loaded."""
         try:
             self._start_missing(1)
             while not any(process.is_ready for process in self._processes):
-                self._communicate([], deque())
+                self._communicate(Outcomes([]), deque())
         except BaseException:
             _kill_all(self._processes)
             raise
 
-    def _communicate(self, outcomes: list[Outcome | None], waiting: deque[int]) -> None:
+    def _communicate(self, outcomes: Outcomes, waiting: deque[int]) -> None:
         """Wait until a process can be written to, says something, or is late; and act on it."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(_stdout(process), selectors.EVENT_READ, process)
                 if process.to_send:
                     selector.register(_stdin(process), selectors.EVENT_WRITE, process)
-            events = selector.select(self._seconds_left())
+            events = selector.select(min(self._seconds_left(), LOOK_AGAIN_S))
         for key, what in events:
             if what & selectors.EVENT_WRITE:
                 _send(key.data)
         for key, what in events:
             if what & selectors.EVENT_READ:
                 self._read(key.data, outcomes, waiting)
-        for process in [p for p in self._processes if self._is_late(p)]:
-            self._give_up(process, outcomes, waiting)
+        heard_of = {key.data for key, what in events if what & selectors.EVENT_READ}
+        for process in list(self._processes):
+            has_ended = process not in heard_of and process.popen.poll() is not None  # though a child holds its pipe
+            if self._is_late(process) or has_ended:
+                self._give_up(process, outcomes, waiting)
 
     def _start_missing(self, num_waiting: int) -> None:
         wanted = min(self._num_processes, len(self._processes) + num_waiting)
@@ -140,20 +171,26 @@ class RewardRunner:
                 os.set_blocking(pipe, False)  # a function that hangs reads nothing more
             self._processes.append(process)
 
-    def _feed(self, process: _Process, samples: Sequence[tuple[int, Mapping[str, Any]]], waiting: deque[int]) -> None:
+    def _feed(self, process: _Process, samples: Sequence[Sample], waiting: deque[int]) -> None:
         if not process.is_ready:
             return
-        if not process.numbers:
-            process.deadline = self._deadline()
-        while waiting and len(process.numbers) < IN_FLIGHT:
+        while waiting and self._may_have(process, waiting[0]):
             number = waiting.popleft()
-            process.numbers.append(number)
             seed, arguments = samples[number]
-            contents = pickle.dumps((seed, dict(arguments)))
+            if not process.numbers or self._grace_s:
+                process.deadline = self._deadline(num_samples_of(arguments))
+            process.numbers.append(number)
+            contents = pickle.dumps((number, seed, dict(arguments)))
             process.to_send += LENGTH.pack(len(contents)) + contents
         _send(process)
 
-    def _read(self, process: _Process, outcomes: list[Outcome | None], waiting: deque[int]) -> None:
+    def _may_have(self, process: _Process, number: int) -> bool:
+        """One of those among which a process was lost must be alone, or another one is lost for it."""
+        if number in self._suspects or any(other in self._suspects for other in process.numbers):
+            return not process.numbers
+        return len(process.numbers) < self._in_flight
+
+    def _read(self, process: _Process, outcomes: Outcomes, waiting: deque[int]) -> None:
         chunk = os.read(_stdout(process), 1 << 16)
         if not chunk:
             self._give_up(process, outcomes, waiting)
@@ -163,17 +200,23 @@ class RewardRunner:
             if "not_loaded" in message:
                 raise RewardError(message["not_loaded"])
             if "ready" in message:
-                process.is_ready = True
+                process.is_ready = self._is_known = True
+                self.takes_batches, self.source = message["takes_batches"], message["source"]
+                if message["is_async"]:
+                    self._in_flight, self._grace_s = self._concurrency, GRACE_S
                 continue
-            number = process.numbers.popleft()
-            outcomes[number] = Outcome(_result(message), message.get("kind"), message.get("error", ""))
+            if message.get("number") not in process.numbers:  # of a child that the function has forked, for one
+                self._give_up(process, outcomes, waiting, "let a process that it has forked answer as well")
+                return
+            process.numbers.remove(message["number"])
             process.deadline = self._deadline()
+            outcomes.tell(message["number"], Outcome.of_message(message))
 
-    def _give_up(self, process: _Process, outcomes: list[Outcome | None], waiting: deque[int]) -> None:
-        """Kill a process that is late, or gone; the sample that it was at has failed."""
-        is_late = self._is_late(process) and process.popen.poll() is None
+    def _give_up(self, process: _Process, outcomes: Outcomes, waiting: deque[int], problem: str = "") -> None:
+        """Kill a process that is late, gone, or has another `problem`; the sample that it was at has failed."""
+        is_late = not problem and self._is_late(process) and process.popen.poll() is None
         self._processes.remove(process)
-        if not is_late:
+        if not (is_late or problem):
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(1.0)  # for the status that it ends with
         _kill(process)
@@ -185,43 +228,35 @@ class RewardRunner:
             )
         if not process.numbers:
             return
-        number = process.numbers.popleft()
-        if is_late:
-            outcomes[number] = Outcome(None, "timeout", f"took longer than reward.timeout_s={self._timeout_s}")
+        if self._grace_s and len(process.numbers) > 1:  # it was at all of them
+            self._suspects.update(process.numbers)
         else:
-            outcomes[number] = Outcome(None, "died", f"ended its process: {_ended(status)}")
+            if is_late:
+                problem = f"took longer than reward.timeout_s={self._timeout_s}"
+            problem = problem or f"ended its process: {_ended(status)}"
+            outcomes.tell(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
         waiting.extendleft(reversed(process.numbers))
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s if self._timeout_s else float("inf")
+    def _deadline(self, num_samples: int = 1) -> float:
+        if not self._timeout_s:
+            return float("inf")
+        return time.monotonic() + self._timeout_s * num_samples + self._grace_s
 
     def _is_late(self, process: _Process) -> bool:
         is_at_work = bool(process.numbers) or not process.is_ready
         return is_at_work and time.monotonic() > process.deadline
 
-    def _seconds_left(self) -> float | None:
+    def _seconds_left(self) -> float:
         busy = [p.deadline for p in self._processes if p.numbers or not p.is_ready]
         first = min(busy, default=float("inf"))
-        return None if first == float("inf") else max(0.0, first - time.monotonic()) + 0.001
+        return max(0.0, first - time.monotonic()) + 0.001
 
 
-class _Shown:
-    """What a function returned that is neither a number nor a text: how it looks is all that came."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _result(message: Mapping[str, Any]) -> Any:
-    def value(plain: Any) -> Any:
-        return _Shown(plain["shown"]) if isinstance(plain, Mapping) else plain
-
-    if "mapping" in message:
-        return {name: value(plain) for name, plain in message["mapping"].items()}
-    return value(message.get("result"))
+def _batch_of(samples: Sequence[Sample]) -> Sample:
+    """All samples as one; its seed is made of theirs."""
+    seeds = " ".join(str(seed) for seed, _ in samples).encode()
+    seed = int.from_bytes(hashlib.blake2b(seeds, digest_size=7).digest(), "little")
+    return seed, as_batch([arguments for _, arguments in samples])
 
 
 def _message(received: bytearray) -> dict[str, Any] | None:
@@ -255,6 +290,9 @@ def _stdout(process: _Process) -> int:
 
 
 def _kill(process: _Process) -> None:
+    """End the process and what it started, which is in its group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.popen.pid, signal.SIGKILL)
     process.popen.kill()
     process.popen.wait()
     for stream in (process.popen.stdin, process.popen.stdout):

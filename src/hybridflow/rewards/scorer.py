@@ -1,10 +1,9 @@
 """Scores a batch of responses, one call of the reward function each, and decides what a failure of it means."""
 
-import copy
 import hashlib
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +13,12 @@ from torch import Tensor
 
 from hybridflow.errors import RewardError
 from hybridflow.observability import get_logger
-from hybridflow.rewards.runner import Outcome, RewardRunner
-from hybridflow.rewards.table import ANSWERS, REWARDS, RewardFunction
+from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.in_rank import call_here
+from hybridflow.rewards.journal import Call, RewardJournal
+from hybridflow.rewards.outcome import Outcome
+from hybridflow.rewards.runner import RewardRunner, Sample
+from hybridflow.rewards.table import ANSWERS, IN_PROCESSES, REWARDS, RewardFunction
 from hybridflow.rewards.user import check_signature, load_reward_function
 from hybridflow.runtime import derive_seed
 
@@ -61,9 +64,11 @@ class RewardScorer:
     """Scores responses by one function, or by each row's data source.
 
     `function` is a callable, 'path.py:function', 'module:function', or None or "" for the table `REWARDS`. It gets the
-    keyword arguments data_source, solution_str, ground_truth, extra_info (its own copies) and returns a number, or a
-    dict with a `score` whose other numbers become `extras`. An exception in it, and anything else it returns, is a
-    `RewardError` showing the sample; with `on_error="zero"` it is counted and scores `error_score`.
+    keyword arguments data_source, solution_str, ground_truth, extra_info (its own copies) and `kwargs`, and returns a
+    number, or a dict with a `score` whose other numbers become `extras`. It may be `async`, or take the plurals of the
+    four, lists of all rows, and return a list. `runner` calls it in processes; `table_runner` so calls those functions
+    of the table that may take long; `journal` keeps what these answer in a step. An exception in it, and anything else
+    it returns, is a `RewardError` showing the sample; with `on_error="zero"` it is counted and scores `error_score`.
     With `weights` the score is the weighted sum of numbers that the function returned, "score" being one of them;
     a missing one is an error like the others. A response's answer is the text `answer` of that dict, or what `ANSWERS`
     finds for its data source.
@@ -77,18 +82,24 @@ class RewardScorer:
         error_score: float = 0.0,
         max_failure_rate: float = 1.0,
         weights: Mapping[str, float] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        concurrency: int = 32,
         runner: RewardRunner | None = None,
+        table_runner: RewardRunner | None = None,
+        journal: RewardJournal | None = None,
     ) -> None:
         if on_error not in ("stop", "zero"):
             raise RewardError(f"on_error={on_error!r} is not one of stop, zero.")
         if not abs(error_score) <= _MAX_SCORE:
             raise RewardError(f"error_score={error_score} must be a finite float32 number.")
         if isinstance(function, str):
-            function = load_reward_function(function) if function and runner is None else None
+            function = load_reward_function(function, kwargs or {}) if function and runner is None else None
         elif function is not None:
-            check_signature(function, getattr(function, "__name__", repr(function)))
+            check_signature(function, getattr(function, "__name__", repr(function)), kwargs or {})
         self._function, self._on_error, self._error_score = function, on_error, error_score
-        self._weights, self._runner, self._max_failure_rate = dict(weights or {}), runner, max_failure_rate
+        self._weights, self._kwargs, self._max_failure_rate = dict(weights or {}), dict(kwargs or {}), max_failure_rate
+        self._runner, self._table_runner, self._journal = runner, table_runner, journal
+        self._concurrency = concurrency
 
     def score(
         self,
@@ -99,10 +110,12 @@ class RewardScorer:
         raw_prompts: Sequence[Any] | None = None,
         *,
         seed_keys: tuple[int, ...] = (),
+        step: int | None = None,
     ) -> RewardResult:
         """Score each response; all arguments have one entry a row, `raw_prompts` is only shown in errors.
 
-        A function in processes draws its random numbers for each sample anew, by `seed_keys` and the response.
+        A function in processes draws its random numbers for each sample anew, by `seed_keys` and the response. `step`
+        is the one whose answers the journal keeps; None is none.
 
         Raises `RewardError` for arguments of different lengths and for a data source that no function is known for,
         whatever `on_error` says.
@@ -131,7 +144,11 @@ class RewardScorer:
         failures: list[RewardError] = []
         rows: list[_Row] = []
         for function, sample, prompt, outcome in zip(
-            functions, samples, raw_prompts, self._outcomes(functions, samples, seed_keys), strict=True
+            functions,
+            samples,
+            raw_prompts,
+            self._outcomes(functions, samples, raw_prompts, seed_keys, step),
+            strict=True,
         ):
             try:
                 rows.append(_read(self._name_of(function), self._weights, sample, prompt, outcome))
@@ -173,11 +190,67 @@ class RewardScorer:
         self,
         functions: Sequence[RewardFunction | None],
         samples: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Any],
         seed_keys: tuple[int, ...],
-    ) -> Iterator[Outcome]:
-        if self._runner is None:
-            return (_call(function, sample) for function, sample in zip(functions, samples, strict=True) if function)
-        return iter(self._runner.run([(_seed_of(sample, seed_keys), sample) for sample in samples]))
+        step: int | None,
+    ) -> list[Outcome]:
+        """Of each sample: by the runner, or in this process, the rows of one function together."""
+        outcomes: dict[int, Outcome] = {}
+        rows_of: dict[RewardFunction | None, list[int]] = {}
+        for row, function in enumerate(functions):
+            rows_of.setdefault(None if self._runner_of(function) else function, []).append(row)
+        for function, rows in rows_of.items():
+            here = [samples[row] for row in rows]
+            if function is None:
+                seeds = [_seed_of(sample, seed_keys) for sample in here]
+                found = self._asked(list(zip(seeds, here, strict=True)), [prompts[row] for row in rows], step)
+            else:
+                found = call_here(function, here, self._kwargs, self._concurrency)
+            outcomes |= dict(zip(rows, found, strict=True))
+        return [outcomes[row] for row in range(len(samples))]
+
+    def _asked(self, samples: Sequence[Sample], prompts: Sequence[Any], step: int | None) -> list[Outcome]:
+        """What the processes say, or have said in this step before."""
+        runner = self._runner or self._table_runner
+        assert runner is not None
+        if self._journal is None or step is None:
+            return runner.run(samples)
+        journal, arguments = self._journal, [arguments for _, arguments in samples]
+        journal.open(step)
+
+        def is_answer(row: int, outcome: Outcome) -> bool:
+            try:
+                _read(runner.name, self._weights, arguments[row], None, outcome)
+            except RewardError:
+                return False
+            return True
+
+        def known_of(call: Call, of_rows: Sequence[tuple[int, Outcome]]) -> Outcome | None:
+            """What is known, unless it failed under another reward.on_error than now."""
+            return call.known if self._on_error == "zero" or all(is_answer(*each) for each in of_rows) else None
+
+        if runner.takes_batches:
+            call = journal.call(as_batch(arguments), list(prompts))
+            known = known_of(call, list(enumerate(split(call.known, len(samples))))) if call.known else None
+            outcome = known or runner.run_batch(samples)
+            of_rows = split(outcome, len(samples))
+            if known is None:
+                journal.write(call, outcome, is_answer=all(map(is_answer, range(len(samples)), of_rows)))
+            return of_rows
+        calls = [journal.call(asked, prompt) for asked, prompt in zip(arguments, prompts, strict=True)]
+        known = [known_of(call, [(row, call.known)]) if call.known else None for row, call in enumerate(calls)]
+        left = [row for row, outcome in enumerate(known) if outcome is None]
+
+        def heard(number: int, outcome: Outcome) -> None:
+            journal.write(calls[left[number]], outcome, is_answer=is_answer(left[number], outcome))
+
+        found = iter(runner.run([samples[row] for row in left], heard) if left else ())
+        return [outcome or next(found) for outcome in known]
+
+    def _runner_of(self, function: RewardFunction | None) -> RewardRunner | None:
+        if self._function is None and function in IN_PROCESSES:
+            return self._table_runner
+        return self._runner
 
     def _name_of(self, function: RewardFunction | None) -> str:
         if function is None and self._runner is not None:
@@ -201,14 +274,6 @@ def _seed_of(sample: Mapping[str, Any], seed_keys: tuple[int, ...]) -> int:
     return derive_seed(*seed_keys, int.from_bytes(digest, "little"))
 
 
-def _call(function: RewardFunction, sample: Mapping[str, Any]) -> Outcome:
-    """The function's outcome, called in this process."""
-    try:
-        return Outcome(function(**copy.deepcopy(dict(sample))))
-    except (Exception, SystemExit) as error:  # the function may be the user's, and may raise anything
-        return Outcome(None, "raised", f"{type(error).__name__}: {error}", error)
-
-
 def _read(
     function_name: str,
     weights: Mapping[str, float],
@@ -227,7 +292,7 @@ def _read(
             "ground_truth": sample["ground_truth"],
         }
         text = "".join(f"\n  {key}: {_excerpt(value)}" for key, value in shown.items() if value is not None)
-        return RewardError(f"reward function {function_name} {problem} for this sample:{text}")
+        return RewardError(f"reward function {function_name} {problem.rstrip('.,')}. The sample:{text}")
 
     if outcome.kind in ("raised", "memory"):
         raise failure(f"raised {outcome.problem}") from outcome.cause

@@ -3,10 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hybridflow.errors import RewardError
 from hybridflow.rewards.answer_tag import last_answer
+from hybridflow.rewards.code_tests import code_reward
 from hybridflow.rewards.countdown import countdown_reward
-from hybridflow.rewards.gsm8k import gsm8k_reward
+from hybridflow.rewards.gsm8k import gsm8k_flexible_reward, gsm8k_reward
+from hybridflow.rewards.math_answer import boxed_answer, math_reward
+from hybridflow.rewards.multiple_choice import chosen_letter, multiple_choice_reward
 from hybridflow.rewards.multiplication import multiplication_reward
+from hybridflow.rewards.no_reward import no_reward
 from hybridflow.rewards.number_text import last_number, parse_number
 
 # Called with the keyword arguments data_source, solution_str, ground_truth, extra_info.
@@ -16,7 +21,27 @@ REWARDS: dict[str, RewardFunction] = {
     "openai/gsm8k": gsm8k_reward,
     "countdown": countdown_reward,
     "multiplication": multiplication_reward,
+    "math": math_reward,
+    "HuggingFaceH4/MATH-500": math_reward,
+    "DigitalLearningGmbH/MATH-lighteval": math_reward,
+    "multiple_choice": multiple_choice_reward,
+    "code": code_reward,
 }
+
+IN_PROCESSES = frozenset({math_reward, code_reward})
+"""Those that may take long, or forever, on what a model writes: a run calls them in processes, as those of users."""
+
+QUICK = frozenset(REWARDS.values()) - IN_PROCESSES | {gsm8k_flexible_reward, no_reward}
+"""Those of ours that a run calls in the rank itself, also where reward.function names them."""
+
+
+def table_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+    """What the function of the data source says. Raises RewardError if the table has none."""
+    if data_source not in REWARDS:
+        raise RewardError(
+            f"no reward function is known for data_source {data_source!r}; {', '.join(sorted(REWARDS))} are."
+        )
+    return REWARDS[data_source](data_source, solution_str, ground_truth, extra_info)
 
 
 def _number_in_tag(text: str) -> str | None:
@@ -34,5 +59,9 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "openai/gsm8k": _final_number,
     "countdown": last_answer,
     "multiplication": _number_in_tag,
+    "math": boxed_answer,
+    "HuggingFaceH4/MATH-500": boxed_answer,
+    "DigitalLearningGmbH/MATH-lighteval": boxed_answer,
+    "multiple_choice": chosen_letter,
 }
 """What a response answers, by data source: equal texts are votes for the same answer. None is no answer."""

@@ -1,22 +1,27 @@
 """Loads a reward function of the user's own, and looks whether it can be called as one."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from hybridflow.errors import RewardError
-from hybridflow.rewards.reward_process import ARGUMENTS, WHAT
+from hybridflow.rewards.reward_process import ARGUMENTS, BATCH_ARGUMENTS, WHAT, takes_batches
 from hybridflow.rewards.table import RewardFunction
 from hybridflow.runtime import load_user_function, require_arguments
 
 
-def load_reward_function(name: str) -> RewardFunction:
+def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     """The function that 'path/to/file.py:function' or 'package.module:function' names.
 
     Raises `RewardError` if there is no such file, module or function, if the code fails on import, or if the function
-    cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info.
+    cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info (or all of their
+    plurals) and `kwargs`.
     """
     function: RewardFunction = load_user_function(name, WHAT, RewardError)
-    check_signature(function, name)
+    check_signature(function, name, kwargs or {})
     return function
 
 
-def check_signature(function: RewardFunction, name: str) -> None:
-    """`RewardError` if the function cannot take the four keyword arguments."""
-    require_arguments(function, name, WHAT, ARGUMENTS, RewardError)
+def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
+    """`RewardError` if the function cannot take the four keyword arguments, or their plurals, and `kwargs`."""
+    arguments = BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS
+    require_arguments(function, name, WHAT, (*arguments, *kwargs), RewardError)

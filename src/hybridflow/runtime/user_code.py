@@ -28,8 +28,11 @@ def load_user_function(name: str, what: str, error: type[Exception]) -> Callable
         raise error(f"{what} {name!r}: {problem}") from problem.__cause__
     function = getattr(module, function_name, None)
     if not callable(function):
+        offered = getattr(module, "__all__", None)
         available = [
-            key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and not key.startswith("_") and (offered is None or key in offered)
         ]
         raise error(
             f"{what} {name!r}: {source} has no function '{function_name}'; "
@@ -49,6 +52,8 @@ def require_arguments(
     try:
         signature.bind(**dict.fromkeys(arguments))
     except TypeError as problem:
+        plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+        signature = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
         raise error(
             f"{what} {name!r} is {getattr(function, '__name__', 'it')}{signature}, but it is called with the "
             f"keyword arguments {', '.join(arguments)} ({problem})."

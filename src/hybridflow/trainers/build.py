@@ -7,9 +7,9 @@ from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import ActorConfig, Config, CriticConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
-from hybridflow.data import BatchLoader, RLHFDataset, SFTDataset, load_tokenizer
+from hybridflow.data import BatchLoader, RLHFDataset, load_tokenizer
 from hybridflow.engines.engine_state import require_same_adapters
-from hybridflow.errors import ConfigError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.kernels import use_kernels
 from hybridflow.models import DTYPES, decoder_shape
 from hybridflow.runtime import (
@@ -23,14 +23,19 @@ from hybridflow.runtime import (
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.ppo_trainer import PPOTrainer
-from hybridflow.trainers.preconditions import require_files, require_one_rank, require_positions, require_rollout_engine
+from hybridflow.trainers.preconditions import (
+    require_files,
+    require_one_rank,
+    require_positions,
+    require_rollout_engine,
+    require_same_tokenizer,
+)
 from hybridflow.trainers.program import reference_of, reward_class, role_classes, run_on_placeholders
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.sft import SFTTrainer
 from hybridflow.trainers.speed import Learner, Speedometer
 from hybridflow.trainers.token_budgets import settle_token_budgets
 from hybridflow.trainers.validation import Validator
-from hybridflow.workers import ActorRolloutWorker, SFTWorker
+from hybridflow.workers import ActorRolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,11 +49,12 @@ def build_trainer(config: Config) -> PPOTrainer:
     require_files(config, "data.train_files")
     require_one_rank(config)
     require_rollout_engine(config)
-    _prepare_process(config)
+    prepare_process(config)
     tokenizer = load_tokenizer(config.model.path)
-    prompts = _prompts(config, config.data.train_files, tokenizer)
+    require_same_tokenizer(config, tokenizer)
+    prompts = _prompts(config, config.data.train_files, tokenizer, order_by=config.data.order_by)
     require_positions(config, prompts)
-    loader = BatchLoader(prompts, config.data.train_batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle)
+    loader = BatchLoader(prompts, config.data.train_batch_size, seed=config.trainer.seed, order=config.data.order)
     validation = _validation_prompts(config, tokenizer) if config.data.val_files else None
     if validation:
         require_positions(config, validation)
@@ -76,40 +82,12 @@ def build_trainer(config: Config) -> PPOTrainer:
             rollout=rollout,
             critic=groups.get(Role.Critic),
             reference=reference_of(config, groups),
+            teacher=groups.get(Role.Teacher),
             loader=loader,
             total_steps=total_steps,
             run=run,
             validator=_validator(config, validation, rollout or actor_rollout, rewards) if validation else None,
-            speedometer=_speedometer(config, _learners(config)),
-            backend=backend,
-        )
-
-
-def build_sft_trainer(config: Config) -> SFTTrainer:
-    """Everything that `hybridflow sft` runs; as `build_trainer` otherwise."""
-    require_files(config, "data.train_files")
-    require_one_rank(config)
-    _prepare_process(config)
-    tokenizer = load_tokenizer(config.model.path)
-    examples = _examples(config, config.data.train_files, tokenizer)
-    loader = BatchLoader(examples, config.sft.batch_size, seed=config.trainer.seed, shuffle=config.data.shuffle)
-    validation = None
-    if config.data.val_files:
-        validation = _examples(config, config.data.val_files, tokenizer, config.validation.max_samples)
-    total_steps = config.trainer.total_steps or config.trainer.epochs * len(loader)
-    run = RunDirectory(config, "sft")
-    classes = {Role.Actor: ClassWithInitArgs(SFTWorker, config=config, total_updates=total_steps)}
-    with closing_on_error(build_backend(config)) as backend:
-        groups = build_groups(config, backend, classes)
-        settle_token_budgets(config, groups, run)
-        return SFTTrainer(
-            config,
-            policy=groups[Role.Actor],
-            loader=loader,
-            total_steps=total_steps,
-            run=run,
-            validation=validation,
-            speedometer=_speedometer(config, {"sft": Learner(1, decoder_shape(config.model.path))}),
+            speedometer=speedometer_of(config, _learners(config)),
             backend=backend,
         )
 
@@ -120,7 +98,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     require_rollout_engine(config)
     config = _without_learning(config)
     _require_base(config, checkpoint)
-    _prepare_process(config)
+    prepare_process(config)
     prompts = _validation_prompts(config, load_tokenizer(config.model.path))
     classes = {
         Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config),
@@ -138,7 +116,7 @@ def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> Tex
     require_rollout_engine(config)
     config = _without_learning(config)
     _require_base(config, checkpoint)
-    _prepare_process(config)
+    prepare_process(config)
     tokenizer = load_tokenizer(config.model.path)
     classes = {Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config)}
     with closing_on_error(build_backend(config)) as backend:
@@ -156,9 +134,15 @@ def _without_learning(config: Config) -> Config:
 
 
 def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
-    """Raise CheckpointError for other adapters than `lora` says, or trained beside another model than model.path's."""
+    """Raise CheckpointError for a checkpoint without a policy, for other adapters than `lora` says, or trained beside
+    another model than model.path's."""
     if checkpoint is None:
         return
+    if checkpoint.info.get("kind") == "reward-model":
+        raise CheckpointError(
+            f"'{checkpoint.directory}' is of a reward model, which writes no responses; `hybridflow export` makes a "
+            "directory for reward.model_path of it."
+        )
     with stored_weights(checkpoint) as (_, lora):
         require_same_adapters(config.lora if config.lora.rank else None, {"lora": lora})
     if config.lora.rank:
@@ -171,7 +155,7 @@ def _with_weights(actor_rollout: WorkerGroup, checkpoint: Checkpoint | None) -> 
     return actor_rollout
 
 
-def _prepare_process(config: Config) -> None:
+def prepare_process(config: Config) -> None:
     """Memory, threads, kernels and global random state, before anything is computed: results depend on them."""
     keep_freed_memory(large_blocks=config.controller.backend == "ray")  # then this process has batches, but no model
     bound_shape_caches()
@@ -182,7 +166,11 @@ def _prepare_process(config: Config) -> None:
 
 
 def _prompts(
-    config: Config, files: tuple[str, ...], tokenizer: "PreTrainedTokenizerBase", max_samples: int = 0
+    config: Config,
+    files: tuple[str, ...],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_samples: int = 0,
+    order_by: str = "",
 ) -> RLHFDataset:
     data = config.data
     return RLHFDataset(
@@ -192,25 +180,12 @@ def _prompts(
         overlong=data.overlong_prompts,
         chat_template=data.chat_template,
         max_samples=max_samples,
+        order_by=order_by,
     )
 
 
 def _validation_prompts(config: Config, tokenizer: "PreTrainedTokenizerBase") -> RLHFDataset:
     return _prompts(config, config.data.val_files, tokenizer, config.validation.max_samples)
-
-
-def _examples(
-    config: Config, files: tuple[str, ...], tokenizer: "PreTrainedTokenizerBase", max_samples: int = 0
-) -> SFTDataset:
-    data = config.data
-    return SFTDataset(
-        files,
-        tokenizer,
-        data.max_prompt_length,
-        data.max_response_length,
-        chat_template=data.chat_template,
-        max_samples=max_samples,
-    )
 
 
 def _validator(
@@ -245,5 +220,6 @@ def _learners(config: Config) -> dict[str, Learner]:
     return learners
 
 
-def _speedometer(config: Config, learners: dict[str, Learner]) -> Speedometer:
+def speedometer_of(config: Config, learners: dict[str, Learner]) -> Speedometer:
+    """What measures the speed of these roles."""
     return Speedometer(learners, measure_peak_flops(DTYPES[config.model.dtype]))

@@ -26,6 +26,7 @@ STAGES = {
     "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",
     "compute_ref_log_probs": "ref_log_probs",
+    "compute_teacher_log_probs": "teacher",
     "compute_values": "values",
     "generate_validation_sequences": "validation_gen",
     "score_validation": "validation_reward",

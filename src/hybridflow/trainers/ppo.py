@@ -36,7 +36,7 @@ from hybridflow.trainers.weight_transfer import weight_sync_of
 
 
 class PPO:
-    """The algorithm on its groups; `critic` and `reference` are None where unused.
+    """The algorithm on its groups; `critic`, `reference` and `teacher` are None where unused.
 
     `actor_rollout` learns, and generates unless there is a `rollout` group for that. `global_step` counts the steps
     that were taken; `metrics` are those of the present one.
@@ -51,6 +51,7 @@ class PPO:
         rollout: WorkerGroup | None = None,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
+        teacher: WorkerGroup | None = None,
     ) -> None:
         self.config = config
         self.metrics: dict[str, Any] = {}
@@ -60,6 +61,7 @@ class PPO:
         self.sample = Sampling(config, self.rollout, StageCalls(rewards))
         self.critic = StageCalls(critic) if critic else None
         self.reference = StageCalls(reference) if reference else None
+        self.teacher = StageCalls(teacher) if teacher else None
         self.kl_controller = _kl_controller(config)
         self.num_replicas = actor_rollout.mesh().axes["data"]
         self.shape = decoder_shape(config.model.path) if config.model.path else None
@@ -91,6 +93,8 @@ class PPO:
             self.metrics |= metrics
         if self.reference:
             batch = batch.union(self.reference.compute_ref_log_probs(batch))
+        if self.teacher:
+            batch = batch.union(self.teacher.compute_teacher_log_probs(batch))
         if self.critic:
             batch = batch.union(self.critic.compute_values(batch))
         if needs_token_level_rewards(config):

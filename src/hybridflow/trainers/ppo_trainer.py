@@ -31,11 +31,18 @@ class PPOTrainer(PPO, BackendOwner):
         rollout: WorkerGroup | None = None,
         critic: WorkerGroup | None = None,
         reference: WorkerGroup | None = None,
+        teacher: WorkerGroup | None = None,
         validator: Validator | None = None,
         backend: Backend | None = None,
     ) -> None:
         super().__init__(
-            config, actor_rollout=actor_rollout, rewards=rewards, rollout=rollout, critic=critic, reference=reference
+            config,
+            actor_rollout=actor_rollout,
+            rewards=rewards,
+            rollout=rollout,
+            critic=critic,
+            reference=reference,
+            teacher=teacher,
         )
         self.backend = backend
         self.loader, self.total_steps, self.run = loader, total_steps, run

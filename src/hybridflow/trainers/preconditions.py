@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridflow.config import Config
-from hybridflow.data import RLHFDataset
+from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.models import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def require_files(config: Config, *file_keys: str) -> None:
+
+def require_files(config: Config, *file_keys: str, reference: bool = False) -> None:
     """Raise ConfigError unless model.path and each of `file_keys` (of the section `data`) are set.
 
     Raises ModelError unless every model directory that the configuration names is one.
@@ -23,10 +28,12 @@ def require_files(config: Config, *file_keys: str) -> None:
     models = {"model.path": config.model.path}
     if config.uses_critic:
         models["critic.model_path"] = config.critic.model_path
-    if config.uses_reference:
+    if config.uses_reference or reference:
         models["reference.model_path"] = config.reference.model_path
     if config.reward.model_path:
         models["reward.model_path"] = config.reward.model_path
+    if config.uses_teacher:
+        models["teacher.model_path"] = config.teacher.model_path
     for key, path in models.items():
         if path and not (Path(path) / "config.json").is_file():
             raise ModelError(
@@ -37,13 +44,51 @@ def require_files(config: Config, *file_keys: str) -> None:
 
 def require_positions(config: Config, prompts: RLHFDataset) -> None:
     """Raise DataError if the longest prompt and response together exceed the positions of the policy."""
-    settings = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-    positions, longest = settings.get("max_position_embeddings"), prompts.longest_prompt
+    positions, longest = _positions_of(config.model.path), prompts.longest_prompt
     if isinstance(positions, int) and longest + config.data.max_response_length > positions:
         raise DataError(
             f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
             f"but the model has {positions} positions; lower one of the limits."
         )
+
+
+def require_room(config: Config, longest: int) -> None:
+    """Raise DataError if an example of `longest` tokens exceeds the positions of the model."""
+    positions = _positions_of(config.model.path)
+    if isinstance(positions, int) and longest > positions:
+        raise DataError(
+            f"the longest example has {longest} tokens, but the model has {positions} positions; lower "
+            f"data.max_prompt_length={config.data.max_prompt_length} or "
+            f"data.max_response_length={config.data.max_response_length}."
+        )
+
+
+def _positions_of(path: str) -> object:
+    settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return settings.get("max_position_embeddings")
+
+
+def require_same_tokenizer(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raise ModelError if the teacher's tokens are not those of the policy, ConfigError for a top_k beyond them."""
+    if not config.uses_teacher:
+        return
+    path, top_k = config.teacher.model_path, config.teacher.top_k
+    theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+    differing = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
+    if differing:
+        raise ModelError(
+            f"teacher.model_path='{path}' has another tokenizer than model.path='{config.model.path}': "
+            f"{len(differing)} tokens differ, such as {differing[0]!r}; a teacher must read the policy's tokens."
+        )
+    entries = vocabulary_size(path)
+    if entries <= max(ours.values()):
+        raise ModelError(
+            f"teacher.model_path='{path}' has a vocabulary of {entries} entries, but the tokenizer's tokens go up to "
+            f"{max(ours.values())}; config.json or the tokenizer is of another model."
+        )
+    both = min(entries, vocabulary_size(config.model.path))
+    if config.teacher.loss != "none" and top_k > both:
+        raise ConfigError(f"teacher.top_k={top_k}, but policy and teacher share {both} tokens; use at most {both}.")
 
 
 def require_one_rank(config: Config) -> None:

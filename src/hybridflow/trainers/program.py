@@ -17,6 +17,7 @@ from hybridflow.workers import (
     RewardModelWorker,
     RewardWorker,
     RolloutWorker,
+    TeacherWorker,
 )
 from hybridflow.workers.losses import actor_columns, actor_loss
 
@@ -37,6 +38,8 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
         classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
     if config.uses_reference and not config.actor_is_reference:
         classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
+    if config.uses_teacher:
+        classes[Role.Teacher] = ClassWithInitArgs(TeacherWorker, config=config)
     return classes
 
 
@@ -58,7 +61,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     Raises what is wrong with the program: AlgorithmError for a parameter out of range, FieldError for a column that
     nobody has made, naming the method that needs it and who makes it.
     """
-    backend = PlaceholderBackend({"components": len(config.reward.weights)})
+    backend = PlaceholderBackend(_lengths(config))
     groups = {}
     for name, processes in pools_of(config).items():
         roles = {role: cls for role, cls in (classes or role_classes(config)).items() if pool_of(config, role) == name}
@@ -73,6 +76,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
         rollout=groups.get(Role.Rollout),
         critic=groups.get(Role.Critic),
         reference=reference_of(config, groups),
+        teacher=groups.get(Role.Teacher),
     )
     algorithm.sync_weights = dict  # placeholders have none
     algorithm.global_step = config.critic.warmup_steps
@@ -86,10 +90,17 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     return backend.trace.take()
 
 
+def _lengths(config: Config) -> dict[str, int]:
+    """Of the axes that the configuration decides."""
+    return {"components": len(config.reward.weights), "candidates": config.teacher.top_k}
+
+
 def _try_policy_loss(config: Config) -> None:
     """The loss of one synthetic row: parameters out of range show here and not in the first update."""
-    rows = synthetic_batch([*actor_columns(config), "selected_tokens"], 1)
+    rows = synthetic_batch([*actor_columns(config), "selected_tokens"], 1, _lengths(config))
     outputs = {name: rows.batch["response_mask"].float() for name in ("log_probs", "entropies")}
+    if "candidate_ids" in rows.batch:
+        outputs["candidate_log_probs"] = -rows.batch["candidate_ids"].float()
     num_tokens = int(rows.batch["response_mask"].sum())
     actor_loss(config, config.algorithm.kl_coef, num_tokens, num_sequences=1)(outputs, rows)
 

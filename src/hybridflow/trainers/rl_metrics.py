@@ -18,6 +18,8 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     """Scores, advantages, returns, values, lengths and rewards of a batch by the names of the metrics' glossary."""
     present = DataProtoFuture.of(batch).columns or ()
     optional = [name for name in ("advantages", "returns", "values", "token_level_rewards") if name in present]
+    if "teacher_log_probs" in present:
+        optional += ["teacher_log_probs", "old_log_probs" if "old_log_probs" in present else "rollout_log_probs"]
     data = read(batch, [*_ALWAYS, *optional])
     columns = data.batch
     mask = columns["response_mask"]
@@ -33,6 +35,9 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     for name in ("advantages", "returns", "values"):
         if name in columns:
             metrics |= spread(f"critic/{name}", columns[name].expand(mask.shape)[mask].tolist())
+    if "teacher_log_probs" in columns:
+        policy = columns["old_log_probs" if "old_log_probs" in columns else "rollout_log_probs"]
+        metrics["teacher/kl"] = float((policy - columns["teacher_log_probs"])[mask].double().mean())
     if "token_level_rewards" in columns:
         metrics |= spread("critic/rewards", columns["token_level_rewards"].sum(-1).tolist())
     if "values" in columns:

@@ -15,10 +15,15 @@ from hybridflow.observability import get_logger
 
 logger = get_logger(__name__)
 
-Kind = Literal["train", "sft"]
+Kind = Literal["train", "sft", "dpo", "reward-model"]
 """The command that makes such a run."""
 
-FIXED_SECTIONS = {"train": ("model.dtype", "lora.", "algorithm."), "sft": ("model.dtype", "lora.")}
+FIXED_SECTIONS = {
+    "train": ("model.dtype", "lora.", "algorithm.", "teacher."),
+    "sft": ("model.dtype", "lora."),
+    "dpo": ("model.dtype", "lora.", "offline.preference_loss", "offline.beta"),
+    "reward-model": ("model.dtype",),
+}
 """Keys, or the beginnings of keys, that a checkpoint must agree with."""
 
 
@@ -27,10 +32,12 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
     paths = {"model.path": config.model.path}
     if kind == "train" and config.uses_critic:
         paths["critic.model_path"] = config.critic.model_path or config.model.path
-    if kind == "train" and config.uses_reference:
+    if kind == "dpo" or (kind == "train" and config.uses_reference):
         paths["reference.model_path"] = config.reference.model_path or config.model.path
     if kind == "train" and config.reward.model_path:
         paths["reward.model_path"] = config.reward.model_path
+    if kind == "train" and config.uses_teacher:
+        paths["teacher.model_path"] = config.teacher.model_path
     models = {key: model_fingerprint(path) for key, path in paths.items()}
     return json.loads(json.dumps({"kind": kind, "config": leaf_keys(config), "models": models}))
 

@@ -7,7 +7,10 @@ from typing import Any
 from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
 from hybridflow.observability import per_token_ms, tokens_per_s
 
-WHOLE_SEQUENCE_STAGES = ("old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor", "update_sft")
+WHOLE_SEQUENCE_STAGES = (
+    *("old_log_probs", "ref_log_probs", "teacher", "values", "update_critic", "update_actor"),
+    *("update_sft", "update_dpo", "compute_scores", "update_reward_model"),
+)
 
 
 @dataclass(frozen=True)

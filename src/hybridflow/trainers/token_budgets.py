@@ -42,6 +42,7 @@ def _layout_of(config: Config) -> dict[str, Any]:
     sections = ("model", "parallel", "lora", "placement")
     layout: dict[str, Any] = {name: getattr(config, name).model_dump() for name in sections}
     layout["models"] = [config.critic.model_path, config.reference.model_path, config.reward.model_path]
+    layout["models"] += [config.teacher.model_path] * config.uses_teacher
     layout["memory"] = config.memory.model_dump(exclude={"max_tokens_per_micro_batch"})
     layout["pools"] = pools_of(config)
     layout["lengths"] = [config.data.max_prompt_length, config.data.max_response_length]

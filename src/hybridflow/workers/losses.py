@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms import PolicyLoss, aggregate_loss, clipped_value_loss, kl_loss
+from hybridflow.algorithms import PolicyLoss, aggregate_loss, clipped_value_loss, kl_loss, teacher_kl
 from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs
 from hybridflow.protocol import DataProto
@@ -23,13 +23,16 @@ def actor_columns(config: Config) -> tuple[str, ...]:
         columns.add("rollout_weights")
     if config.algorithm.kl_in_loss:
         columns.add("ref_log_probs")
+    if config.teacher.loss != "none":
+        columns |= {"candidate_ids", "teacher_candidate_log_probs"}
     return tuple(sorted(columns))
 
 
 def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: int) -> LossFunction:
-    """Policy loss - entropy_coef * entropy + kl_coef * KL, against the global counts of the mini-batch.
+    """Policy loss - entropy_coef * entropy + kl_coef * KL + teacher.coef * KL to the teacher.
 
-    When the update is on-policy, the old log-probs are the new ones held constant: the ratio is exactly 1.
+    Each is divided by the global counts of the mini-batch. When the update is on-policy, the old log-probs are the new
+    ones held constant: the ratio is exactly 1.
     """
     function = policy_loss(config)
     names = {"old_log_probs", *function.columns}
@@ -82,6 +85,15 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
             kl = share(token_kl, config.actor.loss_aggregation)
             total = total + kl_coef * kl
             metrics["actor/kl_loss"] = kl
+        if config.teacher.loss != "none":
+            token_kl = teacher_kl(
+                candidate_log_probs=outputs["candidate_log_probs"],
+                teacher_candidate_log_probs=_column(rows, "teacher_candidate_log_probs"),
+                direction=config.teacher.loss,
+            )
+            kl = share(token_kl, config.actor.loss_aggregation)
+            total = total + config.teacher.coef * kl
+            metrics["actor/teacher_loss"] = kl
         return total, {name: float(value.detach()) for name, value in metrics.items()}
 
     return loss
@@ -120,6 +132,16 @@ def sft_loss(num_tokens: int) -> LossFunction:
             -outputs["log_probs"], mask, "token-mean", num_tokens=num_tokens, num_sequences=len(rows)
         )
         return total, {}
+
+    return loss
+
+
+def slope_loss(output: str) -> LossFunction:
+    """`loss_slopes` times the sum of each row's output: its gradient is that of the loss which has these slopes."""
+
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+        sums = torch.where(_column(rows, "response_mask"), outputs[output], 0.0).sum(-1)
+        return (_column(rows, "loss_slopes") * sums).sum(), {}
 
     return loss
 

@@ -13,9 +13,10 @@ class ReferenceWorker(ModelWorker):
     component = "reference"
     role = "reference"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, temperature: float | None = None) -> None:
         prepare_process(self, config)
         self.config = config
+        self.temperature = config.rollout.temperature if temperature is None else temperature
         path = config.reference.model_path or config.model.path
         self.engine = self.build_engine(config, path, "policy")
 
@@ -26,6 +27,6 @@ class ReferenceWorker(ModelWorker):
         parts=lambda config: config.controller.parts,
     )
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the reference, at the temperature of the rollouts."""
-        outputs = self.engine.forward(batch, temperature=self.config.rollout.temperature)
+        """Log-probs of the responses under the reference, at the temperature of the rollouts if no other was given."""
+        outputs = self.engine.forward(batch, temperature=self.temperature)
         return DataProto.from_dict({"ref_log_probs": outputs["log_probs"]})

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridflow.checkpoint import load_state, save_state
+from hybridflow.checkpoint import CheckpointStore, load_state, save_state
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardRunner, RewardScorer
+from hybridflow.rewards.journal import RewardJournal
+from hybridflow.rewards.table import QUICK
 from hybridflow.runtime import (
     capture_random_state,
     derive_seed,
@@ -26,30 +28,51 @@ def score_columns(config: Config) -> tuple[str, ...]:
     return (*SCORE_COLUMNS, "reward_components") if config.reward.weights else SCORE_COLUMNS
 
 
+def build_runner(config: Config) -> RewardRunner | None:
+    """Processes for reward.function, or for those of the table that may take long; None where it is called here."""
+    reward = config.reward
+    source, _, name = reward.function.rpartition(":")
+    is_quick = source.startswith("hybridflow.") and name in {function.__name__ for function in QUICK}
+    if not reward.processes or is_quick:
+        return None
+    return RewardRunner(
+        reward.function or "hybridflow.rewards.table:table_reward",
+        num_processes=reward.processes,
+        timeout_s=reward.timeout_s,
+        memory_bytes=reward.memory_bytes,
+        kwargs=reward.kwargs,
+        concurrency=reward.concurrency,
+    )
+
+
 class RewardWorker(Worker):
     """Runs `reward.function`, or the function that each row's data source names."""
 
     def __init__(self, config: Config) -> None:
         if self.rank == 0 or self.has_collectives:  # a process of its own; where ranks share one, the first speaks
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
-        reward = config.reward
-        self.config, self.runner = config, None
-        is_ours = reward.function.startswith("hybridflow.")  # then it does nothing that a process must keep in
-        if reward.function and reward.processes and not is_ours:
-            self.runner = RewardRunner(
-                reward.function,
-                num_processes=reward.processes,
-                timeout_s=reward.timeout_s,
-                memory_bytes=reward.memory_bytes,
-            )
+        self.config, reward = config, config.reward
+        self.runner, self.journal = build_runner(config), None
+        if self.runner and reward.function:
             self.runner.start()  # what is wrong with the function shows now
+        if self.runner and config.trainer.run_dir:
+            self.journal = RewardJournal(
+                Path(config.trainer.run_dir) / "rewards",
+                self.rank,
+                [self.runner.name, self.runner.kwargs, self.runner.source],
+                failures=reward.on_error == "zero",
+            )
         self.scorer = RewardScorer(
             reward.function,
             on_error=reward.on_error,
             error_score=reward.error_score,
             max_failure_rate=reward.max_failure_rate,
             weights=reward.weights,
-            runner=self.runner,
+            kwargs=reward.kwargs,
+            concurrency=reward.concurrency,
+            runner=self.runner if reward.function else None,
+            table_runner=None if reward.function else self.runner,
+            journal=self.journal,
         )
 
     @register(
@@ -60,7 +83,8 @@ class RewardWorker(Worker):
     )
     def score(self, batch: DataProto) -> DataProto:
         """`scores`, which rows' function failed, and the further numbers it returned for each row."""
-        return self._score(batch)[0]
+        noise_key = batch.meta_info.get("noise_key")
+        return self._score(batch, step=noise_key[-1] if noise_key else None)[0]
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -73,7 +97,7 @@ class RewardWorker(Worker):
             scored, answers = self._score(batch)
         return scored.union(DataProto.from_dict({}, {"answers": answers}))
 
-    def _score(self, batch: DataProto) -> tuple[DataProto, np.ndarray]:
+    def _score(self, batch: DataProto, step: int | None = None) -> tuple[DataProto, np.ndarray]:
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         result = self.scorer.score(
             columns["solution_texts"],
@@ -82,6 +106,7 @@ class RewardWorker(Worker):
             columns["extra_infos"],
             columns["raw_prompts"],
             seed_keys=tuple(batch.meta_info.get("noise_key", (self.config.trainer.seed,))),
+            step=step,
         )
         extras = np.empty(len(batch), dtype=object)
         extras[:] = result.extras
@@ -100,6 +125,9 @@ class RewardWorker(Worker):
     def save(self, directory: str, in_background: bool = False) -> None:
         """Write the random state, which a reward function may draw from, into a checkpoint directory; at once."""
         save_state({"random": capture_random_state()}, self._state_file(directory))
+        if self.journal and self.rank == 0:
+            checkpoints = CheckpointStore(Path(self.config.trainer.run_dir) / "checkpoints").list()
+            self.journal.forget_before(min(checkpoints, default=0))
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_save(self) -> None:

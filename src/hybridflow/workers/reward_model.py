@@ -10,6 +10,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
+from hybridflow.data.conversations import collate_conversations, encode_conversations
 from hybridflow.errors import ModelError, RewardError
 from hybridflow.models import StoredModel
 from hybridflow.protocol import DataProto
@@ -49,7 +50,7 @@ class RewardModelWorker(ModelWorker):
         """`scores` of the rows, (batch,); none of them fails, and there are no further numbers."""
         columns = batch.non_tensor_batch
         ids = self._encode(columns["raw_prompts"].tolist(), columns["solution_texts"].tolist())
-        values = self.engine.forward(_rows(ids))["values"][:, 0].float()
+        values = self.engine.forward(collate_conversations(ids))["values"][:, 0].float()
         extras = np.empty(len(batch), dtype=object)
         extras[:] = [{} for _ in ids]
         failed = torch.zeros(len(ids), dtype=torch.bool)
@@ -71,35 +72,11 @@ class RewardModelWorker(ModelWorker):
 
     def _encode(self, prompts: Sequence[Any], responses: Sequence[str]) -> list[list[int]]:
         """Token ids of each conversation."""
-        texts = []
-        for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            messages = [*_messages(prompt), {"role": "assistant", "content": response}]
-            texts.append(self.encoder.text(messages, f"response {number}", add_generation_prompt=False))
-        ids = self.encoder.encode(texts)
+        ids = encode_conversations(self.encoder, prompts, responses, [f"response {i}" for i in range(len(responses))])
         longest = max(range(len(ids)), key=lambda row: len(ids[row]))
-        if not all(ids):
-            raise RewardError(
-                f"response {[not row for row in ids].index(True)} and its prompt have no tokens to score."
-            )
         if self.positions is not None and len(ids[longest]) >= self.positions:
             raise RewardError(
                 f"response {longest} and its prompt have {len(ids[longest])} tokens for the reward model, which has "
                 f"{self.positions} positions; lower data.max_prompt_length or data.max_response_length."
             )
         return ids
-
-
-def _messages(prompt: Any) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-
-
-def _rows(ids: list[list[int]]) -> DataProto:
-    """Rows whose one response token, which nobody looks at, follows the text: its value is read at the last token."""
-    width = max(map(len, ids))
-    tokens = torch.zeros(len(ids), width + 1, dtype=torch.int64)
-    is_real = torch.ones(len(ids), width + 1, dtype=torch.int64)
-    for row, of_text in enumerate(ids):
-        tokens[row, width - len(of_text) : width] = torch.tensor(of_text)
-        is_real[row, : width - len(of_text)] = 0
-    mask = torch.ones(len(ids), 1, dtype=torch.bool)
-    return DataProto.from_dict({"input_ids": tokens, "attention_mask": is_real, "response_mask": mask})

@@ -1,9 +1,9 @@
-"""The supervised worker: a policy that learns to imitate the responses of a batch."""
+"""The policy that learns from given data: it imitates responses, or prefers some to others."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
-from hybridflow.workers.losses import sft_loss
+from hybridflow.workers.losses import sft_loss, slope_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 from hybridflow.workers.process import prepare_process
@@ -17,7 +17,7 @@ class SFTWorker(ModelWorker):
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         prepare_process(self, config)
-        self.engine = self.build_engine(config, config.model.path, "policy", config.sft.optimizer, total_updates)
+        self.engine = self.build_engine(config, config.model.path, "policy", config.offline.optimizer, total_updates)
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids"), writes=(), rows="one")
     def update_sft(self, batch: DataProto) -> DataProto:
@@ -36,7 +36,29 @@ class SFTWorker(ModelWorker):
             )
         return DataProto(meta_info={"metrics": mean_metrics(steps)})
 
+    @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one")
+    def update_dpo(self, batch: DataProto) -> DataProto:
+        """One optimizer step for each mini-batch, on `loss_slopes` times the log-probability of each response."""
+        self.require_collectives("sum gradients")
+        steps = []
+        for mini_batch in iterate_mini_batches(batch, self.engine):
+            result = self.engine.update(mini_batch.rows, slope_loss("log_probs"))
+            steps.append(
+                {
+                    "dpo/grad_norm": result.grad_norm,
+                    "dpo/lr": result.lr,
+                    "dpo/padding_computed": result.padding_share,
+                }
+            )
+        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("old_log_probs",))
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses, for a validation loss."""
+        """Log-probs of the responses under the policy before the update."""
         return DataProto.from_dict({"old_log_probs": self.engine.forward(batch)["log_probs"]})
+
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("ref_log_probs",))
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probs of the responses under the model that the adapters started from (lora.rank)."""
+        with self.engine.without_adapters():
+            return DataProto.from_dict({"ref_log_probs": self.engine.forward(batch)["log_probs"]})

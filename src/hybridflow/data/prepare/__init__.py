@@ -14,7 +14,14 @@ from hybridflow.data.prepare.multiplication import (
     generate_multiplication,
     prepare_multiplication,
 )
-from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_prompt_file, write_sft_file
+from hybridflow.data.prepare.prompt_file import (
+    PreparedFiles,
+    prompt_row,
+    write_conversation_file,
+    write_preference_file,
+    write_prompt_file,
+    write_sft_file,
+)
 
 __all__ = [
     "COUNTDOWN_PROMPT",
@@ -30,6 +37,8 @@ __all__ = [
     "prepare_gsm8k",
     "prepare_multiplication",
     "prompt_row",
+    "write_conversation_file",
+    "write_preference_file",
     "write_prompt_file",
     "write_sft_file",
 ]

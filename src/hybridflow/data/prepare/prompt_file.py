@@ -70,6 +70,17 @@ def write_sft_file(path: str | Path, examples: Sequence[tuple[str | Messages, st
     return write_parquet(path, [{"prompt": as_messages(prompt), "response": response} for prompt, response in examples])
 
 
+def write_preference_file(path: str | Path, pairs: Sequence[tuple[str | Messages, str, str]]) -> Path:
+    """Write (prompt, better response, worse response) pairs as the parquet file that `PreferenceDataset` reads."""
+    rows = [{"prompt": as_messages(prompt), "chosen": better, "rejected": worse} for prompt, better, worse in pairs]
+    return write_parquet(path, rows)
+
+
+def write_conversation_file(path: str | Path, conversations: Sequence[Messages]) -> Path:
+    """Write conversations, chat messages of user and assistant in turn, as a parquet file for `SFTDataset`."""
+    return write_parquet(path, [{"messages": as_messages(messages)} for messages in conversations])
+
+
 def write_splits(
     output_dir: str | Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]
 ) -> PreparedFiles:

@@ -1,0 +1,17 @@
+"""Train a policy on preferences by DPO or IPO: parquet files with `prompt`, `chosen` and `rejected`.
+
+The reference is reference.model_path, or the model that training starts from. offline.preference_loss chooses the loss.
+
+The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/; the same command continues
+from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one
+exits at once. `hybridflow export` makes a model directory of the result.
+"""
+
+import argparse
+
+from hybridflow.cli.training import add_arguments as add_arguments
+from hybridflow.cli.training import run_trainer
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_trainer(args, "build_dpo_trainer")

@@ -1,0 +1,15 @@
+"""Train a reward model on preferences: parquet files with `prompt`, `chosen` and `rejected`.
+
+The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/; the same command continues
+from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one
+exits at once. `hybridflow export` makes a directory for reward.model_path of the result.
+"""
+
+import argparse
+
+from hybridflow.cli.training import add_arguments as add_arguments
+from hybridflow.cli.training import run_trainer
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_trainer(args, "build_reward_model_trainer")

@@ -1,0 +1,115 @@
+"""The preference dataset: prompts with a better and a worse response, for DPO or for a reward model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from hybridflow.data.chat_prompts import PromptEncoder, encode_texts, read_messages
+from hybridflow.data.conversations import collate_conversations, encode_conversations
+from hybridflow.data.dataset import check_indices
+from hybridflow.data.fingerprint import fingerprint
+from hybridflow.data.layout import collate_rows
+from hybridflow.data.overlong import require_limits, short_enough
+from hybridflow.data.parquet_rows import read_rows
+from hybridflow.data.tokenizer import eos_token_id, pad_token_id
+from hybridflow.errors import DataError
+from hybridflow.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SIDES = ("chosen", "rejected")
+
+
+class PreferenceDataset:
+    """Pairs of one or several parquet files with columns `prompt` (chat messages), `chosen` and `rejected` (texts).
+
+    `layout` "policy" is prompts and responses that end in EOS, as `SFTDataset` has them; "reward_model" is whole
+    conversations by the chat template, as `RewardModelWorker` scores them. A pair with a prompt or a response longer
+    than its limit, in tokens, is dropped and reported (a whole conversation as long as both together). `order_by` names
+    a column, or an entry of `extra_info`, with a number for each row. Problems of a file are `DataError`s naming file,
+    row and column.
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        tokenizer: "PreTrainedTokenizerBase",
+        max_prompt_length: int,
+        max_response_length: int,
+        layout: Literal["policy", "reward_model"] = "policy",
+        chat_template: bool = True,
+        max_samples: int = 0,
+        order_by: str = "",
+    ) -> None:
+        require_limits(max_prompt_length, max_response_length, max_samples)
+        self._layout, self._pad_id = layout, pad_token_id(tokenizer)
+        rows = read_rows(files, ("prompt", *SIDES), ("extra_info", *[order_by] * bool(order_by)), max_rows=max_samples)
+        texts = {side: [row.text(side) for row in rows] for side in SIDES}
+        for row, chosen, rejected in zip(rows, texts["chosen"], texts["rejected"], strict=True):
+            if chosen == rejected:
+                raise DataError(f"{row.place}: 'chosen' and 'rejected' are the same text; a pair needs a difference.")
+        messages, places = [read_messages(row) for row in rows], [row.place for row in rows]
+        encoder = PromptEncoder(tokenizer, chat_template)
+        pairs: list[list[tuple[list[int], list[int]]]]
+        if layout == "reward_model":
+            sides = [encode_conversations(encoder, messages, texts[side], places) for side in SIDES]
+            pairs = [[(chosen, []), (rejected, [])] for chosen, rejected in zip(*sides, strict=True)]
+            limits = (max_prompt_length + max_response_length - 1, max_response_length)  # one token follows the text
+        else:
+            eos_id = eos_token_id(tokenizer)
+            prompts = encoder.encode([encoder.text(m, place) for m, place in zip(messages, places, strict=True)])
+            sides = [[_ended(ids, eos_id) for ids in encode_texts(tokenizer, texts[side])] for side in SIDES]
+            pairs = [[(p, c), (p, r)] for p, c, r in zip(prompts, *sides, strict=True)]
+            limits = (max_prompt_length, max_response_length)
+        for place, pair in zip(places, pairs, strict=True):
+            if not pair[0][0]:
+                raise DataError(f"{place}: the prompt has no tokens.")
+            if pair[0] == pair[1]:
+                raise DataError(f"{place}: 'chosen' and 'rejected' have the same tokens; a pair needs a difference.")
+        lengths = [(max(len(p) for p, _ in pair), max(len(r) for _, r in pair)) for pair in pairs]
+        kept = short_enough(places, lengths, *limits, "pairs")
+        self._pairs = [pairs[i] for i in kept]
+        self._numbers = [rows[i].number(order_by) for i in kept] if order_by else None
+        self.num_dropped = len(rows) - len(kept)
+        self._fingerprint = fingerprint([layout, pair] for pair in self._pairs)
+
+    def __len__(self) -> int:
+        """Pairs that can be used, without the dropped ones."""
+        return len(self._pairs)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the pairs' tokens, in order."""
+        return self._fingerprint
+
+    @property
+    def numbers(self) -> list[float] | None:
+        """The number of each pair in the column `order_by`; None without one."""
+        return self._numbers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        following = int(self._layout == "reward_model")
+        return following + max(len(prompt) + len(response) for pair in self._pairs for prompt, response in pair)
+
+    def collate(self, indices: Sequence[int]) -> DataProto:
+        """Two rows for each pair at `indices`, the better one first; `group_ids` (rows,) numbers the pairs from 0.
+
+        Columns as `SFTDataset.collate` has them, or input_ids, attention_mask and response_mask alone for a reward
+        model, whose value at the one response token is that of the whole conversation.
+        """
+        check_indices(indices, len(self))
+        rows = [side for i in indices for side in self._pairs[i]]
+        if self._layout == "reward_model":
+            batch = collate_conversations([ids for ids, _ in rows])
+        else:
+            batch = collate_rows([(prompt, ids, [True] * len(ids)) for prompt, ids in rows], self._pad_id)
+        return batch.union(DataProto.from_dict({"group_ids": torch.arange(len(indices)).repeat_interleave(2)}))
+
+
+def _ended(ids: list[int], eos_id: int) -> list[int]:
+    return ids if ids[-1:] == [eos_id] else [*ids, eos_id]

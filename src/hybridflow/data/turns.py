@@ -1,0 +1,73 @@
+"""A conversation as tokens: what comes before the first answer, and all that follows, with the answers marked."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridflow.data.chat_prompts import PromptEncoder, encode_texts
+from hybridflow.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Token ids of a conversation that ends with an answer; `counts` says which of `response` are the assistant's."""
+
+    prompt: list[int]
+    response: list[int]
+    counts: list[bool]
+
+
+def encode_turns(
+    tokenizer: "PreTrainedTokenizerBase",
+    encoder: PromptEncoder,
+    messages: list[dict[str, str]],
+    eos_id: int,
+    place: str,
+) -> Turns:
+    """The conversation up to its last answer, each part encoded alone, as a prompt and a generated response are.
+
+    An answer counts up to its first EOS token, which it gets if the template writes none. Raises DataError if there is
+    no answer or nothing before it, for several answers without a chat template, and for a template that writes earlier
+    turns otherwise once more have followed.
+    """
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers or answers[0] == 0:
+        raise DataError(
+            f"{place}: a conversation to learn from has a message of the assistant, and another one before it; its "
+            f"roles are {', '.join(message['role'] for message in messages)}."
+        )
+    if len(answers) > 1 and not encoder.uses_template:
+        raise DataError(
+            f"{place}: {len(answers)} messages of the assistant need a chat template, which says where a turn ends; "
+            "give the tokenizer one (and data.chat_template = true), or one row for each answer."
+        )
+    contexts, replies, written = [], [], ""
+    for number in answers:
+        before = encoder.text(messages[:number], place)
+        after = before + messages[number]["content"]
+        if encoder.uses_template:
+            after = encoder.text(messages[: number + 1], place, add_generation_prompt=False)
+        if not (before.startswith(written) and after.startswith(before)):
+            raise DataError(
+                f"{place}: the chat template writes the messages before message {number} in another way once that one "
+                "follows, so a model never sees them like this when it answers; give one row for each answer."
+            )
+        contexts.append(before[len(written) :])
+        replies.append(after[len(before) :])
+        written = after
+    prompt, *between = [*encoder.encode(contexts[:1]), *encode_texts(tokenizer, contexts[1:])]
+    response, counts = [], []
+    for number, reply in enumerate(encode_texts(tokenizer, replies)):
+        if number:
+            response += between[number - 1]
+            counts += [False] * len(between[number - 1])
+        if eos_id not in reply:
+            reply = [*reply, eos_id]
+        num_counted = reply.index(eos_id) + 1
+        is_last = number == len(replies) - 1
+        kept = reply[:num_counted] if is_last else reply
+        response += kept
+        counts += [position < num_counted for position in range(len(kept))]
+    return Turns(prompt, response, counts)

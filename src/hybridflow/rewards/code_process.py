@@ -1,0 +1,83 @@
+"""The program of a process that runs one program of a model, restricted, against one test.
+
+It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. It says, one
+line each: "ready" once it is restricted, or why it cannot be; "compiled"; and with statements as a test "loaded" once
+the program has run, for the statements, and "done" once they have, for a number that it repeats.
+"""
+
+import builtins
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+PROGRAM = "program.py"
+"""The file with the program, in the directory that the process is started in."""
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    line = settings["line"]
+    try:
+        _restrict(settings)
+    except Exception as problem:  # whatever it is: nothing runs unrestricted
+        say(line, f"{type(problem).__name__}: {problem}")
+        return
+    say(line, "ready")
+    with open(PROGRAM, "rb") as file:
+        source = file.read()
+    try:
+        code = compile(source, PROGRAM, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return
+    say(line, "compiled")
+    sys.argv[:] = [PROGRAM]
+    builtins.exit = builtins.quit = sys.exit  # which the module `site` adds elsewhere
+    if settings["is_script"]:
+        exec(code, namespace_of("__main__"))
+    else:
+        run_statements(code, line)
+
+
+def _restrict(settings: dict[str, Any]) -> None:
+    sys.dont_write_bytecode = not settings["write_bytecode"]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from code_limits import restrict  # pyright: ignore[reportMissingImports]  # beside this file
+
+    del sys.path[0]
+    sys.dont_write_bytecode = True
+    restrict(os.getcwd(), settings["cpu_s"], settings["memory_bytes"], settings["file_bytes"])
+
+
+def run_statements(code: Any, line: int) -> None:
+    """Run the program, then the statements, which come only now, in its namespace; then repeat the number.
+
+    What this needs is taken before, since the program may replace any function of a module.
+    """
+    read, write, leave, run, make = os.read, os.write, os._exit, exec, compile
+    namespace = namespace_of("program")
+    run(code, namespace)
+    write(line, b"loaded\n")
+    length = int.from_bytes(read(line, 4), "little")
+    statements = b""
+    while len(statements) < length:
+        statements += read(line, length - len(statements))
+    run(make(statements, "test.py", "exec", dont_inherit=True), namespace)
+    write(line, b"done\n")
+    write(line, read(line, 32) + b"\n")
+    leave(0)
+
+
+def namespace_of(module: str) -> dict[str, Any]:
+    """The namespace of a new module of this name, which dataclasses and pickle look for by it."""
+    sys.modules[module] = ModuleType(module)
+    return sys.modules[module].__dict__
+
+
+def say(line: int, text: str) -> None:
+    os.write(line, text.replace("\n", " ").encode(errors="replace") + b"\n")
+
+
+if __name__ == "__main__":
+    main()

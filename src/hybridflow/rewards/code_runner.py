@@ -1,0 +1,193 @@
+"""Runs a program against one test in a restricted process of its own, which leaves nothing behind.
+
+program ──file──> process ──stdout──> compared by the caller
+statements, number ──socket──> process ──socket──> the number again
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards.code_process import PROGRAM
+
+_SCRIPT = Path(__file__).with_name("code_process.py")
+_START_TIMEOUT_S = 60.0
+_MAX_LINE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class CodeLimits:
+    """What one test may take: seconds of processor time, twice as many by the clock, and bytes."""
+
+    timeout_s: float
+    memory_bytes: int
+    max_output_bytes: int
+
+
+@dataclass(frozen=True)
+class CodeRun:
+    """Whether the program compiled, whether it and the statements came to their end, and what it wrote to stdout."""
+
+    compiled: bool
+    finished: bool = False
+    output: bytes = b""
+
+
+def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", statements: bytes | None = None) -> CodeRun:
+    """Run the program with this input, or with the statements after it, in its namespace.
+
+    A program has finished if its exit status is 0, statements if neither they nor the program raised or left.
+    Raises `RewardError` where this system cannot restrict the process; then nothing has run.
+    """
+    directory = tempfile.mkdtemp(prefix="hybridflow-code-")
+    ours, theirs = socket.socketpair()
+    try:
+        (Path(directory) / PROGRAM).write_bytes(program)
+        with ours, theirs, _memory_file(stdin) as given, _memory_file(b"") as output:
+            process = _start(directory, limits, theirs.fileno(), given.fileno(), output.fileno(), statements is None)
+            theirs.close()
+            try:
+                compiled, finished = _talk(process, _Line(ours), limits, statements)
+            finally:
+                _kill(process)
+            output.seek(0)
+            return CodeRun(compiled, finished, output.read(limits.max_output_bytes))
+    finally:
+        _remove(directory)
+
+
+def _memory_file(contents: bytes) -> BinaryIO:
+    file = os.fdopen(os.memfd_create("hybridflow-code"), "w+b")
+    file.write(contents)
+    file.seek(0)
+    return file
+
+
+def _start(
+    directory: str, limits: CodeLimits, line: int, stdin: int, stdout: int, is_script: bool
+) -> subprocess.Popen[bytes]:
+    settings = {
+        "line": line,
+        "is_script": is_script,
+        "write_bytecode": not sys.dont_write_bytecode,
+        "cpu_s": limits.timeout_s,
+        "memory_bytes": limits.memory_bytes,
+        "file_bytes": limits.max_output_bytes,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), json.dumps(settings)],
+        stdin=stdin,
+        stdout=stdout if is_script else subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=directory,
+        env={},
+        pass_fds=(line,),
+        start_new_session=True,
+    )
+
+
+class _Line:
+    """Lines of text to and from the process, until a deadline."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._received = connection, b""
+        self.deadline = time.monotonic() + _START_TIMEOUT_S
+
+    def hear(self) -> bytes:
+        """The next line; b"" at the end, in place of one that is too long, and when it is too late."""
+        while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
+            chunk = self._receive()
+            if not chunk:
+                return b""
+            self._received += chunk
+        line, newline, self._received = self._received.partition(b"\n")
+        return line if newline else b""
+
+    def say(self, contents: bytes) -> bool:
+        """Whether the process took it in time."""
+        with suppress(OSError):
+            self._connection.settimeout(self._seconds_left())
+            self._connection.sendall(contents)
+            return True
+        return False
+
+    def wait_for_the_end(self) -> None:
+        """Until the process has ended, it has closed its side, or it is too late."""
+        while time.monotonic() < self.deadline and self._receive():
+            pass
+
+    def _receive(self) -> bytes:
+        with suppress(OSError):
+            self._connection.settimeout(self._seconds_left())
+            return self._connection.recv(_MAX_LINE_BYTES)
+        return b""
+
+    def _seconds_left(self) -> float:
+        return max(0.001, self.deadline - time.monotonic())
+
+
+def _talk(
+    process: subprocess.Popen[bytes], line: _Line, limits: CodeLimits, statements: bytes | None
+) -> tuple[bool, bool]:
+    """(compiled, finished); see code_process.py for what is said."""
+    first = line.hear()
+    if first != b"ready":
+        problem = first.decode(errors="replace") or f"its process did not start, memory_bytes={limits.memory_bytes}"
+        raise RewardError(
+            f"a program of a response cannot be kept in on this machine, so that none was run: {problem}. "
+            "It needs Linux 5.13 or newer on x86_64 or aarch64 with Landlock and seccomp, and a Python with ctypes; "
+            "score code on such a machine."
+        )
+    line.deadline = time.monotonic() + 2 * limits.timeout_s
+    if line.hear() != b"compiled":
+        return False, False
+    if statements is None:
+        line.wait_for_the_end()
+        with suppress(subprocess.TimeoutExpired):
+            return True, process.wait(max(0.001, line.deadline - time.monotonic())) == 0
+        return True, False
+    number = secrets.token_hex(16).encode()
+    finished = (
+        line.hear() == b"loaded"
+        and line.say(len(statements).to_bytes(4, "little") + statements)
+        and line.hear() == b"done"
+        and line.say(number)
+        and line.hear() == number
+    )
+    return True, finished
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its group, which nothing can leave."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _remove(directory: str) -> None:
+    """Remove a directory that a program may have nested deeper than a path can name, without recursion."""
+    num_moved = 0
+    while entries := list(os.scandir(directory)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):
+                num_moved += 1
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)  # a directory is moved by who may write in it
+                os.rename(inner.path, os.path.join(directory, f"{num_moved}-moved"))
+            os.rmdir(entry.path)
+    os.rmdir(directory)

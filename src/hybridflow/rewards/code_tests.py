@@ -1,0 +1,98 @@
+"""Programs against unit tests: the last code block of a response runs in restricted processes, one for each test."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards.code_block import last_code_block
+from hybridflow.rewards.code_runner import CodeLimits, run_program
+
+MAX_PROGRAM_CHARS = 200_000
+_EXAMPLES = "{'inputs': ['1 2\\n'], 'outputs': ['3\\n']} or {'tests': ['assert add(1, 2) == 3']}"
+
+_Test = tuple[str, str | None]
+
+
+def code_reward(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    partial_credit: bool = False,
+    timeout_s: float = 5.0,
+    memory_bytes: int = 512 * 2**20,
+    max_output_bytes: int = 2**20,
+    max_tests: int = 0,
+) -> dict[str, float]:
+    """{"score": 1.0 if the last block of Python passes all tests, "passed": their share, "compiled": 0 or 1}.
+
+    `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}, what the program reads and must
+    print, but for spaces at the ends of lines and empty lines at the end; or {"tests": [text, ...]}, statements that
+    run after it and must not raise. With `partial_credit` the score is the share. Each test has `timeout_s` of
+    processor time, and twice that by the clock; `max_tests` takes the first ones only, 0 takes all.
+
+    Outputs are compared out of the program's reach. Statements share an interpreter with it, and one written to deceive
+    them can: what it returns may claim to equal everything.
+    Raises `RewardError` for another ground truth, and where the system lacks Landlock or seccomp filters.
+    """
+    tests = _read_tests(ground_truth)
+    tests = tests[:max_tests] if max_tests > 0 else tests
+    program = last_code_block(solution_str)
+    if program is None or len(program) > MAX_PROGRAM_CHARS:
+        return {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+    limits = CodeLimits(timeout_s, memory_bytes, max_output_bytes)
+    source = program.encode(errors="surrogatepass")
+    num_passed = 0
+    for given, wanted in tests:
+        if wanted is None:
+            run = run_program(source, limits, statements=given.encode())
+            num_passed += run.finished
+        else:
+            run = run_program(source, limits, stdin=given.encode())
+            num_passed += run.finished and _lines(run.output.decode(errors="replace")) == _lines(wanted)
+        if not run.compiled:
+            return {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+    share = num_passed / len(tests)
+    return {"score": share if partial_credit else float(share == 1.0), "passed": share, "compiled": 1.0}
+
+
+def _read_tests(ground_truth: Any) -> list[_Test]:
+    """(input, output) of each test, or (statements, None)."""
+    truth = ground_truth
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except ValueError:
+            raise _no_tests(ground_truth) from None
+    if not isinstance(truth, Mapping):
+        raise _no_tests(ground_truth)
+    inputs, outputs, tests = (_texts(truth.get(name)) for name in ("inputs", "outputs", "tests"))
+    if tests and not inputs and not outputs:
+        return [(test, None) for test in tests]
+    if inputs and outputs and len(inputs) == len(outputs) and not tests:
+        return list(zip(inputs, outputs, strict=True))
+    raise _no_tests(ground_truth)
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of a list or an array of them; none for anything else."""
+    if value is None or isinstance(value, str | bytes | Mapping):
+        return []
+    try:
+        texts = list(value)
+    except TypeError:
+        return []
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def _no_tests(ground_truth: Any) -> RewardError:
+    return RewardError(
+        f"the ground truth must look like {_EXAMPLES}, with at least one test, as many outputs as inputs and texts "
+        f"throughout, or be JSON of it; got {ground_truth!r:.300}."
+    )
+
+
+def _lines(text: str) -> Sequence[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,59 @@
+"""Calls a reward function in this process: one sample after another, many at a time, or all as a batch."""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.outcome import Outcome
+from hybridflow.rewards.reward_process import returns_awaitable, takes_batches
+from hybridflow.rewards.table import RewardFunction
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+def call_here(
+    function: RewardFunction, samples: Samples, kwargs: Mapping[str, Any], concurrency: int = 32
+) -> list[Outcome]:
+    """The outcome of each sample, in order; an `async` function has up to `concurrency` in hand."""
+    if samples and takes_batches(function):
+        return split(call_here_one_by_one(function, [as_batch(samples)], kwargs, 1)[0], len(samples))
+    return call_here_one_by_one(function, samples, kwargs, concurrency)
+
+
+def call_here_one_by_one(
+    function: RewardFunction, calls: Samples, kwargs: Mapping[str, Any], concurrency: int
+) -> list[Outcome]:
+    """The outcome of each call, in order."""
+    if returns_awaitable(function):
+        try:
+            return asyncio.run(_call_together(function, calls, kwargs, concurrency))
+        except SystemExit as error:  # of a task that a call has left behind: nobody knows of which
+            return [_failure(error)] * len(calls)
+    outcomes = []
+    for arguments in calls:
+        try:
+            outcomes.append(Outcome(function(**copy.deepcopy(dict(arguments)), **kwargs)))
+        except (Exception, SystemExit) as error:  # the function may be the user's, and may raise anything
+            outcomes.append(_failure(error))
+    return outcomes
+
+
+async def _call_together(function: Any, calls: Samples, kwargs: Mapping[str, Any], concurrency: int) -> list[Outcome]:
+    places = asyncio.Semaphore(concurrency)
+
+    async def call(arguments: Mapping[str, Any]) -> Outcome:
+        async with places:
+            try:
+                result = function(**copy.deepcopy(dict(arguments)), **kwargs)
+                return Outcome(await result if inspect.isawaitable(result) else result)
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                return _failure(error)
+
+    return await asyncio.gather(*(call(arguments) for arguments in calls))
+
+
+def _failure(error: BaseException) -> Outcome:
+    return Outcome(None, "raised", f"{type(error).__name__}: {error}", error)

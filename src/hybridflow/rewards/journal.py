@@ -1,0 +1,117 @@
+"""What reward functions answered in each step, written down before it is used: a step that comes again asks nothing.
+
+RUN_DIR/rewards/step_000012_rank_0.jsonl has a row for each call: {"key", "number", "outcome"}.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import RewardError
+from hybridflow.observability import JsonlWriter
+from hybridflow.rewards.outcome import Outcome
+
+_NAME = re.compile(r"step_(\d+)_rank_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the function: a digest of all that is asked, how many equal ones came before in the step, and its
+    outcome where that is known."""
+
+    key: str
+    number: int
+    known: Outcome | None
+
+
+class RewardJournal:
+    """The outcomes of a run's steps in `directory`; each rank writes a file of its own.
+
+    What is taken is what was there when the journal was made, this rank's own first: not what others write meanwhile.
+    `identity` is of the function and its settings; outcomes of another one are not taken. With `failures` those that
+    failed are kept as well, for a run that goes on after them must find them again.
+    """
+
+    def __init__(self, directory: str | Path, rank: int, identity: Any, *, failures: bool) -> None:
+        self.directory, self._rank, self._identity, self._failures = Path(directory), rank, identity, failures
+        self._sizes = {path: path.stat().st_size for path in self._files()}
+        self._step = -1
+        self._known: dict[str, deque[Outcome]] = {}
+        self._counts: Counter[str] = Counter()
+        self._writer: JsonlWriter | None = None
+
+    def open(self, step: int) -> None:
+        """Take the outcomes that are known of a step, and write those that come to its file."""
+        if step == self._step:
+            return
+        known: defaultdict[str, deque[Outcome]] = defaultdict(deque)
+        own = self.directory / f"step_{step:06d}_rank_{self._rank}.jsonl"
+        others = [path for path in self._sizes if path != own and _step_of(path) == step]
+        for path in [own, *others]:
+            # Equal calls in the order in which they were made; they are written in that in which they were answered.
+            for _, key, outcome in sorted(_read(path, self._sizes.get(path, 0)), key=lambda row: row[0]):
+                known[key].append(outcome)
+        self._writer = JsonlWriter(own)  # which drops a line that a killed process left torn
+        self._known, self._step, self._counts = dict(known), step, Counter()
+
+    def call(self, sample: Mapping[str, Any], prompt: Any) -> Call:
+        """A call, with its outcome if it was made before; of several that are equal, the first that was not taken."""
+        text = json.dumps(_canonical([self._identity, sample, prompt]))
+        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self._counts[key] += 1
+        outcomes = self._known.get(key)
+        return Call(key, self._counts[key] - 1, outcomes.popleft() if outcomes else None)
+
+    def write(self, call: Call, outcome: Outcome, *, is_answer: bool) -> None:
+        """Keep an outcome, if it is an answer or failures are kept. Raises DataError if it cannot be written."""
+        assert self._writer is not None, "open comes first"
+        if is_answer or self._failures:
+            outcome_text = json.dumps(outcome.to_message())
+            self._writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
+
+    def forget_before(self, step: int) -> None:
+        """Remove the files of earlier steps, to which no checkpoint leads back."""
+        for path in self._files():
+            if _step_of(path) < step:
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("step_*_rank_*.jsonl") if _NAME.fullmatch(path.name))
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _read(path: Path, size: int) -> list[tuple[int, str, Outcome]]:
+    """The rows in the first `size` bytes, but for a torn last one: number, key and outcome."""
+    rows: list[tuple[int, str, Outcome]] = []
+    number = 0
+    try:
+        contents = path.read_bytes()[:size] if size else b""
+        for number, line in enumerate(contents.split(b"\n")[:-1], start=1):  # noqa: B007  (for the error)
+            row = json.loads(line)
+            rows.append((int(row["number"]), str(row["key"]), Outcome.of_message(json.loads(row["outcome"]))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RewardError(
+            f"{path}, line {number}, is damaged ({error}); remove it to have its rewards asked for again."
+        ) from error
+    return rows
+
+
+def _canonical(value: Any) -> Any:
+    """What JSON writes alike for values that are alike, in whatever order the entries of their dicts are."""
+    if isinstance(value, Mapping):
+        return {"": sorted(([repr(key), _canonical(item)] for key, item in value.items()), key=lambda entry: entry[0])}
+    if hasattr(value, "tolist"):  # of numpy
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)

@@ -1,0 +1,150 @@
+"""What is learned from given data: responses to imitate, or pairs to prefer. One optimizer step for each batch.
+
+examples ──────────────────────────────────────────────> update          (SFT)
+pairs ──log-probs, reference──> pair losses ──slopes──> update           (DPO, IPO)
+pairs ──scores────────────────> pair losses ──slopes──> update           (reward model)
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms import PREFERENCE_LOSSES, PairLoss, bradley_terry_loss, slopes_of
+from hybridflow.config import Config
+from hybridflow.controller import WorkerGroup
+from hybridflow.observability import DPO_FIGURES, REWARD_MODEL_FIGURES, SFT_FIGURES, reduce_lists
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.stage_calls import StageCalls
+from hybridflow.trainers.stages import Batch, read, with_row_ids
+
+
+class Objective(Protocol):
+    """What the offline trainer needs of one."""
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """What the console shows: label -> metric."""
+        ...
+
+    def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        """One optimizer step; returns the batch with the columns it made, and metrics."""
+        ...
+
+    def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        """Sums of validation metrics by their names, and what they are to be divided by, with nothing learned."""
+        ...
+
+
+class SFT:
+    """Cross-entropy of each response token."""
+
+    figures = SFT_FIGURES
+
+    def __init__(self, policy: WorkerGroup) -> None:
+        self.policy = StageCalls(policy)
+
+    def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        batch = in_one_step(examples)
+        return batch, _metrics(self.policy.update_sft(batch))
+
+    def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        log_probs = read(self.policy.compute_log_probs(examples), ["old_log_probs"]).batch["old_log_probs"]
+        log_probs = log_probs[examples.batch["response_mask"]]
+        return {"sft/val_loss": -float(log_probs.double().sum())}, len(log_probs)
+
+
+class DPO:
+    """A policy that comes to prefer the better response of each pair, measured from a reference."""
+
+    figures = DPO_FIGURES
+
+    def __init__(self, config: Config, policy: WorkerGroup, reference: WorkerGroup) -> None:
+        self.policy, self.reference = StageCalls(policy), StageCalls(reference)
+        self.losses = partial(PREFERENCE_LOSSES[config.offline.preference_loss], beta=config.offline.beta)
+
+    def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        batch, pairs, slopes = self._compare(in_one_step(examples))
+        batch = batch.union(slopes)
+        return batch, _pair_metrics(pairs, "dpo/", "reward") | _metrics(self.policy.update_dpo(batch))
+
+    def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        _, pairs, _ = self._compare(examples)
+        return _val_sums(pairs, "dpo/"), len(pairs.losses)
+
+    def _compare(self, batch: DataProto) -> tuple[DataProtoFuture, PairLoss, DataProto]:
+        """The batch with log-probs, what the pairs lose, and by which slopes."""
+        scored = batch.union(self.policy.compute_log_probs(batch))
+        scored = scored.union(self.reference.compute_ref_log_probs(batch))
+        columns = read(scored, ["old_log_probs", "ref_log_probs", "response_mask"]).batch
+        mask = columns["response_mask"]
+        policy, reference = (
+            torch.where(mask, columns[name].double(), 0.0).sum(-1).view(-1, 2)
+            for name in ("old_log_probs", "ref_log_probs")
+        )
+        names = ("chosen_ref_log_probs", "rejected_ref_log_probs")
+        pairs, slopes = slopes_of(self.losses, policy, **dict(zip(names, reference.unbind(1), strict=True)))
+        return scored, pairs, _slope_column(slopes, columns["old_log_probs"].dtype)
+
+
+class RewardModeling:
+    """A score for conversations under which the better response of each pair has the higher one."""
+
+    figures = REWARD_MODEL_FIGURES
+
+    def __init__(self, model: WorkerGroup) -> None:
+        self.model = StageCalls(model)
+
+    def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        batch = in_one_step(examples)
+        pairs, slopes = self._compare(batch)
+        batch = batch.union(slopes)
+        return batch, _pair_metrics(pairs, "reward_model/", "score") | _metrics(self.model.update_reward_model(batch))
+
+    def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        pairs, _ = self._compare(examples)
+        return _val_sums(pairs, "reward_model/"), len(pairs.losses)
+
+    def _compare(self, batch: DataProto) -> tuple[PairLoss, DataProto]:
+        scores = read(self.model.compute_scores(batch), ["scores"]).batch["scores"]
+        pairs, slopes = slopes_of(bradley_terry_loss, scores.double().view(-1, 2))
+        return pairs, _slope_column(slopes, scores.dtype)
+
+
+def in_one_step(examples: DataProto) -> DataProto:
+    """The batch with its row ids, all of them in one optimizer step."""
+    batch = with_row_ids(examples)
+    batch.meta_info["mini_batches"] = [batch.batch["row_ids"].tolist()]
+    return batch
+
+
+def _metrics(update: DataProtoFuture) -> dict[str, Any]:
+    return reduce_lists(update.get(()).meta_info["metrics"])
+
+
+def _slope_column(slopes: Tensor, dtype: torch.dtype) -> DataProto:
+    return DataProto.from_dict({"loss_slopes": slopes.flatten().to(dtype)})
+
+
+def _pair_metrics(pairs: PairLoss, prefix: str, what: str) -> dict[str, float]:
+    """The means over pairs; `what` the compared numbers are."""
+    margins = pairs.chosen_rewards - pairs.rejected_rewards
+    return {
+        f"{prefix}loss": float(pairs.losses.mean()),
+        f"{prefix}accuracy": float(_right(pairs).mean()),
+        f"{prefix}margin": float(margins.mean()),
+        f"{prefix}chosen_{what}": float(pairs.chosen_rewards.mean()),
+        f"{prefix}rejected_{what}": float(pairs.rejected_rewards.mean()),
+    }
+
+
+def _val_sums(pairs: PairLoss, prefix: str) -> dict[str, float]:
+    return {f"{prefix}val_loss": float(pairs.losses.sum()), f"{prefix}val_accuracy": float(_right(pairs).sum())}
+
+
+def _right(pairs: PairLoss) -> Tensor:
+    """1 where the better response is preferred, half where neither is."""
+    margins = pairs.chosen_rewards - pairs.rejected_rewards
+    return (margins > 0).double() + 0.5 * (margins == 0).double()

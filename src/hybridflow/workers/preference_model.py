@@ -1,0 +1,41 @@
+"""The reward model that learns from preferences; `RewardModelWorker` scores with what it has become."""
+
+from hybridflow.config import Config
+from hybridflow.controller import register
+from hybridflow.protocol import DataProto
+from hybridflow.workers.losses import slope_loss
+from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.process import prepare_process
+
+
+class PreferenceModelWorker(ModelWorker):
+    """A scalar head, zero at first, on the body of model.path: a conversation's score is read at its last token."""
+
+    component = "reward_model"
+    role = "actor"
+
+    def __init__(self, config: Config, total_updates: int = 1) -> None:
+        prepare_process(self, config)
+        self.engine = self.build_engine(config, config.model.path, "value", config.offline.optimizer, total_updates)
+
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",))
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """The score of each conversation, (batch,)."""
+        return DataProto.from_dict({"scores": self.engine.forward(batch)["values"][:, 0]})
+
+    @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one")
+    def update_reward_model(self, batch: DataProto) -> DataProto:
+        """One optimizer step for each mini-batch, on `loss_slopes` times the score of each conversation."""
+        self.require_collectives("sum gradients")
+        steps = []
+        for mini_batch in iterate_mini_batches(batch, self.engine):
+            result = self.engine.update(mini_batch.rows, slope_loss("values"))
+            steps.append(
+                {
+                    "reward_model/grad_norm": result.grad_norm,
+                    "reward_model/lr": result.lr,
+                    "reward_model/padding_computed": result.padding_share,
+                }
+            )
+        return DataProto(meta_info={"metrics": mean_metrics(steps)})

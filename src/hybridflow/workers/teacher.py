@@ -1,0 +1,41 @@
+"""The teacher: a frozen policy that says what it would have written where the student wrote."""
+
+from hybridflow.config import Config
+from hybridflow.controller import register
+from hybridflow.models import vocabulary_size
+from hybridflow.protocol import DataProto
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.process import prepare_process
+
+CANDIDATES = ("candidate_ids", "teacher_candidate_log_probs")
+
+
+def teacher_columns(config: Config) -> tuple[str, ...]:
+    """What the teacher makes: its most likely tokens only where a loss compares with them."""
+    return ("teacher_log_probs", *(CANDIDATES if config.teacher.loss != "none" else ()))
+
+
+class TeacherWorker(ModelWorker):
+    """Computes; never learns, so it is not part of a checkpoint."""
+
+    component = "teacher"
+    role = "teacher"
+
+    def __init__(self, config: Config) -> None:
+        prepare_process(self, config)
+        self.config = config
+        self.engine = self.build_engine(config, config.teacher.model_path, "policy")
+        self.num_tokens = vocabulary_size(config.model.path)  # a larger model of a family may have more, as padding
+
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=teacher_columns, parts=lambda config: config.controller.parts)
+    def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probs of the responses under the teacher, at the temperature of the rollouts, and of the tokens that it
+        finds most likely at each place."""
+        top_k = self.config.teacher.top_k if self.config.teacher.loss != "none" else 0
+        outputs = self.engine.forward(
+            batch, top_k=top_k, top_k_below=self.num_tokens, temperature=self.config.rollout.temperature
+        )
+        columns = {"teacher_log_probs": outputs["log_probs"]}
+        if top_k:
+            columns |= {"candidate_ids": outputs["top_ids"], "teacher_candidate_log_probs": outputs["top_log_probs"]}
+        return DataProto.from_dict(columns)

@@ -1,0 +1,98 @@
+import inspect
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hybridflow.algorithms import (
+    candidate_log_probs_from_logits,
+    distillation_advantages,
+    no_advantages,
+    teacher_kl,
+    top_log_probs_from_logits,
+)
+from hybridflow.errors import AlgorithmError
+
+
+def logs(*probs):
+    return torch.tensor([[probs]], dtype=torch.float64).log()
+
+
+def test_an_advantage_is_how_much_likelier_the_teacher_finds_the_token():
+    advantages, returns = distillation_advantages(
+        old_log_probs=torch.tensor([[-1.0, -2.0, float("nan")]]),
+        teacher_log_probs=torch.tensor([[-0.5, -3.0, float("nan")]]),
+        response_mask=torch.tensor([[True, True, False]]),
+    )
+    assert advantages.tolist() == [[0.5, -1.0, 0.0]]
+    assert returns.tolist() == advantages.tolist()
+
+
+def test_no_advantages_are_zeros():
+    assert no_advantages(response_mask=torch.tensor([[True, False]]))[0].tolist() == [[0.0, 0.0]]
+
+
+def test_kl_over_candidates_and_the_rest_by_hand():
+    # policy 0.5, 0.3 and a rest of 0.2; teacher 0.25, 0.25 and a rest of 0.5
+    columns = {"candidate_log_probs": logs(0.5, 0.3), "teacher_candidate_log_probs": logs(0.25, 0.25)}
+    reverse = 0.5 * math.log(2) + 0.3 * math.log(1.2) + 0.2 * math.log(0.4)
+    forward = 0.25 * math.log(0.5) + 0.25 * math.log(0.25 / 0.3) + 0.5 * math.log(2.5)
+    assert teacher_kl(**columns, direction="reverse_kl").tolist() == [[pytest.approx(reverse)]]
+    assert teacher_kl(**columns, direction="forward_kl").tolist() == [[pytest.approx(forward)]]
+
+
+@pytest.mark.parametrize("direction", ["reverse_kl", "forward_kl"])
+def test_the_whole_vocabulary_gives_the_whole_kl_and_its_gradient(direction):
+    generator = torch.Generator().manual_seed(0)
+    policy, teacher = torch.randn(2, 4, 5, 7, dtype=torch.float64, generator=generator)
+    policy.requires_grad_()
+
+    ids, teacher_top = top_log_probs_from_logits(teacher, 7)
+    found = teacher_kl(
+        candidate_log_probs=candidate_log_probs_from_logits(policy, ids),
+        teacher_candidate_log_probs=teacher_top,
+        direction=direction,
+    )
+    p, t = policy.log_softmax(-1), teacher.log_softmax(-1)
+    whole = ((p.exp() * (p - t)) if direction == "reverse_kl" else (t.exp() * (t - p))).sum(-1)
+    torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
+    (grad,) = torch.autograd.grad(found.sum(), policy, retain_graph=True)
+    (wanted,) = torch.autograd.grad(whole.sum(), policy)
+    torch.testing.assert_close(grad, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("direction", ["reverse_kl", "forward_kl"])
+def test_fewer_candidates_never_give_more_and_equal_policies_nothing(direction):
+    generator = torch.Generator().manual_seed(1)
+    policy, teacher = torch.randn(2, 20, 1, 9, dtype=torch.float64, generator=generator)
+
+    def kl(k, policy):
+        ids, top = top_log_probs_from_logits(teacher, k)
+        at = candidate_log_probs_from_logits(policy, ids)
+        return teacher_kl(candidate_log_probs=at, teacher_candidate_log_probs=top, direction=direction)
+
+    values = [kl(k, policy) for k in (1, 3, 6, 9)]
+    assert all((fewer <= more + 1e-9).all() for fewer, more in pairwise(values))
+    assert all((value >= 0).all() for value in values)
+    torch.testing.assert_close(kl(3, teacher), torch.zeros(20, 1, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_that_take_all_probability_stay_finite(dtype):
+    policy = torch.tensor([[[40.0, -40.0, 0.0]]], dtype=dtype, requires_grad=True)
+    teacher = torch.tensor([[[-40.0, 40.0, 0.0]]], dtype=dtype)
+    for direction in ("reverse_kl", "forward_kl"):
+        ids, top = top_log_probs_from_logits(teacher, 2)
+        at = candidate_log_probs_from_logits(policy, ids)
+        kl = teacher_kl(candidate_log_probs=at, teacher_candidate_log_probs=top, direction=direction)
+        (grad,) = torch.autograd.grad(kl.sum(), policy)
+        assert torch.isfinite(kl).all()
+        assert torch.isfinite(grad).all()
+
+
+def test_an_unknown_direction_is_refused():
+    with pytest.raises(AlgorithmError, match="not one of reverse_kl, forward_kl"):
+        inspect.unwrap(teacher_kl)(
+            candidate_log_probs=logs(0.5), teacher_candidate_log_probs=logs(0.5), direction="jsd"
+        )

@@ -1,0 +1,96 @@
+"""A real HTTP server on this machine, whose answers a test writes."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from hybridflow.rewards import http_client
+
+
+@dataclass(frozen=True)
+class Request:
+    at: float
+    path: str
+    headers: dict[str, str]
+    json: Any
+    client_port: int
+    """One for each connection."""
+
+
+Answer = Callable[[Request], Any]
+"""(status, headers, body) or a value that is sent as JSON; None closes the connection."""
+
+
+@dataclass
+class Server:
+    url: str
+    answer: Answer
+    requests: list[Request] = field(default_factory=list)
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def num_connections(self) -> int:
+        return len({request.client_port for request in self.requests})
+
+    def answer_in_turn(self, *answers: Any) -> None:
+        """The first request gets the first answer, and so on; the last answer stays."""
+        self.answer = lambda request: answers[min(len(self.requests), len(answers)) - 1]
+
+    def hang(self, request: Request) -> None:
+        self.is_over.wait(30)
+
+
+class _ManyAtOnce(ThreadingHTTPServer):
+    request_queue_size = 256
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[Server]:
+    """A server that answers 1.0 until a test says otherwise; pauses between attempts are short."""
+    monkeypatch.setattr(http_client, "BACKOFF_S", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            at, length = time.monotonic(), int(self.headers["Content-Length"])
+            contents = json.loads(self.rfile.read(length))
+            request = Request(at, self.path, dict(self.headers), contents, self.client_address[1])
+            served.requests.append(request)
+            answer = served.answer(request)
+            if answer is None:
+                self.close_connection = True
+                return
+            if not isinstance(answer, tuple):
+                answer = 200, {"Content-Type": "application/json"}, json.dumps(answer)
+            status, headers, body = answer
+            body = body.encode() if isinstance(body, str) else body
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            try:
+                self.wfile.write(body)
+            except ConnectionError:
+                self.close_connection = True  # the client has seen enough
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    listening = _ManyAtOnce(("127.0.0.1", 0), Handler)
+    served = Server(f"http://127.0.0.1:{listening.server_address[1]}/score", lambda request: 1.0)
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield served
+    served.is_over.set()
+    listening.shutdown()
+    listening.server_close()
+    thread.join()

@@ -1,0 +1,312 @@
+"""Programs that try everything: each scores zero, quickly, and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import code_reward, code_runner
+from hybridflow.rewards.code_block import last_code_block
+from hybridflow.rewards.syscall_filter import filter_program
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+ADD = {"tests": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
+PRINTS = {"inputs": [""], "outputs": ["done"]}
+
+ALL = {"score": 1.0, "passed": 1.0, "compiled": 1.0}
+HALF = {"score": 0.0, "passed": 0.5, "compiled": 1.0}
+NOTHING = {"score": 0.0, "passed": 0.0, "compiled": 1.0}
+NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+
+
+def score(program: str, truth: object, **settings):
+    solution = f"Here it is:\n```python\n{program}\n```\n"
+    return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **settings)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files, others = len(os.listdir("/proc/self/fd")), set(children())
+    yield
+    assert list(tmp_path.glob("hybridflow-code-*")) == []
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert set(children()) <= others
+
+
+def children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def test_a_program_reads_stdin_and_prints():
+    assert score("print(sum(map(int, input().split())))", SUM) == ALL
+    assert (
+        score("a, b = map(int, input().split())\nif __name__ == '__main__':\n    print(a + b, ' \\n\\n')", SUM) == ALL
+    )
+    assert score("input()\nprint(3)", SUM) == HALF
+    assert score("import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)", SUM) == ALL
+
+
+def test_statements_run_after_the_program_in_its_namespace():
+    assert score("def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    input()", ADD) == ALL
+    assert score("def add(a, b):\n    return 3", ADD) == HALF
+    assert score("add = 1", ADD) == NOTHING
+    program = (
+        "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\ny = pickle.loads(pickle.dumps(P(3)))"
+    )
+    assert score(program, {"tests": ["assert y == P(3)"]}) == ALL
+
+
+def test_partial_credit_is_the_share_and_max_tests_takes_the_first_ones():
+    assert score("input()\nprint(3)", SUM, partial_credit=True)["score"] == 0.5
+    assert score("input()\nprint(3)", SUM, max_tests=1) == ALL
+
+
+@pytest.mark.parametrize("program", ["def", "x = \x00", "\ud800", "(" * 10_000, "x = 1 +" * 2])
+def test_what_does_not_compile_says_so(program):
+    assert score(program, ADD) == NO_PROGRAM
+
+
+def test_a_program_that_raises_fails_whatever_it_printed():
+    assert score("print('done')\nraise ValueError", PRINTS) == NOTHING
+    assert score("print('done')\nimport os\nos._exit(1)", PRINTS) == NOTHING
+    assert score("print('don')", PRINTS) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "print('passed')\ndef add(a, b):\n    import os\n    os._exit(0)",
+        "def add(a, b):\n    raise SystemExit(0)",
+        "import builtins\nbuiltins.AssertionError = AssertionError = Exception\nadd = min",
+        "import builtins\nbuiltins.exec = lambda *a: None\nbuiltins.compile = lambda *a, **k: ''\nadd = min",
+        "import os\nos.read = lambda fd, n: b''\nos._exit = lambda code: None\nadd = min",
+        "import sys\nsys.excepthook = lambda *a: None\nadd = min",
+        "import atexit, os\natexit.register(os._exit, 0)\nadd = min",
+        "import sys\nsys.settrace(lambda *a: None)\nadd = min",
+        "import os\nfor fd in range(3, 64):\n    try:\n        os.write(fd, b'loaded\\ndone\\n' + b'0' * 32 + b'\\n')\n"
+        "    except OSError:\n        pass\nos._exit(0)",
+        "import os\nos.closerange(3, 64)\nadd = min",
+    ],
+)
+def test_a_program_does_not_pass_by_leaving_early_or_replacing_functions(program):
+    assert score(program, ADD)["score"] == 0.0
+
+
+ATTEMPTS = {
+    "a socket": "import socket\nsocket.socket()",
+    "a pair of sockets that reaches others": "import socket\nsocket.socketpair(socket.AF_INET)",
+    "signals by a file's owner": (
+        "import fcntl, os, struct\nfor fd in range(3, 64):\n    try:\n        os.fstat(fd)\n"
+        "    except OSError:\n        continue\n    fcntl.ioctl(fd, 0x8901, struct.pack('i', os.getppid()))\n"
+        "    fcntl.ioctl(fd, 0x5452, struct.pack('i', 1))"
+    ),
+    "a fork": "import os\nif os.fork() == 0:\n    os._exit(0)",
+    "a program": "import os\nassert os.system('true') == 0",
+    "a subprocess": "import subprocess\nsubprocess.run(['/bin/true'])",
+    "replacing itself": "import os\nos.execv('/bin/echo', ['echo', 'done'])",
+    "killing the parent": "import os\nos.kill(os.getppid(), 9)",
+    "killing all": "import os\nos.kill(-1, 9)",
+    "limits of the parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
+    "limits of its own": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (999, 999))",
+    "a signal through a file": "import fcntl, os\nfcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "a session": "import os\nos.setsid()",
+    "writing elsewhere": "open('{outside}/new', 'w')",
+    "overwriting elsewhere": "open('{outside}/secret', 'a')",
+    "emptying elsewhere": "import os\nos.truncate('{outside}/secret', 0)",
+    "emptying what may be read": "import os\nos.open(os.__file__, os.O_RDONLY | os.O_TRUNC)",
+    "removing elsewhere": "import os\nos.remove('{outside}/secret')",
+    "renaming elsewhere": "import os\nos.rename('program.py', '{outside}/new')",
+    "linking elsewhere": "import os\nos.link('{outside}/secret', 'copy')",
+    "reading elsewhere": "open('{outside}/secret').read()",
+    "reading through a link": "import os\nos.symlink('{outside}/secret', 'copy')\nopen('copy').read()",
+    "listing elsewhere": "import os\nos.listdir('{outside}')",
+    "reading the parent": "import os\nopen(f'/proc/{{os.getppid()}}/environ').read()",
+    "reading itself": "open('/proc/self/maps').read()",
+    "reading passwords": "open('/etc/passwd').read()",
+    "much memory": "x = bytearray(10 * 2**30)",
+    "a large file": "with open('large', 'wb') as file:\n    file.write(bytes(2**21))",
+    "many files": "kept = [open('program.py') for _ in range(100)]",
+    "endless output": "while True:\n    print('done' * 1000)",
+    "a device": "import os\nos.mknod('device', 0o020666, os.makedev(1, 1))",
+    "a mount": "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/', b'tmpfs', 0, None) == 0",
+    "a trace": "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), None, None) == 0",
+    "a namespace": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "an unknown call": "import ctypes\nassert ctypes.CDLL(None).syscall(0x40000000 + 39) > 0",
+    "io_uring": "import ctypes\nassert ctypes.CDLL(None).syscall(425, 8, bytes(120)) >= 0",
+    "crashing": "import ctypes\nctypes.string_at(0)",
+}
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_a_program_may_only_compute(attempt, tmp_path):
+    (tmp_path / "secret").write_text("42")
+    program = ATTEMPTS[attempt].format(outside=tmp_path) + "\nprint('done')"
+    assert score(program, PRINTS, timeout_s=1.0) == NOTHING
+    assert (tmp_path / "secret").read_text() == "42"
+    assert (tmp_path / "secret").stat().st_mode & 0o777 != 0o777
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True:\n    pass",
+        "import time\ntime.sleep(60)",
+        "import os\nos.close(0)\nos.close(1)\nwhile True:\n    pass",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nprint('done')",
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
+    ],
+)
+def test_a_program_that_does_not_end_is_killed(program):
+    start = time.monotonic()
+    assert score(program, PRINTS, timeout_s=0.3) == NOTHING
+    assert time.monotonic() - start < 5.0
+
+
+def test_statements_that_do_not_end_are_killed():
+    assert score("def add(a, b):\n    while True:\n        pass", {"tests": ["add(1, 2)"]}, timeout_s=0.3) == NOTHING
+
+
+def test_threads_are_possible_and_bounded():
+    program = "import threading\nt = threading.Thread(target=print, args=('done',))\nt.start()\nt.join()"
+    assert score(program, PRINTS) == ALL
+    bomb = "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()"
+    assert score(bomb, PRINTS, timeout_s=0.5, memory_bytes=2**28) == NOTHING
+
+
+def test_a_program_may_write_in_its_own_directory_of_which_nothing_stays():
+    program = """
+import os, tempfile
+with tempfile.TemporaryFile() as file:
+    file.write(b"x")
+os.mkdir("locked", 0)
+os.symlink("/", "root")
+directory = os.open(".", os.O_RDONLY)
+for _ in range(3000):
+    os.mkdir("deeper", dir_fd=directory)
+    inner = os.open("deeper", os.O_RDONLY, dir_fd=directory)
+    os.close(directory)
+    directory = inner
+print("done")
+"""
+    assert score(program, PRINTS) == ALL
+
+
+def test_the_environment_is_empty_and_only_the_standard_library_is_there(monkeypatch):
+    monkeypatch.setenv("SECRET", "42")
+    assert score("import os\nassert 'SECRET' not in os.environ\nprint('done')", PRINTS) == ALL
+    assert score("import numpy\nprint('done')", PRINTS) == NOTHING
+    modules = "json, heapq, decimal, fractions, itertools, sqlite3, zoneinfo, random, bisect, hashlib, zlib, struct, re"
+    assert score(f"import {modules}\nprint('done')", PRINTS) == ALL
+
+
+def test_it_works_in_any_thread():
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(score("def add(a, b):\n    return a + b", ADD)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [ALL, ALL, ALL]
+
+
+def test_a_ground_truth_may_be_json_and_hold_arrays():
+    assert score("print(sum(map(int, input().split())))", json.dumps(SUM)) == ALL
+    arrays = {name: np.array(texts, dtype=object) for name, texts in SUM.items()}
+    assert score("print(sum(map(int, input().split())))", {**arrays, "tests": None}) == ALL
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        None,
+        "no JSON",
+        "[]",
+        {},
+        {"tests": []},
+        {"tests": "assert True"},
+        {"tests": [1]},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": ["1"]},
+        {**SUM, **ADD},
+    ],
+)
+def test_a_ground_truth_without_tests_is_an_error(truth):
+    with pytest.raises(RewardError, match="the ground truth must look like"):
+        score("print(1)", truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("```python\na\n```", "a"),
+        ("```\na\n```", "a"),
+        ("```py\na\n\nb\n```\n```Python3\nc\n```", "c"),
+        ("  ```python\n  a\n  ```", "a"),
+        ("```python\na\n```\n```json\n{}\n```", "a"),
+        ("```python\na\n```\n```python\nb", "a"),
+        ("```python\n```", ""),
+        ("print(1)", None),
+        ("```rust\na\n```", None),
+        ("``` `" * 1000, None),
+    ],
+)
+def test_the_last_complete_block_of_python_is_the_program(text, block):
+    assert last_code_block(text) == block
+
+
+def test_a_response_without_a_program_scores_zero():
+    assert code_reward("code", "print(3)", SUM) == NO_PROGRAM
+    assert code_reward("code", f"```python\n{'#' * 300_000}\n```", SUM) == NO_PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("import code_limits\ncode_limits.filter_program = lambda *a: bytes(8)", "the kernel refuses seccomp filters"),
+        ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
+        ("import os, code_limits\nos.uname = lambda: type('', (), {'machine': 'riscv64'})", "not for 'riscv64'"),
+        ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
+        ("import os\nos._exit(1)", "did not start"),
+    ],
+)
+def test_where_a_program_cannot_be_kept_in_none_is_run(tmp_path, monkeypatch, spoil, message):
+    folder = Path(code_runner.__file__).parent
+    script = tmp_path / "spoiled.py"
+    script.write_text(f"""
+import os, sys
+sys.path.insert(0, {str(folder)!r})
+{spoil}
+import code_process
+code_process.__file__ = {str(folder / "code_process.py")!r}
+code_process.main()
+""")
+    monkeypatch.setattr(code_runner, "_SCRIPT", script)
+    with pytest.raises(RewardError, match=f"(?s)so that none was run.*{message}.*Linux 5.13"):
+        score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
+    assert not (tmp_path / "new").exists()
+
+
+def test_there_is_a_filter_for_both_machines():
+    for machine in ("x86_64", "aarch64"):
+        instructions = len(filter_program(machine, 1)) // 8
+        assert 200 < instructions < 4096  # the kernel's bound
+
+
+def test_the_table_of_rewards_loads_no_math_verify():
+    program = "import sys, hybridflow.rewards; sys.exit('math_verify' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,273 @@
+"""Functions that are async, that take batches, that have arguments of their own: in processes and in the rank."""
+
+import os
+import time
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import RewardRunner, RewardScorer
+from hybridflow.rewards import runner as runner_module
+
+FUNCTIONS = """
+import asyncio, os, random, time
+
+async def slow(data_source, solution_str, ground_truth, extra_info, seconds=0.3):
+    if solution_str == "raise":
+        raise ValueError("no")
+    if solution_str == "late":
+        await asyncio.sleep(60)
+    if solution_str == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+    if solution_str == "block":
+        time.sleep(60)
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "own":
+        raise TimeoutError("of the function's own")
+    await asyncio.sleep(seconds)
+    return {"score": len(solution_str), "seconds": seconds}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos, factor=1):
+    if "raise" in solution_strs:
+        raise ValueError("no")
+    if "short" in solution_strs:
+        return [1.0]
+    longest = max(map(len, solution_strs))
+    return [{"score": factor * len(text) / longest, "drawn": random.random()} for text in solution_strs]
+
+async def async_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    await asyncio.sleep(0.01)
+    return tuple(len(text) for text in solution_strs)
+
+def scaled(data_source, solution_str, ground_truth, extra_info, factor, offset=0):
+    return factor * len(solution_str) + offset
+
+def lists(**sample):
+    return [1, 2]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def runner(file):
+    def build(function, **changes):
+        settings = {"num_processes": 2, "timeout_s": 2.0, "memory_bytes": 2**29} | changes
+        built.append(RewardRunner(f"{file}:{function}", **settings))
+        return built[-1]
+
+    built: list[RewardRunner] = []
+    yield build
+    for each in built:
+        each.close()
+
+
+def samples(texts):
+    return [
+        (seed, {"data_source": "d", "solution_str": text, "ground_truth": None, "extra_info": {}})
+        for seed, text in enumerate(texts)
+    ]
+
+
+def scores(outcomes):
+    return [outcome.result["score"] for outcome in outcomes]
+
+
+def test_an_async_function_has_many_samples_in_hand_and_answers_in_their_order(runner):
+    asked = runner("slow")
+    asked.start()
+    texts = ["a" * (1 + i % 9) for i in range(60)]
+    start = time.monotonic()
+    outcomes = asked.run(samples(texts))
+    took = time.monotonic() - start
+    assert scores(outcomes) == [len(text) for text in texts]
+    assert took < 2.0  # alone they take 18 s
+
+
+def test_no_more_are_in_hand_than_asked_for(runner):
+    asked = runner("slow", concurrency=2, num_processes=1)
+    asked.start()
+    start = time.monotonic()
+    asked.run(samples(["a"] * 6))
+    assert time.monotonic() - start > 0.85  # three rounds of 0.3 s
+
+
+def test_failures_of_an_async_function_are_of_one_sample_each(runner):
+    texts = ["a", "raise", "late", "b", "own", "c"]
+    outcomes = runner("slow", timeout_s=1.0).run(samples(texts))
+    assert [outcome.kind for outcome in outcomes] == [None, "raised", "timeout", None, "raised", None]
+    assert outcomes[1].problem == "ValueError: no"
+    assert outcomes[2].problem == "took longer than reward.timeout_s=1.0"
+    assert outcomes[4].problem == "TimeoutError: of the function's own"
+
+
+@pytest.mark.parametrize(("bad", "kind"), [("block", "timeout"), ("stubborn", "timeout"), ("exit", "died")])
+def test_a_sample_that_takes_its_process_along_fails_alone(runner, monkeypatch, bad, kind):
+    monkeypatch.setattr(runner_module, "GRACE_S", 0.5)
+    texts = ["a", "bb", bad, "ccc", "dddd"] * 2
+    outcomes = runner("slow", timeout_s=1.0, num_processes=1).run(samples(texts))
+    assert [outcome.kind for outcome in outcomes] == [None, None, kind, None, None] * 2
+    assert [outcome.result["score"] for outcome in outcomes if outcome.kind is None] == [1, 2, 3, 4] * 2
+
+
+def test_a_function_of_batches_sees_all_samples_of_a_call(runner):
+    one, two = runner("batch", num_processes=1), runner("batch", kwargs={"factor": 10})
+    assert scores(one.run(samples(["a", "bbbb", "cc"]))) == [0.25, 1.0, 0.5]
+    assert scores(two.run(samples(["a", "bbbb", "cc"]))) == [2.5, 10.0, 5.0]
+    drawn = [[outcome.result["drawn"] for outcome in r.run(samples(["a", "b"]))] for r in (one, two)]
+    assert drawn[0] == drawn[1]  # by the seeds of the samples
+
+
+def test_a_batch_that_fails_fails_for_all_its_samples(runner):
+    asked = runner("batch")
+    assert [outcome.kind for outcome in asked.run(samples(["a", "raise"]))] == ["raised", "raised"]
+    (first, _) = asked.run(samples(["a", "short"]))
+    assert "must return a list of 2 results, one for each sample, not 1 results" in first.problem
+
+
+def test_an_async_function_may_take_batches(runner):
+    assert [outcome.result for outcome in runner("async_batch").run(samples(["a", "bb"]))] == [1.0, 2.0]
+
+
+def test_a_list_for_one_sample_is_no_score(runner):
+    scorer = RewardScorer(runner=runner("lists"))
+    with pytest.raises(RewardError, match=r"returned \[1, 2\], which is not a finite number"):
+        scorer.score(["x"], ["d"], [None])
+
+
+def test_arguments_of_the_functions_own_are_given_and_missing_ones_are_told_at_the_start(runner, file):
+    outcomes = runner("scaled", kwargs={"factor": 3, "offset": 1}).run(samples(["aa"]))
+    assert outcomes[0].result == 7.0
+    for kwargs, problem in (({}, "missing a required argument: 'factor'"), ({"factor": 1, "x": 2}, "unexpected")):
+        with pytest.raises(RewardError, match=problem):
+            runner("scaled", kwargs=kwargs).start()
+        with pytest.raises(RewardError, match=problem):
+            RewardScorer(f"{file}:scaled", kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "wanted"),
+    [
+        ("slow", {"seconds": 0.0}, [1.0, 4.0]),
+        ("batch", {"factor": 2}, [0.5, 2.0]),
+        ("async_batch", {}, [1.0, 4.0]),
+        ("scaled", {"factor": 2}, [2.0, 8.0]),
+    ],
+)
+def test_every_form_can_be_called_in_the_rank(file, function, kwargs, wanted):
+    scorer = RewardScorer(f"{file}:{function}", kwargs=kwargs)
+    assert scorer.score(["a", "bbbb"], ["d", "d"], [None, None]).scores.tolist() == wanted
+
+
+def test_failures_of_every_form_in_the_rank_are_of_a_sample_or_of_the_batch(file):
+    rows = {"solution_texts": ["a", "raise"], "data_sources": ["d", "d"], "ground_truths": [None, None]}
+    zero = {"on_error": "zero", "max_failure_rate": 1.0}
+    assert RewardScorer(f"{file}:slow", **zero).score(**rows).failed.tolist() == [False, True]
+    assert RewardScorer(f"{file}:batch", **zero).score(**rows).failed.tolist() == [True, True]
+
+
+ODD = """
+import functools, os, subprocess, sys, time
+
+def reads(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "input":
+        return input()
+    if solution_str == "child":
+        return len(subprocess.run(["cat"], capture_output=True).stdout)
+    if solution_str == "left":
+        subprocess.Popen(["sleep", "77777"])
+        time.sleep(60)
+    if solution_str == "fork":
+        if os.fork() == 0:
+            return 5.0
+        time.sleep(0.1)
+    if solution_str == "behind":
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        os._exit(1)
+    return len(solution_str)
+
+class Patient:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return len(solution_str)
+
+patient = Patient()
+
+async def plain(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str)
+
+@functools.wraps(plain)
+def wrapped(**sample):
+    return plain(**sample)
+
+def voted(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1, "answer": 10**20 + 1 if solution_str == "big" else 7}
+"""
+
+
+@pytest.fixture
+def odd(tmp_path, runner, file):
+    file.write_text(ODD)
+    return runner
+
+
+def test_what_a_function_reads_is_no_sample(odd):
+    outcomes = odd("reads", timeout_s=5.0, num_processes=1).run(samples(["input", "child", "abc"]))
+    assert [outcome.kind for outcome in outcomes] == ["raised", None, None]
+    assert [outcome.result for outcome in outcomes] == [None, 0, 3]
+
+
+def test_children_of_a_function_end_with_its_process(odd):
+    asked = odd("reads", timeout_s=0.5, num_processes=1)
+    asked.start()
+    group = asked._processes[0].popen.pid
+    assert [outcome.kind for outcome in asked.run(samples(["left", "a"]))] == ["timeout", None]
+    deadline = time.monotonic() + 5
+    while _is_alive(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(group)
+
+
+def _is_alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_an_answer_that_nobody_asked_for_costs_a_process_and_no_run(odd):
+    asked = odd("reads", num_processes=1)
+    for _ in range(2):
+        outcomes = asked.run(samples(["a", "fork", "bbb", "cc"]))
+        assert [outcome.result for outcome in outcomes if outcome.kind is None][-1] == 2
+        assert sum(outcome.kind is None for outcome in outcomes) >= 3
+
+
+def test_a_process_that_ends_while_its_child_holds_the_pipe_is_noticed(odd):
+    start = time.monotonic()
+    outcomes = odd("reads", timeout_s=None, num_processes=1).run(samples(["behind", "a"]))
+    assert [outcome.kind for outcome in outcomes] == ["died", None]
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("function", ["patient", "wrapped"])
+def test_async_objects_and_wrapped_async_functions_are_awaited(odd, file, function):
+    assert [outcome.result for outcome in odd(function).run(samples(["a", "bb"]))] == [1, 2]
+    assert RewardScorer(f"{file}:{function}").score(["a"], ["d"], [None]).scores.tolist() == [1.0]
+
+
+def test_whole_numbers_vote_as_they_are(odd):
+    answers = [outcome.result["answer"] for outcome in odd("voted").run(samples(["big", "a"]))]
+    assert answers == [10**20 + 1, 7]

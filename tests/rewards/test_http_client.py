@@ -1,0 +1,338 @@
+"""What a server may do to a client, done by a real one."""
+
+import asyncio
+import gzip
+import random
+import socket
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import numpy as np
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import http_client
+from hybridflow.rewards.http_client import post_json
+
+BUSY = (503, {}, "try later")
+
+
+def post(url, payload=None, **changes):
+    return asyncio.run(post_once(url, payload, **changes))
+
+
+async def post_once(url, payload=None, **changes):
+    settings = {"retries": 3, "requests_per_second": 0.0, "request_timeout_s": 5.0} | changes
+    return await post_json(url, payload or {}, **settings)
+
+
+def failure(url, payload=None, **changes):
+    with pytest.raises(RewardError) as error:
+        post(url, payload, **changes)
+    return str(error.value)
+
+
+def test_json_goes_there_and_comes_back(server):
+    server.answer = lambda request: {"got": request.json}
+    payload = {"text": "é {x} \ud800", "number": np.float32(0.5), "numbers": np.arange(2), "nothing": None}
+    got = {"text": "é {x} \ud800", "number": 0.5, "numbers": [0, 1], "nothing": None}
+    assert post(server.url, payload) == {"got": got}
+    assert server.requests[0].headers["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_status_that_may_pass_is_tried_again(server, status):
+    server.answer_in_turn((status, {}, ""), (status, {}, "{}"), 0.5)
+    assert post(server.url) == 0.5
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", [300, 400, 404, 422, 501])
+def test_any_other_status_is_not(server, status):
+    server.answer = lambda request: (status, {}, "no such model")
+    message = failure(server.url)
+    assert f"POST {server.url} failed after 1 attempt, status {status}" in message
+    assert "'no such model'" in message
+    assert len(server.requests) == 1
+
+
+def test_after_the_last_retry_the_error_names_url_status_body_attempts_and_fix(server):
+    server.answer = lambda request: (503, {}, "x" * 300)
+    assert failure(server.url, retries=2) == (
+        f"POST {server.url} failed after 3 attempts, status 503: '{'x' * 200}'. If the server is overloaded, lower "
+        "requests_per_second; if it recovers later, raise retries. (retries=2, requests_per_second=0.0, "
+        "request_timeout_s=5.0, api_key_env='')"
+    )
+    assert len(server.requests) == 3
+
+
+def test_retry_after_in_seconds_is_waited_for(server):
+    server.answer_in_turn((429, {"Retry-After": "1"}, ""), 1.0)
+    assert post(server.url) == 1.0
+    assert 1.0 <= server.requests[1].at - server.requests[0].at < 3.0
+
+
+def test_retry_after_as_a_date_is_waited_for(server):
+    def busy_once(request):
+        date = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)  # whole seconds: 1 to 2 from now
+        return (503, {"Retry-After": date}, "") if len(server.requests) == 1 else 1.0
+
+    server.answer = busy_once
+    assert post(server.url) == 1.0
+    assert 0.9 <= server.requests[1].at - server.requests[0].at < 4.0
+
+
+@pytest.mark.parametrize("retry_after", ["86400", "Fri, 31 Dec 9999 23:59:59 GMT"])
+def test_retry_after_is_bounded(server, monkeypatch, retry_after):
+    monkeypatch.setattr(http_client, "MAX_RETRY_AFTER_S", 0.2)
+    server.answer_in_turn((429, {"Retry-After": retry_after}, ""), 1.0)
+    assert post(server.url) == 1.0
+    assert 0.2 <= server.requests[1].at - server.requests[0].at < 2.0
+
+
+@pytest.mark.parametrize("retry_after", ["soon", "-5", "nan", "Thu, 01 Jan 1970 00:00:00 GMT"])
+def test_retry_after_that_says_nothing_is_no_wait(server, retry_after):
+    server.answer_in_turn((429, {"Retry-After": retry_after}, ""), 1.0)
+    assert post(server.url) == 1.0
+    assert server.requests[1].at - server.requests[0].at < 1.0
+
+
+def test_pauses_double_up_to_a_bound_and_leave_the_global_random_numbers_alone(monkeypatch):
+    monkeypatch.setattr(http_client, "BACKOFF_S", 1.0)
+    before = random.getstate()
+    longest = [max(http_client._pause_s(attempt, "") for _ in range(2000)) for attempt in (1, 2, 3, 2000)]
+    assert longest == pytest.approx([1.0, 2.0, 4.0, 30.0], rel=0.05)
+    assert min(http_client._pause_s(1, "") for _ in range(2000)) < 0.05
+    assert random.getstate() == before
+
+
+def test_a_server_that_hangs_is_given_up_and_tried_again(server):
+    server.answer = lambda request: server.hang(request) if len(server.requests) == 1 else 1.0
+    assert post(server.url, request_timeout_s=0.2) == 1.0
+    server.answer = server.hang
+    assert "failed after 2 attempts, no complete reply within 0.2 s" in failure(
+        server.url, retries=1, request_timeout_s=0.2
+    )
+
+
+def test_a_server_that_sends_half_of_its_reply_is_given_up(server):
+    server.answer = lambda request: (200, {"Content-Length": "100"}, "0.5")
+    started = time.monotonic()
+    assert "no complete reply within 0.2 s" in failure(server.url, retries=0, request_timeout_s=0.2)
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_connection_that_the_server_closes_is_tried_again(server):
+    server.answer_in_turn(None, None, 1.0)
+    assert post(server.url) == 1.0
+    server.answer_in_turn(None)
+    message = failure(server.url, retries=1)
+    assert "failed after 2 attempts, RemoteProtocolError: 'Server disconnected" in message
+    assert "Look whether the server runs" in message
+
+
+def test_where_nobody_listens_the_error_says_so(server):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
+        assert f"POST {url} failed after 2 attempts, ConnectError" in failure(url, retries=1)
+
+
+@pytest.mark.parametrize("body", ["<html>", "", "NaN", "[" * 100_000, b"\xff\xfe\x00", '{"score": 1'])
+def test_a_reply_that_is_not_json_is_an_error_at_once(server, body):
+    server.answer = lambda request: (200, {}, body)
+    assert "failed after 1 attempt, status 200, but the reply is not JSON" in failure(server.url)
+
+
+def test_a_reply_of_more_than_a_mebibyte_is_not_read_to_its_end(server):
+    server.answer = lambda request: (200, {}, '"' + "x" * (2**20 - 2) + '"')
+    assert len(post(server.url)) == 2**20 - 2
+    server.answer = lambda request: (200, {}, b"1" * 2**26)
+    assert "failed after 1 attempt, the reply is larger than 1048576 bytes" in failure(server.url)
+
+
+def test_a_compressed_reply_is_not_unpacked(server):
+    server.answer = lambda request: (200, {"Content-Encoding": "gzip"}, gzip.compress(b"1.0"))
+    assert "the reply is not JSON" in failure(server.url)
+    assert server.requests[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_a_redirect_is_not_followed(server):
+    server.answer = lambda request: (307, {"Location": f"{server.url}/there?token=secret"}, "")
+    assert f"status 307, a redirect to {server.url}/there. It is not followed; set url" in failure(server.url)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://user:secret@host/x?secret", "url=ftp://host/x must be an http or https address"),
+        ("file:///etc/passwd", "url='file:///etc/passwd' must be an http"),
+        ("localhost:8000/score", "url='localhost:8000/score' must be an http"),
+        ("", "url='' must be an http"),
+        ("http://", "url='http://' must be an http"),
+        ("http://host:99999/x", "url=http://host:99999/x must be an http"),
+        ("http://user:sec/ret@host:x", "url=(not shown, it may hold a password) must be an http"),
+        ("user:secret@host/x", "url=(not shown, it may hold a password) must be an http"),
+        (8000, "url=8000 must be an http"),
+    ],
+)
+def test_what_is_no_http_address_is_refused(url, shown):
+    message = failure(url)
+    assert shown in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"retries": -1}, "retries=-1 must be a whole number, 0 or more"),
+        ({"retries": 1.5}, "retries=1.5 must be a whole number"),
+        ({"requests_per_second": -1.0}, "requests_per_second=-1.0 must be a finite number"),
+        ({"requests_per_second": float("nan")}, "requests_per_second=nan must be"),
+        ({"request_timeout_s": 0.0}, "request_timeout_s=0.0 must be more than 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(server, changes, message):
+    assert message in failure(server.url, **changes)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, datetime(2020, 1, 1), {(1, 2): 3}])
+def test_what_is_not_json_is_not_sent(server, value):
+    assert "the sample cannot be sent as JSON" in failure(server.url, {"extra_info": value})
+    assert server.requests == []
+
+
+def test_the_rate_is_kept_over_all_samples_and_retries_count(server):
+    server.answer = lambda request: BUSY if len(server.requests) % 2 else 1.0
+
+    async def many():
+        return await asyncio.gather(*(post_once(server.url, requests_per_second=20.0, retries=20) for _ in range(10)))
+
+    assert asyncio.run(many()) == [1.0] * 10
+    arrivals = sorted(request.at for request in server.requests)
+    gaps = np.diff(arrivals)
+    assert len(arrivals) >= 20
+    assert np.median(gaps) > 0.04
+    assert 0.05 * len(gaps) - 0.2 < sum(gaps) < 0.05 * len(gaps) + 2.0
+
+
+def test_samples_that_are_cancelled_while_they_wait_take_no_turn(server):
+    async def cancelled_then_one():
+        waiting = [asyncio.create_task(post_once(server.url, requests_per_second=5.0)) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        started = time.monotonic()
+        await post_once(server.url, requests_per_second=5.0)
+        return time.monotonic() - started
+
+    assert asyncio.run(cancelled_then_one()) < 2.0
+
+
+def test_samples_that_are_cancelled_give_their_connections_back(server, monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_CONNECTIONS", 2)
+    server.answer = server.hang
+
+    async def cancelled_then_many():
+        for _ in range(3):
+            hanging = [asyncio.create_task(post_once(server.url)) for _ in range(4)]
+            await asyncio.sleep(0.1)
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*hanging, return_exceptions=True)
+        server.answer = lambda request: 1.0
+        return await asyncio.gather(*(post_once(server.url) for _ in range(10)))
+
+    assert asyncio.run(cancelled_then_many()) == [1.0] * 10
+
+
+def test_many_samples_share_few_connections(server, monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_CONNECTIONS", 4)
+    server.answer = lambda request: time.sleep(0.005) or 1.0
+
+    async def many():
+        first = await asyncio.gather(*(post_once(server.url) for _ in range(100)))
+        return first + await asyncio.gather(*(post_once(server.url) for _ in range(100)))
+
+    assert asyncio.run(many()) == [1.0] * 200
+    assert server.num_connections <= 4
+
+
+def test_waiting_for_a_connection_does_not_count_in_the_timeout(server, monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_CONNECTIONS", 1)
+    server.answer = lambda request: time.sleep(0.05) or 1.0
+
+    async def many():
+        return await asyncio.gather(*(post_once(server.url, request_timeout_s=0.4, retries=0) for _ in range(12)))
+
+    assert asyncio.run(many()) == [1.0] * 12
+
+
+def test_connections_end_with_their_event_loop(server):
+    for _ in range(3):
+        post(server.url)
+    assert server.num_connections == 3
+    assert http_client._endpoints == {}
+
+
+def test_the_key_is_sent_and_never_shown(server, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", "sk-123456\n")
+    assert post(server.url, api_key_env="SCORER_KEY") == 1.0
+    assert server.requests[0].headers["Authorization"] == "Bearer sk-123456"
+    server.answer = lambda request: (401, {}, "x" * 195 + "no such key: " + request.headers["Authorization"])
+    assert "api_key_env to the name of" in failure(server.url, api_key_env="SCORER_KEY")
+    for body in ("not sk-123456", "x" * 196 + "sk-123456"):
+        server.answer = lambda request, body=body: (401, {}, body)
+        assert "sk-1" not in failure(server.url, api_key_env="SCORER_KEY")
+
+
+def test_without_a_key_none_is_sent(server):
+    post(server.url)
+    assert "Authorization" not in server.requests[0].headers
+
+
+@pytest.mark.parametrize("value", [None, "", " "])
+def test_a_missing_key_is_an_error_before_anything_is_sent(server, monkeypatch, value):
+    monkeypatch.delenv("SCORER_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SCORER_KEY", value)
+    assert "api_key_env='SCORER_KEY' must be the name of an environment variable" in failure(
+        server.url, api_key_env="SCORER_KEY"
+    )
+    assert server.requests == []
+
+
+def test_a_key_in_place_of_its_variable_is_not_shown(server):
+    message = failure(server.url, api_key_env="sk-123456")
+    assert "api_key_env=(not shown, it may be a key itself) must be the name of an environment variable" in message
+    assert "sk-" not in message
+
+
+@pytest.mark.parametrize("key", ["two words", "line\nbreak", "schlüssel"])
+def test_a_key_that_no_header_holds_is_an_error_that_does_not_show_it(server, monkeypatch, key):
+    monkeypatch.setenv("SCORER_KEY", key)
+    message = failure(server.url, api_key_env="SCORER_KEY")
+    assert message == "the key in the environment variable SCORER_KEY must be ASCII without spaces."
+
+
+def test_user_password_and_query_of_the_url_are_sent_and_not_shown(server, monkeypatch):
+    url = server.url.replace("//", "//me:pass1@") + "?token=pass2"
+    server.answer = lambda request: (404, {}, f"nothing at {request.path}, pass1")
+    message = failure(url)
+    assert f"POST {server.url} failed" in message
+    assert "'nothing at /score?[hidden], [hidden]'" in message
+    assert server.requests[0].path == "/score?token=pass2"
+    assert server.requests[0].headers["Authorization"].startswith("Basic ")
+    monkeypatch.setenv("SCORER_KEY", "sk-123456")
+    assert "has a user or password, and api_key_env is set" in failure(url, api_key_env="SCORER_KEY")
+
+
+def test_httpx2_is_imported_at_first_use():
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.exit('httpx2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, http_client.__file__]).returncode == 0

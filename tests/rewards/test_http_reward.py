@@ -1,0 +1,75 @@
+import asyncio
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import RewardScorer, http_reward
+
+SAMPLE = {
+    "data_source": "sums",
+    "solution_str": "It is {4}.",
+    "ground_truth": "4",
+    "extra_info": {"question": "What is 2 + 2?"},
+}
+
+
+def score(server, **changes):
+    return asyncio.run(http_reward(**SAMPLE, url=server.url, **changes))
+
+
+def test_the_sample_is_posted_and_a_number_is_the_score(server):
+    server.answer = lambda request: 0.5
+    assert score(server) == 0.5
+    assert server.requests[0].json == SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        ({"score": 1, "length": 10, "right": True}, {"score": 1, "length": 10, "right": True}),
+        ({"score": 0.5, "answer": "4", "why": "it is", "steps": [1]}, {"score": 0.5, "answer": "4"}),
+        (True, True),
+        (-3, -3),
+    ],
+)
+def test_an_object_gives_a_score_further_numbers_and_an_answer(server, reply, result):
+    server.answer = lambda request: reply
+    assert score(server) == result
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["0.5", [0.5], {}, {"reward": 1.0}, {"score": "1"}, {"score": None}, 10**400, {"score": 1, "n": 10**400}],
+)
+def test_a_reply_without_a_score_is_an_error_that_shows_it(server, reply):
+    server.answer = lambda request: reply
+    with pytest.raises(RewardError, match="must reply with a finite number, or an object such as") as error:
+        score(server)
+    assert f"the scorer replied {repr(reply)[:200]};" in str(error.value)
+
+
+@pytest.mark.parametrize(("body", "shown"), [("1e999", "inf"), ("null", "None")])
+def test_no_number_and_one_beyond_floats_are_errors(server, body, shown):
+    server.answer = lambda request: (200, {}, body)
+    with pytest.raises(RewardError, match=f"the scorer replied {shown}; it must"):
+        score(server)
+
+
+def test_the_settings_reach_the_client(server, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", "sk-123456")
+    server.answer = lambda request: (503, {}, "")
+    with pytest.raises(
+        RewardError, match=r"after 2 attempts.*retries=1, requests_per_second=50.0, request_timeout_s=3"
+    ):
+        score(server, retries=1, requests_per_second=50.0, request_timeout_s=3, api_key_env="SCORER_KEY")
+    server.answer = lambda request: {"echo": request.headers["Authorization"]}
+    with pytest.raises(RewardError, match=r"'Bearer \[hidden\]'"):
+        score(server, api_key_env="SCORER_KEY")
+
+
+def test_its_results_are_scores_to_the_scorer(server):
+    server.answer = lambda request: {"score": 0.5, "length": 10}
+    result = score(server)
+    scored = RewardScorer(lambda **sample: result).score(["4"], ["sums"], ["4"])
+    assert scored.scores.tolist() == [0.5]
+    assert scored.extras == [{"length": 10.0}]

@@ -1,0 +1,201 @@
+import json
+
+import numpy as np
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import Outcome, RewardRunner, RewardScorer
+from hybridflow.rewards.journal import RewardJournal
+
+FUNCTION = """
+import os
+def score(data_source, solution_str, ground_truth, extra_info):
+    with open(os.path.join(os.path.dirname(__file__), "asked"), "a") as file:
+        file.write(solution_str + " ")
+    if solution_str == "bad":
+        raise ValueError("no")
+    asked = open(os.path.join(os.path.dirname(__file__), "asked")).read().split()
+    return {"score": len(asked), "answer": solution_str}
+
+def all_at_once(data_sources, solution_strs, ground_truths, extra_infos):
+    return [score(None, text, None, None) for text in solution_strs]
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    return tmp_path
+
+
+@pytest.fixture
+def scorer(place):
+    """A scorer that journals in `place`, as a run that has just started has one; `asked` is what the function saw."""
+
+    def build(function="score", *, rank=0, kwargs=None, identity=None, **settings):
+        runner = RewardRunner(f"{place}/mine.py:{function}", num_processes=1, timeout_s=5.0, memory_bytes=2**29)
+        runners.append(runner)
+        runner.start()
+        identity = identity or [runner.name, runner.source]
+        failures = settings.get("on_error") == "zero"
+        journal = RewardJournal(place / "rewards", rank, identity, failures=failures)
+        return RewardScorer(runner=runner, journal=journal, max_failure_rate=1.0, **settings)
+
+    runners: list[RewardRunner] = []
+    yield build
+    for runner in runners:
+        runner.close()
+
+
+def asked(place):
+    file = place / "asked"
+    return file.read_text().split() if file.exists() else []
+
+
+def score(scorer, texts, step=0):
+    return scorer.score(texts, ["d"] * len(texts), [None] * len(texts), step=step)
+
+
+def test_a_step_that_comes_again_asks_nothing_and_gives_the_same_scores(place, scorer):
+    first = score(scorer(), ["a", "b", "a"])
+    assert first.scores.tolist() == [1, 2, 3]
+    again = score(scorer(), ["a", "b", "a"])
+    assert asked(place) == ["a", "b", "a"]
+    assert again.scores.tolist() == [1, 2, 3]
+    assert again.answers == ["a", "b", "a"]
+
+
+def test_another_step_asks_anew(place, scorer):
+    one = scorer()
+    assert score(one, ["a"], step=0).scores.tolist() == [1]
+    assert score(one, ["a"], step=1).scores.tolist() == [2]
+    assert score(scorer(), ["a"], step=1).scores.tolist() == [2]
+    assert asked(place) == ["a", "a"]
+
+
+def test_what_was_known_when_a_kill_came_is_not_asked_again(place, scorer):
+    score(scorer(), ["a", "b", "c"])
+    file = next((place / "rewards").iterdir())
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1] + lines[2][:20])  # the third is torn
+    assert score(scorer(), ["a", "b", "c"]).scores.tolist() == [1, 2, 4]
+    assert score(scorer(), ["a", "b", "c"]).scores.tolist() == [1, 2, 4]
+    assert asked(place) == ["a", "b", "c", "c"]
+
+
+def test_a_function_that_was_changed_is_asked_again(place, scorer):
+    score(scorer(), ["a"])
+    (place / "mine.py").write_text(FUNCTION + "\n# mended\n")
+    score(scorer(), ["a"])
+    assert asked(place) == ["a", "a"]
+
+
+def test_failures_are_kept_where_they_score_and_asked_again_where_they_stop_the_run(place, scorer):
+    for _ in range(2):
+        assert score(scorer(on_error="zero"), ["bad", "a"]).failed.tolist() == [True, False]
+    assert asked(place) == ["bad", "a"]
+    for _ in range(2):
+        with pytest.raises(RewardError, match="ValueError: no"):
+            score(scorer(), ["bad"], step=1)
+    assert asked(place) == ["bad", "a", "bad", "bad"]
+
+
+def test_a_batch_of_which_a_part_is_known_is_asked_as_a_whole(place, scorer):
+    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
+    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
+    assert score(scorer("all_at_once"), ["a", "b", "c"]).scores.tolist() == [3, 4, 5]  # another batch
+
+
+def test_ranks_take_their_own_first_and_then_what_others_wrote(place, scorer):
+    zero, one = scorer(rank=0), scorer(rank=1)
+    assert score(zero, ["a", "b"]).scores.tolist() == [1, 2]
+    assert score(one, ["a", "c"]).scores.tolist() == [3, 4]  # not what rank 0 has written meanwhile
+    assert score(scorer(rank=1), ["a", "c"]).scores.tolist() == [3, 4]
+    assert score(scorer(rank=0), ["b", "c", "a"]).scores.tolist() == [2, 4, 1]
+    assert len(asked(place)) == 4
+
+
+def test_steps_before_the_oldest_checkpoint_are_forgotten(place, scorer):
+    one = scorer()
+    for step in range(4):
+        score(one, ["a"], step=step)
+    RewardJournal(place / "rewards", 0, None, failures=False).forget_before(2)
+    assert [path.name for path in sorted((place / "rewards").iterdir())] == [
+        "step_000002_rank_0.jsonl",
+        "step_000003_rank_0.jsonl",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"key": 3}',
+        '{"key": "a", "number": 0, "outcome": "[]"}',
+        '{"key": "a", "number": 0, "outcome": "{\\"mapping\\": [1]}"}',
+        "[]",
+        "garbage",
+    ],
+)
+def test_damaged_rows_of_any_kind_are_named(place, scorer, row):
+    score(scorer(), ["a"])
+    next((place / "rewards").iterdir()).write_text(row + "\n")
+    with pytest.raises(RewardError, match=r"step_000000_rank_0.jsonl, line 1, is damaged"):
+        score(scorer(), ["a"])
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(1.5),
+        Outcome("text"),
+        Outcome({"score": float("nan"), "answer": "x \ud800"}),
+        Outcome(None, "timeout", "late"),
+    ],
+)
+def test_outcomes_survive_being_written(tmp_path, outcome):
+    journal = RewardJournal(tmp_path, 0, None, failures=True)
+    journal.open(0)
+    asked = {"solution_str": "\ud800", "ground_truth": {1: object, "a": np.arange(3)}}
+    journal.write(journal.call(asked, [{"role": "user"}]), outcome, is_answer=False)
+    again = RewardJournal(tmp_path, 0, None, failures=True)
+    again.open(0)
+    found = again.call(asked, [{"role": "user"}]).known
+    assert found is not None
+    assert json.dumps(found.to_message()) == json.dumps(outcome.to_message())
+    assert again.call(asked, [{"role": "user"}]).known is None
+
+
+def test_equal_calls_keep_their_answers_in_whatever_order_these_came(tmp_path):
+    journal = RewardJournal(tmp_path, 0, None, failures=False)
+    journal.open(0)
+    first, second = (journal.call({"solution_str": "x"}, None) for _ in range(2))
+    journal.write(second, Outcome(2.0), is_answer=True)
+    journal.write(first, Outcome(1.0), is_answer=True)
+    again = RewardJournal(tmp_path, 0, None, failures=False)
+    again.open(0)
+    known = [again.call({"solution_str": "x"}, None).known for _ in range(3)]
+    assert [outcome and outcome.result for outcome in known] == [1.0, 2.0, None]
+
+
+def test_what_is_no_score_is_asked_again_after_it_has_stopped_the_run(place, scorer):
+    (place / "mine.py").write_text(FUNCTION.replace('"score": len(asked)', '"score": 1.0 if len(asked) > 1 else None'))
+    with pytest.raises(RewardError, match="missing or not a finite number"):
+        score(scorer(), ["a"])
+    assert score(scorer(), ["a"]).scores.tolist() == [1.0]
+
+
+def test_a_batch_is_kept_as_a_whole(place, scorer):
+    score(scorer("all_at_once"), ["a", "b"])
+    file = next((place / "rewards").iterdir())
+    file.write_bytes(file.read_bytes()[:-9])  # torn
+    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [3, 4]
+    assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("function", ["score", "all_at_once"])
+def test_what_failed_and_scored_is_asked_again_where_failures_stop_the_run(place, scorer, function):
+    assert score(scorer(function, on_error="zero"), ["bad"]).failed.tolist() == [True]
+    (place / "asked").unlink()
+    with pytest.raises(RewardError, match="ValueError: no"):
+        score(scorer(function), ["bad"])
+    assert asked(place) == ["bad"]

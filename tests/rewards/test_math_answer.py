@@ -1,0 +1,195 @@
+import threading
+import time
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import boxed_answer, math_reward
+
+
+def score(solution: str, truth: object, **settings: float) -> float:
+    return math_reward(
+        data_source="math", solution_str=solution, ground_truth=truth, extra_info={"level": 5}, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac{1}{2}", r"\frac12"),
+        (r"\frac{1}{2}", r"\dfrac{2}{4}"),
+        (r"\frac{1}{3}", "0.3333333"),
+        ("0.5", r"\frac{1}{2}"),
+        ("1000", "1{,}000"),
+        ("10,080", "10080"),
+        (r"\$18.90", "18.9"),
+        (r"11\text{ days}", "11"),
+        ("11", r"11\text{ days}"),
+        (r"90^\circ", "90"),
+        (r"10\%", "10"),
+        ("5", "x=5"),
+        ("x=5", "5"),
+        (r"\{1,2,3\}", r"\{3,2,1\}"),
+        ("1,-2", "-2, 1"),
+        (r"3 \pm 2", "5, 1"),
+        (r"(3,\frac{\pi}{2})", r"\left(3, \pi/2\right)"),
+        ("[2,5)", r"\left[ 2, 5 \right)"),
+        (r"(-\infty, 2) \cup (3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"),
+        (r"\frac{\sqrt3}{3}", r"\frac{1}{\sqrt{3}}"),
+        ("x^2-1", "(x-1)(x+1)"),
+        (r"\text{Evelyn}", "Evelyn"),
+        ("C", r"\text{(C)}"),
+        ("6+9i", "9i+6"),
+        (r"e^{x^2}", "e^{x^{2}}"),
+        ("5!", "120"),
+        ("2^{2^{2^{2}}}", "2^{2^{2^{2}}}"),
+    ],
+)
+def test_an_answer_that_means_the_same_scores_one(truth, answer):
+    assert score(rf"So it is $\boxed{{{answer}}}$.", truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        (r"\frac{1}{2}", "0.51"),
+        (r"\frac{1}{3}", "0.33"),
+        ("5", "4.999"),
+        ("5", "-5"),
+        ("5", "5, 6"),
+        ("5", "five"),
+        ("5", ""),
+        ("(1,2)", "(2,1)"),
+        ("[1,2]", "(1,2)"),
+        ("1,2", "1"),
+        ("x=5", "y=5"),
+        (r"\text{Evelyn}", r"\text{Briana}"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+        ("5", r"\frac{5}{0}"),
+        ("5", r"\frac{"),
+        ("5", "\\"),
+        ("5", "\x00"),
+    ],
+)
+def test_another_answer_scores_zero(truth, answer):
+    assert score(rf"So it is $\boxed{{{answer}}}$.", truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
+        (r"\boxed{4}, no: \boxed{5}", 1.0),
+        (r"\boxed{5}, no: \boxed{4}", 0.0),
+        (r"\boxed{\boxed{5}}", 1.0),
+        (r"\boxed {5}", 1.0),
+        (r"\boxed{5} and then \boxed{4", 1.0),
+        (r"} \boxed{5}", 1.0),
+        ("The final answer is $5$.", 1.0),
+        ("I found 4 first.\nThe answer is 5", 1.0),
+        ("The answer is $4$.", 0.0),
+        ("", 0.0),
+        ("I cannot say.", 0.0),
+    ],
+)
+def test_the_last_box_counts_and_without_one_the_answer_that_is_found(solution, expected):
+    assert score(solution, "5") == expected
+
+
+@pytest.mark.parametrize("truth", ["5", 5, 5.0, "$5$", "$$5$$", r"\(5\)", r"\[ 5 \]", r"\boxed{5}", r"$\boxed{5}$"])
+def test_a_ground_truth_may_be_a_number_and_may_be_wrapped(truth):
+    assert score(r"\boxed{5}", truth) == 1.0
+    assert score(r"\boxed{\frac{10}{2}}", truth) == 1.0
+    assert score(r"\boxed{6}", truth) == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", "???", r"\frac{", None, ["5"], {"answer": "5"}])
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error(truth):
+    with pytest.raises(RewardError, match="the ground truth must be a number or LaTeX"):
+        score(r"\boxed{5}", truth)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9**9**9**9",
+        "9^9^9",
+        "9^{9}^{9}^{9}",
+        "9^{9^{9^9}}",
+        "9^{9^9 x}",
+        r"9^{\frac{9^{99}}{2}}",
+        "((9^{999})^{999})^{999}",
+        "9^{(9)^{99}}",
+        r"x^{\left(9^{99}\right)}",
+        "9^{99999999}",
+        "99999999!",
+        "(9!)!",
+        "9!!!",
+        r"(99 \cdot 99 \cdot 99 \cdot 99)!",
+        r"\binom{99999999}{44444444}",
+        "1e999999999",
+        "1" * 250,
+        "(" * 140 + "1" + ")" * 140,
+        "{" * 140 + "1" + "}" * 140,
+        r"\sqrt{" * 40 + "1" + "}" * 40,
+        "1" * 100_000,
+        "+1" * 50_000,
+        r"\Gamma(99999999)",
+        r"\Gamma((9999)(9999))",
+    ],
+)
+def test_a_hostile_answer_scores_zero_at_once(answer):
+    score(r"\boxed{\frac{3}{2}}", "5")  # math-verify is imported
+    start = time.perf_counter()
+    assert score(rf"\boxed{{{answer}}}", "5") == 0.0
+    assert score(f"The answer is ${answer}$", "5") == 0.0
+    assert time.perf_counter() - start < 2.0
+
+
+def test_an_answer_that_sympy_would_think_about_for_minutes_ends_with_its_time():
+    score(r"\boxed{\frac{3}{2}}", "5")
+    start = time.perf_counter()
+    assert score(r"\boxed{\sum_{n=1}^{9999} \sin(n^n)^n}", "5", timeout_s=0.3) == 0.0
+    assert 0.3 < time.perf_counter() - start < 3.0
+
+
+def test_many_boxes_and_braces_take_linear_time():
+    start = time.perf_counter()
+    for solution in (r"\boxed{" * 100_000, r"\boxed{" * 50_000 + "}" * 50_000, "{" * 300_000, "$" * 300_000):
+        assert score(solution, "5") == 0.0
+    assert time.perf_counter() - start < 5.0
+
+
+def test_it_works_outside_of_the_main_thread():
+    scores: list[float] = []
+    thread = threading.Thread(target=lambda: scores.append(score(r"\boxed{\frac{4}{8}}", r"\frac{1}{2}")))
+    thread.start()
+    thread.join()
+    assert scores == [1.0]
+
+
+def test_a_vote_is_what_the_last_box_holds():
+    assert boxed_answer(r"\boxed{1} or \boxed{ \frac{1}{2} }") == r"\frac{1}{2}"
+    assert boxed_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert boxed_answer("none") is None
+    assert boxed_answer(r"\boxed{}") is None
+    assert boxed_answer(rf"\boxed{{{'1' * 301}}}") is None
+
+
+@pytest.mark.parametrize(
+    ("truth", "boxed", "score"),
+    [
+        (r"6.626\times10^{-34}", r"1.6\times 10^{-19}", 0.0),
+        (r"6.626\times10^{-34}", r"6.626\times 10^{-34}", 1.0),
+        ("0.0000005", "0.0000001", 0.0),
+        ("10", "10.", 1.0),
+        ("1000", r"1\,000", 1.0),
+        ("7", r"\color{red}{7}", 1.0),
+        ("1e-3", "0.001", 1.0),
+        ("1.6e-19", r"1.6\times10^{-19}", 1.0),
+        ("1/3", "0.333333", 1.0),
+    ],
+)
+def test_small_numbers_spaces_and_other_ways_of_writing(truth, boxed, score):
+    assert math_reward("math", rf"so \boxed{{{boxed}}}", truth) == score

@@ -1,0 +1,143 @@
+import time
+
+import numpy as np
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import chosen_letter, multiple_choice_reward
+
+CHOICES = {"choices": ["red", "green", "blue", "none"]}
+
+
+def score(solution: str, truth: object = "B", extra_info: object = None) -> float:
+    return multiple_choice_reward(
+        data_source="multiple_choice", solution_str=solution, ground_truth=truth, extra_info=extra_info
+    )
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "B",
+        " (b). ",
+        "**B**",
+        "<answer>B</answer>",
+        "<answer> (B) green </answer>",
+        "<answer>b</answer>",
+        "<answer>B. green</answer>",
+        r"so $\boxed{B}$.",
+        r"\boxed{\text{(B)}}",
+        r"\boxed{\textbf{B}}",
+        "Answer: (B)",
+        "Answer: b",
+        "**Answer:** B",
+        "**Answer: B**",
+        "The correct answer is B.",
+        "The answer is B because grass is green.",
+        "The answer is option B",
+        "The answer is: (b), as grass is green.",
+        "The answer is A. No: the answer is B.",
+        "<answer>A</answer> or rather <answer>B</answer>",
+        r"The answer is A, or \boxed{B}",
+        r"\boxed{A} no, the answer is B",
+    ],
+)
+def test_the_last_answer_that_is_stated_counts(solution):
+    assert score(solution) == 1.0
+
+
+@pytest.mark.parametrize(
+    "solution",
+    [
+        "",
+        "A",
+        "Plan B is good",
+        "B is a letter, and so is C",
+        "BB",
+        "The answer is not B",
+        "The answer is Bob",
+        "The answer is B-complex",
+        "<answer>Bob</answer>",
+        "<answer>B or C</answer>",
+        "<answer>B</answer> no, <answer>blue</answer>",
+        "<answer>B",
+        "The answer is B. No: the answer is C.",
+        r"\boxed{AB}",
+        r"\boxed{}",
+    ],
+)
+def test_everything_else_scores_zero(solution):
+    assert score(solution) == 0.0
+
+
+@pytest.mark.parametrize(
+    "solution", ["A good idea", "The answer is A good idea", "I think", "The answer is I do not know"]
+)
+def test_words_of_one_letter_are_no_answers(solution):
+    assert score(solution, "A") == 0.0
+    assert score(solution, "I") == 0.0
+
+
+def test_a_ground_truth_may_be_an_index_where_the_choices_are_known():
+    assert score("B", 1, CHOICES) == 1.0
+    assert score("B", np.int64(1), {"choices": np.array(["red", "green"], dtype=object)}) == 1.0
+    assert score("A", 1, CHOICES) == 0.0
+    assert score("B", "b", CHOICES) == 1.0
+
+
+def test_a_letter_beyond_the_choices_is_no_answer():
+    assert score("The answer is B. The answer is Z.", "B", CHOICES) == 1.0
+    assert score("<answer>B</answer><answer>Z</answer>", "B", CHOICES) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("truth", "extra_info", "message"),
+    [
+        ("BC", None, "must be a letter from A to Z, got 'BC'"),
+        ("", None, "must be a letter"),
+        (None, CHOICES, "must be a letter from A to D or an index from 0 to 3, got None"),
+        (1, {}, r"got 1\. An index needs extra_info=\{'choices'"),
+        (4, CHOICES, "an index from 0 to 3, got 4"),
+        (-1, CHOICES, "got -1"),
+        (True, CHOICES, "got True"),
+        ("E", CHOICES, "a letter from A to D"),
+        ("A", {"choices": "red, green"}, "must be a list of 1 to 26 choices"),
+        ("A", {"choices": []}, "must be a list of 1 to 26 choices"),
+        ("A", {"choices": {"text": ["red"], "label": ["A"]}}, "must be a list of 1 to 26 choices"),
+    ],
+)
+def test_a_ground_truth_that_is_no_choice_is_an_error(truth, extra_info, message):
+    with pytest.raises(RewardError, match=message):
+        score("B", truth, extra_info)
+
+
+def test_a_vote_is_the_letter():
+    assert chosen_letter("Answer: (c)") == "C"
+    assert chosen_letter("I do not know") is None
+    assert chosen_letter("Answer: (C)", 2) is None
+
+
+def test_a_long_response_takes_little_time():
+    start = time.perf_counter()
+    for text in ("answer " * 100_000, "answer is" + " " * 500_000, "<answer>" * 100_000, "(" * 500_000, "*" * 500_000):
+        assert score(text) == 0.0
+    assert time.perf_counter() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: B\n\nNote that answer C is a distractor.", "B"),
+        ("The answer is B, not answer A.", "B"),
+        ("Answer:\n\nB", "B"),
+        ("The answer should be B", "B"),
+        ("The correct choice: B", "B"),
+        ("The answer is clearly B", "B"),
+        ("the answer to this question is B", "B"),
+        ("Final answer B", "B"),
+        ("The answer is not B", None),
+        ("An answer (C) would be wrong", "C"),
+    ],
+)
+def test_how_models_state_an_answer(text, letter):
+    assert chosen_letter(text, 4) == letter

@@ -1,0 +1,87 @@
+import time
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards import format_score, length_score, shaped_reward
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a\nb</think><answer>c</answer>", 1.0),
+        (" <think></think>\n\n<answer></answer>\n", 1.0),
+        ("<think>a</think> so <answer>c</answer>", 0.0),
+        ("<think>a</think><answer>c</answer> done", 0.0),
+        ("<answer>c</answer><think>a</think>", 0.0),
+        ("<think>a</think><think>b</think><answer>c</answer>", 0.0),
+        ("<think>a<think>b</think><answer>c</answer>", 0.0),
+        ("<think>a</think><answer>c</answer><answer>d</answer>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_default_form_is_one_thought_and_one_answer(text, expected):
+    assert format_score(text) == expected
+
+
+def test_a_pattern_must_match_the_whole_text():
+    assert format_score("#### 72", r"####\s\d+") == 1.0
+    assert format_score("#### 72.", r"####\s\d+") == 0.0
+    assert format_score("a\nb", "a.b") == 1.0
+
+
+@pytest.mark.parametrize("pattern", ["(", "[a", "a{2,1}", None])
+def test_a_pattern_that_is_no_regular_expression_is_an_error(pattern):
+    with pytest.raises(RewardError, match="is not a regular expression"):
+        format_score("text", pattern)
+
+
+def test_a_long_text_fits_no_pattern_and_the_default_takes_linear_time():
+    assert format_score("a" * 200_000, "a*") == 1.0
+    assert format_score("a" * 200_001, "a*") == 0.0
+    start = time.perf_counter()
+    for text in ("<think>" * 28_000, "<think>" + "<" * 190_000, " " * 200_000, "<think></think>" + " " * 190_000):
+        assert format_score(text) == 0.0
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, 1.0), (100, 1.0), (125, 0.75), (150, 0.5), (200, 0.0), (10**9, 0.0)]
+)
+def test_the_length_counts_fully_up_to_a_bound_and_falls_linearly_to_another(length, expected):
+    assert length_score(length, 100, 200) == expected
+
+
+def test_equal_bounds_are_a_step():
+    assert length_score(100, 100, 100) == 1.0
+    assert length_score(101, 100, 100) == 0.0
+
+
+@pytest.mark.parametrize("bounds", [(200, 100), (-1, 100), (0, float("inf")), (float("nan"), 1)])
+def test_bounds_of_the_length_that_make_no_sense_are_an_error(bounds):
+    with pytest.raises(RewardError, match="must be finite, at least 0, and in this order"):
+        length_score(10, *bounds)
+
+
+def shaped(solution, data_source="multiplication", truth: object = "6", **settings):
+    return shaped_reward(
+        data_source=data_source, solution_str=solution, ground_truth=truth, extra_info=None, **settings
+    )
+
+
+def test_a_shaped_reward_says_whether_a_response_is_right_in_form_and_short():
+    right = "<think>2 * 3</think><answer>6</answer>"  # 38 characters
+    assert shaped(right) == {"score": 1.0, "correct": 1.0, "format": 1.0, "length": 1.0}
+    assert shaped("<answer>7</answer>") == {"score": 0.0, "correct": 0.0, "format": 0.0, "length": 1.0}
+    halfway = {"score": 1.0, "correct": 1.0, "format": 0.0, "length": 0.5}
+    assert shaped(right, pattern="x", max_chars=28, falls_to_zero_at=48) == halfway
+
+
+def test_a_shaped_reward_takes_the_score_of_a_function_that_says_more():
+    assert shaped("no program", "code", {"tests": ["assert True"]})["correct"] == 0.0
+
+
+def test_a_data_source_that_no_function_is_known_for_is_an_error():
+    with pytest.raises(RewardError, match="no reward function is known for data_source 'poems'; known are"):
+        shaped("x", "poems")
