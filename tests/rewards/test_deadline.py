@@ -1,5 +1,7 @@
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -52,6 +54,51 @@ def test_what_takes_longer_is_ended_in_any_thread():
 def test_an_exception_that_is_lost_is_raised_again():
     with pytest.raises(DeadlineExceeded):
         call_within(0.05, swallow_and_loop)
+
+
+class Left:
+    """One of a cycle, whose end takes as long as the computation that it must not be part of."""
+
+    def __init__(self, ended: list[bool]) -> None:
+        self.itself = self
+        weakref.finalize(self, _end_slowly, ended).atexit = False
+
+
+def _end_slowly(ended: list[bool]) -> None:
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+    ended.append(True)
+
+
+def make_cycles():
+    while True:
+        kept = [[] for _ in range(10_000)]  # enough for the collector to start, were it on
+        del kept
+
+
+def test_the_end_of_others_objects_is_not_broken_off():
+    ended: list[bool] = []
+    gc.collect()
+    Left(ended)
+    with pytest.raises(DeadlineExceeded):
+        call_within(0.05, make_cycles)
+    assert gc.isenabled()
+    assert ended == []
+    gc.collect()
+    assert ended == [True]
+
+
+def test_the_collector_stays_as_it_was():
+    gc.disable()
+    try:
+        assert call_within(5.0, gc.isenabled) is False
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(ZeroDivisionError):
+        call_within(5.0, lambda: 1 / 0)
+    assert gc.isenabled()
 
 
 def test_nothing_comes_after_a_call_that_ended_about_in_time():
