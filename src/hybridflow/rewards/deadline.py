@@ -1,8 +1,9 @@
 """Ends a computation in Python that takes too long, in any thread and without a signal.
 
 A second thread raises an exception in the first one, again and again, since one within a `__del__` or the comparison of
-two keys is lost. What stays within one call of C, as a huge power, is not ended. Cycles are not collected meanwhile: the
-collector would run what others left to be done at the end of their objects here, and the exception would break it off.
+two keys is lost. What stays within one call of C, as a huge power, is not ended. Cycles are not collected meanwhile:
+the collector would run here what others left to be done at the end of their objects, and the exception would break it
+off.
 """
 
 import ctypes
