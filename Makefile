@@ -12,7 +12,7 @@ VERL := 0.9.1
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 
-.PHONY: help setup setup-vllm demo demo-control test test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync bench-rewards learn rlhf
+.PHONY: help setup setup-vllm demo demo-control test test-slow test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync bench-rewards learn rlhf
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -52,12 +52,18 @@ learn: $(STAMP) ## every recipe of an algorithm learns a small task, three seeds
 demo-control: $(STAMP) ## the same time spent on supervised training alone, to compare with
 	$(BIN)/python examples/countdown_demo.py --control
 
-test: $(STAMP) ## every check: lint, format, types, layers, all tests that need no GPU and no vLLM
+# Two lanes: the tests that start Ray, one after another, beside all others.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+test: $(STAMP) ## every check: lint, format, types, layers, the quick tests that need no GPU and no vLLM
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(PYTEST) -m 'not slow and not gpu and not vllm' $(ARGS)
+
+test-slow: $(STAMP) ## the tests that take longer: whole runs on Ray, killed processes, every layout of an engine
+	$(PYTEST) -m 'slow and not gpu and not vllm' $(ARGS)
 
 test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in an environment of its own
 	$(VLLM_BIN)/python -m pytest -m vllm

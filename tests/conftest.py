@@ -52,6 +52,17 @@ def pytest_configure(config: pytest.Config) -> None:
     install_import_hook(CHECKED_PACKAGE, CHECKER)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lanes of `pytest -n 2 --dist loadgroup`: what starts Ray is one, and begins; of all else each file is one.
+
+    Nothing counts processes of Ray that another lane starts, and a fixture of a file is made once.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # which keeps the order otherwise
+    for item in items:
+        lane = "ray" if item.get_closest_marker("ray") else str(item.path.relative_to(item.config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(lane))
+
+
 @dataclass(frozen=True)
 class RecordedGRPO:
     """A batch, weights, losses and gradients: tests/fixtures/make_trl_grpo_fixture.py made and describes them."""

@@ -12,6 +12,7 @@ from hybridflow.protocol import FIELDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("docs/*.md"))
+OF_RAY = {"ray.md"}
 TEXTS = [*PAGES, *sorted(ROOT.glob("docs/decisions/*.md")), *sorted(ROOT.glob("*.md"))]
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -30,7 +31,9 @@ def restores_the_process():
 
 
 @pytest.mark.usefixtures("restores_the_process")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.ray] * (page.name in OF_RAY)) for page in PAGES]
+)
 def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = page.read_text("utf-8")

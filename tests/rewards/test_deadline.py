@@ -1,7 +1,9 @@
 import gc
+import signal
 import threading
 import time
 import weakref
+from collections import Counter
 
 import pytest
 
@@ -11,6 +13,11 @@ from hybridflow.rewards.deadline import DeadlineExceeded, call_within
 def loop():
     while True:
         pass
+
+
+def add_slowly(one, other):
+    time.sleep(0.1)
+    return one + other
 
 
 class SwallowsOnce:
@@ -34,26 +41,46 @@ def test_a_result_in_time_is_returned_and_an_exception_is_raised():
         call_within(5.0, lambda: 1 / 0)
 
 
-def test_what_takes_longer_is_ended_in_any_thread():
-    def ended() -> None:
+def test_what_takes_longer_is_ended():
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        call_within(0.05, loop)
+    assert 0.05 <= time.monotonic() - start < 5.0
+
+
+def test_another_thread_has_no_deadline_and_a_result():
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(call_within(0.01, add_slowly, 1, 2)))
+    thread.start()
+    thread.join(10.0)
+    assert results == [3]
+
+
+def test_an_alarm_that_was_set_before_comes_after_it():
+    came: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
+    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
         with pytest.raises(DeadlineExceeded):
             call_within(0.05, loop)
-        ends.append(time.monotonic())
-
-    ends: list[float] = []
-    ended()
-    threads = [threading.Thread(target=ended) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert len(ends) == 4
+        assert came == []
+        time.sleep(0.5)
+        assert came == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_that_is_lost_is_raised_again():
     with pytest.raises(DeadlineExceeded):
         call_within(0.05, swallow_and_loop)
+
+
+def sleep_in_python(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 class Left:
@@ -102,12 +129,15 @@ def test_the_collector_stays_as_it_was():
 
 
 def test_nothing_comes_after_a_call_that_ended_about_in_time():
-    num_ended, num_threads = 0, threading.active_count()
-    for _ in range(300):
+    handler, ends = signal.getsignal(signal.SIGALRM), Counter()
+    for index in range(3000):
         try:
-            call_within(0.001, time.sleep, 0.001)
+            call_within(0.001, sleep_in_python, 0.0007 + 0.0000002 * index)
+            ends["in time"] += 1
         except DeadlineExceeded:
-            num_ended += 1
-    assert sum(range(100_000)) == 4999950000
-    assert 0 <= num_ended <= 300
-    assert threading.active_count() <= num_threads
+            ends["too late"] += 1
+    assert sum(range(1_000_000)) == 499999500000
+    assert ends["in time"] > 0
+    assert ends["too late"] > 0
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert gc.isenabled()

@@ -1,16 +1,15 @@
-"""Ends a computation in Python that takes too long, in any thread and without a signal.
+"""Ends a computation in Python that takes too long, by an alarm signal.
 
-A second thread raises an exception in the first one, again and again, since one within a `__del__` or the comparison of
-two keys is lost. What stays within one call of C, as a huge power, is not ended. Cycles are not collected meanwhile:
-the collector would run here what others left to be done at the end of their objects, and the exception would break it
-off.
+The signal comes again and again, since an exception within a `__del__` is lost. What stays within one call of C, as a
+huge power, is not ended. Cycles are not collected meanwhile: the collector would run here what others left to be done
+at the end of their objects, and the exception would break it off.
 """
 
-import ctypes
 import gc
+import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 _AGAIN_S = 0.1
@@ -22,59 +21,29 @@ class DeadlineExceeded(BaseException):
     """The time is up; no Exception, so that no handler of the computation's takes it for its own."""
 
 
-class _Collector:
-    """The collector of cycles, off while any thread wants it to be."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_pausing = 0
-        self._was_on = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with self._lock:
-            if self._num_pausing == 0:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._num_pausing += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_pausing -= 1
-                if self._num_pausing == 0 and self._was_on:
-                    gc.enable()
-
-
-_collector = _Collector()
-
-
 def call_within(seconds: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The function's result; raises `DeadlineExceeded` if it takes longer."""
-    with _collector.paused():
-        return _call_within(seconds, function, *arguments)
+    """The function's result; raises `DeadlineExceeded` if it takes longer.
 
+    Python runs handlers of signals in the main thread alone: in another one, nothing ends the function.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function(*arguments)
+    is_over, was_collecting = False, gc.isenabled()
 
-def _call_within(seconds: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    caller = ctypes.c_ulong(threading.get_ident())
-    done = threading.Event()
+    def end(_: int, frame: FrameType | None) -> None:
+        """Raise, unless what was interrupted is this function itself: before the other one, or after it."""
+        if not is_over and (frame is None or frame.f_code is not call_within.__code__):
+            raise DeadlineExceeded
 
-    def watch() -> None:
-        is_done = done.wait(seconds)
-        while not is_done:
-            raise_in(caller, ctypes.py_object(DeadlineExceeded))
-            is_done = done.wait(_AGAIN_S)
-
-    watchdog = threading.Thread(target=watch, daemon=True)
-    watchdog.start()
+    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
+        gc.disable()
         return function(*arguments)
     finally:
-        try:
-            done.set()
-            watchdog.join()
-        except DeadlineExceeded:  # it came just now; the next one would not come before this is done
-            done.set()
-            watchdog.join()
-        raise_in(caller, None)  # one that is still on its way is taken back
+        is_over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        if was_collecting:
+            gc.enable()

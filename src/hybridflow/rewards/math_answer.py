@@ -35,6 +35,7 @@ def math_reward(
     or LaTeX such as "\\frac{1}{2}", also within $...$ or \boxed{...}. Fractions equal their decimals to 6 places, sets
     compare in any order, and units, "x =" and a percent sign may be missing. An answer of more than 300 characters, of
     astronomic size, or that takes longer than `timeout_s` to compare, scores 0.0 unless it is written like the truth.
+    The time ends in the main thread alone, see `call_within`.
     """
     truth = _unwrapped(ground_truth)
     gold = _gold(truth)
