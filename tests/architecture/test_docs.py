@@ -32,7 +32,11 @@ def restores_the_process():
 
 @pytest.mark.usefixtures("restores_the_process")
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.ray] * (page.name in OF_RAY)) for page in PAGES]
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.ray, pytest.mark.slow] * (page.name in OF_RAY))
+        for page in PAGES
+    ],
 )
 def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -62,6 +62,7 @@ def are_equal(a, b) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", OVERLAYS, ids=lambda recipe: recipe.stem)
 def test_the_recipe_of_every_algorithm_trains(train, recipe):
     rows, _ = train(*FITTING.get(recipe.stem, []), recipes=[recipe])
@@ -69,6 +70,7 @@ def test_the_recipe_of_every_algorithm_trains(train, recipe):
     assert any(row["actor/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_trains_over_several_optimizer_steps_whatever_the_micro_batches(train, name):
     rows, weights = train(f"actor.policy_loss={name}", *OFF_POLICY, name="small")

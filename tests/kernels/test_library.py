@@ -31,6 +31,7 @@ def test_kernels_are_built_once_into_a_private_directory_of_the_cache(tmp_path):
     assert [path.stat().st_mtime_ns for path in directory.iterdir()] == [modified]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 0.5, 1])
 def test_a_damaged_library_in_the_cache_is_built_anew(tmp_path, kept):
     assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"

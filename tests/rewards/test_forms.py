@@ -111,6 +111,7 @@ def test_failures_of_an_async_function_are_of_one_sample_each(runner):
     assert outcomes[4].problem == "TimeoutError: of the function's own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "kind"), [("block", "timeout"), ("stubborn", "timeout"), ("exit", "died")])
 def test_a_sample_that_takes_its_process_along_fails_alone(runner, monkeypatch, bad, kind):
     monkeypatch.setattr(runner_module, "GRACE_S", 0.5)

@@ -228,6 +228,7 @@ BREAKABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", BREAKABLE, ids=lambda place: f"{place[0].__name__}.{place[1]}")
 @pytest.mark.parametrize("call", range(3))
 @pytest.mark.parametrize("then", ["go on", "abort"])

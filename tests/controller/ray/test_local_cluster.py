@@ -176,6 +176,7 @@ def two_cycles(tmp_path_factory):
     return {**json.loads(result), **left}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_stop(two_cycles):
     assert two_cycles["processes"] == []
     assert not two_cycles["directory exists"]
@@ -185,6 +186,7 @@ def test_nothing_is_left_after_a_stop(two_cycles):
     assert not two_cycles["initialized"]
 
 
+@pytest.mark.slow
 def test_all_processes_carry_the_token_also_those_that_rename_themselves_and_children_of_actors(two_cycles):
     assert two_cycles["actor"]
     assert two_cycles["child"]
@@ -193,55 +195,66 @@ def test_all_processes_carry_the_token_also_those_that_rename_themselves_and_chi
         assert part in titles
 
 
+@pytest.mark.slow
 def test_what_the_driver_starts_itself_is_not_ended(two_cycles):
     assert two_cycles["the driver's own child lives"]
 
 
+@pytest.mark.slow
 def test_the_cluster_listens_on_the_loopback_interface_only(two_cycles):
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     assert len(two_cycles["listening"]) >= 5  # gcs, raylet, an agent, the actor and the driver at least
     assert set(two_cycles["listening"]) <= loopback
 
 
+@pytest.mark.slow
 def test_its_directory_is_open_to_this_user_only(two_cycles):
     assert two_cycles["mode"] == 0o700
 
 
+@pytest.mark.slow
 def test_processors_are_rounded_up(two_cycles):
     assert two_cycles["num_cpus"] == 3
 
 
+@pytest.mark.slow
 def test_environment_and_signal_handler_are_restored(two_cycles):
     assert two_cycles["environment restored"]
     assert two_cycles["restored after the failure"]
     assert two_cycles["handler restored"]
 
 
+@pytest.mark.slow
 def test_starting_twice_is_an_error(two_cycles):
     assert "has been started already; call stop()" in two_cycles["started again"]
     assert "Ray is initialized in this process already; call ray.shutdown()" in two_cycles["another started"]
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why_and_can_be_followed_by_another(two_cycles):
     assert two_cycles["too large"].startswith("Ray did not start: ")
     assert "object store" in two_cycles["too large"]
 
 
+@pytest.mark.slow
 def test_a_second_cycle_has_its_own_session_and_leaves_few_descriptors_more(two_cycles):
     assert two_cycles["another session"]
     assert two_cycles["new descriptors"] <= 4  # Ray itself forgets one or two
 
 
+@pytest.mark.slow
 def test_a_reaper_that_was_killed_is_replaced(two_cycles):
     assert two_cycles["processes without reaper"] == []
     assert not two_cycles["directory exists without reaper"]
 
 
+@pytest.mark.slow
 def test_nothing_is_printed(two_cycles):
     assert two_cycles["printed"] == []
     assert two_cycles["errors"] == ""
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_though_an_actor_is_frozen_and_a_forked_child_lives_on():
     stores = names_of_stores()
     driver = run_driver(DRIVER, "sleep")
@@ -261,6 +274,7 @@ def test_a_killed_driver_leaves_nothing_though_an_actor_is_frozen_and_a_forked_c
         driver.communicate()
 
 
+@pytest.mark.slow
 def test_a_driver_that_raises_leaves_nothing():
     driver = run_driver(DRIVER, "raise")
     output, errors = driver.communicate(timeout=60)  # ends when nobody holds the driver's output any more
