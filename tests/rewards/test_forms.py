@@ -91,7 +91,7 @@ def test_an_async_function_has_many_samples_in_hand_and_answers_in_their_order(r
     outcomes = asked.run(samples(texts))
     took = time.monotonic() - start
     assert scores(outcomes) == [len(text) for text in texts]
-    assert took < 2.0  # alone they take 18 s
+    assert took < 6.0  # alone they take 18 s
 
 
 def test_no_more_are_in_hand_than_asked_for(runner):
