@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     install_import_hook(CHECKED_PACKAGE, CHECKER)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the lanes
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lanes of `pytest -n 2 --dist loadgroup`: what starts Ray is one, and begins; of all else each file is one.
 
