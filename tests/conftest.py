@@ -53,14 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the lanes
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lanes of `pytest -n 2 --dist loadgroup`: what starts Ray is one, and begins; of all else each file is one.
 
     Nothing counts processes of Ray that another lane starts, and a fixture of a file is made once.
     """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # which keeps the order otherwise
     for item in items:
-        lane = "ray" if item.get_closest_marker("ray") else str(item.path.relative_to(item.config.rootpath))
+        lane = "ray" if item.get_closest_marker("ray") else str(item.path.relative_to(config.rootpath))
         item.add_marker(pytest.mark.xdist_group(lane))
 
 
