@@ -310,3 +310,19 @@ def test_there_is_a_filter_for_both_machines():
 def test_the_table_of_rewards_loads_no_math_verify():
     program = "import sys, hybridflow.rewards; sys.exit('math_verify' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ({"timeout_s": 0}, "timeout_s=0 must be more than 0 seconds"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan must be more than 0 seconds"),
+        ({"memory_bytes": 2**20}, "memory_bytes=1048576 must be a whole number, 33554432 or more"),
+        ({"memory_bytes": 1.5e9}, "memory_bytes=1500000000.0 must be a whole number"),
+        ({"max_output_bytes": 0}, "max_output_bytes=0 must be a whole number, 1 or more"),
+        ({"max_tests": -1}, "max_tests=-1 must be a whole number, 0 or more"),
+    ],
+)
+def test_limits_that_nothing_can_pass_are_an_error_and_no_zero(limit, message):
+    with pytest.raises(RewardError, match=message):
+        score("print(3)", PRINTS, **limit)

@@ -154,6 +154,12 @@ def test_an_answer_that_sympy_would_think_about_for_minutes_ends_with_its_time()
     assert 0.3 < time.perf_counter() - start < 3.0
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "5", True])
+def test_a_time_that_is_none_is_an_error(timeout_s):
+    with pytest.raises(RewardError, match=r"timeout_s=.* must be more than 0 seconds, and at most 86400"):
+        score(r"\boxed{5}", "5", timeout_s=timeout_s)
+
+
 def test_many_boxes_and_braces_take_linear_time():
     start = time.perf_counter()
     for solution in (r"\boxed{" * 100_000, r"\boxed{" * 50_000 + "}" * 50_000, "{" * 300_000, "$" * 300_000):

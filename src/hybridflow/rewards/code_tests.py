@@ -7,8 +7,12 @@ from typing import Any
 from hybridflow.errors import RewardError
 from hybridflow.rewards.code_block import last_code_block
 from hybridflow.rewards.code_runner import CodeLimits, run_program
+from hybridflow.rewards.limits import require_seconds, require_whole
 
 MAX_PROGRAM_CHARS = 200_000
+MIN_MEMORY_BYTES = 32 * 2**20
+"""In less, the interpreter itself does not get as far as a program."""
+
 _EXAMPLES = "{'inputs': ['1 2\\n'], 'outputs': ['3\\n']} or {'tests': ['assert add(1, 2) == 3']}"
 
 _Test = tuple[str, str | None]
@@ -35,10 +39,15 @@ def code_reward(
 
     Outputs are compared out of the program's reach. Statements share an interpreter with it, and one written to deceive
     them can: what it returns may claim to equal everything.
-    Raises `RewardError` for another ground truth, and where the system lacks Landlock or seccomp filters.
+    Raises `RewardError` for another ground truth, for limits that nothing can pass, and where the system lacks Landlock
+    or seccomp filters.
     """
+    require_seconds("timeout_s", timeout_s)
+    require_whole("memory_bytes", memory_bytes, least=MIN_MEMORY_BYTES)
+    require_whole("max_output_bytes", max_output_bytes, least=1)
+    require_whole("max_tests", max_tests, least=0)
     tests = _read_tests(ground_truth)
-    tests = tests[:max_tests] if max_tests > 0 else tests
+    tests = tests[:max_tests] if max_tests else tests
     program = last_code_block(solution_str)
     if program is None or len(program) > MAX_PROGRAM_CHARS:
         return {"score": 0.0, "passed": 0.0, "compiled": 0.0}

@@ -24,9 +24,11 @@ class DeadlineExceeded(BaseException):
 def call_within(seconds: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
     """The function's result; raises `DeadlineExceeded` if it takes longer.
 
-    Python runs handlers of signals in the main thread alone: in another one, nothing ends the function.
+    Python runs handlers of signals in the main thread alone: in another one, nothing ends the function. Nor does it
+    where a library in C answers the alarm, whose handler could not be put back.
     """
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGALRM) is None:
         return function(*arguments)
     is_over, was_collecting = False, gc.isenabled()
 

@@ -22,6 +22,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.limits import require_seconds, require_whole
 
 if TYPE_CHECKING:
     import httpx2  # at run time it is imported at first use
@@ -246,12 +247,10 @@ def _seconds_of(retry_after: str) -> float | None:
 
 
 def _check_settings(retries: int, requests_per_second: float, request_timeout_s: float) -> None:
-    if not isinstance(retries, int) or retries < 0:
-        raise RewardError(f"{retries=} must be a whole number, 0 or more.")
+    require_whole("retries", retries, least=0)
     if not (math.isfinite(requests_per_second) and requests_per_second >= 0):
         raise RewardError(f"{requests_per_second=} must be a finite number, 0 (no limit) or more.")
-    if not request_timeout_s > 0:
-        raise RewardError(f"{request_timeout_s=} must be more than 0 seconds.")
+    require_seconds("request_timeout_s", request_timeout_s)
 
 
 def _api_key(variable: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.errors import RewardError
 from hybridflow.rewards.boxed import last_boxed
 from hybridflow.rewards.deadline import DeadlineExceeded, call_within
+from hybridflow.rewards.limits import require_seconds
 from hybridflow.rewards.math_bounds import is_astronomic
 
 MAX_CHARS = 300
@@ -37,6 +38,7 @@ def math_reward(
     astronomic size, or that takes longer than `timeout_s` to compare, scores 0.0 unless it is written like the truth.
     The time ends in the main thread alone, see `call_within`.
     """
+    require_seconds("timeout_s", timeout_s)
     truth = _unwrapped(ground_truth)
     gold = _gold(truth)
     boxed = last_boxed(solution_str)
