@@ -86,7 +86,7 @@ def show_examples(before: list[dict[str, Any]], after: list[dict[str, Any]], cou
     console.print(table)
 
 
-def control(seconds: float, sft_seconds_per_step: float, overrides: list[str]) -> None:
+def control(seconds: float, sft_seconds_per_step: float, overrides: list[str], validation_overrides: list[str]) -> None:
     """Continue the warm start's own run on its own data for `seconds`, and evaluate it as the demo is evaluated."""
     shutil.rmtree(RUN / "control", ignore_errors=True)
     shutil.copytree(RUN / "sft", RUN / "control")
@@ -98,8 +98,9 @@ def control(seconds: float, sft_seconds_per_step: float, overrides: list[str]) -
     build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", [*overrides, *changes])).fit()
     export("control", "control_model")
     grpo = RECIPES / "countdown_grpo.toml"
-    before, _ = build_validator(load_config(grpo)).run()
-    after, samples = build_validator(load_config(grpo, [f"model.path={RUN / 'control_model'}"])).run()
+    before, _ = build_validator(load_config(grpo, validation_overrides)).run()
+    of_control = [*validation_overrides, f"model.path={RUN / 'control_model'}"]
+    after, samples = build_validator(load_config(grpo, of_control)).run()
     console.print(
         f"control: accuracy {before['val/accuracy']:.3f} -> {after['val/accuracy']:.3f} "
         f"on {len(samples)} held-out problems in {seconds:.0f} s"
@@ -123,7 +124,7 @@ def main() -> None:
                 f"{summary_file} is missing; run `make demo` first, the control takes as long as its GRPO took."
             )
         summary = json.loads(summary_file.read_text())
-        control(summary["grpo_seconds"], summary["sft_seconds_per_step"], args.sft)
+        control(summary["grpo_seconds"], summary["sft_seconds_per_step"], args.sft, args.grpo)
         return
     make_everything()
     start = time.perf_counter()
