@@ -4,19 +4,23 @@
     .venv/bin/python benchmarks/soak.py --cycles 5 --killed 1
 
 Each cycle starts a fresh cluster on this machine with a worker group, makes calls, and ends. Counted before and after:
-processes, entries of /dev/shm, entries of the temporary directory, and file descriptors of the process that starts most
-of the clusters (Ray leaks one or two sockets there for each). Exits with status 1 if anything else grew.
+processes that carry a mark of this program's, files of /dev/shm that nobody has open, entries of a temporary directory
+of its own, and file descriptors of the process that starts most of the clusters (Ray leaks one or two sockets there for
+each). Exits with status 1 if anything else grew. Other clusters may run beside it.
 """
 
 import argparse
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from hybridflow.controller.ray.reaper import is_open, own_processes
 
 DRIVER = """
 import os, sys, time
@@ -58,6 +62,8 @@ print("descriptors", before, count_descriptors(), flush=True)
 """
 
 SOCKETS_OF_RAY_FOR_EACH_CYCLE = 2
+MARK = "HYBRIDFLOW_SOAK"
+"""The variable that everything started here inherits."""
 
 
 def main() -> int:
@@ -65,19 +71,26 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=50, help="clusters to start (50)")
     parser.add_argument("--killed", type=int, default=10, help="how many of them end by SIGKILL to the driver (10)")
     arguments = parser.parse_args()
-    in_order = arguments.cycles - arguments.killed
+    with tempfile.TemporaryDirectory(prefix="", dir="/tmp") as directory:  # a short path: sockets lie in it
+        os.environ.update({MARK: secrets.token_hex(8), "TMPDIR": directory})
+        return soak(arguments.cycles, arguments.killed)
+
+
+def soak(cycles: int, killed: int) -> int:
+    """The exit status, after the table."""
+    in_order = cycles - killed
     before = count_all()
     start = time.monotonic()
     opened, left_open = run_in_order(in_order)
-    for index in range(arguments.killed):
+    for index in range(killed):
         run_and_kill()
-        print(f"killed {index + 1} of {arguments.killed}", file=sys.stderr, flush=True)
+        print(f"killed {index + 1} of {killed}", file=sys.stderr, flush=True)
     after = wait_for(before)
     print(f"{'':<24}{'before':>10}{'after':>10}")
     for name in before:
         print(f"{name:<24}{before[name]:>10}{after[name]:>10}")
     print(f"{'descriptors of driver':<24}{opened:>10}{left_open:>10}")
-    print(f"{arguments.cycles} cycles, {arguments.killed} of them killed, in {time.monotonic() - start:.0f} s")
+    print(f"{cycles} cycles, {killed} of them killed, in {time.monotonic() - start:.0f} s")
     grew = [name for name in before if after[name] > before[name]]
     if left_open - opened > SOCKETS_OF_RAY_FOR_EACH_CYCLE * max(in_order - 1, 0):
         grew.append("descriptors of driver")
@@ -92,21 +105,24 @@ def main() -> int:
 def count_all() -> dict[str, int]:
     """What may stay behind, by name."""
     return {
-        "processes": sum(1 for name in os.listdir("/proc") if name.isdigit() and is_of_ray(name)),
-        "/dev/shm": len(os.listdir("/dev/shm")),
-        "temporary directory": sum(
-            1 for name in os.listdir(tempfile.gettempdir()) if name.startswith(("hybridflow-", "ray"))
-        ),
+        "processes": sum(1 for pid in own_processes() if pid != os.getpid() and carries_mark(pid)),
+        "/dev/shm": sum(1 for path in Path("/dev/shm").iterdir() if is_left(path)),
+        "temporary directory": len(os.listdir(os.environ["TMPDIR"])),
     }
 
 
-def is_of_ray(pid: str) -> bool:
-    """Ray's services, its workers, and our reapers."""
+def carries_mark(pid: int) -> bool:
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return f"{MARK}={os.environ[MARK]}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(mark in command for mark in (b"ray::", b"raylet", b"gcs_server", b"/ray/", b"reaper.py"))
+
+
+def is_left(path: Path) -> bool:
+    try:
+        return not is_open(path.stat())
+    except OSError:  # it is gone meanwhile
+        return False
 
 
 def wait_for(before: dict[str, int], timeout_s: float = 30.0) -> dict[str, int]:

@@ -54,15 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the lanes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lanes of `pytest -n 2 --dist loadgroup`: what starts Ray is one, and begins; of all else each file is one.
+    """Lanes of `pytest -n 2 --dist loadgroup`: what shares a cluster is one, and begins; of all else each file is one.
 
-    Nothing counts processes of Ray that another lane starts, and a fixture of a file is made once.
+    Whole runs on Ray come next: they take longest. A fixture of a file is made once.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # which keeps the order otherwise
     for item in items:
-        lane = "ray" if item.get_closest_marker("ray") else str(item.path.relative_to(config.rootpath))
+        shares_cluster = item.get_closest_marker("ray") and "integration" not in item.path.parts
+        lane = "ray" if shares_cluster else str(item.path.relative_to(config.rootpath))
         item.add_marker(pytest.mark.xdist_group(lane))
 
 
@@ -145,7 +146,7 @@ def run_world() -> Callable[..., None]:
             for rank in range(world_size)
         ]
         try:
-            errors = [process.communicate(timeout=250)[1] for process in ranks]
+            errors = [process.communicate()[1] for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

@@ -26,7 +26,7 @@ _LOOKS_WITHOUT_PROCESSES = 3
 
 def cluster_processes(session: str) -> list[int]:
     """The living processes of this user that were started with the session's token, by id."""
-    return [pid for pid in _own_processes() if _carries(pid, session)]
+    return [pid for pid in own_processes() if _carries(pid, session)]
 
 
 def main() -> None:
@@ -81,7 +81,8 @@ def _send(pid: int, session: str, number: signal.Signals) -> None:
             os.close(descriptor)
 
 
-def _own_processes() -> Iterator[int]:
+def own_processes() -> Iterator[int]:
+    """The processes of this user, by id; none where there is no /proc."""
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -112,12 +113,13 @@ def _remove_object_stores(started_s: float) -> None:
         with contextlib.suppress(OSError):
             status = entry.stat(follow_symlinks=False)
             is_own_store = re.fullmatch(r"plasma\w{6}", entry.name) and status.st_uid == os.geteuid()
-            if is_own_store and status.st_ctime >= started_s and not _is_open(status):
+            if is_own_store and status.st_ctime >= started_s and not is_open(status):
                 os.unlink(entry.path)
 
 
-def _is_open(status: os.stat_result) -> bool:
-    for pid in _own_processes():
+def is_open(status: os.stat_result) -> bool:
+    """Whether a process of this user has the file open."""
+    for pid in own_processes():
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
