@@ -52,7 +52,7 @@ learn: $(STAMP) ## every recipe of an algorithm learns a small task, three seeds
 demo-control: $(STAMP) ## the same time spent on supervised training alone, to compare with
 	$(BIN)/python examples/countdown_demo.py --control
 
-# Two lanes (tests/conftest.py): the tests that share a Ray cluster go through one of them, one after another.
+# Two lanes (tests/conftest.py): what tests the control plane on Ray goes through one of them, one after another.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(STAMP) ## every check: lint, format, types, layers, the quick tests that need no GPU and no vLLM

@@ -1,4 +1,4 @@
-"""What a reward costs: a cheap function in processes, with the journal and without, programs, mathematics.
+"""What a reward costs: a cheap function in processes, with the journal and without, one that fails, programs, maths.
 
 Medians of the calls of one process each; the processes are started and warm unless said otherwise.
 """
@@ -18,6 +18,24 @@ from hybridflow.rewards import RewardRunner, RewardScorer, code_reward, math_rew
 from hybridflow.rewards.journal import RewardJournal
 
 CHEAP = "def score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str)\n"
+FAILING = """
+import os, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str.endswith("50"):
+        {failure}
+    time.sleep(0.005)
+    return len(solution_str)
+"""
+FAILURES = {
+    "none fails": "pass",
+    "one in a hundred raises": "raise ValueError('not this one')",
+    "one in a hundred allocates what it may": "kept = [bytearray(10**7) for _ in range(10**6)]",
+    "one in a hundred ends its process": "os._exit(3)",
+    "one in a hundred hangs, timeout_s=0.5": "time.sleep(600)",
+}
+"""What a function of 5 ms does wrong, by what the table calls it."""
+
 FENCE = "`" * 3
 PROGRAM = f"""{FENCE}python
 def add(a, b):
@@ -57,6 +75,25 @@ def cheap_ms(directory: Path, num_samples: int, *, journalled: bool) -> float:
         runner.close()
 
 
+def failing_ms(directory: Path, failure: str, num_samples: int = 1000) -> float:
+    """Milliseconds for each sample of a batch in two processes."""
+    (directory / "failing.py").write_text(FAILING.format(failure=failure))
+    runner = RewardRunner(f"{directory}/failing.py:score", num_processes=2, timeout_s=0.5, memory_bytes=2**29)
+    scorer = RewardScorer(runner=runner, on_error="zero", error_score=-1.0)
+    texts = [f"response {number:04}" for number in range(num_samples)]
+    wanted = [-1.0 if text.endswith("50") and failure != "pass" else float(len(text)) for text in texts]
+
+    def score() -> None:
+        if scorer.score(texts, ["d"] * num_samples, [None] * num_samples).scores.tolist() != wanted:
+            raise SystemExit(f"a score changed where {failure!r}")
+
+    score()
+    try:
+        return median_ms(score, 3) / num_samples
+    finally:
+        runner.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2000, metavar="N", help="of the cheap function (default: 2000)")
@@ -69,7 +106,7 @@ def main() -> None:
         rows = {
             "a cheap function, for each sample": cheap_ms(Path(directory), args.samples, journalled=False),
             "the same, journalled": cheap_ms(Path(directory), args.samples, journalled=True),
-        }
+        } | {f"a function of 5 ms, {name}": failing_ms(Path(directory), failure) for name, failure in FAILURES.items()}
     rows |= {
         "a program, one input and output": median_ms(
             lambda: code_reward("code", PROGRAM, {"inputs": ["1 2"], "outputs": ["3"]}), 15

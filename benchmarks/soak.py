@@ -71,6 +71,8 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=50, help="clusters to start (50)")
     parser.add_argument("--killed", type=int, default=10, help="how many of them end by SIGKILL to the driver (10)")
     arguments = parser.parse_args()
+    if not 0 <= arguments.killed <= arguments.cycles:
+        parser.error(f"--killed {arguments.killed} must be from 0 to --cycles, which is {arguments.cycles}")
     with tempfile.TemporaryDirectory(prefix="", dir="/tmp") as directory:  # a short path: sockets lie in it
         os.environ.update({MARK: secrets.token_hex(8), "TMPDIR": directory})
         return soak(arguments.cycles, arguments.killed)

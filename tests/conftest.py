@@ -54,16 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the lanes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lanes of `pytest -n 2 --dist loadgroup`: what shares a cluster is one, and begins; of all else each file is one.
+    """Lanes of `pytest -n 2 --dist loadgroup`: the control plane on Ray is one, of all else each file is one.
 
-    Whole runs on Ray come next: they take longest. A fixture of a file is made once.
+    What starts Ray begins, since it takes longest. A fixture of a file, and `ray_backend`, is made once.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # which keeps the order otherwise
     for item in items:
-        shares_cluster = item.get_closest_marker("ray") and "integration" not in item.path.parts
-        lane = "ray" if shares_cluster else str(item.path.relative_to(config.rootpath))
+        of_control_plane = item.get_closest_marker("ray") and "integration" not in item.path.parts
+        lane = "ray" if of_control_plane else str(item.path.relative_to(config.rootpath))
         item.add_marker(pytest.mark.xdist_group(lane))
 
 

@@ -421,6 +421,7 @@ def wait_for_partial(directory: Path, prefix: str) -> None:
     raise TimeoutError(f"no {prefix}* in a partial directory of {directory}")
 
 
+@pytest.mark.slow
 def test_a_writer_killed_in_any_phase_leaves_whole_checkpoints(tmp_path):
     save(CheckpointStore(tmp_path), 1)
     save(CheckpointStore(tmp_path), 2)

@@ -255,10 +255,13 @@ def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, t
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.1)
-    os.killpg(process.pid, number)  # as a terminal or a scheduler does
-    output, _ = process.communicate()
+    try:
+        while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.1)
+        os.killpg(process.pid, number)  # as a terminal or a scheduler does
+        output, _ = process.communicate()
+    finally:
+        process.kill()
     assert process.returncode == 0, output
     assert "stopped after step" in output
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()

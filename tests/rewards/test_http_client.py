@@ -193,6 +193,7 @@ def test_what_is_no_http_address_is_refused(url, shown):
         ({"retries": 1.5}, "retries=1.5 must be a whole number"),
         ({"requests_per_second": -1.0}, "requests_per_second=-1.0 must be a finite number"),
         ({"requests_per_second": float("nan")}, "requests_per_second=nan must be"),
+        ({"requests_per_second": "5"}, "requests_per_second='5' must be a finite number, 0 or more"),
         ({"request_timeout_s": 0.0}, "request_timeout_s=0.0 must be more than 0"),
     ],
 )

@@ -221,6 +221,19 @@ def test_a_scale_that_is_none_is_refused(server, lowest, highest):
     assert "must be finite, and lowest less than highest" in failure(server, lowest=lowest, highest=highest)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lowest": "0"}, "lowest='0' and highest=10.0 must be finite"),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number, 1 or more"),
+        ({"temperature": -0.5}, "temperature=-0.5 must be a finite number, 0 or more"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_asked(server, changes, message):
+    assert message in failure(server, **changes)
+    assert server.requests == []
+
+
 def test_a_busy_judge_is_asked_again(server):
     server.answer_in_turn((429, {"Retry-After": "0"}, "slow down"), completion("Score: 10"))
     assert judge(server)["score"] == 1.0

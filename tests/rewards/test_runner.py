@@ -43,6 +43,14 @@ def environment(**sample):
     import os
     return {"score": os.getpid()}
 
+def located(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        raise ValueError("not this one")
+    if solution_str == "loop":
+        while True:
+            pass
+    return {"score": os.getpid(), "at": time.monotonic()}
+
 def two(only, these):
     return 0.0
 """
@@ -108,6 +116,23 @@ def test_everything_wrong_at_once(runner):
     assert [outcome.kind for outcome in outcomes] == [PROBLEMS.get(text, (None,))[0] for text in texts]
 
 
+def test_one_sample_in_a_hundred_that_raises_costs_no_process(runner):
+    texts = ["raise" if i % 100 == 50 else "fine" for i in range(400)]
+    outcomes = runner("located").run(samples(texts))
+    assert [outcome.kind == "raised" for outcome in outcomes] == [text == "raise" for text in texts]
+    assert 1 <= len({outcome.result["score"] for outcome in outcomes if outcome.kind is None}) <= 2
+
+
+def test_while_a_sample_hangs_the_other_process_scores_the_others(runner):
+    located = runner("located")
+    located.run(samples(["fine"] * 100))  # both processes have started
+    start = time.monotonic()
+    hanging, *others = located.run(samples(["loop", *["fine"] * 200]))
+    assert hanging.kind == "timeout"
+    waited = [outcome for outcome in others if outcome.result["at"] > start + 2.0]
+    assert len(waited) <= 1  # the one that the process had been given before it hung
+
+
 def test_a_slow_function_is_not_late_and_processes_work_side_by_side(runner):
     slow = runner(timeout_s=1.0)
     slow.start()
@@ -157,7 +182,7 @@ def test_processes_end_with_the_runner_and_no_more_start_than_there_are_samples(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("{file}:nothing", r"mine.py has no function 'nothing'; it has score, noisy, environment, two"),
+        ("{file}:nothing", r"mine.py has no function 'nothing'; it has score, noisy, environment, located, two"),
         ("{file}x.py:score", "there is no file"),
         ("no_such_module:score", "importing no_such_module failed: ModuleNotFoundError"),
         ("{file}:two", r"is two\(only, these\), but it is called with the keyword arguments data_source"),

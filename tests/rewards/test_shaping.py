@@ -58,7 +58,7 @@ def test_equal_bounds_are_a_step():
     assert length_score(101, 100, 100) == 0.0
 
 
-@pytest.mark.parametrize("bounds", [(200, 100), (-1, 100), (0, float("inf")), (float("nan"), 1)])
+@pytest.mark.parametrize("bounds", [(200, 100), (-1, 100), (0, float("inf")), (float("nan"), 1), ("0", 1)])
 def test_bounds_of_the_length_that_make_no_sense_are_an_error(bounds):
     with pytest.raises(RewardError, match="must be finite, at least 0, and in this order"):
         length_score(10, *bounds)

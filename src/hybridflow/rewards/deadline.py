@@ -27,8 +27,7 @@ def call_within(seconds: float, function: Callable[..., _Result], *arguments: An
     Python runs handlers of signals in the main thread alone: in another one, nothing ends the function. Nor does it
     where a library in C answers the alarm, whose handler could not be put back.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGALRM) is None:
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGALRM) is None:
         return function(*arguments)
     is_over, was_collecting = False, gc.isenabled()
 
@@ -37,10 +36,11 @@ def call_within(seconds: float, function: Callable[..., _Result], *arguments: An
         if not is_over and (frame is None or frame.f_code is not call_within.__code__):
             raise DeadlineExceeded
 
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)  # so that an alarm of the caller's does not come to this handler
     handler = signal.signal(signal.SIGALRM, end)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
     try:
         gc.disable()
+        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
         return function(*arguments)
     finally:
         is_over = True

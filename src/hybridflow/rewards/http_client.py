@@ -7,7 +7,6 @@ payload ──> one of the url's connections ──> its turn by the rate ──
 
 import asyncio
 import json
-import math
 import os
 import random
 import re
@@ -22,7 +21,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.limits import require_seconds, require_whole
+from hybridflow.rewards.limits import require_number, require_seconds, require_whole
 
 if TYPE_CHECKING:
     import httpx2  # at run time it is imported at first use
@@ -248,8 +247,7 @@ def _seconds_of(retry_after: str) -> float | None:
 
 def _check_settings(retries: int, requests_per_second: float, request_timeout_s: float) -> None:
     require_whole("retries", retries, least=0)
-    if not (math.isfinite(requests_per_second) and requests_per_second >= 0):
-        raise RewardError(f"{requests_per_second=} must be a finite number, 0 (no limit) or more.")
+    require_number("requests_per_second", requests_per_second, least=0)  # 0 is no limit
     require_seconds("request_timeout_s", request_timeout_s)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.http_client import MAX_SHOWN_CHARS, post_json, without_key
+from hybridflow.rewards.limits import is_number, require_number, require_whole
 
 PROMPT = """\
 You grade a response to a question. Below stand the question, a reference answer and the response, each between tags
@@ -74,7 +75,9 @@ async def judge_reward(
     and {highest}; what is filled in cannot close or open a <tag> of it. `post_json` says what is tried again and how
     `requests_per_second` counts. Raises RewardError where there is no such number.
     """
-    if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
+    require_whole("max_tokens", max_tokens, least=1)
+    require_number("temperature", temperature, least=0)
+    if not (all(is_number(end) and math.isfinite(end) for end in (lowest, highest)) and lowest < highest):
         raise RewardError(f"{lowest=} and {highest=} must be finite, and lowest less than highest.")
     values = {
         "question": extra_info.get("question") if isinstance(extra_info, Mapping) else None,

@@ -1,5 +1,6 @@
-"""Limits that a recipe gives a reward function: a wrong one is an error, and not a zero for every response."""
+"""Numbers that a recipe gives a reward function: a wrong one is an error, and not a zero for every response."""
 
+import math
 from typing import Any
 
 from hybridflow.errors import RewardError
@@ -9,8 +10,15 @@ MAX_SECONDS = 86_400.0
 
 def require_seconds(name: str, value: Any) -> None:
     """Raises `RewardError` unless it is more than 0, and at most a day."""
-    if not _is_number(value) or not 0 < value <= MAX_SECONDS:
+    if not is_number(value) or not 0 < value <= MAX_SECONDS:
         raise RewardError(f"{name}={value!r} must be more than 0 seconds, and at most {MAX_SECONDS:g}.")
+
+
+def require_number(name: str, value: Any, *, least: float = -math.inf) -> None:
+    """Raises `RewardError` unless it is a finite number that is not below the least."""
+    if not is_number(value) or not math.isfinite(value) or value < least:
+        bound = "" if math.isinf(least) else f", {least:g} or more"
+        raise RewardError(f"{name}={value!r} must be a finite number{bound}.")
 
 
 def require_whole(name: str, value: Any, *, least: int) -> None:
@@ -19,5 +27,6 @@ def require_whole(name: str, value: Any, *, least: int) -> None:
         raise RewardError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number, which True and "5" are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from hybridflow.errors import RewardError
+from hybridflow.rewards.limits import is_number
 
 MAX_CHARS = 200_000
 """What is longer fits no pattern: the time of a regular expression grows with the text, of some with its square."""
@@ -30,9 +31,10 @@ def length_score(length: float, max_length: float, falls_to_zero_at: float) -> f
 
     Raises `RewardError` unless 0 <= max_length <= falls_to_zero_at.
     """
-    if not (0 <= max_length <= falls_to_zero_at and math.isfinite(falls_to_zero_at)):
+    are_numbers = is_number(max_length) and is_number(falls_to_zero_at)
+    if not (are_numbers and 0 <= max_length <= falls_to_zero_at and math.isfinite(falls_to_zero_at)):
         raise RewardError(
-            f"max_length={max_length} and falls_to_zero_at={falls_to_zero_at} must be finite, at least 0, and in this "
+            f"{max_length=} and {falls_to_zero_at=} must be finite, at least 0, and in this "
             "order; give the length up to which all is well first."
         )
     if length <= max_length:

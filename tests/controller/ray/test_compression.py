@@ -13,6 +13,7 @@ class Echo(Worker):
         return batch
 
 
+@pytest.mark.slow
 def test_compressed_batches_arrive_as_they_were_and_are_smaller_on_the_way_there_and_back(ray_backend):
     from hybridflow.controller.ray import RayBackend, RayResourcePool
 

@@ -591,6 +591,7 @@ def test_a_detached_group_is_refused_on_the_pool_of_groups_that_end_with_their_d
     assert "give a detached group a pool of its own" in detached["shared pool"]["refused"]
 
 
+@pytest.mark.slow
 def test_a_node_is_measured_when_its_first_process_starts_and_when_asked(cluster):
     from hybridflow.controller.ray import RayResourcePool
     from hybridflow.observability import transfer_report
