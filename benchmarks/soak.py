@@ -5,8 +5,8 @@
 
 Each cycle starts a fresh cluster on this machine with a worker group, makes calls, and ends. Counted before and after:
 processes that carry a mark of this program's, files of /dev/shm that nobody has open, entries of a temporary directory
-of its own, and file descriptors of the process that starts most of the clusters (Ray leaks one or two sockets there for
-each). Exits with status 1 if anything else grew. Other clusters may run beside it.
+of its own, and sockets and other open files of the process that starts most of the clusters (Ray leaks one or two
+sockets there for each). Exits with status 1 if anything else grew. Other clusters may run beside it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from hybridflow.controller.ray.reaper import is_open, own_processes
 
 DRIVER = """
-import os, sys, time
+import contextlib, os, sys, time
 import torch
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from hybridflow.controller.ray import RayBackend
@@ -48,24 +48,36 @@ def cycle():
 
 
 def count_descriptors():
-    counts = []  # the fewest within some seconds: what is still being closed is not left
-    for _ in range(30):
-        counts.append(len(os.listdir("/proc/self/fd")))
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            kinds.append(os.readlink(f"/proc/self/fd/{name}").startswith("socket:"))
+    return kinds.count(True), kinds.count(False)
+
+
+def settled_descriptors():
+    "Sockets and other descriptors, once they have stayed the same for two seconds."
+    counts = []
+    for _ in range(300):
+        counts.append(count_descriptors())
+        if len(counts) > 20 and len(set(counts[-20:])) == 1:
+            break
         time.sleep(0.1)
-    return min(counts)
+    return counts[-1]
 
 
 if sys.argv[1] == "killed":
     cycle()
 cycle()  # what is opened once and for all
-before = count_descriptors()
+before = settled_descriptors()
 for index in range(int(sys.argv[2])):
     cycle()
     print("cycle", flush=True)
-print("descriptors", before, count_descriptors(), flush=True)
+print("descriptors", *before, *settled_descriptors(), flush=True)
 """
 
-SOCKETS_OF_RAY_FOR_EACH_CYCLE = 2
+MAY_GROW_BY = {"sockets of driver": 2, "files of driver": 0}
+"""For each cycle; Ray opens sockets of its own late and leaves one or two open."""
 MARK = "HYBRIDFLOW_SOAK"
 """The variable that everything started here inherits."""
 
@@ -87,7 +99,7 @@ def soak(cycles: int, killed: int) -> int:
     in_order = cycles - killed
     before = count_all()
     start = time.monotonic()
-    opened, left_open = run_in_order(in_order)
+    first, last = run_in_order(in_order)
     for index in range(killed):
         run_and_kill()
         print(f"killed {index + 1} of {killed}", file=sys.stderr, flush=True)
@@ -95,16 +107,18 @@ def soak(cycles: int, killed: int) -> int:
     print(f"{'':<24}{'before':>10}{'after':>10}")
     for name in before:
         print(f"{name:<24}{before[name]:>10}{after[name]:>10}")
-    print(f"{'descriptors of driver':<24}{opened:>10}{left_open:>10}")
+    for name in first:
+        print(f"{name:<24}{first[name]:>10}{last[name]:>10}")
     print(f"{cycles} cycles, {killed} of them killed, in {time.monotonic() - start:.0f} s")
     grew = [name for name in before if after[name] > before[name]]
-    if left_open - opened > SOCKETS_OF_RAY_FOR_EACH_CYCLE * max(in_order - 1, 0):
-        grew.append("descriptors of driver")
+    grew += [name for name in first if last[name] - first[name] > MAY_GROW_BY[name] * in_order]
     rows = [
         {"name": name, "unit": "count", "ours": after[name] - before[name], "peer": None, "limit": 0, "ratio": None}
         for name in before
     ]
     print(json.dumps({"benchmark": "soak", "rows": rows}))
+    if grew:
+        print(f"left behind: {', '.join(grew)}", file=sys.stderr)
     return 1 if grew else 0
 
 
@@ -141,23 +155,24 @@ def wait_for(before: dict[str, int], timeout_s: float = 30.0) -> dict[str, int]:
         time.sleep(0.2)
 
 
-def run_in_order(cycles: int) -> tuple[int, int]:
+def run_in_order(cycles: int) -> tuple[dict[str, int], dict[str, int]]:
     """Cycles that end as they should, in one process: its descriptors after the first and after the last."""
     if not cycles:
-        return 0, 0
+        return {}, {}
     command = [sys.executable, "-c", DRIVER, "in order", str(cycles - 1)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        opened, left_open, done = 0, 0, 1
+        counts, done = [0, 0, 0, 0], 1
         for line in process.stdout:
             if line.startswith("cycle"):
                 done += 1
                 print(f"cycle {done} of {cycles}", file=sys.stderr, flush=True)
             elif line.startswith("descriptors"):
-                opened, left_open = map(int, line.split()[1:])
+                counts = [int(word) for word in line.split()[1:]]
     if process.returncode:
         raise SystemExit(f"the driver failed with status {process.returncode}")
-    return opened, left_open
+    names = list(MAY_GROW_BY)
+    return dict(zip(names, counts[:2], strict=True)), dict(zip(names, counts[2:], strict=True))
 
 
 def run_and_kill() -> None:
