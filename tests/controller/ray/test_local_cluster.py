@@ -89,6 +89,7 @@ with LocalCluster(2.5, object_store_bytes=80 * 2**20) as cluster:
     seen["session"], seen["directory"] = cluster.session, str(cluster.directory)
     seen["actor"], seen["child"] = actor_pid in pids, child_pid in pids
     seen["all titles"] = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\\0 ") for pid in pids]
+    seen["priorities"] = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (actor_pid, 0)]
     seen["num_cpus"] = ray.cluster_resources()["CPU"]
     seen["mode"] = stat.S_IMODE(os.stat(cluster.directory).st_mode)
     seen["listening"] = listening([*pids, os.getpid()])
@@ -191,6 +192,12 @@ def test_nothing_is_left_after_a_stop(two_cycles):
     assert two_cycles["home"] == []
     assert two_cycles["children"] == []
     assert not two_cycles["initialized"]
+
+
+@pytest.mark.slow
+def test_workers_have_the_priority_of_the_driver(two_cycles):
+    worker, driver = two_cycles["priorities"]
+    assert worker == driver
 
 
 @pytest.mark.slow

@@ -471,6 +471,7 @@ def run_cluster(script):
         "RAY_TMPDIR": str(directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface
+        "RAY_worker_niceness": "0",
     }
     process = subprocess.Popen(
         [sys.executable, "-c", f"{START}\nDRIVER = {DRIVER!r}\n{script}"],

@@ -28,6 +28,7 @@ from hybridflow.errors import ConfigError, WorkerError
 _MIN_OBJECT_STORE_BYTES = 75 * 2**20
 _REAPER = Path(__file__).with_name("reaper.py")
 _REAPER_TIMEOUT_S = 30.0
+_NICENESS = "RAY_worker_niceness"
 # The path of a unix socket has at most 107 bytes (103 on macOS); the part below the temporary directory takes up to 90.
 _LONGEST_TEMPORARY_DIRECTORY = 13
 
@@ -41,6 +42,7 @@ class LocalCluster:
     `num_cpus` is rounded up and may exceed the cores of the machine. `object_store_bytes` is shared memory for
     values, by default what Ray chooses. All sockets listen on the loopback interface, and a token of the run's own
     keeps other users of the machine out. Nothing is written outside `directory`, and nothing is asked of the network.
+    Workers have the priority of this process, unless the variable RAY_worker_niceness says more (Ray's default is 15).
 
     Call `start` in a thread that lives as long as the cluster: the kernel ends Ray's processes with the thread that
     started them. Without /proc (macOS), what `ray.shutdown` does not end stays; the directory is removed there too.
@@ -133,6 +135,8 @@ def _variables_of_run() -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_CLIENT_MODE": "0",  # Ray sets it on import
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # not a cluster of machines: listen on the loopback interface
+        # By default Ray's worker processes are of the lowest priority but four: any other program's starve the ranks.
+        _NICENESS: os.environ.get(_NICENESS, "0"),
         "SPT_NOENV": "1",  # Ray's processes rename themselves, and the new name would overwrite the session's token
     }
 
