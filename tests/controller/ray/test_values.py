@@ -163,8 +163,8 @@ def test_an_error_that_is_no_exception_is_told_as_any_other(ray_group, kind):
 
 @pytest.mark.ray
 def test_what_a_result_says_beside_its_columns_counts_as_its_size(ray_group):
-    future = ray_group.with_large_facts.remote(DataProto.from_dict({"x": torch.arange(4)}))
     ray_group.backend.trace.take()
+    future = ray_group.with_large_facts.remote(DataProto.from_dict({"x": torch.arange(4)}))
     future.get()
     (handle,) = future.handles()
     assert handle.call.small_value is None
