@@ -121,7 +121,7 @@ def ray_backend() -> "Iterator[RayBackend]":
     """One cluster on this machine for all tests of the session that use it; it is gone when they have run."""
     from hybridflow.controller.ray import RayBackend
 
-    with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=300.0) as backend:
+    with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=60.0) as backend:
         yield backend
 
 

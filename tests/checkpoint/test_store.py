@@ -412,7 +412,7 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start_and_not_before_it_
 
 def wait_for_partial(directory: Path, prefix: str) -> None:
     """Until a save has begun and written a file whose name starts with `prefix` (any, if it is empty)."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for path in directory.glob(".tmp-*"):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):

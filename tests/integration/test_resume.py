@@ -7,7 +7,7 @@ import pytest
 
 
 def finish(process):
-    _, err = process.communicate(timeout=500)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
 
 

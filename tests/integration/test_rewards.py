@@ -155,7 +155,7 @@ def test_a_run_killed_while_it_scores_asks_only_for_what_it_has_not_been_told(ta
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", *changes]
     command += [f"reward.function={tmp_path}/mine.py:score"]
     killed = start(*command)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 120
     while not (tmp_path / "waiting").exists():
         assert killed.poll() is None
         assert time.monotonic() < deadline

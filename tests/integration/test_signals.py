@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def wait_until(condition, process, timeout_s=200.0):
+def wait_until(condition, process, timeout_s=100):
     end = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -35,7 +35,7 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(tiny, task, u
     terminated = start(*command, SECONDS_FOR_EACH_REWARD="0.02")
     wait_until(lambda: len(rows(run)) > 4, terminated)
     terminated.send_signal(signal.SIGTERM)
-    _, err = terminated.communicate(timeout=500)
+    _, err = terminated.communicate(timeout=100)
     assert terminated.returncode == 0
     assert "SIGTERM: this step will be finished, then a checkpoint is saved" in err
     last = rows(run)[-1]["step"]
@@ -43,7 +43,7 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(tiny, task, u
     assert (run / "checkpoints" / f"step_{last:06d}").is_dir()
 
     finished = start(*command)
-    _, err = finished.communicate(timeout=500)
+    _, err = finished.communicate(timeout=100)
     assert finished.returncode == 0
     assert f"continuing '{run}' after step {last}" in err
     assert tiny.results_of(run, 6) == tiny.results_of(uninterrupted.grpo, 6)

@@ -11,5 +11,5 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 @pytest.mark.slow
 def test_five_clusters_one_of_them_killed_leave_nothing_behind():
     command = [sys.executable, SOAK, "--cycles", "5", "--killed", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr

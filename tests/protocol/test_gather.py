@@ -19,7 +19,7 @@ def folder(tmp_path_factory) -> Path:
         for rank in range(WORLD_SIZE)
     ]
     try:
-        outcomes = [(rank.communicate(timeout=500)[1], rank.returncode) for rank in ranks]
+        outcomes = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -38,7 +38,7 @@ def leaves_nothing_behind(tmp_path, monkeypatch):
     files, others = len(os.listdir("/proc/self/fd")), children()
     yield
     assert list(tmp_path.glob("hybridflow-code-*")) == []
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert len(os.listdir("/proc/self/fd")) == files
     assert children() <= others
 
 

@@ -76,7 +76,7 @@ def observe(tmp_path) -> Iterator[Callable[..., Observed]]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -48,7 +48,7 @@ def test_the_address_survives_pickling_and_names_this_process(pulse):
 
 
 def test_the_heartbeat_goes_on(pulse):
-    first, deadline = read(pulse), time.monotonic() + 200
+    first, deadline = read(pulse), time.monotonic() + 10
     while read(pulse).heartbeat_at == first.heartbeat_at:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -133,7 +133,7 @@ def test_after_the_stop_nothing_is_left_and_the_signal_is_ignored():
     pulse.start()
     pulse.stop()
     pulse.stop()
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert len(os.listdir("/proc/self/fd")) == files
     assert threading.active_count() == threads
     assert not faulthandler.unregister(signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -178,7 +178,7 @@ def test_a_handler_that_was_there_first_keeps_the_signal():
 def test_a_handler_that_comes_later_is_noted(pulse):
     assert read(pulse).owns_signal
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 10
     while read(pulse).owns_signal:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -196,7 +196,7 @@ def test_off_the_main_thread_it_starts_too():
 def test_stacks_of_strangers_signals_stay_bounded(pulse, monkeypatch):
     monkeypatch.setattr(pulse_module, "_MAX_STACK_BYTES", 10)
     os.kill(os.getpid(), signal.SIGUSR1)
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 10
     while os.fstat(pulse.address.stack_fd).st_size:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -39,7 +39,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_a_first_signal_lets_the_loop_finish(number):
     process = start()
     process.send_signal(number)
-    output, errors = process.communicate(timeout=500)
+    output, errors = process.communicate(timeout=30)
     assert output == f"stopping after {number.name}\nleft cleanly\n"
     assert process.returncode == 0
     assert f"{number.name}: this step will be finished" in errors
@@ -55,7 +55,7 @@ def test_a_second_signal_ends_the_process_at_once(first, second):
     assert process.stdout is not None
     assert process.stdout.readline() == f"stopping after {first.name}\n"
     process.send_signal(second)
-    output, _ = process.communicate(timeout=500)
+    output, _ = process.communicate(timeout=30)
     assert output == ""
     assert process.returncode == -second  # a shell says 128 + the signal: 130 and 143
 

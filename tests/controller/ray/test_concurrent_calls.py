@@ -72,7 +72,7 @@ def test_as_many_calls_run_at_the_same_time_as_the_class_says(ray_backend):
 def test_a_result_can_be_read_while_an_older_call_is_still_running(ray_backend):
     from hybridflow.controller.ray import RayBackend
 
-    with RayBackend(call_timeout_s=3.0) as backend:
+    with RayBackend(call_timeout_s=1.0) as backend:
         group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), backend, "judge")
         hanging = group.hang.remote()
         assert int(group.judge(batch_of(1)).batch["y"]) == 2

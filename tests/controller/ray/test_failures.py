@@ -174,7 +174,7 @@ def is_gone(pid):
         return True
 
 
-def wait_until_gone(pids, timeout_s=200.0):
+def wait_until_gone(pids, timeout_s=15.0):
     end = time.monotonic() + timeout_s
     while left := [pid for pid in pids if not is_gone(pid)]:
         assert time.monotonic() < end, f"{left} are still there"
@@ -236,7 +236,7 @@ def impatient(ray_backend):
     """A second backend on the same cluster; a test shortens its deadline once its groups are there."""
     from hybridflow.controller.ray import RayBackend
 
-    with RayBackend(call_timeout_s=300) as backend:
+    with RayBackend(call_timeout_s=60) as backend:
         yield backend
 
 
@@ -653,7 +653,7 @@ def test_results_that_were_passed_on_and_never_read_are_let_go(group, other):
     for _ in range(4):
         assert other.sum_big(group.make_big.remote(rows(), 4)).batch["sums"].tolist() == [2.0**20] * 4
     gc.collect()
-    end = time.monotonic() + 200
+    end = time.monotonic() + 20
     while stored_mib() - before >= 16 and time.monotonic() < end:
         time.sleep(0.1)
     assert stored_mib() - before < 16  # one result has 16 MiB
@@ -676,7 +676,7 @@ def test_a_pool_whose_group_was_shut_down_and_that_nobody_has_any_more_is_free_a
         return [ray.util.placement_group_table(placement_group)["state"] for placement_group in reserved]
 
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 20
         while states() != ["REMOVED"] and time.monotonic() < end:
             time.sleep(0.1)
         assert states() == ["REMOVED"]
@@ -733,7 +733,7 @@ def test_a_deadline_needs_seconds(timeout_s):
         RayBackend(call_timeout_s=timeout_s)
 
 
-def run_script(script, **environment):
+def run_script(script, timeout_s, **environment):
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
@@ -742,10 +742,10 @@ def run_script(script, **environment):
         env={**os.environ, "PYTHONUNBUFFERED": "", **environment},  # a line is one write: Ray writes in between
     )
     try:
-        return process.communicate(timeout=500)[0]
+        return process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
         process.kill()
-        return f"still there after 500 s: {process.communicate()[0]}"
+        return f"still there after {timeout_s} s: {process.communicate()[0]}"
 
 
 NOBODY = """
@@ -761,7 +761,7 @@ except ConfigError as error:
 
 
 def test_an_address_where_nobody_answers_is_refused_soon():
-    output = run_script(NOBODY)
+    output = run_script(NOBODY, 30)
     assert "refused: no Ray cluster answers at address='127.0.0.1:9'" in output
 
 
@@ -811,7 +811,7 @@ attempt(future.get)
 
 @pytest.fixture(scope="module")
 def closed():
-    return run_script(CLOSED).splitlines()
+    return run_script(CLOSED, 120).splitlines()
 
 
 def test_closing_twice_is_no_error_and_leaves_nothing(closed):
@@ -861,7 +861,7 @@ def attempt(name, call):
     if time.monotonic() - start > 20:
         print(name, f"took {time.monotonic() - start:.0f} s")
 
-backend = RayBackend(num_cpus=1, object_store_bytes=80 * 2**20, call_timeout_s=300)
+backend = RayBackend(num_cpus=1, object_store_bytes=80 * 2**20, call_timeout_s=60)
 group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Big), backend)
 rows = DataProto.from_dict({"x": torch.arange(NUM_ROWS)})
 attempt("result", lambda: group.make(rows).batch["big"].sum().item() / 2**18)
@@ -878,7 +878,7 @@ backend.close()
 
 
 def test_results_and_arguments_larger_than_the_object_store_arrive():
-    output = run_script(STORE.replace("NUM_ROWS", "2"))
+    output = run_script(STORE.replace("NUM_ROWS", "2"), 250)
     lines = [
         line for line in output.splitlines() if line.startswith(("result", "passed on", "argument", "kept", "small"))
     ]
@@ -895,7 +895,7 @@ def store_on_a_small_disk():
         directory.rmdir()
         pytest.skip("a small file system cannot be mounted here")
     try:
-        yield run_script(STORE.replace("NUM_ROWS", "4"), TMPDIR=str(directory))
+        yield run_script(STORE.replace("NUM_ROWS", "4"), 280, TMPDIR=str(directory))
     finally:
         subprocess.run(["umount", "-l", directory], check=True)
         directory.rmdir()

@@ -778,7 +778,7 @@ def store_mib() -> float:
 
 def wait_for_store(limit_mib: float) -> float:
     """What is in use, once that is no more than `limit_mib` or some seconds have passed."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 20
     while (used := store_mib()) > limit_mib and time.monotonic() < deadline:
         time.sleep(0.1)
     return used

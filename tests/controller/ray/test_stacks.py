@@ -53,7 +53,7 @@ def is_gone(pid):
         return True
 
 
-def wait_until_gone(pids, timeout_s=200.0):
+def wait_until_gone(pids, timeout_s=20.0):
     end = time.monotonic() + timeout_s
     while left := [pid for pid in pids if not is_gone(pid)]:
         assert time.monotonic() < end, f"{left} are still there"
@@ -67,7 +67,7 @@ def overdue(ray_backend):
 
     ray_backend.check_fit([RayResourcePool([1])])  # starts the cluster, before another backend does
     pool, pids = RayResourcePool([2]), []
-    with RayBackend(call_timeout_s=300) as backend:
+    with RayBackend(call_timeout_s=60) as backend:
         group = WorkerGroup(pool, ClassWithInitArgs(Stuck), backend, "actor")
         pids += group.pid()
 

@@ -129,7 +129,7 @@ print("all came back")
 @pytest.mark.ray
 @pytest.mark.slow
 def test_classes_of_a_script_travel_in_small_and_in_large_messages():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False)
     assert "all came back" in done.stdout, done.stderr[-2000:]
 
 
@@ -220,7 +220,7 @@ for late in (read, unread):
 @pytest.mark.slow
 def test_nothing_is_connected_to_after_the_end_and_nothing_outlives_its_cluster():
     done = subprocess.run(
-        [sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.split() == ["refused", "closed", "closed"], done.stderr[-2000:]
 
