@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybridflow.controller import ClassWithInitArgs, LocalBackend, ResourcePool, Worker
+from hybridflow.controller.backend import NO_TERMS
 from hybridflow.errors import DispatchError, FieldError, HybridFlowError, WorkerError
 from hybridflow.protocol import DataProto
 
@@ -76,8 +77,12 @@ def spawn_anew(backend, process_on_nodes, *args, name="recorder", **kwargs):
     return backend.spawn({name: ClassWithInitArgs(Recorder, *args, **kwargs)}, ResourcePool(process_on_nodes))[name]
 
 
+def start(backend, worker, method_name, args=(), kwargs=None):
+    return backend.call_all([worker], method_name, [(args, kwargs or {})], [NO_TERMS])[0]
+
+
 def call(backend, worker, method_name, *args, **kwargs):
-    return backend.get([backend.call(worker, method_name, args, kwargs)])[0]
+    return backend.get([start(backend, worker, method_name, args, kwargs)])[0]
 
 
 # The contract
@@ -129,8 +134,8 @@ def test_a_caller_owns_what_it_gets(backend):
 
 def test_a_result_stays_what_it_was_when_the_worker_writes_on(backend):
     (worker,) = spawn(backend, 1)
-    handle = backend.call(worker, "add_one", (torch.zeros(2),), {})
-    kept = backend.call(worker, "last", (), {})
+    handle = start(backend, worker, "add_one", (torch.zeros(2),))
+    kept = start(backend, worker, "last", ())
     call(backend, worker, "add_one", kept)
     assert handle.get().tolist() == [1, 1]
 
@@ -228,7 +233,7 @@ def test_a_traceback_ends_at_the_line_that_failed():
     backend = LocalBackend()
     (worker,) = spawn(backend, 1)
     with pytest.raises(WorkerError) as caught:
-        backend.call(worker, "divide_by_zero", (), {})
+        start(backend, worker, "divide_by_zero", ())
     cause = caught.value.__cause__
     assert cause is not None
     last = traceback.extract_tb(cause.__traceback__)[-1]
@@ -263,14 +268,14 @@ def test_torch_distributed_starts_by_itself_in_a_single_rank():
 def test_nothing_is_kept_when_nobody_holds_a_handle():
     backend = LocalBackend()
     (worker,) = spawn(backend, 1)
-    handles = [backend.call(worker, "echo", (torch.zeros(10),), {}), backend.put(1)]
+    handles = [start(backend, worker, "echo", (torch.zeros(10),)), backend.put(1)]
     assert backend.num_objects == 2
     backend.release(handles[:1])
     assert backend.num_objects == 1
     del handles
     assert backend.num_objects == 0
     with pytest.raises(HybridFlowError):
-        backend.call(worker, "divide_by_zero", (backend.put(1),), {})
+        start(backend, worker, "divide_by_zero", (backend.put(1),))
     gc.collect()
     assert backend.num_objects == 0
 

@@ -15,10 +15,10 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
-from hybridflow.controller.backend import Duration
 from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.handle import Duration
 
 
 def measured(sizes, *seconds):

@@ -77,18 +77,9 @@ def test_what_cannot_be_copied_is_named():
         private_copy(threading.Lock(), "argument 0 of A.b")
 
 
-class Stored:
-    def __init__(self, value):
-        self.value = value
-
-    def get(self):
-        return self.value
-
-
 def test_what_is_read_of_a_future_is_copied():
     batch = make_batch()
-    future = DataProtoFuture(DataProto.concat, [Stored(batch)], num_rows=2, columns=("x", "names", "sizes"))
-    copied = private_copy(future, "future")
+    copied = private_copy(DataProtoFuture.of(batch), "future")
     copied.get().batch["x"].add_(1)
     assert batch.batch["x"].sum() == 0
     assert len(copied) == 2

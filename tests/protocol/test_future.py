@@ -6,23 +6,33 @@ import torch
 
 from hybridflow.errors import BatchError, FieldError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.handle import HeldBatch, take
 
 
-class Stored:
+class Stored(HeldBatch):
     """A handle whose contents are there; counts how often it was read."""
 
     def __init__(self, contents):
-        self.contents = contents
-        self.num_reads = 0
+        super().__init__(DataProto())
+        self.batch, self.num_reads = contents, 0
 
     def get(self):
         self.num_reads += 1
-        return self.contents
+        return self.batch
+
+    def read(self, columns, rows, *, shared=False):
+        return take(self.get(), columns, rows)
 
 
-class Failed:
+class Failed(HeldBatch):
+    def __init__(self):
+        super().__init__(DataProto())
+
     def get(self):
         raise WorkerError("out of memory", role="actor", rank=1)
+
+    def read(self, columns, rows, *, shared=False):
+        return self.get()
 
 
 def handles(*parts: list[int], column: str = "x") -> list[Stored]:
@@ -30,8 +40,11 @@ def handles(*parts: list[int], column: str = "x") -> list[Stored]:
 
 
 def future_of(*parts: list[int], column: str = "x", declared: bool = True) -> DataProtoFuture:
-    num_rows, columns = (sum(map(len, parts)), (column,)) if declared else (None, None)
-    return DataProtoFuture(DataProto.concat, handles(*parts, column=column), num_rows=num_rows, columns=columns)
+    stored = handles(*parts, column=column)
+    if not declared:
+        return DataProtoFuture(DataProto.concat, stored)
+    rows = [len(part) for part in parts]
+    return DataProtoFuture(DataProto.concat, stored, num_rows=sum(rows), columns=(column,), part_rows=rows)
 
 
 def reads_of(future: DataProtoFuture) -> int:
@@ -44,12 +57,13 @@ def test_get_collects_then_dispatches():
     assert future.get().meta_info == {"k": 1}
 
 
-def test_nothing_is_read_before_get_and_each_handle_once():
+def test_nothing_is_read_before_get_and_a_result_without_a_table_once():
     stored = handles([1, 2], [3, 4])
-    future = DataProtoFuture(DataProto.concat, stored)
-    derived = [*future.select(["x"]).rename("x", "y").repeat(2).chunk(4), DataProtoFuture.concat([future, future])]
+    future, undeclared = future_of([1, 2], [3, 4]), DataProtoFuture(DataProto.concat, stored)
+    derived = [*future.select(["x"], ()).rename("x", "y").repeat(2).chunk(4), DataProtoFuture.concat([future, future])]
+    assert reads_of(future) == 0
     assert [handle.num_reads for handle in stored] == [0, 0]
-    for part in [future, *derived]:
+    for part in [undeclared, undeclared, *derived]:
         part.get()
     assert [handle.num_reads for handle in stored] == [1, 1]
 
@@ -60,10 +74,9 @@ def test_chunks_are_the_parts_of_the_collected_batch():
     assert [len(chunk) for chunk in chunks] == [2, 2]
 
 
-def test_uneven_chunks_are_an_error_when_read():
-    (first, _) = future_of([1, 2, 3]).chunk(2)
-    with pytest.raises(BatchError, match="3 rows do not make 2 equal parts"):
-        first.get()
+def test_uneven_chunks_are_an_error():
+    with pytest.raises(BatchError, match=r"3 rows do not make 2 equal parts; pad_to_divisor\(2\) first"):
+        future_of([1, 2, 3]).chunk(2)
 
 
 def test_concat_takes_handles_and_futures():
@@ -78,7 +91,7 @@ def test_concat_takes_handles_and_futures():
 
 def test_select_rename_and_repeat_are_those_of_the_batch():
     data = DataProto.from_dict({"x": torch.tensor([1, 2]), "y": torch.zeros(2)}, {"o": ["a", "b"]}, {"k": 1, "m": 2})
-    future = DataProtoFuture(DataProto.concat, [Stored(data)], num_rows=2, columns=("x", "y", "o"))
+    future = DataProtoFuture(DataProto.concat, [Stored(data)], num_rows=2, columns=("x", "y", "o"), part_rows=[2])
     result = future.select(["x"], ["o"], ["k"]).rename(["x", "o"], ["z", "p"]).repeat(2, interleave=False)
     assert result.columns == ("z", "p")
     assert len(result) == 4
@@ -87,7 +100,6 @@ def test_select_rename_and_repeat_are_those_of_the_batch():
     assert batch.non_tensor_batch["p"].tolist() == ["a", "b", "a", "b"]
     assert batch.meta_info == {"k": 1}
     assert result.get("p").non_tensor_batch["p"].tolist() == ["a", "b", "a", "b"]
-    assert list(future.select(batch_keys="x").get().non_tensor_batch) == ["o"]
 
 
 def test_get_of_columns_finds_tensors_and_arrays():
@@ -130,25 +142,19 @@ def test_a_union_is_read_only_where_the_columns_are():
     assert reads_of(first) == reads_of(second) == 1
 
 
-def test_union_of_the_same_column_is_an_error_now_or_when_read():
+def test_union_of_the_same_column_is_an_error():
     with pytest.raises(FieldError, match=r"both futures have \['x'\]"):
         future_of([1]).union(future_of([1]))
-    late = future_of([1], declared=False).union(future_of([1], declared=False))
-    with pytest.raises(FieldError, match=r"both futures have \['x'\]"):
-        late.get()
     with pytest.raises(BatchError, match="this future has 1 rows, the other has 2"):
         future_of([1]).union(future_of([1, 2], column="y"))
 
 
-def test_rename_onto_an_existing_column_is_an_error_now_or_when_read():
+def test_rename_onto_an_existing_column_is_an_error():
     both = future_of([1]).union(future_of([2], column="y"))
     with pytest.raises(FieldError, match="already has one of them"):
         both.rename("x", "y")
     swapped = both.rename(["x", "y"], ["y", "x"])
     assert swapped.get("x").batch["x"].tolist() == [2]
-    undeclared = DataProtoFuture(DataProto.concat, [Stored(both.get())]).rename("x", "y")
-    with pytest.raises(FieldError, match="is taken"):
-        undeclared.get()
 
 
 def test_len_is_the_declared_number_of_rows():
@@ -174,8 +180,9 @@ def test_readers_of_one_future_do_not_share_dicts():
 
 
 def test_an_error_of_the_call_reaches_every_reader():
-    future = DataProtoFuture(DataProto.concat, [Failed()], num_rows=2)
-    for part in (future, future.chunk(2)[0], future.select("x"), future.union(future_of([1, 2]))):
+    failing, undeclared = Failed(), DataProtoFuture(DataProto.concat, [Failed()])
+    future = DataProtoFuture(DataProto.concat, [failing], num_rows=2, columns=("y",), part_rows=[2])
+    for part in (undeclared, future, future.chunk(2)[0], future.select("y", ()), future.union(future_of([1, 2]))):
         with pytest.raises(WorkerError, match="out of memory"):
             part.get()
 
@@ -188,17 +195,17 @@ def test_a_result_that_is_no_batch_comes_as_it_is():
 
 
 def test_a_future_travels_without_what_it_has_read():
-    future = future_of([0])
-    chunk = future.rename("x", "y").select("y", ()).repeat(2).chunk(2)[1]
-    before = len(pickle.dumps(chunk))
-    assert chunk.get().batch["y"].tolist() == [0]
+    future = future_of([0], declared=False)
+    before = len(pickle.dumps(future))
     future._contents = DataProto.from_dict({"x": torch.zeros(100_000)})
-    assert len(pickle.dumps(chunk)) == before
+    assert len(pickle.dumps(future)) == before
+    chunk = future_of([0]).rename("x", "y").select("y", ()).repeat(2).chunk(2)[1]
     assert pickle.loads(pickle.dumps(chunk)).get("y").batch["y"].tolist() == [0]
     union = future_of([1]).union(future_of([2], column="z"))
     assert pickle.loads(pickle.dumps(union)).get().batch["z"].tolist() == [2]
 
 
 def test_non_tensor_columns_pass_through_a_union():
-    first = DataProtoFuture(DataProto.concat, [Stored(DataProto.from_dict(non_tensors={"o": np.array(["a"])}))])
+    texts = [Stored(DataProto.from_dict(non_tensors={"o": np.array(["a"])}))]
+    first = DataProtoFuture(DataProto.concat, texts, num_rows=1, columns=("o",), part_rows=[1])
     assert first.union(future_of([1])).get().non_tensor_batch["o"].tolist() == ["a"]

@@ -1,4 +1,4 @@
-"""A future is a plan: whatever is done to it gives what the batch gives, and reads no handle, column or row in vain."""
+"""A future is a table: operations give what they give on the batch, and no handle, column or row is read in vain."""
 
 import pickle
 import random
@@ -12,29 +12,24 @@ import torch
 
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
-from hybridflow.protocol.future import BatchHandle, take
+from hybridflow.protocol.handle import HeldBatch, take
 from hybridflow.protocol.packed_batch import PackedBatch
 
 
-class Logged:
+class Logged(HeldBatch):
     """A handle that notes which columns and rows were read of it (None: all)."""
 
     def __init__(self, number: int, contents: DataProto, is_packed: bool = False):
+        super().__init__(contents)
         self.number, self.contents, self.log = number, contents, []
         self.packed = PackedBatch.pack(contents, pickle.dumps) if is_packed else None
 
     def get(self):
         return self.read(None, None)
 
-    def read(self, columns, rows):
+    def read(self, columns, rows, *, shared=False):
         self.log.append((columns, rows))
-        return take(self.contents, columns, rows) if self.packed is None else self.packed.read(columns, rows)
-
-    def view(self, columns, rows):
-        self.log.append((columns, rows))
-        if self.packed is None:
-            return take(self.contents, columns, rows)
-        return self.packed.read(columns, rows, shared=True)
+        return take(self.contents, columns, rows) if self.packed is None else self.packed.read(columns, rows, shared)
 
 
 def future_of(*parts: DataProto) -> DataProtoFuture:
@@ -79,7 +74,7 @@ class Program:
         self.random = random.Random(seed)
         self.handles: list[Logged] = []
         self.place_of: list[tuple[int, int]] = []  # of each handle: its base, and its first row there
-        self.num_bases, self.num_names, self.is_declared = 0, 0, True
+        self.num_bases, self.num_names = 0, 0
         self.is_packed = seed % 2 == 1
         self.steps: list[str] = []
         self.result = self.new_base([self.random.randint(0, 4) for _ in range(self.random.randint(1, 4))], True)
@@ -148,12 +143,13 @@ class Program:
         chosen = self.some(tensors), self.some(arrays)
         return pair.then(pair.future.select(*chosen), lambda batch: batch.select(*chosen))
 
-    def do_select_of_one_kind(self, pair: Pair) -> Pair:
-        if self.random.random() < 0.6:
-            return pair
-        tensors = self.some(list(pair.batch.batch.keys()))
-        self.is_declared = False
-        return pair.then(pair.future.select(tensors), lambda batch: batch.select(tensors))
+    def do_pop(self, pair: Pair) -> Pair:
+        tensors, arrays = self.some(list(pair.batch.batch.keys())), self.some(list(pair.batch.non_tensor_batch))
+        popped = pair.future.pop(tensors, arrays)
+        if self.random.random() < 0.5 or not pair.future.columns:
+            return pair.then(popped, lambda batch: batch.select(tensors, arrays, []))
+        rest = [name for name in names_of(pair.batch) if name not in (*tensors, *arrays)]
+        return pair.then(pair.future, lambda batch: take(batch, rest))
 
     def do_select_columns(self, pair: Pair) -> Pair:
         chosen = self.some(names_of(pair.batch))
@@ -263,9 +259,6 @@ def test_a_program_on_futures_gives_what_it_gives_on_batches(seed):
 def test_a_program_reads_only_the_handles_columns_and_rows_that_it_needs(seed):
     program = Program(seed)
     future, origin = program.result.future, program.result.origin
-    if not program.is_declared:
-        assert future.get() is not None  # which columns are needed is known only when they are read
-        return
     future.get()
     program.check_reads(origin)
     for columns in (program.some(names_of(origin)), program.some(names_of(origin))[:1]):
@@ -281,9 +274,9 @@ def some_rows(program: Program, num_rows: int) -> Any:
 
 def sent(future: DataProtoFuture, handles: list[Logged]) -> DataProtoFuture:
     """The future as another process gets it: pickled, with the handles' numbers in their place."""
-    numbered = future.with_handles(lambda handle: handle if isinstance(handle, BatchHandle) else handle.number)
+    numbered = future.with_handles(lambda handle: handle.number if isinstance(handle, Logged) else handle)
     arrived = pickle.loads(pickle.dumps(numbered))
-    return arrived.with_handles(lambda handle: handle if isinstance(handle, BatchHandle) else handles[handle])
+    return arrived.with_handles(lambda handle: handles[handle] if isinstance(handle, int) else handle)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -300,8 +293,7 @@ def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
     expected = take(batch, columns, rows)
     for narrowed in (narrow, sent(narrow, program.handles)):
         assert_same(narrowed.get(columns), expected, has_all_meta_info=False)
-        if program.is_declared:
-            program.check_reads(take(origin, columns, rows))
+        program.check_reads(take(origin, columns, rows))
     for_rows = future.narrow(None, rows)
     for narrowed in (for_rows, sent(for_rows, program.handles)):
         assert_same(narrowed.get(), take(batch, None, rows), has_all_meta_info=program.num_bases == 1)
@@ -309,23 +301,13 @@ def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
 
 def held_by(future: DataProtoFuture) -> set[int]:
     """The handles of which a narrowed future holds rows."""
-    held = set()
-    for part in future.futures:
-        if isinstance(part, DataProtoFuture):
-            held |= held_by(part)
-        elif not isinstance(part, BatchHandle):
-            handle = part if isinstance(part, Logged) else part.handle
-            rows = slice(None) if isinstance(part, Logged) or part.rows is None else part.rows
-            if len(np.arange(len(handle.contents))[rows]):
-                held.add(handle.number)
-    return held
+    handles = future.handles() if len(future) else ()
+    return {handle.number for handle in handles if isinstance(handle, Logged) and len(handle.contents)}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_narrowed_future_holds_no_handle_in_vain(seed):
     program = Program(seed)
-    if not program.is_declared:
-        return
     future, origin = program.result.future, program.result.origin
     rows, columns = some_rows(program, len(origin)), program.some(names_of(origin))
     held = held_by(future.narrow(tuple(columns), rows))
@@ -359,7 +341,7 @@ def test_padded_copies_are_read_where_their_originals_are_and_marked():
     assert future.get().batch["x"].tolist() == [1, 2, 1, 1, 2]
     assert future.slice(4, 5).get().batch["row_ids"].tolist() == [-1]
     assert future.slice(0, 3).get().batch["row_ids"].tolist() == [7, 8, 7]
-    assert future.futures[0].futures[0].futures[0].contents.batch["row_ids"].tolist() == [7, 8]
+    assert numbered.batch["row_ids"].tolist() == [7, 8]
 
 
 def test_padding_fewer_rows_than_the_divisor_goes_around():
@@ -379,14 +361,24 @@ def test_columns_of_the_same_origin_are_joined_once():
     assert sliced.get("x").batch["x"].tolist() == [2, 3]
 
 
+def test_the_same_rows_by_another_route_are_of_the_same_origin():
+    future = future_of(xy(1, 2), xy(3, 4))
+    for other in (
+        future.pad_to_divisor(3).slice(0, 4),
+        DataProtoFuture.concat([future.slice(0, 2), future.slice(2, 4)]),
+        future.reorder([3, 2, 1, 0]).reorder([3, 2, 1, 0]),
+    ):
+        assert future.union(other).get().batch["x"].tolist() == [1, 2, 3, 4]
+
+
 def test_columns_of_another_origin_are_an_error_before_anything_is_read():
     future = future_of(xy(1, 2), xy(3, 4))
     others = (
         future_of(xy(1, 2), xy(3, 4)),
         future.reorder([3, 2, 1, 0]),
         future.rename(["x", "y"], ["y", "x"]),
-        future.pad_to_divisor(3).slice(0, 4),
-        DataProtoFuture.concat([future.slice(0, 2), future.slice(2, 4)]),
+        future.pad_to_divisor(3).slice(1, 5),
+        DataProtoFuture.concat([future.slice(2, 4), future.slice(0, 2)]),
         xy(1, 2, 3, 4),
     )
     for other in others:
@@ -413,14 +405,51 @@ def test_unknown_columns_are_an_error_before_anything_is_read():
     assert log_of(future) == []
 
 
-def test_unknown_columns_of_an_undeclared_future_are_an_error_when_read():
-    future = future_of(xy(1, 2)).select(["x"])
-    assert future.columns is None
+def test_a_result_without_a_table_says_what_to_do():
+    undeclared = DataProtoFuture(DataProto.concat, [Logged(0, xy(1, 2)), Logged(1, xy(3, 4))])
     for attempt in (
-        lambda: future.get("y"), lambda: future.select_columns("y").get(), lambda: future.rename("y", "z").get("z"),
+        lambda: undeclared.slice(0, 1), lambda: undeclared.reorder([0]), lambda: undeclared.pad_to_divisor(2),
+        lambda: undeclared.select(["x"]), lambda: undeclared.select_columns("x"), lambda: undeclared.rename("x", "z"),
+        lambda: undeclared.union(xy(1, 2, 3, 4)), lambda: future_of(xy(1, 2)).union(undeclared),
+        lambda: undeclared.repeat(2), lambda: undeclared.pop("x"), lambda: undeclared.with_meta_info({"k": 1}),
+        lambda: undeclared.chunk(4), lambda: undeclared.narrow(("x",)), lambda: undeclared.select_rows(np.array([0])),
     ):  # fmt: skip
-        with pytest.raises(FieldError, match="has no 'y'; it has 'x'"):
+        with pytest.raises(BatchError, match=r"known before it is read; declare writes=.* future.get\(\)"):
             attempt()
+    assert log_of(undeclared) == []
+
+
+def test_a_result_without_a_table_is_concatenated_and_chunked_by_whole_shards():
+    first, second = (DataProtoFuture(DataProto.concat, [Logged(n, xy(n)), Logged(n, xy(n, n))]) for n in (1, 2))
+    both = DataProtoFuture.concat([first, second, Logged(3, xy(3))])
+    assert both.get("x").batch["x"].tolist() == [1, 1, 1, 2, 2, 2, 3]
+    with pytest.raises(BatchError, match=r"chunk\(2\) of 5 shards"):
+        both.chunk(2)
+    halves = DataProtoFuture.concat([first, second]).chunk(2)
+    assert [half.get().batch["x"].tolist() for half in halves] == [[1, 1, 1], [2, 2, 2]]
+    with pytest.raises(BatchError, match="some futures declare their columns and others do not"):
+        DataProtoFuture.concat([first, future_of(xy(1))])
+
+
+def test_a_select_of_one_kind_asks_the_glossary_for_the_other():
+    known = DataProto.from_dict({"scores": torch.zeros(2), "row_ids": torch.arange(2)}, {"finish_reasons": ["a", "b"]})
+    future = future_of(known)
+    assert future.select(["scores"]).columns == ("scores", "finish_reasons")
+    assert future.select(None, ["finish_reasons"]).columns == ("finish_reasons", "scores", "row_ids")
+    assert future.select(["scores"], ()).columns == ("scores",)
+    with pytest.raises(FieldError, match="whether 'y' is a tensor is not known before the future is read; name"):
+        future_of(xy(1, 2)).select(["x"])
+
+
+def test_a_concat_of_futures_that_name_a_column_differently_reads_each_by_its_name():
+    first, second = future_of(xy(1, 2)), future_of(xy(3)).rename(["x", "y"], ["y", "x"])
+    both = DataProtoFuture.concat([first, second])
+    assert both.get("x").batch["x"].tolist() == [1, 2, -3]
+    assert both.rename("y", "z").slice(1).get().batch["z"].tolist() == [-2, 3]
+    assert [columns for columns, _ in log_of(both)] == [("x",), ("x", "y"), ("y",), ("y", "x")]
+    assert [columns for _, columns in both.narrow(("x",)).sources()] == [("x",), ("y",)]
+    with pytest.raises(FieldError, match=r"concat: one future has \('x', 'y'\), another \('x',\); select first"):
+        DataProtoFuture.concat([first, first.select_columns("x")])
 
 
 def test_wrong_lengths_are_errors():
@@ -440,12 +469,6 @@ def test_wrong_lengths_are_errors():
         wrong.get()
     with pytest.raises(BatchError, match="the future declared 1 rows, but has 0"):
         wrong.slice(3).get()
-    undeclared = DataProtoFuture(DataProto.concat, handles)
-    for attempt in (
-        lambda: undeclared.slice(0, 1), lambda: undeclared.reorder([0]), lambda: undeclared.pad_to_divisor(2),
-    ):  # fmt: skip
-        with pytest.raises(BatchError, match="number of rows is not known"):
-            attempt()
 
 
 def test_what_was_read_of_one_future_is_written_unnoticed():
@@ -488,14 +511,6 @@ def test_rows_may_be_an_open_slice():
     assert future_of(xy(1, 2)).narrow(None, slice(None, 1)).get("x").batch["x"].tolist() == [1]
 
 
-def test_futures_with_different_dispatch_functions_are_of_different_origin():
-    handle = Logged(0, xy(1, 2))
-    first = DataProtoFuture(DataProto.concat, [handle], None, 2, ("x", "y"))
-    second = DataProtoFuture(DataProto.concat, [handle], lambda data: data.reorder([1, 0]), 2, ("x", "y"))
-    with pytest.raises(FieldError, match="both futures have"):
-        first.union(second)
-
-
 def test_meta_info_of_a_part_elsewhere_comes_with_its_columns():
     other = DataProto.from_dict({"z": torch.zeros(2)}, meta_info={"temperature": 0.5})
     both = future_of(xy(1, 2)).union(future_of(other))
@@ -526,10 +541,24 @@ def test_no_columns_of_repeated_objects_are_no_error():
     assert future.repeat(2).get([]).meta_info == {"k": 1}
 
 
-def test_an_undeclared_column_is_not_renamed_onto_another():
-    future = DataProtoFuture(DataProto.concat, [Logged(0, xy(1, 2))]).rename("x", "y")
-    with pytest.raises(FieldError, match="is taken"):
-        future.get("y")
+def test_meta_info_given_here_replaces_that_of_the_shards():
+    future = future_of(xy(1, 2, meta_info={"step": 1, "seed": 2})).with_meta_info({"step": 5})
+    assert future.get().meta_info == {"step": 5, "seed": 2}
+    assert future.slice(0, 1).get("x").meta_info == {"step": 5, "seed": 2}
+    assert future.select(meta_info_keys=["step"]).get().meta_info == {"step": 5}
+    with pytest.raises(FieldError, match="has no 'epoch'"):
+        future.select(meta_info_keys=["epoch"]).get()
+    with pytest.raises(BatchError, match="union: 'step' is 5 in one batch and 6 in another"):
+        future.union(DataProto(meta_info={"step": 6}))
+
+
+def test_popped_columns_are_gone_from_the_future():
+    future = future_of(xy(1, 2, meta_info={"of": "shards"})).with_meta_info({"step": 1, "seed": 2})
+    popped = future.pop(["x"], meta_info_keys=["step"])
+    assert (popped.columns, popped.get().meta_info) == (("x",), {"step": 1})
+    assert (future.columns, future.get().meta_info) == (("y",), {"of": "shards", "seed": 2})
+    with pytest.raises(FieldError, match="has no 'x'; it has 'y'"):
+        future.pop("x")
 
 
 def test_a_future_is_shown_by_its_rows_and_columns():

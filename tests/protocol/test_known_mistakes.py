@@ -9,17 +9,7 @@ import torch
 
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol import DataProto, DataProtoConfig, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
-
-
-class Stored:
-    """A handle whose contents are there."""
-
-    def __init__(self, contents):
-        self.contents = contents
-
-    def get(self):
-        return self.contents
-
+from hybridflow.protocol.handle import HeldBatch
 
 OPERATIONS = {
     "constructor": lambda data: DataProto(data.batch, data.non_tensor_batch, data.meta_info),
@@ -42,7 +32,7 @@ OPERATIONS = {
     "shuffled iterator": lambda data: next(data.make_iterator(1, 1, seed=3)),
     "pad": lambda data: pad_dataproto_to_divisor(data, 2)[0],
     "unpad": lambda data: unpad_dataproto(data, 0),
-    "future": lambda data: DataProtoFuture(DataProto.concat, [Stored(data)]).get(),
+    "future": lambda data: DataProtoFuture(DataProto.concat, [HeldBatch(data)]).get(),
     "tensordict": lambda data: DataProto.from_tensordict(data.to_tensordict()),
 }
 
@@ -98,7 +88,7 @@ def test_padding_for_dispatch_leaves_the_callers_batch_alone():
 
 def test_padding_of_a_non_blocking_call_is_removed_when_the_future_is_read():
     padded, pad_size = pad_dataproto_to_divisor(DataProto.from_dict({"x": torch.arange(5)}), 4)
-    handles = [Stored(part) for part in padded.chunk(4)]
+    handles = [HeldBatch(part) for part in padded.chunk(4)]
     future = DataProtoFuture(DataProto.concat, handles, lambda data: unpad_dataproto(data, pad_size), num_rows=5)
     assert future.get().batch["x"].tolist() == [0, 1, 2, 3, 4]
 

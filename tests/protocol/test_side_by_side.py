@@ -5,15 +5,8 @@ import torch
 
 from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.handle import HeldBatch
 from hybridflow.protocol.side_by_side import join_columns, response_len
-
-
-class Stored:
-    def __init__(self, contents):
-        self.contents = contents
-
-    def get(self):
-        return self.contents
 
 
 def rollout(**meta_info) -> DataProto:
@@ -197,7 +190,7 @@ def test_rows_of_a_future_that_are_shorter_stand_beside_what_was_computed_of_all
     short = DataProto.from_dict({"responses": torch.tensor([[1], [2]]), "input_ids": torch.tensor([[7, 1], [8, 2]])})
     long = DataProto.from_dict({"responses": torch.tensor([[3, 4]]), "input_ids": torch.tensor([[9, 3, 4]])})
     future = DataProtoFuture(
-        DataProto.concat, [Stored(short), Stored(long)], None, 3, ("responses", "input_ids"), part_rows=[2, 1]
+        DataProto.concat, [HeldBatch(short), HeldBatch(long)], None, 3, ("responses", "input_ids"), part_rows=[2, 1]
     )
     advantages = DataProto.from_dict({"advantages": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])})
     joined = future.union(advantages)

@@ -2,8 +2,8 @@
 again, and backends decide where the ranks run.
 """
 
-from hybridflow.controller.backend import Backend, CallTerms, ObjectHandle, WorkerRef
-from hybridflow.controller.bound_method import BoundMethod
+from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
+from hybridflow.controller.call import BoundMethod
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.colocate import spawn_colocated
 from hybridflow.controller.columns import MethodColumns
@@ -34,7 +34,6 @@ __all__ = [
     "LocalBackend",
     "Mesh",
     "MethodColumns",
-    "ObjectHandle",
     "ResourcePool",
     "ResourcePoolManager",
     "Role",

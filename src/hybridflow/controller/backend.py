@@ -10,6 +10,7 @@ from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.observability import Trace
+from hybridflow.protocol import Handle
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class CallTerms:
 
 NO_TERMS = CallTerms()
 
+PerRank = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+"""(args, kwargs) of each rank."""
+
 
 class WorkerRef(Protocol):
     """A worker somewhere."""
@@ -39,33 +43,11 @@ class WorkerRef(Protocol):
         ...
 
 
-class Duration:
-    """How long a call ran on its worker, in seconds; None as long as that is not known."""
-
-    __slots__ = ("seconds",)
-
-    def __init__(self) -> None:
-        self.seconds: float | None = None
-
-
-class ObjectHandle(Protocol):
-    """A value kept by the backend: the result of a call, perhaps not there yet, or something put.
-
-    The value is let go when the handle is released or nobody refers to it any more. `duration` is of its call.
-    """
-
-    duration: Duration
-
-    def get(self) -> Any:
-        """A private copy of the value, waiting for it if need be. Raises what the call raised."""
-        ...
-
-
 class Backend(Protocol):
     """Runs workers. A worker owns what it receives, and the caller what it gets: everything is a private copy.
 
     The error of a worker keeps its type if it is a HybridFlowError and is a WorkerError otherwise. It is raised by
-    `call` if the call runs at once, by `get` and `wait` if it does not.
+    `call_all` if the call runs at once, by `get` and `wait` if it does not.
     """
 
     @property
@@ -85,41 +67,33 @@ class Backend(Protocol):
         whole: if one constructor raises, none stays."""
         ...
 
-    def call(
-        self,
-        worker: WorkerRef,
-        method_name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        terms: CallTerms = NO_TERMS,
-    ) -> ObjectHandle:
-        """Start a method of a worker. An argument that is a handle of this backend arrives as its value; a future, as
-        the batch that the worker reads from where it is."""
-        ...
-
     def call_all(
         self,
         workers: Sequence[WorkerRef],
         method_name: str,
-        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+        per_rank: PerRank,
         terms: Sequence[CallTerms],
-    ) -> Sequence[ObjectHandle]:
-        """`call` on several workers at the same time. Raises for arguments that cannot be sent before any is called."""
+    ) -> Sequence[Handle]:
+        """Start a method on several workers at the same time, each with its own arguments and terms.
+
+        An argument that is a handle of this backend arrives as its value; a future, as the batch that the worker reads
+        from where it is. Raises for arguments that cannot be sent before any worker is called.
+        """
         ...
 
-    def put(self, value: Any) -> ObjectHandle:
+    def put(self, value: Any) -> Handle:
         """Keep a value for several calls."""
         ...
 
-    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
         """The values, in order, waiting for all of them."""
         ...
 
-    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+    def wait(self, handles: Sequence[Handle]) -> None:
         """Wait until the calls have finished, without reading results. Raises what a call raised."""
         ...
 
-    def release(self, handles: Sequence[ObjectHandle]) -> None:
+    def release(self, handles: Sequence[Handle]) -> None:
         """Let the values go now; getting them afterwards is an error."""
         ...
 

@@ -45,8 +45,8 @@ class MethodColumns:
             return value
         if isinstance(value, (list, tuple)) and any(isinstance(element, _BATCHES) for element in value):
             return [self.select_reads(element) for element in value]
-        if isinstance(value, DataProtoFuture) and value.columns is not None:
-            return value.select_columns([column for column in self.reads if column in value.columns])
+        if isinstance(value, DataProtoFuture) and value.is_table:
+            return value.select_columns([column for column in self.reads if column in columns_of(value)])
         if isinstance(value, DataProto) and not set(columns_of(value)).issubset(self.reads):
             return select_columns(value, self.reads)
         return value

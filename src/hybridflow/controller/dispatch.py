@@ -73,8 +73,7 @@ def _mesh_mode(
     split_axes: Sequence[str] = ("data",),
 ) -> DispatchMode:
     def part_of_rank(group: Group) -> list[int]:
-        mesh = group.mesh(mesh_name)
-        return [mesh.part_of(rank, split_axes) for rank in range(group.world_size)]
+        return group.mesh(mesh_name).part_of_rank(split_axes)
 
     def dispatch_fn(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
         if split_value is split:

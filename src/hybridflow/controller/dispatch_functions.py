@@ -10,6 +10,7 @@ from hybridflow.controller.mesh import Mesh
 from hybridflow.controller.part_sizes import Parts
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.future import concat_results
 
 PerRank = list[Any]
 Dispatched = tuple[tuple[PerRank, ...], dict[str, PerRank]]
@@ -108,12 +109,4 @@ def collect_all_to_all(group: Group, outputs: list[Any]) -> list[Any]:
 
 def collect_dp_compute_data_proto(group: Group, outputs: list[Any]) -> DataProto | None:
     """The rows of all outputs, in order; None if the method returned None everywhere."""
-    if all(output is None for output in outputs):
-        return None
-    for index, output in enumerate(outputs):
-        if not isinstance(output, DataProto):
-            raise DispatchError(
-                f"output {index} of {len(outputs)} is {type(output).__name__}, but only DataProto can be concatenated; "
-                f"use DP_COMPUTE_METRIC or DP_COMPUTE to get a list of the results."
-            )
-    return DataProto.concat(outputs)
+    return concat_results(outputs)

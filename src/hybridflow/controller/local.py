@@ -2,7 +2,6 @@
 else, and a breakpoint or a traceback shows the true place. A call runs at once; its error is raised by the call.
 """
 
-import dataclasses
 import os
 import socket
 import threading
@@ -12,18 +11,21 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-from hybridflow.controller.backend import NO_TERMS, CallTerms, Duration, ObjectHandle, WorkerRef
+from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import NamingErrors, checked_output
-from hybridflow.controller.private_copy import private_copy
+from hybridflow.controller.private_copy import copy_of_objects, private_copy
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import SourceList, produced_columns
+from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.worker import RANKS_TAKE_TURNS, concurrent_calls_of
-from hybridflow.errors import WorkerError
+from hybridflow.errors import BatchError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
-from hybridflow.protocol import DataProto
-from hybridflow.protocol.future import narrowed, opened, take
-from hybridflow.protocol.packed_batch import Rows, batch_bytes
+from hybridflow.observability.trace import Sources
+from hybridflow.protocol import DataProto, DataProtoFuture, Handle
+from hybridflow.protocol.future import change_futures
+from hybridflow.protocol.handle import Duration, take
+from hybridflow.protocol.packed_batch import batch_bytes
+from hybridflow.protocol.row_index import RowIndex
 
 # The environment variables belong to the process, so ranks of different threads take turns too.
 _turn = threading.RLock()
@@ -32,39 +34,45 @@ _turn = threading.RLock()
 class LocalHandle:
     """Owns a value: when the handle goes, the value goes."""
 
+    others: Sequence[Handle] = ()
+
     def __init__(self, value: Any, where: str = "", trace: Trace | None = None, worker: str = "") -> None:
         self._value: list[Any] = [value]
         self.duration = Duration()
-        self.where, self.produced, self._trace, self._worker = where, produced_columns(value), trace, worker
+        self.where, self._trace, self._worker = where, trace, worker
+
+    @property
+    def produced(self) -> tuple[str, ...]:
+        return produced_columns(self._value[0]) if self._value else ()
 
     def get(self) -> Any:
-        return self._read_by_caller(private_copy(self._shown(), "a result"))
+        return self._noted(self.open_in_worker())
 
-    def read(self, columns: tuple[str, ...] | None, rows: Rows) -> Any:
-        """As `get`, of some columns and rows."""
-        return self._read_by_caller(private_copy(take(self._shown(), columns, rows), "a result"))
+    def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
+        seen = take(self._batch(), columns, rows)
+        # Where contents are put together, numbers are copied by that; objects would be shared.
+        return self._noted(copy_of_objects(seen) if shared else private_copy(seen, "a result"))
 
-    def view(self, columns: tuple[str, ...] | None, rows: Rows) -> Any:
-        """As `read`, without a copy: for what is put together with others."""
-        seen = take(self._shown(), columns, rows)
-        if isinstance(seen, DataProto):  # numbers are copied when they are put together; objects would be shared
-            objects = {key: private_copy(column, key) for key, column in seen.non_tensor_batch.items()}
-            meta_info = private_copy(seen.meta_info, "meta_info")
-            seen = dataclasses.replace(seen, non_tensor_batch=objects, meta_info=meta_info)
-        return self._read_by_caller(seen)
+    @staticmethod
+    def wait_for(handles: Sequence[Handle]) -> None:
+        """Nothing to wait for: a call has finished when it returns."""
 
     def open_in_worker(self) -> Any:
         """As `get`, for an argument of a call."""
         return private_copy(self._shown(), "a result")
 
-    def _read_by_caller(self, contents: Any) -> Any:
+    def _noted(self, contents: Any) -> Any:
         if self._trace is not None and (columns := produced_columns(contents)):
-            now, size = time.time(), batch_bytes(contents)
-            sources = ((self.where, columns),)
-            self._trace.record(
-                TraceEvent("read", self.where, self._worker, "", now, now, bytes_in=size, sources=sources)
-            )
+            now, size, sources = time.time(), batch_bytes(contents), ((self.where, columns),)
+            event = TraceEvent("read", self.where, self._worker, "", now, now, bytes_in=size, sources=sources)
+            self._trace.record(event)
         return contents
+
+    def _batch(self) -> DataProto:
+        value = self._shown()
+        if not isinstance(value, DataProto):
+            raise BatchError(f"the call returned a {type(value).__name__}, which has no columns; use get().")
+        return value
 
     def _shown(self) -> Any:
         if not self._value:
@@ -123,73 +131,58 @@ class LocalBackend:
                 environment[RANKS_TAKE_TURNS] = "1"
             worker = LocalWorker(f"{name}/{rank}", name, rank, environment)
             cls = cls_with_init.cls
-            args, kwargs = _receive(cls_with_init.args, cls_with_init.kwargs, f"{cls.__name__}.__init__")
+            args, kwargs, _ = _receive(cls_with_init.args, cls_with_init.kwargs, f"{cls.__name__}.__init__")
             with _turn_of(worker, f"{cls.__name__}.__init__"):
                 worker.instance = cls(*args, **kwargs)
             workers.append(worker)
         self._workers.update(workers)
         return workers
 
-    def call(
-        self,
-        worker: WorkerRef,
-        method_name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        terms: CallTerms = NO_TERMS,
-    ) -> LocalHandle:
-        if not isinstance(worker, LocalWorker) or worker.instance is None:
-            raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
-        where = f"{type(worker.instance).__name__}.{method_name}"
-        start = time.time()
-        sources = SourceList()
-        with self.trace.paused():  # what the worker reads of futures, nobody else does
-            own_args, own_kwargs = _receive(args, kwargs, where, terms.opens_futures, sources)
-        received = time.time()
-        with _turn_of(worker, where):
-            result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
-            result = checked_output(result, terms, worker.rank)
-        computed = time.time()
-        handle = self._keep(private_copy(result, f"the result of {where}"), where, worker.name)
-        self.trace.record(
-            TraceEvent(
-                kind="call",
-                where=where,
-                worker=worker.name,
-                node=self._node,
-                start=start,
-                end=(end := time.time()),
-                bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
-                bytes_out=batch_bytes(result),
-                transfer_s=received - start + end - computed,
-                sources=sources.as_tuple(),
-            )
-        )
-        handle.duration.seconds = end - start
-        return handle
-
     def call_all(
-        self,
-        workers: Sequence[WorkerRef],
-        method_name: str,
-        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-        terms: Sequence[CallTerms],
+        self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[LocalHandle]:
-        return [
-            self.call(worker, method_name, args, kwargs, own_terms)
-            for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
-        ]
+        """As `Backend.call_all`: one worker after another, on this thread."""
+        handles = []
+        for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
+            if not isinstance(worker, LocalWorker) or worker.instance is None:
+                raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
+            where = f"{type(worker.instance).__name__}.{method_name}"
+            start = time.time()
+            with self.trace.paused():  # what the worker reads of futures, nobody else does
+                own_args, own_kwargs, sources = _receive(args, kwargs, where, own_terms.opens_futures)
+            received = time.time()
+            with _turn_of(worker, where):
+                result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
+                result = checked_output(result, own_terms, worker.rank)
+            computed = time.time()
+            handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
+            self.trace.record(
+                TraceEvent(
+                    kind="call",
+                    where=where,
+                    worker=worker.name,
+                    node=self._node,
+                    start=start,
+                    end=(end := time.time()),
+                    bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
+                    bytes_out=batch_bytes(result),
+                    transfer_s=received - start + end - computed,
+                    sources=sources,
+                )
+            )
+            handles[-1].duration.seconds = end - start
+        return handles
 
     def put(self, value: Any) -> LocalHandle:
         return self._keep(private_copy(value, "a value to put"))
 
-    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
         return [handle.get() for handle in handles]
 
-    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+    def wait(self, handles: Sequence[Handle]) -> None:
         """Nothing to wait for: a call has finished when it returns."""
 
-    def release(self, handles: Sequence[ObjectHandle]) -> None:
+    def release(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
             if isinstance(handle, LocalHandle):
                 handle.release()
@@ -213,26 +206,20 @@ class LocalBackend:
 
 
 def _receive(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    where: str,
-    opens_futures: bool = True,
-    sources: SourceList | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the worker gets them: handles and futures opened, everything else copied."""
+    args: Sequence[Any], kwargs: Mapping[str, Any], where: str, opens_futures: bool = True
+) -> tuple[tuple[Any, ...], dict[str, Any], Sources]:
+    """Return the arguments as the worker gets them (handles and futures opened, everything else copied), and who made
+    the columns in them."""
+    narrow = {key: change_futures(value, DataProtoFuture.narrow) for key, value in [*enumerate(args), *kwargs.items()]}
 
-    def receive(value: Any, name: object) -> Any:
-        value = narrowed(value)
-        if sources is not None:
-            sources.add_value(value)
-        value = _without_handles(value)
+    def receive(key: int | str) -> Any:
+        value = _without_handles(narrow[key])
         if opens_futures:
-            value = opened(value)
-        return private_copy(value, f"argument {name} of {where}")
+            value = change_futures(value, DataProtoFuture.get)
+        return private_copy(value, f"argument {key} of {where}")
 
-    return tuple(receive(value, index) for index, value in enumerate(args)), {
-        key: receive(value, key) for key, value in kwargs.items()
-    }
+    own_kwargs = {key: receive(key) for key in kwargs}
+    return tuple(receive(index) for index in range(len(args))), own_kwargs, sources_of(narrow.values())
 
 
 def _without_handles(value: Any) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hybridflow.errors import DispatchError
 
-# The outputs of a pipeline are at its last stage; along every other axis the first rank speaks for its replica.
-LAST_RANK_SPEAKS = frozenset({"pipeline"})
+# The outputs of a pipeline are at its last stage; along every other axis the first rank represents its replica.
+LAST_RANK_IS_COLLECTED = frozenset({"pipeline"})
 
 
 class Mesh:
@@ -16,6 +16,7 @@ class Mesh:
 
     def __init__(self, axes: Mapping[str, int], name: str = "default") -> None:
         self.name, self.axes = name, dict(axes)
+        self._known: dict[tuple[str, ...], tuple[list[int], list[int]]] = {}
         wrong = {axis: size for axis, size in self.axes.items() if not isinstance(size, int) or size < 1}
         if wrong or not self.axes:
             raise DispatchError(
@@ -50,14 +51,25 @@ class Mesh:
             part = part * self.axes[axis] + place[axis]
         return part
 
-    def collected_ranks(self, split_axes: Sequence[str]) -> list[int]:
-        """The rank that speaks for each part, in the order of the parts."""
-        speakers = [rank for rank in range(self.size) if self._speaks(self.coordinates(rank), split_axes)]
-        return sorted(speakers, key=lambda rank: self.part_of(rank, split_axes))
+    def part_of_rank(self, split_axes: Sequence[str]) -> list[int]:
+        """The part that each rank gets."""
+        return list(self._parts(tuple(split_axes))[0])
 
-    def _speaks(self, place: Mapping[str, int], split_axes: Iterable[str]) -> bool:
+    def collected_ranks(self, split_axes: Sequence[str]) -> list[int]:
+        """The rank that represents each part, in the order of the parts."""
+        return list(self._parts(tuple(split_axes))[1])
+
+    def _parts(self, split_axes: tuple[str, ...]) -> tuple[list[int], list[int]]:
+        """Both of the above, computed once: every call asks for them."""
+        if split_axes not in self._known:
+            part_of = [self.part_of(rank, split_axes) for rank in range(self.size)]
+            collected = [rank for rank in range(self.size) if self._is_collected(self.coordinates(rank), split_axes)]
+            self._known[split_axes] = part_of, sorted(collected, key=part_of.__getitem__)
+        return self._known[split_axes]
+
+    def _is_collected(self, place: Mapping[str, int], split_axes: Iterable[str]) -> bool:
         return all(
-            index == (self.axes[axis] - 1 if axis in LAST_RANK_SPEAKS else 0)
+            index == (self.axes[axis] - 1 if axis in LAST_RANK_IS_COLLECTED else 0)
             for axis, index in place.items()
             if axis not in split_axes
         )

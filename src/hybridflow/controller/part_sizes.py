@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from hybridflow.controller.backend import Duration
+from hybridflow.protocol.handle import Duration
 
 PartsOf = Literal["equal", "measured"]
 PARTS = ("equal", "measured")

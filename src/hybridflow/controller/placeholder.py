@@ -3,21 +3,22 @@ the shapes and types of the glossary: a program can be run, and its dataflow see
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
+from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.local import LocalHandle
 from hybridflow.controller.one_call import checked_output
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import SourceList
+from hybridflow.controller.sources import sources_of
 from hybridflow.errors import FieldError
 from hybridflow.observability import Trace, TraceEvent
-from hybridflow.protocol import FIELDS, DataProto
-from hybridflow.protocol.future import narrowed, opened
+from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture, Handle
+from hybridflow.protocol.future import change_futures
 
 PROMPT_LEN, RESPONSE_LEN = 2, 3
 """Of synthetic columns."""
@@ -44,6 +45,7 @@ class PlaceholderBackend:
     def __init__(self, lengths: Mapping[str, int] | None = None) -> None:
         self.trace = Trace()
         self._lengths = lengths or {}
+        self._outputs: dict[tuple[str, int], DataProto] = {}
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
         """Anything fits."""
@@ -57,30 +59,24 @@ class PlaceholderBackend:
             for name, cls_with_init in classes.items()
         }
 
-    def call(
-        self,
-        worker: WorkerRef,
-        method_name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        terms: CallTerms = NO_TERMS,
-    ) -> LocalHandle:
-        assert isinstance(worker, PlaceholderWorker)
-        where = f"{worker.cls.__name__}.{method_name}"
-        sources, values = SourceList(), []
-        for value in (*args, *kwargs.values()):
-            value = narrowed(value)
-            sources.add_value(value)
-            with self.trace.paused():
-                values.append(opened(value.get() if isinstance(value, LocalHandle) else value))
-        if terms.columns is not None:
-            terms.columns.check_reads(values)
-        output = checked_output(self._output(where, terms, values), terms, worker.rank)
-        self.trace.record(TraceEvent("call", where, worker.name, "", 0.0, 0.0, sources=sources.as_tuple()))
-        return LocalHandle(output, where, self.trace)
+    def call_all(
+        self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
+    ) -> list[LocalHandle]:
+        """As `Backend.call_all`; arguments are not read: their columns are known, and the others are synthetic."""
+        handles = []
+        for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
+            assert isinstance(worker, PlaceholderWorker)
+            where = f"{worker.cls.__name__}.{method_name}"
+            values = [change_futures(value, DataProtoFuture.narrow) for value in (*args, *kwargs.values())]
+            output = self._output(where, own_terms, values, worker.rank)
+            self.trace.record(TraceEvent("call", where, worker.name, "", 0.0, 0.0, sources=sources_of(values)))
+            handles.append(LocalHandle(output, where, self.trace))
+        return handles
 
-    def _output(self, where: str, terms: CallTerms, values: Sequence[Any]) -> DataProto | None:
-        batches = [value for value in values if isinstance(value, DataProto)]
+    def _output(self, where: str, terms: CallTerms, values: Sequence[Any], rank: int) -> DataProto | None:
+        """Return synthetic columns; the ranks of a call share them, as private copies are what is read."""
+        values = [value.get() if isinstance(value, LocalHandle) else value for value in values]
+        batches = [value for value in values if isinstance(value, DataProto | DataProtoFuture)]
         if not batches or terms.columns is None:
             return None
         if terms.columns.writes is None:
@@ -90,30 +86,22 @@ class PlaceholderBackend:
             )
         factor = terms.columns.rows_per_row
         num_rows = 1 if factor is None else factor * (terms.num_rows or len(batches[0]))
-        return synthetic_batch(terms.columns.writes, num_rows if terms.columns.writes else 0, self._lengths)
-
-    def call_all(
-        self,
-        workers: Sequence[WorkerRef],
-        method_name: str,
-        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-        terms: Sequence[CallTerms],
-    ) -> list[LocalHandle]:
-        return [
-            self.call(worker, method_name, args, kwargs, own_terms)
-            for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
-        ]
+        num_rows *= bool(terms.columns.writes)
+        if (where, num_rows) not in self._outputs:
+            output = synthetic_batch(terms.columns.writes, num_rows, self._lengths)
+            self._outputs[where, num_rows] = checked_output(output, replace(terms, is_read=True), rank)
+        return self._outputs[where, num_rows] if terms.is_read else None
 
     def put(self, value: Any) -> LocalHandle:
         return LocalHandle(value, "", self.trace)
 
-    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
         return [handle.get() for handle in handles]
 
-    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+    def wait(self, handles: Sequence[Handle]) -> None:
         """Nothing runs."""
 
-    def release(self, handles: Sequence[ObjectHandle]) -> None:
+    def release(self, handles: Sequence[Handle]) -> None:
         """Nothing is kept."""
 
     def is_alive(self, worker: WorkerRef) -> bool:

@@ -4,7 +4,6 @@ never seen on the other.
 
 import copy
 import dataclasses
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from tensordict import TensorDictBase
 
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.handle import HeldBatch
 
 
 def private_copy(value: Any, what: str) -> Any:
@@ -34,8 +34,7 @@ def private_copy(value: Any, what: str) -> Any:
             copied[index] = private_copy(element, what)
         return copied
     if isinstance(value, DataProtoFuture):
-        own_contents = partial(_first_copied, what=what)
-        return DataProtoFuture(own_contents, [value], num_rows=value.num_rows, columns=value.columns)
+        return value.with_handles(lambda handle: _own_held(handle, what))
     if type(value) is dict:
         return {key: private_copy(element, what) for key, element in value.items()}
     if type(value) is list:
@@ -51,5 +50,15 @@ def private_copy(value: Any, what: str) -> Any:
         ) from error
 
 
-def _first_copied(contents: list[Any], what: str) -> Any:
-    return private_copy(contents[0], what)
+def copy_of_objects(batch: DataProto) -> DataProto:
+    """Return the batch with its own objects and meta_info; tensors and arrays of numbers are shared."""
+    arrays = {
+        name: private_copy(array, name) if array.dtype.hasobject else array
+        for name, array in batch.non_tensor_batch.items()
+    }
+    return batch.of_own(batch.batch, arrays, private_copy(batch.meta_info, "meta_info"), batch.auto_padding)
+
+
+def _own_held(handle: Any, what: str) -> Any:
+    """Return a handle whose contents belong to the reader: other handles copy what is read of them."""
+    return HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle

@@ -4,16 +4,12 @@ neither what they compute nor where they run (that is the backend's).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-import numpy as np
-import torch
-
-from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
-from hybridflow.controller.bound_method import Arguments, BoundMethod
+from hybridflow.controller.backend import NO_TERMS, Backend, WorkerRef
+from hybridflow.controller.call import Arguments, BoundMethod, arguments_by_rank, call_ranks
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
 from hybridflow.controller.columns import MethodColumns, resolve_columns
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
@@ -23,9 +19,7 @@ from hybridflow.controller.part_sizes import MeasuredParts
 from hybridflow.controller.register import Execute, Registration, check_parts, registered_methods
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import DispatchError
-from hybridflow.protocol import DataProto
-
-_SHARED_TYPES = (DataProto, torch.Tensor, np.ndarray)
+from hybridflow.protocol import Handle
 
 
 class WorkerGroup:
@@ -113,77 +107,37 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------------ calls by name
 
-    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Handle]:
         """The same as `execute_all_async`."""
         return self.execute_all_async(method_name, *args, **kwargs)
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Handle]:
         """Call a registered method on all ranks, without its dispatch mode: a list or tuple holds one argument for
         each rank, anything else goes to all. A handle with `get()` for each rank."""
         self._check_callable(method_name)
         split_args, split_kwargs = dispatch_all_to_all(self, *args, **kwargs)
-        per_rank = [
-            (tuple(value[rank] for value in split_args), {key: value[rank] for key, value in split_kwargs.items()})
-            for rank in range(self._world_size)
-        ]
-        return self.call_ranks(method_name, per_rank, Execute.ALL)
+        per_rank = arguments_by_rank(split_args, split_kwargs, self._world_size)
+        return self._call(method_name, per_rank, Execute.ALL)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """As `execute_all_async`, but the results themselves."""
         return self._read(self.execute_all_async(method_name, *args, **kwargs))
 
-    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Handle:
         """The same as `execute_rank_zero_async`."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Handle:
         """Call a registered method on rank 0 with the arguments as they are; a handle with `get()`."""
         self._check_callable(method_name)
-        return self.call_ranks(method_name, [(args, kwargs)], Execute.RANK_ZERO)[0]
+        return self._call(method_name, [(args, kwargs)], Execute.RANK_ZERO)[0]
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """As `execute_rank_zero_async`, but the result itself."""
         return self._read([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
 
-    def call_ranks(
-        self,
-        method_name: str,
-        per_rank: Sequence[Arguments],
-        execute_mode: Execute,
-        terms: Sequence[CallTerms] | None = None,
-    ) -> list[Any]:
-        """Start a method on the ranks that `execute_mode` names; a handle for each."""
-        ranks = 1 if execute_mode is Execute.RANK_ZERO else self._world_size
-        per_rank = self._put_shared_batches(per_rank[:ranks])
-        workers, terms = self._workers[:ranks], list(terms or [CallTerms()] * ranks)[:ranks]
-        if execute_mode is not Execute.SEQUENTIAL:
-            return list(self.backend.call_all(workers, method_name, per_rank, terms))
-        handles = []
-        for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
-            handles.append(self.backend.call(worker, method_name, args, kwargs, own_terms))
-            self.backend.wait(handles[-1:])
-        return handles
-
-    def _put_shared_batches(self, per_rank: Sequence[Arguments]) -> list[Arguments]:
-        """A batch, a tensor or an array that several ranks get is put once and sent as a handle."""
-        seen = Counter(
-            id(value)
-            for args, kwargs in per_rank
-            for value in [*args, *kwargs.values()]
-            if isinstance(value, _SHARED_TYPES)
-        )
-        handles: dict[int, Any] = {}
-
-        def share(value: Any) -> Any:
-            if seen[id(value)] < 2:
-                return value
-            if id(value) not in handles:
-                handles[id(value)] = self.backend.put(value)
-            return handles[id(value)]
-
-        return [
-            (tuple(map(share, args)), {key: share(value) for key, value in kwargs.items()}) for args, kwargs in per_rank
-        ]
+    def _call(self, method_name: str, per_rank: list[Arguments], mode: Execute) -> list[Handle]:
+        return call_ranks(self, method_name, per_rank, mode, [NO_TERMS] * len(per_rank))
 
     def _read(self, handles: Sequence[Any]) -> list[Any]:
         try:

@@ -4,6 +4,7 @@ from hybridflow.protocol.data_proto import DataProto, DataProtoItem
 from hybridflow.protocol.fields import FIELDS, Field
 from hybridflow.protocol.future import DataProtoFuture
 from hybridflow.protocol.gather import all_gather_data_proto
+from hybridflow.protocol.handle import Handle, HeldBatch
 from hybridflow.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "DataProtoFuture",
     "DataProtoItem",
     "Field",
+    "Handle",
+    "HeldBatch",
     "all_gather_data_proto",
     "pad_dataproto_to_divisor",
     "unpad_dataproto",

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridflow.errors import BatchError, FieldError
-from hybridflow.protocol.consistency import count_rows, tensors_of
+from hybridflow.protocol.consistency import tensors_of
 from hybridflow.protocol.fields import FIELDS, PROMPT, RESPONSE, SEQUENCE, TOKEN_COLUMNS, Number
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 
-def concat_batches(parts: "Sequence[DataProto]") -> "DataProto":
-    """The rows of all parts, in order; see `DataProto.concat`."""
+def concat_batches(parts: "Sequence[DataProto]", are_checked: bool = False) -> "DataProto":
+    """The rows of all parts, in order; see `DataProto.concat`. `are_checked`: the parts are known to be consistent."""
     if not parts:
         raise BatchError("concat needs at least one batch, got an empty list.")
-    rows = [count_rows(part.batch, part.non_tensor_batch, part.meta_info) for part in parts]
+    for part in () if are_checked else parts:
+        part.check_consistency()
+    rows = [len(part) for part in parts]
     meta_info = concat_meta_info([part.meta_info for part in parts])
     tensors = [tensors_of(part.batch) for part in parts]
     arrays = [part.non_tensor_batch for part in parts]
@@ -32,9 +34,9 @@ def concat_batches(parts: "Sequence[DataProto]") -> "DataProto":
     batches = [part.batch for part in parts if part.batch is not None]
     if batches:
         joined = _concat_tensors(tensors, meta_info.get("pad_token_id") or 0)
-        batch = TensorDict(joined, [sum(n or 0 for n in rows)], device=batches[0].device)
+        batch = TensorDict(joined, [sum(rows)], device=batches[0].device)
     columns = {name: _concat_arrays(name, [part[name] for part in arrays]) for name in arrays[0]}
-    return parts[0]._of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
+    return parts[0].of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
 
 
 def _require_same_names(parts: Sequence[Mapping], where: str) -> None:

@@ -7,10 +7,8 @@ are its own); only `pop` and `padding` change the batch they are called on.
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import numpy as np
@@ -61,7 +59,7 @@ class DataProto:
         self.meta_info = copy_structure(self.meta_info)
 
     @classmethod
-    def _of_own(
+    def of_own(
         cls, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict, auto_padding: bool
     ) -> Self:
         """As the constructor, of containers that fit and that nobody else holds: neither checked nor copied."""
@@ -201,7 +199,7 @@ class DataProto:
             columns = {name: change(column) for name, column in batch.items()}
             batch = TensorDict(columns, [num_rows], device=batch.device)
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
-        return self._of_own(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
+        return self.of_own(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
 
     # Parts and wholes
 
@@ -218,17 +216,23 @@ class DataProto:
                 f"{len(self)} rows do not make {chunks} equal parts; use pad_dataproto_to_divisor, enable padding "
                 "(auto_padding=True, or DataProtoConfig.auto_padding), or split by size."
             )
-        starts = [part * size + min(part, longer) for part in range(chunks + 1)]
-        return self._parts(pairwise(starts))
+        return self._parts([size + (part < longer) for part in range(chunks)])
 
     def split(self, split_size: int) -> "list[DataProto]":
         """Parts of `split_size` rows (views), the last one short; one empty part if there are no rows."""
         size = as_count(split_size, "split_size", 1)
-        return self._parts((start, min(start + size, len(self))) for start in range(0, max(len(self), 1), size))
+        return self._parts([min(size, len(self) - start) for start in range(0, max(len(self), 1), size)])
 
-    def _parts(self, bounds: Iterable[tuple[int, int]]) -> "list[DataProto]":
+    def _parts(self, sizes: list[int]) -> "list[DataProto]":
         self.check_consistency()
-        return [self._map_consistent(end - start, itemgetter(slice(start, end))) for start, end in bounds]
+        batches = [None] * len(sizes) if self.batch is None else self.batch.split(sizes)
+        arrays = {name: np.split(array, np.cumsum(sizes)[:-1]) for name, array in self.non_tensor_batch.items()}
+        return [
+            self.of_own(
+                batch, {n: a[part] for n, a in arrays.items()}, copy_structure(self.meta_info), self.auto_padding
+            )
+            for part, batch in enumerate(batches)
+        ]
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
@@ -269,7 +273,7 @@ class DataProto:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         if batch is not None:
             batch = TensorDict(columns, batch.batch_size, device=batch.device)
-        return self._of_own(batch, arrays, copy_structure(meta_info), self.auto_padding)
+        return self.of_own(batch, arrays, copy_structure(meta_info), self.auto_padding)
 
     def pop(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None

@@ -17,12 +17,10 @@ from tensordict import TensorDict
 from hybridflow.errors import BatchError
 from hybridflow.protocol.consistency import count_rows, require_names, tensors_of
 from hybridflow.protocol.meta_info import copy_structure
+from hybridflow.protocol.row_index import RowIndex, count_rows_of
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
-
-Rows = slice | np.ndarray | None
-"""Rows of a batch: a slice without a step, row numbers, or None for all of them."""
 
 COMPRESS_FROM_BYTES = 4096
 """Smaller columns are not worth a call of the compressor."""
@@ -74,7 +72,7 @@ class PackedColumn:
             raw = pickle.PickleBuffer(raw) if int(protocol) >= 5 else bytes(raw)
         return PackedColumn, (self.kind, self.dtype, self.shape, raw, self.is_compressed)
 
-    def read(self, rows: Rows, shared: bool = False) -> torch.Tensor | np.ndarray:
+    def read(self, rows: RowIndex, shared: bool = False) -> torch.Tensor | np.ndarray:
         """The rows, in memory of their own; `shared`: in this memory where they lie in one piece, not to be written."""
         if self.kind == "objects":
             objects = pickle.loads(self.raw) if isinstance(self.raw, bytes) else self.raw.copy()
@@ -149,7 +147,7 @@ class PackedBatch:
         has_device = data.batch is not None and data.batch.device is not None
         return cls(type(data), rows or 0, columns, meta_info, data.batch is not None, has_device, data.auto_padding)
 
-    def read(self, columns: Iterable[str] | None = None, rows: Rows = None, shared: bool = False) -> "DataProto":
+    def read(self, columns: Iterable[str] | None = None, rows: RowIndex = None, shared: bool = False) -> "DataProto":
         """A new batch of the named columns (None: all) and those rows, with meta_info. Raises FieldError.
 
         `shared`: its memory may be that of the store, which must not be written; for what is copied anyway.
@@ -161,14 +159,14 @@ class PackedBatch:
         arrays = {name: column for name, column in contents.items() if self.columns[name].kind != "tensor"}
         batch = None
         if self._has_tensors:
-            num_rows = self.num_rows if rows is None else _count(rows, self.num_rows)
+            num_rows = count_rows_of(rows, self.num_rows)
             batch = TensorDict(tensors, [num_rows], device="cpu" if self._has_device else None)
         meta_info = self._meta_info
         if isinstance(meta_info, dict):
             meta_info = copy_structure(meta_info)
         else:
             meta_info = {} if meta_info is None else pickle.loads(meta_info)
-        return self._cls._of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
+        return self._cls.of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
 
     def num_bytes(self, columns: Iterable[str] | None = None) -> int:
         """Bytes of the named columns (None: all, and meta_info) as they travel."""
@@ -232,10 +230,6 @@ def _as_if_writable(array: np.ndarray) -> np.ndarray:
     if array.flags.writeable or array.size == 0:
         return array
     return array.copy() if array.dtype.fields else np.asarray(_Memory(array))  # records lose their alignment by it
-
-
-def _count(rows: slice | np.ndarray, num_rows: int) -> int:
-    return len(range(num_rows)[rows]) if isinstance(rows, slice) else len(rows)
 
 
 def _packed(

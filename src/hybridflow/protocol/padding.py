@@ -53,17 +53,12 @@ def append_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
     return type(data)(batch, arrays, data.meta_info, data.auto_padding)
 
 
-def mark_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
-    """The batch, whose `rows` are copies of others, with `duplicate_value` there in the columns that have one."""
-    batch = data.select()
-    for columns in ({} if batch.batch is None else batch.batch, batch.non_tensor_batch):
-        marked: Any = columns
-        for name in list(marked.keys()):
-            if (value := _duplicate_value(name)) is not None and len(rows):
-                own = copy.deepcopy(marked[name])
-                own[rows] = value
-                marked[name] = own
-    return batch
+def mark_copies(data: "DataProto", column: str, copies: np.ndarray, value: Any) -> None:
+    """Set a column of this batch to `value` where `copies` is True, in memory of its own."""
+    columns: Any = data.non_tensor_batch if column in data.non_tensor_batch else data.batch
+    own = copy.deepcopy(columns[column])
+    own[np.flatnonzero(copies)] = value
+    columns[column] = own
 
 
 def _duplicate_value(name: str) -> Any:

@@ -17,7 +17,6 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.observability import DPO_FIGURES, REWARD_MODEL_FIGURES, SFT_FIGURES, reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import Batch, read, with_row_ids
 
 
@@ -44,14 +43,14 @@ class SFT:
     figures = SFT_FIGURES
 
     def __init__(self, policy: WorkerGroup) -> None:
-        self.policy = StageCalls(policy)
+        self.policy = policy
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
         batch = in_one_step(examples)
-        return batch, _metrics(self.policy.update_sft(batch))
+        return batch, _metrics(self.policy.update_sft.remote(batch))
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
-        log_probs = read(self.policy.compute_log_probs(examples), ["old_log_probs"]).batch["old_log_probs"]
+        log_probs = read(self.policy.compute_log_probs.remote(examples), ["old_log_probs"]).batch["old_log_probs"]
         log_probs = log_probs[examples.batch["response_mask"]]
         return {"sft/val_loss": -float(log_probs.double().sum())}, len(log_probs)
 
@@ -62,13 +61,13 @@ class DPO:
     figures = DPO_FIGURES
 
     def __init__(self, config: Config, policy: WorkerGroup, reference: WorkerGroup) -> None:
-        self.policy, self.reference = StageCalls(policy), StageCalls(reference)
+        self.policy, self.reference = policy, reference
         self.losses = partial(PREFERENCE_LOSSES[config.offline.preference_loss], beta=config.offline.beta)
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
         batch, pairs, slopes = self._compare(in_one_step(examples))
         batch = batch.union(slopes)
-        return batch, _pair_metrics(pairs, "dpo/", "reward") | _metrics(self.policy.update_dpo(batch))
+        return batch, _pair_metrics(pairs, "dpo/", "reward") | _metrics(self.policy.update_dpo.remote(batch))
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
         _, pairs, _ = self._compare(examples)
@@ -76,8 +75,8 @@ class DPO:
 
     def _compare(self, batch: DataProto) -> tuple[DataProtoFuture, PairLoss, DataProto]:
         """The batch with log-probs, what the pairs lose, and by which slopes."""
-        scored = batch.union(self.policy.compute_log_probs(batch))
-        scored = scored.union(self.reference.compute_ref_log_probs(batch))
+        scored = batch.union(self.policy.compute_log_probs.remote(batch))
+        scored = scored.union(self.reference.compute_ref_log_probs.remote(batch))
         columns = read(scored, ["old_log_probs", "ref_log_probs", "response_mask"]).batch
         mask = columns["response_mask"]
         policy, reference = (
@@ -95,20 +94,21 @@ class RewardModeling:
     figures = REWARD_MODEL_FIGURES
 
     def __init__(self, model: WorkerGroup) -> None:
-        self.model = StageCalls(model)
+        self.model = model
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
         batch = in_one_step(examples)
         pairs, slopes = self._compare(batch)
         batch = batch.union(slopes)
-        return batch, _pair_metrics(pairs, "reward_model/", "score") | _metrics(self.model.update_reward_model(batch))
+        update = self.model.update_reward_model.remote(batch)
+        return batch, _pair_metrics(pairs, "reward_model/", "score") | _metrics(update)
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
         pairs, _ = self._compare(examples)
         return _val_sums(pairs, "reward_model/"), len(pairs.losses)
 
     def _compare(self, batch: DataProto) -> tuple[PairLoss, DataProto]:
-        scores = read(self.model.compute_scores(batch), ["scores"]).batch["scores"]
+        scores = read(self.model.compute_scores.remote(batch), ["scores"]).batch["scores"]
         pairs, slopes = slopes_of(bradley_terry_loss, scores.double().view(-1, 2))
         return pairs, _slope_column(slopes, scores.dtype)
 

@@ -20,7 +20,6 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.balance import balanced_order
 from hybridflow.trainers.rl_metrics import log_prob_metrics
 from hybridflow.trainers.sampling import MorePrompts, Sampling
-from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import (
     add_advantages,
     corrected_rollouts,
@@ -55,13 +54,13 @@ class PPO:
     ) -> None:
         self.config = config
         self.metrics: dict[str, Any] = {}
-        self.actor = StageCalls(actor_rollout)
-        self.rollout = StageCalls(rollout) if rollout else self.actor
+        self.actor = actor_rollout
+        self.rollout = rollout or actor_rollout
         self.sync_weights = weight_sync_of(config, actor_rollout, rollout)
-        self.sample = Sampling(config, self.rollout, StageCalls(rewards))
-        self.critic = StageCalls(critic) if critic else None
-        self.reference = StageCalls(reference) if reference else None
-        self.teacher = StageCalls(teacher) if teacher else None
+        self.sample = Sampling(config, self.rollout, rewards)
+        self.critic = critic
+        self.reference = reference
+        self.teacher = teacher
         self.kl_controller = _kl_controller(config)
         self.num_replicas = actor_rollout.mesh().axes["data"]
         self.shape = decoder_shape(config.model.path) if config.model.path else None
@@ -85,18 +84,18 @@ class PPO:
         if config.actor.old_log_probs_from == "rollout":
             batch = batch.union(rollout_as_old_log_probs(batch))
         elif needs_old_log_probs(config):
-            batch = batch.union(self.actor.compute_log_probs(batch))
-            sums = self.actor.sum_log_prob_metrics(batch)
+            batch = batch.union(self.actor.compute_log_probs.remote(batch))
+            sums = self.actor.sum_log_prob_metrics.remote(batch)
         if config.corrects_rollouts:
             weights, metrics = corrected_rollouts(batch, algorithm)
             batch = batch.union(weights)
             self.metrics |= metrics
         if self.reference:
-            batch = batch.union(self.reference.compute_ref_log_probs(batch))
+            batch = batch.union(self.reference.compute_ref_log_probs.remote(batch))
         if self.teacher:
-            batch = batch.union(self.teacher.compute_teacher_log_probs(batch))
+            batch = batch.union(self.teacher.compute_teacher_log_probs.remote(batch))
         if self.critic:
-            batch = batch.union(self.critic.compute_values(batch))
+            batch = batch.union(self.critic.compute_values.remote(batch))
         if needs_token_level_rewards(config):
             rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
             batch = batch.union(rewards)
@@ -106,10 +105,10 @@ class PPO:
         updates = []
         if self.critic:
             steps = self._with_mini_batches(batch, config.critic.mini_batch_size, config.critic.epochs)
-            updates.append(self.critic.update_critic(steps))
+            updates.append(self.critic.update_critic.remote(steps))
         if self.global_step >= config.critic.warmup_steps:
             steps = self._with_mini_batches(batch, config.actor.mini_batch_size, config.actor.epochs)
-            updates.append(self.actor.update_actor(steps))
+            updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
         if sums:

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from hybridflow.config import Config
+from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.stage_calls import StageCalls
 from hybridflow.trainers.stages import read, with_group_ids
 
 TRAINING_STREAM = 0
@@ -21,7 +21,7 @@ MorePrompts = Callable[[], DataProto]
 class Sampling:
     """Samples `rollout.group_size` responses to each prompt and has them scored. `metrics` are of the last call."""
 
-    def __init__(self, config: Config, rollout: StageCalls, rewards: StageCalls) -> None:
+    def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
         self._config, self._rollout, self._rewards = config, rollout, rewards
         self.metrics: dict[str, Any] = {}
 
@@ -41,17 +41,17 @@ class Sampling:
     def _round(self, prompts: DataProto, step: int) -> DataProtoFuture:
         config = self._config
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
-        rollouts = self._rollout.generate_sequences(prompts)  # a future: group_size rows for each prompt, in order
+        rollouts = self._rollout.generate_sequences.remote(prompts)  # group_size rows for each prompt, in order
         batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
-        batch = batch.union(self._rewards.score(batch))
+        batch = batch.union(self._rewards.score.remote(batch))
         if config.algorithm.advantage == "remax":
             batch = batch.union(self._baseline_scores(prompts))
         return batch
 
     def _baseline_scores(self, prompts: DataProto) -> DataProto:
         """`baseline_scores`, those of the greedy responses, at each response to the same prompt."""
-        greedy = prompts.union(self._rollout.generate_greedy_sequences(prompts))
-        scores = read(self._rewards.score(greedy), ("scores",)).batch["scores"]
+        greedy = prompts.union(self._rollout.generate_greedy_sequences.remote(prompts))
+        scores = read(self._rewards.score.remote(greedy), ("scores",)).batch["scores"]
         return DataProto.from_dict({"baseline_scores": scores.repeat_interleave(self._config.rollout.group_size)})
 
     def _filtered(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, WorkerGroup, register
+from hybridflow.controller.backend import NO_TERMS
 from hybridflow.errors import WorkerError, WorkerTimeoutError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")]
@@ -117,7 +118,7 @@ def test_of_a_worker_in_an_all_reduce_that_another_rank_never_joins_the_line_is_
     wait_until_gone(pids)
     assert not group.is_alive()
     with pytest.raises(WorkerError, match="worker actor/1 has ended"):
-        group.backend.call(group.workers[1], "pid", [], {})
+        group.backend.call_all(group.workers[1:2], "pid", [((), {})], [NO_TERMS])
 
 
 @pytest.mark.parametrize(("how", "says"), [("computes", "while the process runs"), ("waits", "and waits with it")])

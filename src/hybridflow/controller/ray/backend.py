@@ -8,17 +8,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.controller.backend import NO_TERMS, CallTerms, ObjectHandle, WorkerRef
-from hybridflow.controller.bound_method import HandleOfReplica
+from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
@@ -29,11 +28,12 @@ from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, p
 from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.sources import SourceList, produced_columns
+from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.worker import concurrent_calls_of
 from hybridflow.errors import ConfigError, DispatchError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE
+from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
 
 START_TIMEOUT_S = 300.0
@@ -318,55 +318,20 @@ class RayBackend:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def call(
-        self,
-        worker: WorkerRef,
-        method_name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        terms: CallTerms = NO_TERMS,
-    ) -> RayHandle:
-        return self._prepare(worker, method_name, args, kwargs, terms)()
-
     def call_all(
-        self,
-        workers: Sequence[WorkerRef],
-        method_name: str,
-        per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
-        terms: Sequence[CallTerms],
+        self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[RayHandle]:
         """As `Backend.call_all`: the arguments of every rank are packed before the first one is called."""
-        prepared = [
-            self._prepare(worker, method_name, args, kwargs, own_terms)
+        messages = [
+            self._pack(worker, method_name, args, kwargs, own_terms)
             for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
         ]
-        return [send() for send in prepared]
-
-    def _prepare(
-        self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
-    ) -> Callable[[], RayHandle]:
-        """Pack the arguments of a call; what is returned sends it."""
-        if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
-            raise self._gone(worker, method_name)
-        where = f"{worker.class_name}.{method_name}"
-        calls_read = _CallsRead()
-        outgoing = Outgoing(calls_read, self.compress, sources := SourceList())
-        own_args = [
-            outgoing.pack(value, f"argument {index} of {where}", terms.opens_futures)
-            for index, value in enumerate(args)
-        ]
-        own_kwargs = {
-            key: outgoing.pack(value, f"argument {key} of {where}", terms.opens_futures)
-            for key, value in kwargs.items()
-        }
-        outgoing.also_wait_for(calls_read.silent)
-        message = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
-
-        def send() -> RayHandle:
+        handles = []
+        for worker, where, is_read, frozen, outgoing, after in messages:
             start = time.time()
-            remote = worker.process.remote_call(2 if terms.is_read else 1)
+            remote = worker.process.remote_call(2 if is_read else 1)
             try:
-                refs = remote.remote(message, *outgoing.refs)
+                refs = remote.remote(frozen, *outgoing.refs)
             except FULL as error:
                 raise WorkerError(
                     f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
@@ -375,16 +340,27 @@ class RayBackend:
                     role=worker.role,
                     rank=worker.rank,
                 ) from error
-            done, value = refs if terms.is_read else (refs, None)
-            call = RayCall(done, worker, where, self.call_timeout_s, calls_read.unfinished(), sources.as_tuple())
+            done, value = refs if is_read else (refs, None)
+            call = RayCall(done, worker, where, self.call_timeout_s, after, sources_of(outgoing.read))
             self._waiting.track(call)
-            if outgoing.num_bytes:
-                self._trace.record(
-                    TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=outgoing.num_bytes)
-                )
-            return RayHandle(self, value, call)
+            if sent := outgoing.num_bytes:
+                event = TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=sent)
+                self._trace.record(event)
+            handles.append(RayHandle(self, value, call))
+        return handles
 
-        return send
+    def _pack(
+        self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
+    ) -> "_Message":
+        if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
+            raise self._gone(worker, method_name)
+        where, calls_read, opens = f"{worker.class_name}.{method_name}", _CallsRead(), terms.opens_futures
+        outgoing = Outgoing(calls_read, self.compress)
+        own_args = [outgoing.pack(value, f"argument {index} of {where}", opens) for index, value in enumerate(args)]
+        own_kwargs = {key: outgoing.pack(value, f"argument {key} of {where}", opens) for key, value in kwargs.items()}
+        outgoing.also_wait_for(calls_read.silent)
+        frozen = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
+        return _Message(worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished())
 
     def _gone(self, worker: WorkerRef, method_name: str) -> WorkerError:
         if not isinstance(worker, RayWorker):
@@ -404,18 +380,18 @@ class RayBackend:
         frozen = _frozen(packed, outgoing, "put")
         return RayHandle(self, ray.put(frozen), produced=produced_columns(value))
 
-    def get(self, handles: Sequence[ObjectHandle]) -> list[Any]:
+    def get(self, handles: Sequence[Handle]) -> list[Any]:
         self.wait(handles)
         return [handle.get() for handle in handles]
 
-    def wait(self, handles: Sequence[ObjectHandle]) -> None:
+    def wait(self, handles: Sequence[Handle]) -> None:
         """As `Backend.wait`: raises the first error there is, at once, and WorkerTimeoutError past a deadline."""
         calls = [handle.call for handle in handles if isinstance(handle, RayHandle) and handle.call is not None]
         if not all(call.is_finished for call in calls):
             self._require_connection()
         self._waiting.wait(calls)
 
-    def release(self, handles: Sequence[ObjectHandle]) -> None:
+    def release(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
             if isinstance(handle, RayHandle):
                 handle.release()
@@ -450,6 +426,17 @@ class RayBackend:
             raise WorkerError("this backend was closed, and the result went with it; read futures before closing.")
 
 
+class _Message(NamedTuple):
+    """A call that is packed: `after` are the calls whose results it reads."""
+
+    worker: RayWorker
+    where: str
+    is_read: bool
+    frozen: Any
+    outgoing: Outgoing
+    after: list[RayCall]
+
+
 class _CallsRead:
     """The stored object behind a handle of this backend; notes the calls that a message waits for."""
 
@@ -459,19 +446,16 @@ class _CallsRead:
         """Of replicas whose results nobody reads, which must have succeeded all the same."""
 
     def __call__(self, value: Any) -> Any:
-        handle = value
-        if isinstance(value, HandleOfReplica):
-            handle = value.handle
-            others = [other.call for other in value.others if other.call is not None]
-            self._calls += others
-            self.silent += [call.done for call in others]
-        if not isinstance(handle, RayHandle):
+        if not isinstance(value, RayHandle):
             return None
-        if handle.ref is None:
+        if value.ref is None:
             raise WorkerError("this result was released; keep the future instead of the handle.")
-        if handle.call is not None:
-            self._calls.append(handle.call)
-        return handle.ref
+        others = [other.call for other in value.others if isinstance(other, RayHandle) and other.call is not None]
+        self._calls += others
+        self.silent += [call.done for call in others]
+        if value.call is not None:
+            self._calls.append(value.call)
+        return value.ref
 
     def unfinished(self) -> list[RayCall]:
         """Those that may not have ended."""

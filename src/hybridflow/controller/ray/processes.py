@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from hybridflow.controller.backend import Duration
 from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.transport import StoredBatch, unpack
 from hybridflow.controller.ray.worker_process import Home
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability.trace import Sources
+from hybridflow.protocol.handle import Duration, Handle
+from hybridflow.protocol.row_index import RowIndex
 
 
 class RayProcess:
@@ -68,11 +69,17 @@ class RayCall:
         sources: Sources = (),
     ) -> None:
         self.done, self.worker, self.where, self.timeout_s, self.sources = done, worker, where, timeout_s, sources
-        self.after = list(after)
+        self._after = list(after)
         self.running_since: float | None = None
         self.is_finished = False
         self.duration = Duration()
         self.small_value: bytes | None = None
+
+    def awaited(self) -> "RayCall | None":
+        """Return a call whose result it reads and that has not ended, as far as is known; None if it can run."""
+        while self._after and self._after[-1].is_finished:
+            self._after.pop()
+        return self._after[-1] if self._after else None
 
     def forget_unfinished(self) -> None:
         """It has ended, for its process."""
@@ -83,7 +90,7 @@ class RayCall:
 class Store(Protocol):
     """Who can open a handle."""
 
-    def wait(self, handles: "Sequence[RayHandle]") -> None: ...
+    def wait(self, handles: Sequence[Handle]) -> None: ...
 
     def fetch(self, handle: "RayHandle") -> Any: ...
 
@@ -93,6 +100,8 @@ class Store(Protocol):
 class RayHandle:
     """A value in the cluster's stores: put there, or to be made by a call."""
 
+    others: Sequence[Handle] = ()
+
     def __init__(self, store: Store, value: Any, call: RayCall | None = None, produced: tuple[str, ...] = ()) -> None:
         self.store, self.value, self.call, self.produced = store, value, call, produced
         self.where = call.where if call else ""
@@ -101,13 +110,13 @@ class RayHandle:
     def get(self) -> Any:
         return self._open(lambda packed: unpack(packed, ()))
 
-    def read(self, columns: tuple[str, ...] | None, rows: Any) -> Any:
-        """As `get`, of some columns and rows of a batch."""
-        return self._open(lambda packed: StoredBatch(packed).read(columns, rows))
+    def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> Any:
+        return self._open(lambda packed: StoredBatch(packed).read(columns, rows, shared=shared))
 
-    def view(self, columns: tuple[str, ...] | None, rows: Any) -> Any:
-        """As `read`, but in the store's own memory where that can be: for what is put together with others."""
-        return self._open(lambda packed: StoredBatch(packed).view(columns, rows))
+    @staticmethod
+    def wait_for(handles: "Sequence[RayHandle]") -> None:
+        for store in {id(handle.store): handle.store for handle in handles}.values():
+            store.wait([handle for handle in handles if handle.store is store])
 
     def _open(self, unpack_value: Callable[[Any], Any]) -> Any:
         if self.call is not None and not self.call.is_finished:

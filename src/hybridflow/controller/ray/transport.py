@@ -21,12 +21,12 @@ from tensordict import TensorDictBase
 
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.one_call import described
-from hybridflow.controller.sources import SourceList
 from hybridflow.errors import BatchError, DispatchError, WorkerError
 from hybridflow.observability import TraceEvent
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.protocol.future import BatchHandle
+from hybridflow.protocol.handle import Duration, Handle, HeldBatch
 from hybridflow.protocol.packed_batch import PackedBatch, PackedColumn
+from hybridflow.protocol.row_index import RowIndex
 
 cloudpickle: Any = ray.cloudpickle
 
@@ -101,20 +101,29 @@ class Slot:
     index: int
 
 
-@dataclass(frozen=True)
 class StoredBatch:
     """A packed batch as the handle of a future, in the process that has it."""
 
-    packed: Any
+    where, produced = "", ()
+    others: Sequence[Handle] = ()
+
+    def __init__(self, packed: Any) -> None:
+        self.packed, self.duration = packed, Duration()
 
     def get(self) -> Any:
         return unpack(self.packed, ())
 
-    def read(self, columns: tuple[str, ...] | None, rows: Any) -> DataProto:
-        return _as_batch(self.packed).read(columns, rows)
+    def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
+        if not isinstance(self.packed, PackedBatch):
+            raise BatchError(f"the call returned a {type(self.packed).__name__}, which has no columns; use get().")
+        return self.packed.read(columns, rows, shared)
 
-    def view(self, columns: tuple[str, ...] | None, rows: Any) -> DataProto:
-        return _as_batch(self.packed).read(columns, rows, shared=True)
+    @staticmethod
+    def wait_for(handles: Sequence[Handle]) -> None:
+        """They came with the message."""
+
+    def release(self) -> None:
+        """The store lets go of it with the message."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,10 @@ class _Pickled:
 
 @dataclass(frozen=True)
 class _SentFuture:
+    """A future whose handles are slots or packed batches, and its meta_info."""
+
     future: DataProtoFuture
+    meta_info: bytes | None
     opens: bool
 
 
@@ -138,15 +150,16 @@ class _SentHandle:
 class Outgoing:
     """Packs the values of one message; `refs` are the stored objects that must arrive beside it.
 
-    `ref_of_handle` gives the stored object of a value that is a handle. `sources` is told where columns come from.
-    `is_plain`: see `freeze`.
+    `ref_of_handle` gives the stored object of a value that is a handle. `read` are the batches, futures and handles
+    that were packed. `is_plain`: see `freeze`.
     """
 
-    def __init__(self, ref_of_handle: Any = None, compress: bool = False, sources: SourceList | None = None) -> None:
+    def __init__(self, ref_of_handle: Any = None, compress: bool = False) -> None:
         self.refs: list[Any] = []
+        self.read: list[Any] = []
         self.num_bytes = self.num_bytes_beside = 0
         self.is_plain = True
-        self._ref_of_handle, self._compress, self._sources = ref_of_handle or _no_ref, compress, sources
+        self._ref_of_handle, self._compress = ref_of_handle or _no_ref, compress
         self._slots: dict[int, Slot] = {}
 
     def pack(self, value: Any, what: str, opens_futures: bool = True) -> Any:
@@ -158,20 +171,17 @@ class Outgoing:
                 raise BatchError(f"{what}: {error}") from error
             self.num_bytes += packed.num_bytes()
             self.is_plain = self.is_plain and type(value) is DataProto
-            self._add_source(value)
+            self.read.append(value)
             return packed
         if isinstance(value, DataProtoFuture):
-            if not value.is_plain:
+            if not value.has_whole_shards:
                 raise DispatchError(
                     f"{what} is a future that only this process can read, as its method does not declare what it "
                     f"writes; declare writes=(...), or read it (future.get()) and pass the batch."
                 )
-            self.is_plain = False  # its operations may hold whatever their caller gave them
-            narrow = value.narrow()
-            self._add_source(narrow)
-            return _SentFuture(narrow.with_handles(self._send_handle), opens_futures)
+            return self._pack_future(value.narrow(), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
-            self._add_source(value)
+            self.read.append(value)
             return _SentHandle(self._slot(ref))
         if isinstance(value, torch.Tensor) and _is_dense(value):
             return self._counted(PackedColumn.of_tensor(value, self._compress))
@@ -192,9 +202,13 @@ class Outgoing:
         self.num_bytes_beside += len(pickled.raw)
         return pickled
 
-    def _add_source(self, value: Any) -> None:
-        if self._sources is not None:
-            self._sources.add_value(value)
+    def _pack_future(self, future: DataProtoFuture, opens: bool) -> _SentFuture:
+        self.read.append(future)
+        meta_info = dumps(future.meta_info) if future.meta_info else None
+        self.num_bytes_beside += len(meta_info or b"")
+        sent = future.with_handles(self._send_handle)
+        sent.meta_info = {}
+        return _SentFuture(sent, meta_info, opens)
 
     def _counted(self, column: PackedColumn) -> PackedColumn:
         self.num_bytes_beside += column.num_bytes
@@ -206,10 +220,11 @@ class Outgoing:
         return self.num_bytes + self.num_bytes_beside
 
     def _send_handle(self, handle: Any) -> Any:
-        if isinstance(handle, BatchHandle):
+        if isinstance(handle, HeldBatch):
             packed = PackedBatch.pack(handle.batch, dumps, self._compress)
             self.num_bytes += packed.num_bytes()
-            return BatchHandle(packed)  # pyright: ignore[reportArgumentType]
+            self.is_plain = self.is_plain and type(handle.batch) is DataProto
+            return packed
         ref = self._ref_of_handle(handle)
         if ref is None:
             raise DispatchError(
@@ -250,20 +265,15 @@ def unpack(value: Any, beside: Sequence[Any]) -> Any:
         return unpack(thaw(beside[value.slot.index]), ())
     if isinstance(value, _SentFuture):
         future = value.future.with_handles(
-            lambda handle: StoredBatch(handle.batch if isinstance(handle, BatchHandle) else thaw(beside[handle.index]))
+            lambda handle: StoredBatch(thaw(beside[handle.index]) if isinstance(handle, Slot) else handle)
         )
+        future.meta_info = {} if value.meta_info is None else cloudpickle.loads(value.meta_info)
         return future.get() if value.opens else future
     if type(value) in (list, tuple):
         return type(value)(unpack(element, beside) for element in value)
     if type(value) is dict:
         return {key: unpack(element, beside) for key, element in value.items()}
     return value
-
-
-def _as_batch(packed: Any) -> PackedBatch:
-    if not isinstance(packed, PackedBatch):
-        raise BatchError(f"the call returned a {type(packed).__name__}, which has no columns; use get().")
-    return packed
 
 
 def pickled_class(cls: type) -> bytes:

@@ -46,29 +46,30 @@ class Waiting:
 
     def track(self, call: RayCall) -> None:
         """A call has been sent."""
-        unfinished = call.worker.process.unfinished
-        if len(unfinished) < call.worker.process.concurrent_calls and not call.after:
+        process = call.worker.process
+        if len(process.unfinished) < process.concurrent_calls and call.awaited() is None:
             call.running_since = time.monotonic()
-        unfinished.append(call)
-        if len(unfinished) % FORGET_EVERY == 0:  # of calls that nobody waits for
-            self._note_ended_on(call.worker.process)
+        process.unfinished.append(call)
+        if len(process.unfinished) % FORGET_EVERY == 0:  # calls may never be waited for
+            self._note_ended(process.unfinished)
 
     def note_ended(self) -> None:
-        """Take notice of calls that have ended without anybody waiting for them; errors are left to whoever does."""
-        for process in self._processes:
-            self._note_ended_on(process)
+        """Take notice of calls that have ended though they were not waited for; errors are raised when they are."""
+        self._note_ended([call for process in self._processes for call in process.unfinished])
 
-    def _note_ended_on(self, process: RayProcess) -> None:
-        for call in list(process.unfinished):
-            if self._has_ended(call):
-                with contextlib.suppress(Exception):  # it is raised again when the result is read
-                    self._finish(call)
-            elif process.concurrent_calls == 1:
-                break
+    def _note_ended(self, calls: Sequence[RayCall]) -> None:
+        """Ask Ray once for all of them."""
+        of_ref = {call.done: call for call in calls if not call.is_finished}
+        if not of_ref:
+            return
+        ready, _ = ray.wait(list(of_ref), num_returns=len(of_ref), timeout=0, fetch_local=False)
+        for ref in ready:
+            with contextlib.suppress(Exception):  # it is raised again when the result is read
+                self._finish(of_ref[ref])
 
     def wait(self, calls: Sequence[RayCall]) -> None:
-        """Until all have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for one that
-        is over its deadline."""
+        """Wait until all have ended. Raises the error of the first that failed, at once, and WorkerTimeoutError for one
+        that is over its deadline."""
         pending = {call.done: call for call in calls if not call.is_finished}
         if not pending:
             return
@@ -104,7 +105,6 @@ class Waiting:
             call.duration.seconds = reply.event.end - reply.event.start
             call.small_value = reply.value
         call.is_finished = True
-        call.after = []
 
     def failure(self, call: RayCall, cause: Any, error: Exception) -> BaseException:
         """What to raise for the error of a call."""
@@ -141,34 +141,14 @@ class Waiting:
         return None
 
     def _check_deadlines(self, pending: list[RayCall]) -> None:
+        self.note_ended()
         now = time.monotonic()
-        running = list(dict.fromkeys(self._running(call) for call in pending))
+        running = list(dict.fromkeys(_running(call) for call in pending))
         for call in running:
             call.running_since = call.running_since or now
         overdue = [call for call in running if call.timeout_s and now - (call.running_since or now) > call.timeout_s]
         if overdue:
             raise self._tell_overdue(overdue, pending[0], now)
-
-    def _running(self, call: RayCall) -> RayCall:
-        """Whom a call waits for: itself if it runs, else the oldest call before it on its process, or what it reads."""
-        while True:
-            queue = call.worker.process.unfinished
-            while queue and queue[0] is not call and self._has_ended(queue[0]):
-                with contextlib.suppress(Exception):  # it is raised again when the result is read
-                    self._finish(queue[0])
-            if call in queue[call.worker.process.concurrent_calls :]:
-                call = queue[0]
-                continue
-            call.after = [source for source in call.after if not self._has_ended(source)]
-            if not call.after:
-                return call
-            call = call.after[0]
-
-    def _has_ended(self, call: RayCall) -> bool:
-        if call.is_finished:
-            return True
-        ready, _ = ray.wait([call.done], timeout=0, fetch_local=False)
-        return bool(ready)
 
     # ------------------------------------------------------------------------------------------ bad news
 
@@ -224,6 +204,19 @@ class Waiting:
         for call in overdue:
             self._end(call.worker.process, fate)
         return fate
+
+
+def _running(call: RayCall) -> RayCall:
+    """Return what a call waits for: itself if it runs, else the oldest call of its process, or one that it reads."""
+    while not call.is_finished:
+        process = call.worker.process
+        if call in process.unfinished[process.concurrent_calls :]:
+            call = process.unfinished[0]
+        elif (awaited := call.awaited()) is not None:
+            call = awaited
+        else:
+            break
+    return call
 
 
 def _exit_reason(error: RayActorError) -> str:

@@ -20,9 +20,9 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
-from hybridflow.controller.backend import NO_TERMS
 from hybridflow.errors import BatchError, DispatchError, FieldError, WorkerError
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol.handle import Duration
 
 on_train_mesh = make_nd_compute_dataproto_dispatch_fn(mesh_name="train", split_axes=("data",))
 
@@ -425,10 +425,14 @@ def test_a_column_that_an_unread_future_lacks_is_an_error_when_the_worker_reads_
         group.read_future(future)
 
 
-def test_an_unread_future_without_a_known_length_is_an_error():
+def test_a_result_without_declared_columns_goes_on_by_whole_shards():
     group = make_group(2)
-    with pytest.raises(BatchError, match="number of rows is not known"):
-        group.read_future(group.echo.remote(batch_of(1, 2)))
+    undeclared = group.echo.remote(batch_of(1, 2, 3, 4).rename("x", "doubled"))
+    assert (undeclared.columns, undeclared.is_table) == (None, False)
+    assert group.read_future(undeclared).batch["doubled"].tolist() == [1, 2, 4, 5]
+    with pytest.raises(BatchError, match=r"chunk\(3\) of 2 shards needs a result whose columns"):
+        make_group(3).read_future(undeclared)
+    assert group.double(group.echo.remote(batch_of(1, 2, 3))).batch["doubled"].tolist() == [2, 4, 6]
 
 
 def test_metrics_alone_can_be_read_from_a_future_of_an_undeclared_method():
@@ -501,16 +505,31 @@ def test_a_worker_may_call_another_group():
 class Deferred:
     """A handle that makes its call when somebody waits for it."""
 
+    where, produced, others = "", (), ()
+
     def __init__(self, backend, start):
-        self.backend, self.start, self.handle = backend, start, None
+        self.backend, self.start, self.handle, self.duration = backend, start, None, Duration()
 
     def finish(self):
         if self.handle is None:
-            self.handle = self.start()
+            (self.handle,) = self.start()
         return self.handle
 
     def get(self):
+        self.backend.log.append("get")
         return self.finish().get()
+
+    def read(self, columns, rows, *, shared=False):
+        return self.finish().read(columns, rows, shared=shared)
+
+    @staticmethod
+    def wait_for(handles):
+        for handle in handles:
+            handle.finish()
+
+    def release(self):
+        if self.handle is not None:
+            self.handle.release()
 
 
 class DeferredBackend(LocalBackend):
@@ -520,10 +539,13 @@ class DeferredBackend(LocalBackend):
         super().__init__()
         self.log = []
 
-    def call(self, worker, method_name, args, kwargs, terms=NO_TERMS):
-        self.log.append(f"call {worker.name}")
-        own_call = super().call
-        return Deferred(self, lambda: own_call(worker, method_name, args, kwargs, terms))
+    def call_all(self, workers, method_name, per_rank, terms):
+        self.log += [f"call {worker.name}" for worker in workers]
+        own_call = super().call_all
+        return [
+            Deferred(self, lambda each=each: own_call([each[0]], method_name, [each[1]], [each[2]]))
+            for each in zip(workers, per_rank, terms, strict=True)
+        ]
 
     def put(self, value):
         self.log.append("put")
@@ -531,12 +553,7 @@ class DeferredBackend(LocalBackend):
 
     def wait(self, handles: Any):
         self.log.append(f"wait for {len(handles)}")
-        for handle in handles:
-            handle.finish()
-
-    def get(self, handles):
-        self.log.append(f"get {len(handles)}")
-        return super().get(handles)
+        Deferred.wait_for(handles)
 
     def release(self, handles: Any):
         self.log.append(f"release {len(handles)}")
@@ -574,7 +591,7 @@ def test_only_one_rank_of_a_replica_is_read():
     backend = DeferredBackend()
     group = make_group(4, backend=backend, meshes={"train": {"data": 2, "tensor": 2}})
     group.on_mesh(batch_of(1, 2))
-    assert backend.log[-3:] == ["wait for 4", "get 2", "release 4"]
+    assert backend.log[-4:] == ["wait for 4", "get", "get", "release 4"]
 
 
 def test_a_non_blocking_call_waits_for_nothing_and_fails_when_it_is_read():

@@ -1,0 +1,330 @@
+"""A call on a worker group: five functions, in the order in which a call goes through them.
+
+    group.method.remote(batch)
+      check    the group is open, the batches have the columns that are read, and rows that can be split
+      select   of each batch only the columns that are read, padded so that it splits evenly
+      split    the arguments of each rank, by the dispatch mode
+      send     one call on each rank, by the backend; a handle for each
+      collect  the future of what the ranks return
+
+`BoundMethod.remote` runs them; `BoundMethod.__call__` also waits and reads the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hybridflow.controller.backend import CallTerms
+from hybridflow.controller.columns import MethodColumns
+from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
+from hybridflow.controller.group_size import group_size
+from hybridflow.controller.part_sizes import Parts
+from hybridflow.controller.register import Execute, Registration
+from hybridflow.errors import DispatchError, HybridFlowError
+from hybridflow.protocol import DataProto, DataProtoFuture, Handle, pad_dataproto_to_divisor, unpad_dataproto
+
+if TYPE_CHECKING:
+    from hybridflow.controller.worker_group import WorkerGroup
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_BATCHES = (DataProto, DataProtoFuture)
+_SHARED_TYPES = (DataProto, torch.Tensor, np.ndarray)
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """How the rows of a call are split: `num_rows` of the caller's, `pad_size` copies, so many in each part."""
+
+    num_rows: int
+    pad_size: int
+    part_sizes: tuple[int, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all parts have as many rows."""
+        return len(set(self.part_sizes)) == 1
+
+
+class BoundMethod:
+    """A registered worker method as one call on its whole group.
+
+    Call it for the result; `.remote(...)` for a `DataProtoFuture` of the result. `columns` is its resolved declaration
+    (reads, writes, rows), `registration` what it was registered with.
+    """
+
+    def __init__(self, group: WorkerGroup, name: str, registration: Registration, columns: MethodColumns) -> None:
+        self.group, self.mode = group, registration.dispatch_mode
+        self.registration, self.columns = registration, columns
+        self.__name__, self.__qualname__ = name, columns.where
+        self.__doc__ = getattr(group.cls_with_init.cls, name).__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the call, or a future of it if the method was registered with `blocking=False`.
+
+        Raises FieldError for a missing column, DispatchError for arguments that cannot be split, and what the
+        worker raised.
+        """
+        future = self.remote(*args, **kwargs)
+        if not self.registration.blocking:
+            return future
+        handles = [handle for read in future.handles() for handle in (read, *read.others)]
+        handles = list({id(handle): handle for handle in handles}.values())
+        try:
+            self.group.backend.wait(handles)
+            return future.get()
+        finally:
+            self.group.backend.release(handles)
+
+    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Start the call, and return a future whose `get()` is what the blocking call returns."""
+        rows, args, kwargs = check(self, args, kwargs)
+        args, kwargs = select(self, rows, args, kwargs)
+        per_rank = split(self, rows, args, kwargs)
+        handles = send(self, rows, per_rank)
+        return collect(self, rows, handles)
+
+    def collected_ranks(self) -> list[int]:
+        """The ranks whose results make the result, in order."""
+        if self.registration.execute_mode is Execute.RANK_ZERO:
+            return [0]
+        if self.mode.collected_ranks is None:
+            return list(range(self.group.world_size))
+        return self.mode.collected_ranks(self.group)
+
+    def __repr__(self) -> str:
+        return f"<{self.columns.where} of {self.group!r}>"
+
+
+# ---------------------------------------------------------------------------------------------- to the ranks
+
+
+def check(
+    method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[RowSplit | None, tuple[Any, ...], dict[str, Any]]:
+    """Return how the rows are split (None if no batch is), and the arguments, readable by a worker."""
+    method.group.check_open(method.columns.where)
+    if method.registration.materialize_futures:
+        args, kwargs = _map(_open_without_table, args, kwargs)
+    values = [*args, *kwargs.values()]
+    rows = _split_of_rows(method, [value for value in values if isinstance(value, _BATCHES)])
+    method.columns.check_reads(values)
+    return rows, args, kwargs
+
+
+def select(method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Return the arguments with what is sent of them: of a batch the columns that are read, and padding."""
+
+    def selected(value: Any) -> Any:
+        value = method.columns.select_reads(value)
+        if rows is None or not rows.pad_size:
+            return value
+        if isinstance(value, DataProtoFuture):
+            return value.pad_to_divisor(rows.num_rows + rows.pad_size)
+        if isinstance(value, DataProto) and len(value):
+            return pad_dataproto_to_divisor(value, rows.num_rows + rows.pad_size)[0]
+        return value
+
+    return _map(selected, args, kwargs)
+
+
+def split(method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    """Return the arguments of each rank, as the dispatch mode makes them."""
+    where, world_size = method.columns.where, method.group.world_size
+    if rows is not None and not rows.is_even:
+        args, kwargs = _map(partial(_uneven_parts, rows=rows), args, kwargs)
+    try:
+        split_args, split_kwargs = method.mode.dispatch_fn(method.group, *args, **kwargs)
+    except DispatchError as error:
+        raise DispatchError(f"{where}: {error}") from error
+    named: Mapping[Any, Any] = {**dict(enumerate(split_args)), **split_kwargs}
+    for name, per_rank in named.items():
+        if not isinstance(per_rank, Sequence) or len(per_rank) != world_size:
+            raise DispatchError(
+                f"{where}: {method.mode} made {per_rank!r} of argument {name!r}; its dispatch_fn must make a list "
+                f"with one element for each of the {world_size} ranks."
+            )
+    return arguments_by_rank(split_args, split_kwargs, world_size)
+
+
+def send(method: BoundMethod, rows: RowSplit | None, per_rank: list[Arguments]) -> list[Handle]:
+    """Call the method on the ranks that its execute mode names; return a handle for each."""
+    registration, read = method.registration, set(method.collected_ranks())
+    first = CallTerms(method.columns, rows and rows.part_sizes[0], True, registration.materialize_futures)
+    unread = replace(first, is_read=False)
+    terms = [first if rank in read else unread for rank in range(len(per_rank))]
+    if rows is not None and not rows.is_even:
+        terms = [replace(own, num_rows=_rows_of(values)) for own, values in zip(terms, per_rank, strict=True)]
+    handles = call_ranks(method.group, method.__name__, per_rank, registration.execute_mode, terms)
+    if registration.parts == "measured" and rows is not None and not rows.pad_size:
+        _note_durations(method, rows, handles)
+    return handles
+
+
+def call_ranks(
+    group: WorkerGroup, name: str, per_rank: Sequence[Arguments], mode: Execute, terms: Sequence[CallTerms]
+) -> list[Handle]:
+    """Call a method by its name with the arguments of each rank; return a handle for each rank that is called."""
+    backend, count = group.backend, 1 if mode is Execute.RANK_ZERO else group.world_size
+    workers, per_rank, terms = group.workers[:count], _put_shared(group, per_rank[:count]), terms[:count]
+    if mode is not Execute.SEQUENTIAL:
+        return list(backend.call_all(workers, name, per_rank, terms))
+    handles: list[Handle] = []
+    for rank, worker in enumerate(workers):
+        handles += backend.call_all([worker], name, [per_rank[rank]], [terms[rank]])
+        backend.wait(handles[-1:])
+    return handles
+
+
+# ---------------------------------------------------------------------------------------------- and back
+
+
+def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -> DataProtoFuture:
+    """Return the future of the result: a table where the mode concatenates and the method declares its columns."""
+    columns, ranks = method.columns, method.collected_ranks()
+    read, represented = [handles[rank] for rank in ranks], set(range(len(handles))).difference(ranks)
+    others = [handles[rank] for rank in sorted(represented)]
+    for handle in read if others else ():
+        handle.others = others
+    is_concat = method.mode.collect_fn is collect_dp_compute_data_proto
+    if rows is not None and is_concat and columns.writes and columns.rows_per_row is not None:
+        factor = columns.rows_per_row
+        future = DataProtoFuture(
+            DataProto.concat,
+            read,
+            num_rows=factor * (rows.num_rows + rows.pad_size),
+            columns=columns.writes,
+            part_rows=[factor * size for size in rows.part_sizes],
+        )
+        return future.slice(0, factor * rows.num_rows) if rows.pad_size else future
+    is_padded = rows is not None and rows.pad_size > 0
+    collected = partial(_collected, method, rows)
+    return DataProtoFuture(collected, read, columns=columns.writes, has_whole_shards=is_concat and not is_padded)
+
+
+def _collected(method: BoundMethod, rows: RowSplit | None, outputs: list[Any]) -> Any:
+    """Return the result of what the collected ranks returned, without the rows of padding."""
+    if method.registration.execute_mode is Execute.RANK_ZERO:
+        return outputs[0]
+    try:
+        result = method.mode.collect_fn(method.group, outputs)
+    except DispatchError as error:
+        raise DispatchError(f"{method.columns.where}: {error}") from error
+    except HybridFlowError as error:
+        error.add_note(f"while collecting the results of {method.columns.where}")
+        raise
+    if rows is None or method.columns.rows_per_row is None or not rows.pad_size:
+        return result
+    return _without_last_rows(result, method.columns.rows_per_row * rows.pad_size)
+
+
+# ---------------------------------------------------------------------------------------------- pieces of the above
+
+
+def arguments_by_rank(
+    args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]], ranks: int
+) -> list[Arguments]:
+    """Return the arguments of each rank, of lists with one element for each."""
+    return [
+        (tuple(value[rank] for value in args), {key: value[rank] for key, value in kwargs.items()})
+        for rank in range(ranks)
+    ]
+
+
+def _map(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return tuple(map(function, args)), {key: function(value) for key, value in kwargs.items()}
+
+
+def _open_without_table(value: Any) -> Any:
+    """Read a future that has no table, also in a list: the one place where the controller reads an argument."""
+    if isinstance(value, (list, tuple)) and any(isinstance(element, DataProtoFuture) for element in value):
+        return [_open_without_table(element) for element in value]
+    return value.get() if isinstance(value, DataProtoFuture) and not value.is_table else value
+
+
+def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoFuture]) -> RowSplit | None:
+    mode, registration, where = method.mode, method.registration, method.columns.where
+    if mode.num_parts is None or not batches or _are_whole_shards(batches):
+        return None
+    lengths = [len(batch) for batch in batches]
+    if len(set(lengths)) > 1:
+        raise DispatchError(
+            f"{where} was called with batches of {' and '.join(map(str, lengths))} rows; the batches of one call are "
+            f"split together and need the same length."
+        )
+    if lengths[0] == 0:
+        raise DispatchError(
+            f"{where} was called with a batch of 0 rows: there is nothing to split over the ranks; skip the call, or "
+            f"use Dispatch.ONE_TO_ALL to hand over meta_info alone."
+        )
+    num_parts, unit = mode.num_parts(method.group), 1
+    if registration.keep_groups is not None:
+        unit = group_size(batches, registration.keep_groups, where)
+    if registration.parts == "measured" and lengths[0] // unit >= num_parts:
+        sizes = method.group.measured_parts(method.__name__, num_parts).sizes(lengths[0] // unit)
+        return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes))
+    pad_size = -lengths[0] % (num_parts * unit)
+    return RowSplit(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
+
+
+def _are_whole_shards(batches: Sequence[DataProto | DataProtoFuture]) -> bool:
+    """Return whether all are results without a table, which are split by whole shards."""
+    return all(isinstance(batch, DataProtoFuture) and batch.num_rows is None for batch in batches)
+
+
+def _uneven_parts(value: Any, rows: RowSplit) -> Any:
+    if not isinstance(value, _BATCHES):
+        return value
+    ends = list(accumulate(rows.part_sizes))
+    return Parts(value.slice(end - size, end) for size, end in zip(rows.part_sizes, ends, strict=True))
+
+
+def _rows_of(arguments: Arguments) -> int | None:
+    """Return the rows of the batch among the arguments of a rank."""
+    args, kwargs = arguments
+    return next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, _BATCHES)), None)
+
+
+def _put_shared(group: WorkerGroup, per_rank: Sequence[Arguments]) -> list[Arguments]:
+    """Put a batch, a tensor or an array that several ranks get once, and send its handle."""
+    values = [value for args, kwargs in per_rank for value in (*args, *kwargs.values())]
+    seen = Counter(id(value) for value in values if isinstance(value, _SHARED_TYPES))
+    handles = {id(v): group.backend.put(v) for v in {id(v): v for v in values if seen[id(v)] > 1}.values()}
+    if not handles:
+        return list(per_rank)
+
+    def shared(value: Any) -> Any:
+        return handles.get(id(value), value)
+
+    return [_map(shared, args, kwargs) for args, kwargs in per_rank]
+
+
+def _note_durations(method: BoundMethod, rows: RowSplit, handles: Sequence[Handle]) -> None:
+    """Have the parts of the next calls follow how long this one takes on each rank."""
+    assert method.mode.part_of_rank is not None, "register() asked for it"
+    durations: list[list[Any]] = [[] for _ in rows.part_sizes]
+    for part, handle in zip(method.mode.part_of_rank(method.group), handles, strict=True):
+        durations[part].append(handle.duration)
+    method.group.measured_parts(method.__name__, len(durations)).note(rows.part_sizes, durations)
+
+
+def _without_last_rows(result: Any, num_rows: int) -> Any:
+    """Return a batch, or a list with a batch of each rank, without its last rows; anything else as it is."""
+    if isinstance(result, DataProto):
+        return unpad_dataproto(result, num_rows) if len(result) else result
+    if not isinstance(result, list) or not all(isinstance(part, DataProto) and len(part) for part in result):
+        return result
+    kept = []
+    for part in reversed(result):
+        surplus = min(num_rows, len(part))
+        kept.append(unpad_dataproto(part, surplus))
+        num_rows -= surplus
+    return kept[::-1]

@@ -1,0 +1,161 @@
+"""`Handle`: where one rank's result is. Futures read handles; each backend has a class of its own.
+
+`HeldBatch` is the handle of a batch in this process.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from tensordict import TensorDict
+
+from hybridflow.protocol.consistency import require_names, tensors_of
+from hybridflow.protocol.meta_info import copy_structure
+from hybridflow.protocol.row_index import RowIndex, count_rows_of
+from hybridflow.protocol.rows import take_rows
+
+if TYPE_CHECKING:
+    from hybridflow.protocol.data_proto import DataProto
+
+Columns = tuple[str, ...]
+
+
+class Duration:
+    """How long a call ran on its worker, in seconds; None until that is known."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+
+class Handle(Protocol):
+    """The result of a call on one rank, perhaps not there yet, or a value that was put.
+
+    The value is let go when the handle is released or no longer referred to. `where` is the method that makes it, ""
+    for the controller; `produced` the columns of a batch that is there; `duration` is that of the call. `others` are
+    handles of the same call that this one represents: they must have succeeded before it is read.
+    """
+
+    where: str
+    duration: Duration
+    others: "Sequence[Handle]"
+
+    @property
+    def produced(self) -> Columns: ...
+
+    def get(self) -> Any:
+        """Return a private copy of the value, waiting for it. Raises what the call raised."""
+        ...
+
+    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
+        """Return some columns and rows of a batch, as `get`. Raises BatchError if the value is not a batch.
+
+        `shared`: numbers may be in the store's own memory, for a reader who copies them.
+        """
+        ...
+
+    @staticmethod
+    def wait_for(handles: "Sequence[Any]") -> None:
+        """Wait for several handles of this class at once. Raises what their calls raised."""
+        ...
+
+    def release(self) -> None:
+        """Let the value go; getting it afterwards is an error."""
+        ...
+
+
+class HeldBatch:
+    """A batch of this process as a handle."""
+
+    where = ""
+    others: Sequence[Handle] = ()
+
+    def __init__(self, batch: "DataProto") -> None:
+        self.batch, self.duration = batch, Duration()
+
+    @property
+    def produced(self) -> Columns:
+        return tuple(names_of(self.batch))
+
+    def get(self) -> "DataProto":
+        return self.batch
+
+    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
+        return take(self.batch, columns, rows)
+
+    @staticmethod
+    def wait_for(handles: Sequence[Any]) -> None:
+        """The batches are here."""
+
+    def release(self) -> None:
+        """A batch of this process belongs to whoever made it."""
+
+
+class Renamed:
+    """A handle some of whose columns go by other names: `names[new]` is the name there."""
+
+    others: Sequence[Handle] = ()
+
+    def __init__(self, handle: Handle, names: dict[str, str]) -> None:
+        self.handle, self.names = handle, names
+        self.where, self.produced, self.duration = handle.where, handle.produced, handle.duration
+
+    def get(self) -> Any:
+        return self.read(None, None)
+
+    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
+        new = list(self.names) if columns is None else list(columns)
+        there = [self.names.get(name, name) for name in new]
+        return self.handle.read(tuple(there), rows, shared=shared).rename(there, new)
+
+    @staticmethod
+    def wait_for(handles: Sequence[Any]) -> None:
+        wait_for(handle.handle for handle in handles)
+
+    def release(self) -> None:
+        self.handle.release()
+
+
+def inner(handle: Any) -> Any:
+    """Return the handle itself, without other names."""
+    return handle.handle if isinstance(handle, Renamed) else handle
+
+
+def wait_for(handles: Iterable[Any]) -> None:
+    """Wait for handles, and for those that they represent, all of one class at once. Raises what a call raised."""
+    kinds: dict[type, list[Any]] = {}
+    for handle in handles:
+        for each in (handle, *handle.others):
+            kinds.setdefault(type(each), []).append(each)
+    for kind, of_kind in kinds.items():
+        kind.wait_for(of_kind)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def take(data: "DataProto", columns: Columns | None = None, rows: RowIndex = None) -> "DataProto":
+    """Return columns and rows of a batch, None for all; the batch itself where both are None or nothing is left out."""
+    names = names_of(data)
+    if columns is not None and list(columns) == names:
+        columns = None
+    if columns is None and (rows is None or (data.batch is None and not names)):
+        return data
+    chosen = names if columns is None else columns
+    require_names(chosen, names, "the future")
+    tensors, arrays = tensors_of(data.batch), data.non_tensor_batch
+    own_tensors = {name: _rows_of(tensors[name], rows) for name in chosen if name in tensors}
+    own_arrays = {name: _rows_of(arrays[name], rows) for name in chosen if name in arrays}
+    batch = data.batch
+    if batch is not None:
+        batch = TensorDict(own_tensors, [count_rows_of(rows, len(data))], device=batch.device)
+    return data.of_own(batch, own_arrays, copy_structure(data.meta_info), data.auto_padding)
+
+
+def _rows_of(column: Any, rows: RowIndex) -> Any:
+    if rows is None:
+        return column
+    return take_rows(column, rows) if isinstance(rows, np.ndarray) else column[rows]
+
+
+def names_of(data: "DataProto") -> list[str]:
+    """Return the names of all columns, tensors first."""
+    return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]  # pyright: ignore
