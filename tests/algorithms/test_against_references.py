@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
+from hybridflow.algorithms.declarations import ESTIMATORS
 
 REFERENCES = runpy.run_path(str(Path(__file__).with_name("references.py")))
 NUM_BATCHES = 1000
@@ -116,6 +117,20 @@ def test_an_estimator_equals_its_reference_on_a_thousand_ragged_batches(name):
         torch.testing.assert_close(
             torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-9
         )
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_estimator_that_compares_groups_gives_0_to_single_responses(name):
+    rng = random.Random(f"{name} single")
+    largest = 0.0
+    for _ in range(20):
+        columns = as_tensors(advantage_batch(name, rng))
+        if "group_ids" in columns:
+            columns["group_ids"] = torch.arange(len(columns["group_ids"]))
+        if "k" in columns:
+            columns["k"] = 1
+        largest = max(largest, ADVANTAGES[name](**columns)[0].abs().max().item())
+    assert (largest == 0) == (ESTIMATORS[name].compares_groups or ESTIMATORS[name].is_zero)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

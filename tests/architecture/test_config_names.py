@@ -7,7 +7,8 @@ import pytest
 from hybridflow.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config import leaf_keys
 from hybridflow.config.keys import sections
-from hybridflow.config.sections import AdvantageName, AggregationName, DTypeName, KLEstimatorName, PolicyLossName
+from hybridflow.config.sections.learning import AdvantageName, AggregationName, KLEstimatorName, PolicyLossName
+from hybridflow.config.sections.models import DTypeName
 from hybridflow.models.loading import DTYPES
 
 KEY_BUDGET = 150

@@ -1,5 +1,6 @@
 import pytest
 
+from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES, Estimator, Loss
 from hybridflow.config import Config, DataConfig, check, load_config
 from hybridflow.config.checks import contradictions
 from hybridflow.errors import ConfigError
@@ -37,6 +38,23 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
+        ),
+        (
+            ["algorithm.advantage=distillation"],
+            "algorithm.advantage='distillation' needs a teacher, but teacher.model_path is empty; name it",
+        ),
+        (
+            ["algorithm.advantage=none"],
+            "algorithm.advantage='none' leaves nothing to learn from; set teacher.loss with",
+        ),
+        (
+            ["teacher.model_path=x"],
+            "teacher.model_path='x' is read by nothing: teacher.loss='none' and algorithm.advantage='grpo'; set "
+            "teacher.loss, or advantage = 'distillation'",
+        ),
+        (
+            ["algorithm.advantage=optimal-token-baseline", "actor.old_log_probs_from=rollout"],
+            "algorithm.advantage='optimal-token-baseline' needs what the trainer computes beside its log-probs, but",
         ),
         (["reward.weights={a = 1.0}", "reward.model_path=x"], "reward.weights={'a': 1.0} weighs numbers of a function"),
         (["reward.overlong_buffer=600"], "reward.overlong_buffer=600 exceeds data.max_response_length=512"),
@@ -170,3 +188,24 @@ def test_a_config_built_in_python_can_be_checked():
 
 def test_a_batch_size_of_any_magnitude_is_checked_at_once():
     assert load_config(None, ["data.train_batch_size=100000000000"]).data.train_batch_size == 10**11
+
+
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        ("teacher_log_probs", "actor.policy_loss='ppo' needs a teacher, but teacher.model_path is empty"),
+        ("reward_components", "actor.policy_loss='ppo' compares several rewards, but reward.weights={} names none"),
+    ],
+)
+def test_what_a_policy_loss_declares_is_checked_as_well(monkeypatch, column, problem):
+    monkeypatch.setitem(LOSSES, "ppo", Loss("ppo:ppo_policy_loss", extra_columns=(column,)))
+    assert [line.partition(";")[0] for line in contradictions(Config())] == [problem]
+
+
+def test_declared_columns_decide_which_models_a_run_has(monkeypatch):
+    assert not Config().uses_critic
+    assert not Config().uses_reference
+    monkeypatch.setitem(ESTIMATORS, "grpo", Estimator("grpo:grpo_advantages", extra_columns=("values",)))
+    monkeypatch.setitem(LOSSES, "ppo", Loss("ppo:ppo_policy_loss", extra_columns=("ref_log_probs",)))
+    assert Config().uses_critic
+    assert Config().uses_reference

@@ -1,5 +1,7 @@
+import ast
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import hybridflow.protocol
@@ -45,6 +47,23 @@ def test_padding_values_fit_their_types():
                 assert DataProto.from_dict({field.name: column}).batch[field.name].dtype == field.dtype
 
 
+def test_the_examples_are_one_batch_with_the_types_and_the_shapes_of_the_glossary():
+    batch = DataProto.from_single_dict(
+        {
+            field.name: torch.tensor(ast.literal_eval(field.example))
+            if field.is_tensor
+            else np.array(ast.literal_eval(field.example), dtype=object)
+            for field in FIELDS.values()
+        }
+    )
+    lengths = {"batch": 2, "prompt_len": 3, "response_len": 2, "seq_len": 5, "candidates": 2, "components": 2}
+    for field in FIELDS.values():
+        column = (batch.batch if field.is_tensor else batch.non_tensor_batch)[field.name]
+        assert column.dtype == field.dtype
+        shape = [lengths.get(axis, 1) for axis in field.shape]  # "response_len|1" is 1 here
+        assert list(column.shape) == shape
+
+
 def test_the_documentation_shows_the_glossary_as_it_is():
     lines = DOCUMENTATION.read_text().splitlines()
     for field in FIELDS.values():
@@ -53,7 +72,7 @@ def test_the_documentation_shows_the_glossary_as_it_is():
         copied = "copied" if field.duplicate_value is None else field.duplicate_value
         line = (
             f"| `{field.name}` | ({', '.join(field.shape)}) | {dtype} | {padding} | {copied} "
-            f"| {field.description} | {field.producer} | {field.consumer} |"
+            f"| `{field.example}` | {field.description} | {field.producer} | {field.consumer} |"
         ).replace("len|1", "len or 1")
         assert line in lines
 

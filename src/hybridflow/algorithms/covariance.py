@@ -53,10 +53,6 @@ def select_kl_cov(
     return _chosen(covariances, torch.argsort(covariances, descending=True, stable=True)[:number])
 
 
-SELECTIONS = {"clip-cov": select_clip_cov, "kl-cov": select_kl_cov}
-"""The selection of a policy loss that reads `selected_tokens`, by the loss's configuration name."""
-
-
 ROUNDED_BELOW = 1e-3
 """The size of a log-ratio below which KL-Cov's penalty has a slope less than 1."""
 

@@ -4,30 +4,27 @@ from hybridflow.config.checks import check
 from hybridflow.config.keys import leaf_keys, nearest_key
 from hybridflow.config.load import load_config
 from hybridflow.config.render import reference_markdown, reference_text, to_toml
-from hybridflow.config.sections import (
+from hybridflow.config.sections.base import RoleName, Section
+from hybridflow.config.sections.config import Config
+from hybridflow.config.sections.data import DataConfig, RewardConfig
+from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
+from hybridflow.config.sections.learning import (
     ActorConfig,
     AlgorithmConfig,
-    Config,
-    ControllerConfig,
     CriticConfig,
-    DataConfig,
+    OfflineConfig,
+    OptimizerConfig,
+)
+from hybridflow.config.sections.models import (
     LoRAConfig,
     MemoryConfig,
     ModelConfig,
-    OfflineConfig,
     OffloadName,
-    OptimizerConfig,
     ParallelConfig,
-    PlacementConfig,
     ReferenceConfig,
-    RewardConfig,
-    RoleName,
-    RolloutConfig,
-    Section,
     TeacherConfig,
-    TrainerConfig,
-    ValidationConfig,
 )
+from hybridflow.config.sections.run import ControllerConfig, PlacementConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",

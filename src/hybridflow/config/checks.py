@@ -5,14 +5,10 @@ Only the configuration is looked at; what needs a file or a tokenizer is checked
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import get_args
 
-from hybridflow.config.sections import AdvantageName, Config
+from hybridflow.algorithms.declarations import ESTIMATORS
+from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
-
-GROUP_RELATIVE = ("grpo", "rloo", "reinforce++-baseline", "opo", "gpg", "pass@k", "gdpo", "optimal-token-baseline")
-"""Estimators whose advantages are all 0 for one response to a prompt."""
-
 
 REWARD_ARGUMENTS = (
     *("data_source", "solution_str", "ground_truth", "extra_info"),
@@ -50,17 +46,20 @@ def _divisors(number: int) -> list[str]:
 
 def _groups(config: Config) -> Iterator[str]:
     rollout, validation = config.rollout, config.validation
-    advantage, k = config.algorithm.advantage, config.algorithm.advantage_kwargs.get("k", 4)
-    if advantage in GROUP_RELATIVE and rollout.group_size == 1:
+    advantage, estimator = config.algorithm.advantage, config.algorithm.estimator
+    if estimator.compares_groups and rollout.group_size == 1:
         yield (
             f"rollout.group_size=1 gives algorithm.advantage={advantage!r} nothing to compare, every advantage would "
-            "be 0; use a group_size of 2 or more, or advantage = 'gae'"
+            f"be 0; use a group_size of 2 or more, or advantage = {_advantages_with('values')}"
         )
-    elif advantage == "pass@k" and isinstance(k, int) and k > rollout.group_size:
-        yield (
-            f"algorithm.advantage_kwargs.k={k} exceeds rollout.group_size={rollout.group_size}; pass@k draws k of a "
-            "group's responses"
-        )
+    elif estimator.at_most_group_size:
+        name, default = estimator.at_most_group_size
+        value = config.algorithm.advantage_kwargs.get(name, default)
+        if isinstance(value, int) and value > rollout.group_size:
+            yield (
+                f"algorithm.advantage_kwargs.{name}={value} exceeds rollout.group_size={rollout.group_size}; "
+                f"{advantage} draws {name} of a group's responses"
+            )
     if config.algorithm.filter_groups and rollout.group_size == 1:
         yield (
             "algorithm.filter_groups=true with rollout.group_size=1 leaves out every group, as one response differs "
@@ -79,6 +78,11 @@ def _groups(config: Config) -> Iterator[str]:
             )
 
 
+def _advantages_with(column: str) -> str:
+    """The estimators that read one of EXTRA_COLUMNS, as a fix names them."""
+    return " or ".join(repr(name) for name, estimator in ESTIMATORS.items() if column in estimator.extra_columns)
+
+
 def _kl(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.kl_in_reward and algorithm.kl_in_loss:
@@ -86,7 +90,7 @@ def _kl(config: Config) -> Iterator[str]:
             "algorithm.kl_in_reward=true and algorithm.kl_in_loss=true count the same KL twice with one kl_coef; "
             "set one of them to false"
         )
-    if algorithm.kl_in_reward and algorithm.advantage in ("gdpo", "pass@k"):
+    if algorithm.kl_in_reward and not algorithm.estimator.takes_kl_in_reward:
         yield (
             f"algorithm.kl_in_reward=true has no place in algorithm.advantage={algorithm.advantage!r}, which does not "
             "compare sums of rewards; use kl_in_loss = true"
@@ -103,12 +107,24 @@ def _kl(config: Config) -> Iterator[str]:
         )
 
 
-def _estimator(config: Config) -> Iterator[str]:
-    if config.algorithm.advantage == "optimal-token-baseline" and config.actor.old_log_probs_from == "rollout":
-        yield (
-            "algorithm.advantage='optimal-token-baseline' needs what the trainer computes beside its log-probs, but "
-            "actor.old_log_probs_from='rollout' leaves that pass out; use old_log_probs_from = 'trainer'"
-        )
+def _extra_columns(config: Config) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor
+    for function, columns in (
+        (f"algorithm.advantage={algorithm.advantage!r}", algorithm.estimator.extra_columns),
+        (f"actor.policy_loss={actor.policy_loss!r}", actor.loss.extra_columns),
+    ):
+        if "sum_squared_probs" in columns and actor.old_log_probs_from == "rollout":
+            yield (
+                f"{function} needs what the trainer computes beside its log-probs, but "
+                "actor.old_log_probs_from='rollout' leaves that pass out; use old_log_probs_from = 'trainer'"
+            )
+        if "teacher_log_probs" in columns and not config.teacher.model_path:
+            yield f"{function} needs a teacher, but teacher.model_path is empty; name it"
+        if "reward_components" in columns and not config.reward.weights:
+            yield (
+                f"{function} compares several rewards, but reward.weights={{}} names none; name the numbers that the "
+                "function returns, as in {correct = 1.0, format = 0.2}"
+            )
 
 
 def _teacher(config: Config) -> Iterator[str]:
@@ -116,17 +132,16 @@ def _teacher(config: Config) -> Iterator[str]:
     if not teacher.model_path:
         if teacher.loss != "none":
             yield f"teacher.loss={teacher.loss!r} needs a teacher, but teacher.model_path is empty; name its directory"
-        if advantage == "distillation":
-            yield "algorithm.advantage='distillation' needs a teacher, but teacher.model_path is empty; name it"
-        if advantage == "none" and not config.algorithm.kl_in_loss and not config.actor.entropy_coef:
+        if config.algorithm.estimator.is_zero and not config.algorithm.kl_in_loss and not config.actor.entropy_coef:
             yield (
-                "algorithm.advantage='none' leaves nothing to learn from; set teacher.loss with teacher.model_path, or "
-                "another advantage"
+                f"algorithm.advantage={advantage!r} leaves nothing to learn from; set teacher.loss with "
+                "teacher.model_path, or another advantage"
             )
-    elif teacher.loss == "none" and advantage in get_args(AdvantageName) and advantage != "distillation":
+    elif teacher.loss == "none" and advantage in ESTIMATORS and "teacher_log_probs" not in config.extra_columns:
         yield (
             f"teacher.model_path={teacher.model_path!r} is read by nothing: teacher.loss='none' and "
-            f"algorithm.advantage={advantage!r}; set teacher.loss, or advantage = 'distillation'"
+            f"algorithm.advantage={advantage!r}; set teacher.loss, or advantage = "
+            f"{_advantages_with('teacher_log_probs')}"
         )
     if teacher.loss != "none" and teacher.coef == 0:
         yield f"teacher.coef=0 leaves teacher.loss={teacher.loss!r} without effect; use more than 0, or loss = 'none'"
@@ -173,7 +188,7 @@ def _critic_warmup(config: Config) -> Iterator[str]:
     if warmup_steps and not config.uses_critic:
         yield (
             f"critic.warmup_steps={warmup_steps}, but algorithm.advantage={config.algorithm.advantage!r} "
-            "has no critic; use 0, or advantage = 'gae'"
+            f"has no critic; use 0, or advantage = {_advantages_with('values')}"
         )
     elif warmup_steps and 0 < total_steps <= warmup_steps:
         yield (
@@ -344,11 +359,6 @@ def _reward(config: Config) -> Iterator[str]:
             f"reward.weights={reward.weights} weighs numbers of a function, but reward.model_path="
             f"{reward.model_path!r} gives one score; leave one of them empty"
         )
-    if config.algorithm.advantage == "gdpo" and not reward.weights:
-        yield (
-            "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names none; name the numbers "
-            "that the function returns, as in {correct = 1.0, format = 0.2}"
-        )
     if reward.overlong_buffer > config.data.max_response_length:
         yield (
             f"reward.overlong_buffer={reward.overlong_buffer} exceeds data.max_response_length="
@@ -394,7 +404,7 @@ SUBJECTS = (
     _groups,
     _kl,
     _old_log_probs,
-    _estimator,
+    _extra_columns,
     _teacher,
     _rollout_correction,
     _order,

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 
-from hybridflow.config.sections import Config, Section
+from hybridflow.config.sections.base import Section
+from hybridflow.config.sections.config import Config
 
 NEAR_ENOUGH = 0.6
 

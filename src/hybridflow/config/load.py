@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import leaf_keys, nearest_key, sections
-from hybridflow.config.sections import Config
+from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridflow.config.keys import sections
-from hybridflow.config.sections import Config, Section
+from hybridflow.config.sections.base import Section
+from hybridflow.config.sections.config import Config
 
 
 def to_toml(config: Config) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridflow.config.sections import OverlongName
+from hybridflow.config.sections.data import OverlongName
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.layout import pad_left

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from hybridflow.config.sections import OverlongName
+from hybridflow.config.sections.data import OverlongName
 from hybridflow.errors import DataError
 from hybridflow.observability import get_logger
 

@@ -10,6 +10,7 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.stages import read, with_group_ids
+from hybridflow.workers.algorithm_functions import reads_column
 
 TRAINING_STREAM = 0
 """Second entry of a noise key; validation has its own."""
@@ -44,7 +45,7 @@ class Sampling:
         rollouts = self._rollout.generate_sequences.remote(prompts)  # group_size rows for each prompt, in order
         batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
         batch = batch.union(self._rewards.score.remote(batch))
-        if config.algorithm.advantage == "remax":
+        if reads_column(config, "baseline_scores"):
             batch = batch.union(self._baseline_scores(prompts))
         return batch
 

@@ -14,7 +14,7 @@ from hybridflow.algorithms import apply_kl_penalty, rollout_correction
 from hybridflow.config import AlgorithmConfig, Config
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
-from hybridflow.workers.algorithm_functions import advantage_estimator
+from hybridflow.workers.algorithm_functions import advantage_estimator, reads_column
 
 Batch = DataProto | DataProtoFuture
 _Batch = TypeVar("_Batch", DataProto, DataProtoFuture)
@@ -37,7 +37,7 @@ def with_row_ids(batch: _Batch) -> _Batch:
 
 def needs_old_log_probs(config: Config) -> bool:
     """Whether anything reads log-probs from before the update; where it is on-policy, its ratio does not."""
-    reads = "old_log_probs" in advantage_estimator(config).columns
+    reads = "old_log_probs" in advantage_estimator(config).columns or reads_column(config, "sum_squared_probs")
     return reads or config.algorithm.kl_in_reward or config.corrects_rollouts or not config.is_on_policy
 
 

@@ -10,7 +10,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import Bucket, Probe, Sent, WeightSpec, fill_buckets, plan_buckets, probe_sequences
-from hybridflow.workers.algorithm_functions import needs_sum_squared_probs
+from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.drift import KL, MEAN, SHARE, drift_of_tokens
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
@@ -40,7 +40,7 @@ class ActorWorker(ModelWorker):
         reads=MODEL_COLUMNS,
         writes=lambda config: (
             *("old_log_probs", "entropies"),
-            *["sum_squared_probs"] * needs_sum_squared_probs(config),
+            *["sum_squared_probs"] * reads_column(config, "sum_squared_probs"),
         ),
         parts=lambda config: config.controller.parts,
     )
@@ -49,7 +49,7 @@ class ActorWorker(ModelWorker):
         outputs = self.engine.forward(
             batch,
             with_entropy=True,
-            with_sum_squared_probs=needs_sum_squared_probs(self.config),
+            with_sum_squared_probs=reads_column(self.config, "sum_squared_probs"),
             temperature=self.config.rollout.temperature,
         )
         outputs["old_log_probs"] = outputs.pop("log_probs")

@@ -59,9 +59,9 @@ def policy_loss(config: Config) -> AlgorithmFunction:
     )
 
 
-def needs_sum_squared_probs(config: Config) -> bool:
-    """Whether the advantage estimator reads `sum_squared_probs`, which come with the old log-probs."""
-    return "sum_squared_probs" in advantage_estimator(config).columns
+def reads_column(config: Config, column: str) -> bool:
+    """Whether the advantage estimator or the policy loss reads a column."""
+    return column in advantage_estimator(config).columns or column in policy_loss(config).columns
 
 
 def token_selection(config: Config) -> Callable[..., Tensor] | None:

@@ -1,0 +1,29 @@
+"""The functions by configuration name, made from `declarations`.
+
+An estimator takes columns and parameters as keyword-only arguments and returns (advantages, returns); a policy loss
+takes the same and returns a `PolicyLoss`; a selection takes `covariances` and `seed` and returns the selected tokens.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
+from hybridflow.algorithms.token_losses import PolicyLoss
+
+
+def _function(place: str) -> Callable[..., Any]:
+    file, _, name = place.partition(":")
+    return getattr(import_module(f"hybridflow.algorithms.{file}"), name)
+
+
+ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    name: _function(estimator.function) for name, estimator in ESTIMATORS.items()
+}
+POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {name: _function(loss.function) for name, loss in LOSSES.items()}
+SELECTIONS: dict[str, Callable[..., Tensor]] = {
+    name: _function(loss.selection) for name, loss in LOSSES.items() if loss.selection
+}
+"""The selection of a policy loss that reads `selected_tokens`, by the loss's configuration name."""

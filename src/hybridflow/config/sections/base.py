@@ -1,0 +1,43 @@
+"""What the sections share: their base class and the types of keys. No torch here."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+RoleName = Literal["actor_rollout", "rollout", "critic", "reference", "teacher", "reward", "actor"]
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Parameter = bool | int | float | str
+NoneAsText = BeforeValidator(lambda value: None if value == "none" else value)  # TOML has no null
+
+
+def _count_or_auto(value: object) -> object:
+    if value != "auto" and not (isinstance(value, int) and value > 0):
+        raise ValueError('needs an integer above 0, or "auto"')
+    return value
+
+
+CountOrAuto = BeforeValidator(_count_or_auto)
+
+
+def named_or_user(names: Any) -> BeforeValidator:
+    """One of the names, or a function of the user's."""
+
+    def valid(value: object) -> object:
+        if value not in get_args(names) and not (isinstance(value, str) and ":" in value.strip(":")):
+            known = ", ".join(map(repr, get_args(names)))
+            raise ValueError(f"needs one of {known}, or a function of yours as 'path.py:function' or 'module:function'")
+        return value
+
+    return BeforeValidator(valid)
+
+
+UserFunction = Annotated[str, Field(json_schema_extra={"shown": "'path.py:function' or 'module:function'"})]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
