@@ -285,7 +285,7 @@ def test_a_response_without_a_program_scores_zero():
     ("spoil", "message"),
     [
         (
-            "import json\nsettings = json.loads(sys.argv[1])\nsys.argv[1] = json.dumps(settings | {'filter': '00' * 8})",
+            "import json\nsys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {'filter': '00' * 8})",
             "the kernel refuses seccomp filters",
         ),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),

@@ -18,7 +18,7 @@ from hybridflow.rewards.in_rank import call_here
 from hybridflow.rewards.journal import Call, RewardJournal
 from hybridflow.rewards.outcome import Outcome
 from hybridflow.rewards.runner import RewardRunner, Sample
-from hybridflow.rewards.table import ANSWERS, IN_PROCESSES, REWARDS, RewardFunction
+from hybridflow.rewards.table import ANSWERS, IN_PROCESSES, RewardFunction, reward_of
 from hybridflow.rewards.user import check_signature, load_reward_function
 from hybridflow.runtime import derive_seed
 
@@ -260,12 +260,7 @@ class RewardScorer:
     def _choose(self, data_source: str) -> RewardFunction | None:
         if self._function is not None or self._runner is not None:
             return self._function
-        if data_source not in REWARDS:
-            raise RewardError(
-                f"no reward function is known for data_source {data_source!r}; known are {', '.join(sorted(REWARDS))}. "
-                f"Give your own as reward.function = 'path.py:function'."
-            )
-        return REWARDS[data_source]
+        return reward_of(data_source)
 
 
 def _seed_of(sample: Mapping[str, Any], seed_keys: tuple[int, ...]) -> int:

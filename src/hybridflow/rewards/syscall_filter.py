@@ -33,9 +33,9 @@ setuid setgid setreuid setregid setgroups setresuid setresgid setfsuid setfsgid 
 syslog vhangup modify_ldt adjtimex sync syncfs settimeofday reboot sethostname setdomainname iopl ioperm
 init_module finit_module delete_module clock_settime clock_adjtime kexec_load kexec_file_load
 add_key request_key keyctl perf_event_open bpf userfaultfd
-""".split()
+"""
 
-_PRETENDED = ("chmod", "fchmod", "fchmodat", "utime", "utimes", "futimesat", "utimensat")
+_PRETENDED = "chmod fchmod fchmodat utime utimes futimesat utimensat"
 """Modes and times of files, which copying sets: they return 0 and change nothing."""
 
 _LAST_KNOWN = 450
@@ -61,6 +61,7 @@ def filter_program(machine: str) -> bytes:
     refuse = [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
     unknown = [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     allow = [(_RETURN, 0, 0, _ALLOW)]
+    pretend = [(_RETURN, 0, 0, _ERROR)]
     # What may only be read must not be emptied: Landlock's first versions overlook it.
     without_writing = [part for mode in (os.O_RDONLY, os.O_ACCMODE) for part in _when(os.O_TRUNC | mode, refuse)]
     truncating = [(_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE), *without_writing, *allow]
@@ -80,8 +81,8 @@ def filter_program(machine: str) -> bytes:
         "socketpair": [_argument(0), *_when(_AF_UNIX, allow), *refuse],  # for event loops
         "tgkill": [_argument(0), (_IF_EQUAL, 1, 0, own_id), *refuse, *allow],
         "prlimit64": [*sets_none, *of_itself],
-        **dict.fromkeys(_PRETENDED, [(_RETURN, 0, 0, _ERROR)]),
-        **dict.fromkeys(_REFUSED, refuse),
+        **dict.fromkeys(_PRETENDED.split(), pretend),
+        **dict.fromkeys(_REFUSED.split(), refuse),
     }
     program: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCH),
