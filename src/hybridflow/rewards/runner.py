@@ -96,19 +96,15 @@ class RewardRunner:
         """Kill the processes."""
         _kill_all(self._processes)
 
-    def run(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
-        """The outcome of each sample, in order; `heard` is told of each as it comes, but for those of a batch."""
-        if not self._is_known:
-            self.start()
+    def run(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return the outcome of each sample, in order."""
+        self.start()
         if self.takes_batches and samples:
-            return split(self.run_batch(samples), len(samples))
-        return self._run(samples, heard)
+            return split(self.ask([batch_of(samples)])[0], len(samples))
+        return self.ask(samples)
 
-    def run_batch(self, samples: Sequence[Sample]) -> Outcome:
-        """What a function of batches says of all samples."""
-        return self._run([_batch_of(samples)], None)[0]
-
-    def _run(self, samples: Sequence[Sample], heard: Heard | None) -> list[Outcome]:
+    def ask(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
+        """Call the function on each sample, or on each `batch_of` samples; `heard` is told of each outcome at once."""
         for process in [p for p in self._processes if p.popen.poll() is not None]:
             self._processes.remove(process)  # it was killed while it had nothing to do
             process.kill()
@@ -127,7 +123,9 @@ class RewardRunner:
         return [outcome for outcome in outcomes.known if outcome is not None]
 
     def start(self) -> None:
-        """Have one process with the function loaded."""
+        """Start a process, which says what kind of function it is, unless that is known."""
+        if self._is_known:
+            return
         try:
             self._start_missing(1)
             while not any(process.is_ready for process in self._processes):
@@ -230,7 +228,7 @@ class RewardRunner:
         return max(0.0, first - time.monotonic()) + 0.001
 
 
-def _batch_of(samples: Sequence[Sample]) -> Sample:
+def batch_of(samples: Sequence[Sample]) -> Sample:
     """All samples as one; its seed is made of theirs."""
     seeds = " ".join(str(seed) for seed, _ in samples).encode()
     seed = int.from_bytes(hashlib.blake2b(seeds, digest_size=7).digest(), "little")
