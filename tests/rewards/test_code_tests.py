@@ -1,5 +1,6 @@
 """Programs that try everything: each scores zero, quickly, and leaves nothing behind."""
 
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import code_reward, code_runner
 from hybridflow.rewards.code_block import last_code_block
-from hybridflow.rewards.syscall_filter import filter_program
+from hybridflow.rewards.syscall_filter import INSTRUCTION, OWN_ID, filter_program
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
@@ -282,9 +284,11 @@ def test_a_response_without_a_program_scores_zero():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        ("import code_limits\ncode_limits.filter_program = lambda *a: bytes(8)", "the kernel refuses seccomp filters"),
+        (
+            "import json\nsys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {'filter': '00' * 8})",
+            "the kernel refuses seccomp filters",
+        ),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
-        ("import os, code_limits\nos.uname = lambda: type('', (), {'machine': 'riscv64'})", "not for 'riscv64'"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
         ("import os\nos._exit(1)", "did not start"),
     ],
@@ -306,10 +310,28 @@ code_process.main()
     assert not (tmp_path / "new").exists()
 
 
+def test_on_another_machine_no_program_is_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
+    with pytest.raises(RewardError, match=r"(?s)so that none was run.*not for 'riscv64'.*Linux 5.13"):
+        score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
+    assert not (tmp_path / "new").exists()
+
+
 def test_there_is_a_filter_for_both_machines():
     for machine in ("x86_64", "aarch64"):
-        instructions = len(filter_program(machine, 1)) // 8
-        assert 200 < instructions < 4096  # the kernel's bound
+        instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
+        assert 200 < len(instructions) < 4096  # the kernel's bound
+        assert filter_program(machine).count(OWN_ID) == 1
+
+
+def test_the_filter_refuses_by_the_numbers_of_each_machine():
+    """Numbers are those of the kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unistd.h."""
+    numbers = {"x86_64": (41, 57, 59, 62, 101, 165, 425, 448), "aarch64": (198, 221, 129, 117, 40, 425, 448)}
+    for machine, refused in numbers.items():
+        instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
+        for number in refused:
+            at = instructions.index((0x15, 0, 1, number))  # if the number is equal, the next instruction
+            assert instructions[at + 1] == (0x06, 0, 0, 0x00050000 | errno.EPERM)
 
 
 def test_the_table_of_rewards_loads_no_math_verify():

@@ -199,3 +199,14 @@ def test_what_failed_and_scored_is_asked_again_where_failures_stop_the_run(place
     with pytest.raises(RewardError, match="ValueError: no"):
         score(scorer(function), ["bad"])
     assert asked(place) == ["bad"]
+
+
+def test_a_runner_that_was_not_started_journals_a_batch_as_a_whole_too(place):
+    runner = RewardRunner(f"{place}/mine.py:all_at_once", num_processes=1, timeout_s=5.0, memory_bytes=2**29)
+    try:
+        for _ in range(2):
+            journal = RewardJournal(place / "rewards", 0, None, failures=False)
+            assert score(RewardScorer(runner=runner, journal=journal), ["a", "b"]).scores.tolist() == [1, 2]
+    finally:
+        runner.close()
+    assert asked(place) == ["a", "b"]

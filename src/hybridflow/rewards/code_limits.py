@@ -12,8 +12,6 @@ import struct
 import sys
 from contextlib import suppress
 
-from syscall_filter import INSTRUCTION_BYTES, filter_program  # pyright: ignore[reportMissingImports]  # beside this file
-
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_FILE, _MAKE_LINK = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 12
@@ -26,13 +24,14 @@ _WRITE = _WRITE_FILE | _TRUNCATE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAK
 _MAX_OPEN_FILES = 64
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
+_INSTRUCTION_BYTES = 8
 
 
 class CannotRestrict(Exception):
     """This system lacks what keeps a program in; the message names it."""
 
 
-def restrict(directory: str, cpu_s: float, memory_bytes: int, file_bytes: int) -> None:
+def restrict(directory: str, cpu_s: float, memory_bytes: int, file_bytes: int, filter_program: bytes) -> None:
     """Restrict this process, for good; raises OSError or `CannotRestrict` where a part of it is not possible."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
@@ -47,9 +46,8 @@ def restrict(directory: str, cpu_s: float, memory_bytes: int, file_bytes: int) -
         (resource.RLIMIT_AS, memory_bytes),
     ):
         resource.setrlimit(limit, (value, value))
-    code = filter_program(os.uname().machine, os.getpid())
-    buffer = ctypes.create_string_buffer(code)
-    program = struct.pack("HxxxxxxP", len(code) // INSTRUCTION_BYTES, ctypes.addressof(buffer))
+    buffer = ctypes.create_string_buffer(filter_program)
+    program = struct.pack("HxxxxxxP", len(filter_program) // _INSTRUCTION_BYTES, ctypes.addressof(buffer))
     _check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp filters")
 
 

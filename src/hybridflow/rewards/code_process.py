@@ -47,7 +47,9 @@ def _restrict(settings: dict[str, Any]) -> None:
 
     del sys.path[0]
     sys.dont_write_bytecode = True
-    restrict(os.getcwd(), settings["cpu_s"], settings["memory_bytes"], settings["file_bytes"])
+    own_id = os.getpid().to_bytes(4, sys.byteorder)
+    filter_program = bytes.fromhex(settings["filter"]).replace(bytes.fromhex(settings["own_id"]), own_id)
+    restrict(os.getcwd(), settings["cpu_s"], settings["memory_bytes"], settings["file_bytes"], filter_program)
 
 
 def run_statements(code: Any, line: int) -> None:

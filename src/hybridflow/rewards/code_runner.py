@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.code_process import PROGRAM
+from hybridflow.rewards.syscall_filter import OWN_ID, filter_program
 
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
@@ -84,6 +85,8 @@ def _start(
         "cpu_s": limits.timeout_s,
         "memory_bytes": limits.memory_bytes,
         "file_bytes": limits.max_output_bytes,
+        "filter": _filter().hex(),
+        "own_id": OWN_ID.hex(),
     }
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), json.dumps(settings)],
@@ -94,6 +97,21 @@ def _start(
         env={},
         pass_fds=(line,),
         start_new_session=True,
+    )
+
+
+def _filter() -> bytes:
+    try:
+        return filter_program(os.uname().machine)
+    except OSError as error:
+        raise _cannot_restrict(str(error)) from error
+
+
+def _cannot_restrict(problem: str) -> RewardError:
+    return RewardError(
+        f"a program of a response cannot be kept in on this machine, so that none was run: {problem}. "
+        "It needs Linux 5.13 or newer on x86_64 or aarch64 with Landlock and seccomp, and a Python with ctypes; "
+        "score code on such a machine."
     )
 
 
@@ -143,12 +161,8 @@ def _talk(
     """(compiled, finished); see code_process.py for what is said."""
     first = line.hear()
     if first != b"ready":
-        problem = first.decode(errors="replace") or f"its process did not start, memory_bytes={limits.memory_bytes}"
-        raise RewardError(
-            f"a program of a response cannot be kept in on this machine, so that none was run: {problem}. "
-            "It needs Linux 5.13 or newer on x86_64 or aarch64 with Landlock and seccomp, and a Python with ctypes; "
-            "score code on such a machine."
-        )
+        nothing = f"its process did not start, memory_bytes={limits.memory_bytes}"
+        raise _cannot_restrict(first.decode(errors="replace") or nothing)
     line.deadline = time.monotonic() + 2 * limits.timeout_s
     if line.hear() != b"compiled":
         return False, False

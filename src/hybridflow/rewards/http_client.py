@@ -60,7 +60,9 @@ async def post_json(
 
     Raises RewardError, which shows neither the key nor the user, password and query of the url.
     """
-    _check_settings(retries, requests_per_second, request_timeout_s)
+    require_whole("retries", retries, least=0)
+    require_number("requests_per_second", requests_per_second, least=0)  # 0 is no limit
+    require_seconds("request_timeout_s", request_timeout_s)
     key = _api_key(api_key_env)
     shown, secrets = _parse_url(url, key)
     contents = _to_json(payload)
@@ -72,7 +74,7 @@ async def post_json(
     while True:
         attempt += 1
         try:
-            return _value_of(await endpoint.post(contents, headers, requests_per_second, request_timeout_s))
+            return await endpoint.post(contents, headers, requests_per_second, request_timeout_s)
         except _AttemptError as error:
             failed = error
         if not failed.is_passing or attempt > retries:
@@ -100,14 +102,6 @@ class _AttemptError(Exception):
         self.is_passing, self.retry_after = is_passing, retry_after
 
 
-@dataclass(frozen=True)
-class _Reply:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    is_whole: bool
-
-
 @dataclass(eq=False)
 class _Endpoint:
     """What all samples of an event loop share for one url."""
@@ -122,8 +116,8 @@ class _Endpoint:
 
     async def post(
         self, contents: bytes, headers: Mapping[str, str], requests_per_second: float, timeout_s: float
-    ) -> _Reply:
-        """One attempt; _AttemptError if no reply comes."""
+    ) -> Any:
+        """Return the JSON of the reply to one attempt; _AttemptError if there is none."""
         import httpx2
 
         async with self.connections:
@@ -134,8 +128,7 @@ class _Endpoint:
                     asyncio.timeout(timeout_s),
                     self.client.stream("POST", self.url, content=contents, headers=dict(headers)) as response,
                 ):
-                    body, is_whole = await _read(response)
-                    return _Reply(response.status_code, response.headers, body, is_whole)
+                    body = await _read(response)
             except TimeoutError:
                 what, fix = f"no complete reply within {timeout_s} s", "Raise request_timeout_s if it needs longer."
                 raise _AttemptError(what, "", fix, is_passing=True) from None
@@ -144,6 +137,7 @@ class _Endpoint:
                 fix = "Look whether the server runs and this machine reaches it; a proxy of the environment is used."
                 is_passing = isinstance(error, lost)
                 raise _AttemptError(type(error).__name__, str(error), fix, is_passing=is_passing) from None
+            return _value_of(response, body)
 
     async def _take_turn(self, interval_s: float) -> None:
         """Wait for the next turn, first come, first served; who is cancelled while waiting takes none."""
@@ -186,36 +180,37 @@ async def _close_with_the_loop(place: tuple[asyncio.AbstractEventLoop, str]) -> 
         await _endpoints.pop(place).client.aclose()
 
 
-async def _read(response: "httpx2.Response") -> tuple[bytes, bool]:
-    """The body as it was sent, and whether that is all of it: reading ends beyond MAX_REPLY_BYTES."""
+async def _read(response: "httpx2.Response") -> bytes:
+    """Return the body as it was sent; reading ends beyond MAX_REPLY_BYTES."""
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
         if len(body) > MAX_REPLY_BYTES:
-            return bytes(body[:MAX_REPLY_BYTES]), False
-    return bytes(body), True
+            break
+    return bytes(body)
 
 
-def _value_of(reply: _Reply) -> Any:
-    """The JSON of a reply; _AttemptError if there is none."""
-    said, what = reply.body.decode(errors="replace"), f"status {reply.status}"
-    if reply.status in PASSING:
+def _value_of(response: "httpx2.Response", body: bytes) -> Any:
+    """Return the JSON of a reply; _AttemptError if there is none."""
+    status, said = response.status_code, body.decode(errors="replace")
+    what = f"status {status}"
+    if status in PASSING:
         fix = "If the server is overloaded, lower requests_per_second; if it recovers later, raise retries."
-        retry_after = reply.headers.get("retry-after", "")
+        retry_after = response.headers.get("retry-after", "")
         raise _AttemptError(what, said, fix, is_passing=True, retry_after=retry_after)
-    if 300 <= reply.status < 400:
-        target = _shown(reply.headers.get("location", ""))
+    if 300 <= status < 400:
+        target = _shown(response.headers.get("location", ""))
         raise _AttemptError(f"{what}, a redirect to {target}", said, "It is not followed; set url to where it leads.")
-    if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         fix = "Set api_key_env to the name of an environment variable that holds a valid key."
         raise _AttemptError(what, said, fix)
-    if not 200 <= reply.status < 300:
+    if not 200 <= status < 300:
         raise _AttemptError(what, said, "Look whether url is right, and what this server takes.")
-    if not reply.is_whole:
+    if len(body) > MAX_REPLY_BYTES:
         fix = "Let the server return only what is needed."
         raise _AttemptError(f"the reply is larger than {MAX_REPLY_BYTES} bytes", said, fix)
     try:
-        return json.loads(reply.body, parse_constant=_no_constant)
+        return json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         fix = "Look whether url is the server's JSON interface."
         raise _AttemptError(f"{what}, but the reply is not JSON", said, fix) from None
@@ -243,12 +238,6 @@ def _seconds_of(retry_after: str) -> float | None:
         return None
     date = date if date.tzinfo else date.replace(tzinfo=UTC)
     return max(0.0, (date - datetime.now(UTC)).total_seconds())
-
-
-def _check_settings(retries: int, requests_per_second: float, request_timeout_s: float) -> None:
-    require_whole("retries", retries, least=0)
-    require_number("requests_per_second", requests_per_second, least=0)  # 0 is no limit
-    require_seconds("request_timeout_s", request_timeout_s)
 
 
 def _api_key(variable: str) -> str:

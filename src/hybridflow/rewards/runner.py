@@ -9,34 +9,28 @@ behind it goes to another one; where it was at many, each of them is tried alone
 
 import hashlib
 import json
-import os
-import pickle
 import selectors
-import signal
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.framed_process import FramedProcess
 from hybridflow.rewards.outcome import Heard, Outcome, Outcomes
-from hybridflow.rewards.reward_process import LENGTH, num_samples_of
+from hybridflow.rewards.reward_process import num_samples_of
 from hybridflow.runtime import user_code
 
-LOADER = Path(user_code.__file__)
-PROGRAM = Path(__file__).with_name("reward_process.py")
 IN_FLIGHT = 2
 """Samples that a process has at a time: the one it is at, and the next."""
 
 LOOK_AGAIN_S = 1.0
-"""How often to look whether a process has ended without its pipe being closed."""
+"""How often to look whether a process has ended without its connection being closed."""
 
 GRACE_S = 5.0
 """What a process with an async function has beyond the time-out, which it keeps itself, before it is killed."""
@@ -48,14 +42,22 @@ Sample = tuple[int, Mapping[str, Any]]
 """A seed and the keyword arguments."""
 
 
-@dataclass(eq=False)
-class _Process:
-    popen: subprocess.Popen[bytes]
-    numbers: deque[int] = field(default_factory=deque)  # of the samples that it has, the one it is at first
-    to_send: bytearray = field(default_factory=bytearray)
-    received: bytearray = field(default_factory=bytearray)
-    is_ready: bool = False
-    deadline: float = 0.0
+class _Process(FramedProcess):
+    """A process, the samples that it has, and when it is late."""
+
+    def __init__(self, settings: str) -> None:
+        super().__init__(settings)
+        self.numbers: deque[int] = deque()  # of the samples, the one it is at first
+        self.is_ready = False
+        self.deadline = time.monotonic() + START_TIMEOUT_S
+
+    @property
+    def is_at_work(self) -> bool:
+        return bool(self.numbers) or not self.is_ready
+
+    @property
+    def is_late(self) -> bool:
+        return self.is_at_work and time.monotonic() > self.deadline
 
 
 class RewardRunner:
@@ -84,7 +86,7 @@ class RewardRunner:
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
-        settings = {"function": name, "loader": str(LOADER), "memory_bytes": memory_bytes}
+        settings = {"function": name, "loader": user_code.__file__, "memory_bytes": memory_bytes}
         self._settings = json.dumps({**settings, "timeout_s": timeout_s, "kwargs": self.kwargs})
         self._processes: list[_Process] = []
         self._suspects: set[int] = set()
@@ -94,22 +96,18 @@ class RewardRunner:
         """Kill the processes."""
         _kill_all(self._processes)
 
-    def run(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
-        """The outcome of each sample, in order; `heard` is told of each as it comes, but for those of a batch."""
-        if not self._is_known:
-            self.start()
+    def run(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return the outcome of each sample, in order."""
+        self.start()
         if self.takes_batches and samples:
-            return split(self.run_batch(samples), len(samples))
-        return self._run(samples, heard)
+            return split(self.ask([batch_of(samples)])[0], len(samples))
+        return self.ask(samples)
 
-    def run_batch(self, samples: Sequence[Sample]) -> Outcome:
-        """What a function of batches says of all samples."""
-        return self._run([_batch_of(samples)], None)[0]
-
-    def _run(self, samples: Sequence[Sample], heard: Heard | None) -> list[Outcome]:
+    def ask(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
+        """Call the function on each sample, or on each `batch_of` samples; `heard` is told of each outcome at once."""
         for process in [p for p in self._processes if p.popen.poll() is not None]:
-            self._processes.remove(process)  # killed by somebody while it had nothing to do
-            _kill(process)
+            self._processes.remove(process)  # it was killed while it had nothing to do
+            process.kill()
         waiting = deque(range(len(samples)))
         outcomes = Outcomes([None] * len(samples), heard)
         self._suspects.clear()
@@ -125,7 +123,9 @@ class RewardRunner:
         return [outcome for outcome in outcomes.known if outcome is not None]
 
     def start(self) -> None:
-        """Have one process with the function loaded."""
+        """Start a process, which says what kind of function it is, unless that is known."""
+        if self._is_known:
+            return
         try:
             self._start_missing(1)
             while not any(process.is_ready for process in self._processes):
@@ -138,38 +138,22 @@ class RewardRunner:
         """Wait until a process can be written to, says something, or is late; and act on it."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
-                selector.register(_stdout(process), selectors.EVENT_READ, process)
-                if process.to_send:
-                    selector.register(_stdin(process), selectors.EVENT_WRITE, process)
+                selector.register(process.connection, process.events, process)
             events = selector.select(min(self._seconds_left(), LOOK_AGAIN_S))
-        for key, what in events:
-            if what & selectors.EVENT_WRITE:
-                _send(key.data)
-        for key, what in events:
-            if what & selectors.EVENT_READ:
-                self._read(key.data, outcomes, waiting)
         heard_of = {key.data for key, what in events if what & selectors.EVENT_READ}
+        for key, _ in events:
+            key.data.send()
+        for process in heard_of:
+            self._read(process, outcomes, waiting)
         for process in list(self._processes):
-            has_ended = process not in heard_of and process.popen.poll() is not None  # though a child holds its pipe
-            if self._is_late(process) or has_ended:
+            has_ended = process not in heard_of and process.popen.poll() is not None  # though a child holds its line
+            if process.is_late or has_ended:
                 self._give_up(process, outcomes, waiting)
 
     def _start_missing(self, num_waiting: int) -> None:
         wanted = min(self._num_processes, len(self._processes) + num_waiting)
         while len(self._processes) < wanted:
-            process = _Process(
-                subprocess.Popen(
-                    [sys.executable, str(PROGRAM), self._settings],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,
-                    bufsize=0,
-                )
-            )
-            process.deadline = time.monotonic() + START_TIMEOUT_S
-            for pipe in (_stdin(process), _stdout(process)):
-                os.set_blocking(pipe, False)  # a function that hangs reads nothing more
-            self._processes.append(process)
+            self._processes.append(_Process(self._settings))
 
     def _feed(self, process: _Process, samples: Sequence[Sample], waiting: deque[int]) -> None:
         if not process.is_ready:
@@ -180,9 +164,8 @@ class RewardRunner:
             if not process.numbers or self._grace_s:
                 process.deadline = self._deadline(num_samples_of(arguments))
             process.numbers.append(number)
-            contents = pickle.dumps((number, seed, dict(arguments)))
-            process.to_send += LENGTH.pack(len(contents)) + contents
-        _send(process)
+            process.put((number, seed, dict(arguments)))
+        process.send()
 
     def _may_have(self, process: _Process, number: int) -> bool:
         """One of those among which a process was lost must be alone, or another one is lost for it."""
@@ -191,12 +174,10 @@ class RewardRunner:
         return len(process.numbers) < self._in_flight
 
     def _read(self, process: _Process, outcomes: Outcomes, waiting: deque[int]) -> None:
-        chunk = os.read(_stdout(process), 1 << 16)
-        if not chunk:
+        if not process.receive():
             self._give_up(process, outcomes, waiting)
             return
-        process.received += chunk
-        while (message := _message(process.received)) is not None:
+        for message in process.messages():
             if "not_loaded" in message:
                 raise RewardError(message["not_loaded"])
             if "ready" in message:
@@ -214,17 +195,16 @@ class RewardRunner:
 
     def _give_up(self, process: _Process, outcomes: Outcomes, waiting: deque[int], problem: str = "") -> None:
         """Kill a process that is late, gone, or has another `problem`; the sample that it was at has failed."""
-        is_late = not problem and self._is_late(process) and process.popen.poll() is None
+        is_late = not problem and process.is_late and process.popen.poll() is None
         self._processes.remove(process)
         if not (is_late or problem):
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(1.0)  # for the status that it ends with
-        _kill(process)
-        status = process.popen.returncode
+        process.kill()
         if not process.is_ready:
             raise RewardError(
                 f"a process for reward function '{self.name}' "
-                + (f"did not start within {START_TIMEOUT_S:.0f} s." if is_late else f"ended at once: {_ended(status)}.")
+                + (f"did not start within {START_TIMEOUT_S:.0f} s." if is_late else f"ended at once: {process.end()}.")
             )
         if not process.numbers:
             return
@@ -233,7 +213,7 @@ class RewardRunner:
         else:
             if is_late:
                 problem = f"took longer than reward.timeout_s={self._timeout_s}"
-            problem = problem or f"ended its process: {_ended(status)}"
+            problem = problem or f"ended its process: {process.end()}"
             outcomes.tell(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
         waiting.extendleft(reversed(process.numbers))
 
@@ -242,70 +222,19 @@ class RewardRunner:
             return float("inf")
         return time.monotonic() + self._timeout_s * num_samples + self._grace_s
 
-    def _is_late(self, process: _Process) -> bool:
-        is_at_work = bool(process.numbers) or not process.is_ready
-        return is_at_work and time.monotonic() > process.deadline
-
     def _seconds_left(self) -> float:
-        busy = [p.deadline for p in self._processes if p.numbers or not p.is_ready]
+        busy = [process.deadline for process in self._processes if process.is_at_work]
         first = min(busy, default=float("inf"))
         return max(0.0, first - time.monotonic()) + 0.001
 
 
-def _batch_of(samples: Sequence[Sample]) -> Sample:
+def batch_of(samples: Sequence[Sample]) -> Sample:
     """All samples as one; its seed is made of theirs."""
     seeds = " ".join(str(seed) for seed, _ in samples).encode()
     seed = int.from_bytes(hashlib.blake2b(seeds, digest_size=7).digest(), "little")
     return seed, as_batch([arguments for _, arguments in samples])
 
 
-def _message(received: bytearray) -> dict[str, Any] | None:
-    """Take the first whole message out of what was received."""
-    if len(received) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(received[: LENGTH.size])
-    end = LENGTH.size + length
-    if len(received) < end:
-        return None
-    message = json.loads(bytes(received[LENGTH.size : end]))
-    del received[:end]
-    return message
-
-
-def _send(process: _Process) -> None:
-    """As much as its pipe takes."""
-    with suppress(BlockingIOError, BrokenPipeError):  # an end is read from the other pipe
-        while process.to_send:
-            del process.to_send[: os.write(_stdin(process), process.to_send)]
-
-
-def _stdin(process: _Process) -> int:
-    assert process.popen.stdin is not None
-    return process.popen.stdin.fileno()
-
-
-def _stdout(process: _Process) -> int:
-    assert process.popen.stdout is not None
-    return process.popen.stdout.fileno()
-
-
-def _kill(process: _Process) -> None:
-    """End the process and what it started, which is in its group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.popen.pid, signal.SIGKILL)
-    process.popen.kill()
-    process.popen.wait()
-    for stream in (process.popen.stdin, process.popen.stdout):
-        assert stream is not None
-        stream.close()
-
-
 def _kill_all(processes: list[_Process]) -> None:
     while processes:
-        _kill(processes.pop())
-
-
-def _ended(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"
+        processes.pop().kill()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hybridflow.errors import RewardError
 from hybridflow.observability import get_logger
-from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.batches import split
 from hybridflow.rewards.in_rank import call_here
-from hybridflow.rewards.journal import Call, RewardJournal
+from hybridflow.rewards.journal import RewardJournal
 from hybridflow.rewards.outcome import Outcome
-from hybridflow.rewards.runner import RewardRunner, Sample
-from hybridflow.rewards.table import ANSWERS, IN_PROCESSES, REWARDS, RewardFunction
+from hybridflow.rewards.runner import RewardRunner, Sample, batch_of
+from hybridflow.rewards.table import ANSWERS, IN_PROCESSES, RewardFunction, reward_of
 from hybridflow.rewards.user import check_signature, load_reward_function
 from hybridflow.runtime import derive_seed
 
@@ -215,37 +215,41 @@ class RewardScorer:
         assert runner is not None
         if self._journal is None or step is None:
             return runner.run(samples)
-        journal, arguments = self._journal, [arguments for _, arguments in samples]
+        journal = self._journal
         journal.open(step)
+        runner.start()
+        rows = range(len(samples))
+        asked: list[tuple[Sequence[int], Sample, Any]] = [([row], samples[row], prompts[row]) for row in rows]
+        if runner.takes_batches:
+            asked = [(rows, batch_of(samples), list(prompts))]
 
-        def is_answer(row: int, outcome: Outcome) -> bool:
+        def parts(rows: Sequence[int], outcome: Outcome) -> list[Outcome]:
+            return split(outcome, len(rows)) if runner.takes_batches else [outcome]
+
+        def is_answer(rows: Sequence[int], outcome: Outcome) -> bool:
             try:
-                _read(runner.name, self._weights, arguments[row], None, outcome)
+                for row, part in zip(rows, parts(rows, outcome), strict=True):
+                    _read(runner.name, self._weights, samples[row][1], None, part)
             except RewardError:
                 return False
             return True
 
-        def known_of(call: Call, of_rows: Sequence[tuple[int, Outcome]]) -> Outcome | None:
-            """What is known, unless it failed under another reward.on_error than now."""
-            return call.known if self._on_error == "zero" or all(is_answer(*each) for each in of_rows) else None
-
-        if runner.takes_batches:
-            call = journal.call(as_batch(arguments), list(prompts))
-            known = known_of(call, list(enumerate(split(call.known, len(samples))))) if call.known else None
-            outcome = known or runner.run_batch(samples)
-            of_rows = split(outcome, len(samples))
-            if known is None:
-                journal.write(call, outcome, is_answer=all(map(is_answer, range(len(samples)), of_rows)))
-            return of_rows
-        calls = [journal.call(asked, prompt) for asked, prompt in zip(arguments, prompts, strict=True)]
-        known = [known_of(call, [(row, call.known)]) if call.known else None for row, call in enumerate(calls)]
-        left = [row for row, outcome in enumerate(known) if outcome is None]
+        calls = [journal.call(arguments, prompt) for _, (_, arguments), prompt in asked]
+        known = [call.known for call in calls]
+        if self._on_error == "stop":  # what failed under "zero" is asked again
+            known = [
+                outcome if outcome and is_answer(rows, outcome) else None
+                for (rows, _, _), outcome in zip(asked, known, strict=True)
+            ]
+        left = [number for number, outcome in enumerate(known) if outcome is None]
 
         def heard(number: int, outcome: Outcome) -> None:
-            journal.write(calls[left[number]], outcome, is_answer=is_answer(left[number], outcome))
+            number = left[number]
+            journal.write(calls[number], outcome, is_answer=is_answer(asked[number][0], outcome))
 
-        found = iter(runner.run([samples[row] for row in left], heard) if left else ())
-        return [outcome or next(found) for outcome in known]
+        found = iter(runner.ask([asked[number][1] for number in left], heard) if left else ())
+        outcomes = [outcome or next(found) for outcome in known]
+        return [part for (rows, _, _), outcome in zip(asked, outcomes, strict=True) for part in parts(rows, outcome)]
 
     def _runner_of(self, function: RewardFunction | None) -> RewardRunner | None:
         if self._function is None and function in IN_PROCESSES:
@@ -260,12 +264,7 @@ class RewardScorer:
     def _choose(self, data_source: str) -> RewardFunction | None:
         if self._function is not None or self._runner is not None:
             return self._function
-        if data_source not in REWARDS:
-            raise RewardError(
-                f"no reward function is known for data_source {data_source!r}; known are {', '.join(sorted(REWARDS))}. "
-                f"Give your own as reward.function = 'path.py:function'."
-            )
-        return REWARDS[data_source]
+        return reward_of(data_source)
 
 
 def _seed_of(sample: Mapping[str, Any], seed_keys: tuple[int, ...]) -> int:

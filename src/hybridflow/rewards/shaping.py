@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.limits import is_number
+from hybridflow.rewards.table import reward_of
 
 MAX_CHARS = 200_000
 """What is longer fits no pattern: the time of a regular expression grows with the text, of some with its square."""
@@ -58,13 +59,10 @@ def shaped_reward(
 
     A recipe weighs them: reward.weights = {correct = 1.0, format = 0.2, length = 0.1}. The length is in characters.
     """
-    from hybridflow.rewards.table import REWARDS  # which may name this function
-
-    if data_source not in REWARDS or REWARDS[data_source] is shaped_reward:
-        raise RewardError(
-            f"no reward function is known for data_source {data_source!r}; known are {', '.join(sorted(REWARDS))}."
-        )
-    result = REWARDS[data_source](
+    function = reward_of(data_source)
+    if function is shaped_reward:
+        raise RewardError(f"the reward of data_source {data_source!r} is shaped_reward itself; give another one.")
+    result = function(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )
     correct = float(result["score"] if isinstance(result, Mapping) else result)

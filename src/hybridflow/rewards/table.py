@@ -35,13 +35,19 @@ QUICK = frozenset(REWARDS.values()) - IN_PROCESSES | {gsm8k_flexible_reward, no_
 """Those of ours that a run calls in the rank itself, also where reward.function names them."""
 
 
-def table_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-    """What the function of the data source says. Raises RewardError if the table has none."""
+def reward_of(data_source: str) -> RewardFunction:
+    """Return the function of the data source. Raises RewardError if the table has none."""
     if data_source not in REWARDS:
         raise RewardError(
-            f"no reward function is known for data_source {data_source!r}; {', '.join(sorted(REWARDS))} are."
+            f"no reward function is known for data_source {data_source!r}; known are {', '.join(sorted(REWARDS))}. "
+            "Give your own as reward.function = 'path.py:function'."
         )
-    return REWARDS[data_source](data_source, solution_str, ground_truth, extra_info)
+    return REWARDS[data_source]
+
+
+def table_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+    """Return what the function of the data source says."""
+    return reward_of(data_source)(data_source, solution_str, ground_truth, extra_info)
 
 
 def _number_in_tag(text: str) -> str | None:
