@@ -20,7 +20,8 @@ from hybridflow.checkpoint.model_card import model_card
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
-from hybridflow.checkpoint.weights import StoredWeights, stored_weights
+from hybridflow.checkpoint.stored_tensors import StoredTensors
+from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointError, ModelError
 
 EXPORT_DTYPES = {
@@ -243,7 +244,7 @@ def _write_adapter(
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    return weights.shape(name) if isinstance(weights, StoredWeights) else tuple(weights[name].shape)
+    return weights.shape(name) if isinstance(weights, StoredTensors) else tuple(weights[name].shape)
 
 
 def _copy_tokenizer(model_dir: Path, out_dir: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.json_document import read_document
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import fsync_path
 
@@ -91,20 +92,9 @@ def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
 
 
 def _parse(path: Path) -> Manifest:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"'{path}' is missing, so '{path.parent}' is no checkpoint.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != CHECKPOINT_FORMAT:
-        raise CheckpointError(f"'{path}' is JSON, but not of a {CHECKPOINT_FORMAT}; hybridflow did not write it.")
-    version = document.get("version")
-    if version != CHECKPOINT_VERSION:
-        raise CheckpointError(
-            f"'{path}' has format version {version!r}, this hybridflow reads {CHECKPOINT_VERSION}; "
-            "use the version of hybridflow that wrote it, or a newer one."
-        )
+    if not path.exists():
+        raise CheckpointError(f"'{path}' is missing, so '{path.parent}' is no checkpoint.")
+    document = read_document(path, CHECKPOINT_FORMAT, CHECKPOINT_VERSION)
     if document.pop("sha256", None) != _digest_of(document):
         raise CheckpointError(f"'{path}' does not have the SHA-256 it was saved with: it is damaged.")
     try:

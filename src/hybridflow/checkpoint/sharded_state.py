@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hybridflow.checkpoint.disk_space import describe_free_space
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.state_files import read_tree, tree_text
-from hybridflow.checkpoint.stored_tensors import StoredShapes, StoredTensors
+from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
 
 # It announces every read and write.
@@ -54,7 +53,8 @@ def describe_state(path: str | Path) -> Any:
     """The state that was saved, with tensors that have a shape and no contents. Raises CheckpointError."""
     path = Path(path)
     with StoredTensors(path) as stored:
-        return join_state(read_tree(path.with_name(path.name + ".json")), StoredShapes(stored))
+        shapes = {name: torch.empty(stored.shape(name), device="meta") for name in stored}
+    return join_state(read_tree(path.with_name(path.name + ".json")), shapes)
 
 
 @torch.no_grad()
@@ -74,20 +74,14 @@ def read_state_into(state: Any, path: str | Path) -> None:
         return
     with StoredTensors(path) as stored:
         for name, tensor in tensors.items():
-            _copy_into(tensor, stored[name])
-            stored.pop(name)  # one whole tensor at a time
+            whole = stored[name]
+            if isinstance(tensor, DTensor):
+                whole = whole.to(tensor.device_mesh.device_type)
+                whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.copy_(whole)
 
 
 def _last_line(error: BaseException) -> str:
     """What a rank's error says, without the tracebacks that DCP puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def _copy_into(tensor: Tensor, whole: Any) -> None:
-    if isinstance(tensor, DTensor):
-        whole = whole.to(tensor.device_mesh.device_type)
-        shared = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(shared.to_local())
-    else:
-        tensor.copy_(whole)

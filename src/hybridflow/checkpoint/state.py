@@ -3,9 +3,10 @@
 In the JSON tree a dictionary with one key that starts with "$" stands for what JSON cannot say; `_TAGS` lists them.
 """
 
+import functools
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,33 +52,43 @@ def join_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `split_state`: same structure, types, dtypes, bits; what was one tensor is one tensor again.
 
     A parameter comes back as a plain tensor, a dictionary of any kind as a dict, a non-contiguous tensor contiguous.
+    Each tensor is taken from `tensors` once.
     """
+
+    @functools.cache
+    def tensor_of(name: str) -> Tensor:
+        if name not in tensors:
+            raise CheckpointError(f"the tensor '{name}' is missing.")
+        return tensors[name]
+
+    return _join(tree, tensor_of)
+
+
+def _join(tree: Any, tensor_of: Callable[[str], Tensor]) -> Any:
     if isinstance(tree, list):
-        return [join_state(item, tensors) for item in tree]
+        return [_join(item, tensor_of) for item in tree]
     if not isinstance(tree, dict):
         return tree
     tag = next(iter(tree)) if len(tree) == 1 else ""
     if not tag.startswith("$"):
-        return {key: join_state(value, tensors) for key, value in tree.items()}
-    return _join_tagged(tag, tree[tag], tensors)
-
-
-def _join_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    match tag, content:
-        case "$tensor" | "$array" | "$scalar", str():
-            if content not in tensors:
-                raise CheckpointError(f"the tensor '{content}' is missing.")
-            tensor = tensors[content]
-            return tensor if tag == "$tensor" else tensor.numpy() if tag == "$array" else tensor.numpy()[()]
-        case "$tuple", list():
-            return tuple(join_state(item, tensors) for item in content)
-        case "$dict", dict():
-            return {key: join_state(value, tensors) for key, value in content.items()}
-        case "$float", str() if len(content) == 16:
-            return struct.unpack(">d", bytes.fromhex(content))[0]
-        case "$int", str():
-            return int(content, 16)
-    raise CheckpointError(f"'{tag}' with a {type(content).__name__} means nothing; known are {', '.join(_TAGS)}.")
+        return {key: _join(value, tensor_of) for key, value in tree.items()}
+    match tag, tree[tag]:
+        case "$tensor", str(name):
+            return tensor_of(name)
+        case "$array", str(name):
+            return tensor_of(name).numpy()
+        case "$scalar", str(name):
+            return tensor_of(name).numpy()[()]
+        case "$tuple", list(items):
+            return tuple(_join(item, tensor_of) for item in items)
+        case "$dict", dict(items):
+            return {key: _join(value, tensor_of) for key, value in items.items()}
+        case "$float", str(digits) if len(digits) == 16:
+            return struct.unpack(">d", bytes.fromhex(digits))[0]
+        case "$int", str(digits):
+            return int(digits, 16)
+    kind = type(tree[tag]).__name__
+    raise CheckpointError(f"'{tag}' with a {kind} means nothing; known are {', '.join(_TAGS)}.")
 
 
 class _Splitter:

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
+from hybridflow.checkpoint.json_document import read_document
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
@@ -63,19 +64,9 @@ def tree_text(tree: Any) -> str:
 
 def read_tree(path: Path) -> Any:
     """The tree in the JSON file of a state. Raises CheckpointError."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"'{path}' is missing.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != STATE_FORMAT or "state" not in document:
-        raise CheckpointError(f"'{path}' is JSON, but not a {STATE_FORMAT}; hybridflow did not write it.")
-    if document.get("version") != STATE_VERSION:
-        raise CheckpointError(
-            f"'{path}' has format version {document.get('version')!r}, this hybridflow reads {STATE_VERSION}; "
-            "use the version of hybridflow that wrote it, or a newer one."
-        )
+    document = read_document(path, STATE_FORMAT, STATE_VERSION)
+    if "state" not in document:
+        raise CheckpointError(f"'{path}' has no 'state'; hybridflow did not write it.")
     return document["state"]
 
 

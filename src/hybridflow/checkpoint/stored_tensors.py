@@ -4,7 +4,9 @@ Files of shards are those of `torch.distributed.checkpoint` in its safetensors f
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +21,26 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 class _Piece(NamedTuple):
+    """A shard of a tensor: the open file, its name there, and its place in the whole tensor."""
+
     file: Any
+    name: str
     starts: tuple[int, ...]
-    sizes: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        return self.file.get_tensor(self.name)
 
 
-class StoredTensors(dict[str, Tensor]):
-    """Tensors by name, each read, and put together from its shards, on first use into memory of its own.
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors by name; each use reads one from the files, puts it together from its shards, and keeps nothing.
 
     Raises CheckpointError for files that cannot be read, and for a tensor of which a part is missing.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._open, self._pieces = ExitStack(), {}
+        self._open = ExitStack()
+        self._pieces: dict[str, list[_Piece]] = {}
         single = path.with_name(path.name + ".safetensors")
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [single]
         if not files:
@@ -47,38 +55,46 @@ class StoredTensors(dict[str, Tensor]):
     def _add(self, file: Any) -> None:
         shards = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
         for name in file.keys():  # noqa: SIM118
-            sizes = tuple(file.get_slice(name).get_shape())
+            sizes = file.get_slice(name).get_shape()
             starts = tuple(map(int, shards[name]["saved_offsets"])) if name in shards else (0,) * len(sizes)
-            self._pieces.setdefault(name, []).append(_Piece(file, starts, sizes))
+            ends = tuple(start + size for start, size in zip(starts, sizes, strict=True))
+            self._pieces.setdefault(name, []).append(_Piece(file, name, starts, ends))
+
+    def renamed(self, names: Mapping[str, str]) -> "StoredTensors":
+        """Some of the tensors under other names: new name -> name here."""
+        renamed = copy(self)
+        renamed._pieces = {new: self._pieces[name] for new, name in names.items()}
+        return renamed
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        pieces = self._pieces[name]
-        ends = [[start + size for start, size in zip(piece.starts, piece.sizes, strict=True)] for piece in pieces]
-        return tuple(max(end) for end in zip(*ends, strict=True))
+        """Of the whole tensor, which is not read for it."""
+        return tuple(map(max, zip(*(piece.ends for piece in self._pieces[name]), strict=True)))
 
     def __contains__(self, name: object) -> bool:
         return name in self._pieces
 
-    def __missing__(self, name: str) -> Tensor:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, name: str) -> Tensor:
         # What safetensors gives are views of mapped memory: they would keep a deleted file on the disk.
         pieces = self._pieces[name]
         if len(pieces) == 1 and not any(pieces[0].starts):
-            self[name] = pieces[0].file.get_tensor(name).clone()
-            return self[name]
+            return pieces[0].read().clone()
         whole, num_found = None, 0
         for piece in pieces:
-            part = piece.file.get_tensor(name)
+            part = piece.read()
             whole = torch.empty(self.shape(name), dtype=part.dtype) if whole is None else whole
-            place = tuple(slice(start, start + size) for start, size in zip(piece.starts, piece.sizes, strict=True))
-            whole[place] = part
+            whole[tuple(map(slice, piece.starts, piece.ends))] = part
             num_found += part.numel()
         assert whole is not None
         if num_found != whole.numel():
             raise CheckpointError(
                 f"'{name}' has {whole.numel()} numbers and its shards {num_found}: a file of shards is missing."
             )
-        self[name] = whole
         return whole
 
     def __enter__(self) -> "StoredTensors":
@@ -86,17 +102,3 @@ class StoredTensors(dict[str, Tensor]):
 
     def __exit__(self, *exc_info: object) -> None:
         self._open.close()
-
-
-class StoredShapes(dict[str, Tensor]):
-    """As `StoredTensors`, but tensors without contents: what a state would be."""
-
-    def __init__(self, stored: StoredTensors) -> None:
-        super().__init__()
-        self._stored = stored
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored
-
-    def __missing__(self, name: str) -> Tensor:
-        return torch.empty(self._stored.shape(name), device="meta")

@@ -1,11 +1,9 @@
 """The weights of a checkpoint by parameter name, each read when it is asked for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from hybridflow.checkpoint.state_files import read_tree
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
@@ -13,30 +11,8 @@ from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
 
 
-class StoredWeights(Mapping[str, Tensor]):
-    """What `state["model"]` of a component holds; nothing is kept."""
-
-    def __init__(self, tensors: StoredTensors, names: Mapping[str, str]) -> None:
-        self._tensors, self._names = tensors, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[self._names[name]]
-        self._tensors.pop(self._names[name])
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight, which is not read for it."""
-        return self._tensors.shape(self._names[name])
-
-
 @contextmanager
-def stored_weights(source: str | Path | Checkpoint, component: str = "actor") -> Iterator[tuple[StoredWeights, Any]]:
+def stored_weights(source: str | Path | Checkpoint, component: str = "actor") -> Iterator[tuple[StoredTensors, Any]]:
     """The weights of a component of a checkpoint, and its `lora` entry (None: they are all the weights).
 
     Raises CheckpointError if there is no such component, or it holds no weights.
@@ -51,4 +27,4 @@ def stored_weights(source: str | Path | Checkpoint, component: str = "actor") ->
         names = {name: entry["$tensor"] for name, entry in weights.items()}
         if missing := [name for name, stored in names.items() if stored not in tensors]:
             raise CheckpointError(f"the tensors of '{path}' lack {missing[0]}.")
-        yield StoredWeights(tensors, names), tree.get("lora")
+        yield tensors.renamed(names), tree.get("lora")

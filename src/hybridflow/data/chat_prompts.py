@@ -88,3 +88,8 @@ def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
             f"the tokenizer cannot encode the texts: {error}. "
             f"Give it an unknown token or a vocabulary that covers them."
         ) from error
+
+
+def encode_responses(tokenizer: "PreTrainedTokenizerBase", texts: list[str], eos_id: int) -> list[list[int]]:
+    """Token ids of responses, each of which ends in the EOS token, once."""
+    return [ids if ids[-1:] == [eos_id] else [*ids, eos_id] for ids in encode_texts(tokenizer, texts)]

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from hybridflow.data.chat_prompts import PromptEncoder
+from hybridflow.data.layout import pad_left
 from hybridflow.errors import DataError
 from hybridflow.protocol import DataProto
 
@@ -31,11 +33,7 @@ def encode_conversations(
 
 def collate_conversations(ids: Sequence[Sequence[int]]) -> DataProto:
     """Rows whose one response token, which nobody looks at, follows the text: a value is read before its token."""
-    width = max(map(len, ids))
-    tokens = torch.zeros(len(ids), width + 1, dtype=torch.int64)
-    is_real = torch.ones(len(ids), width + 1, dtype=torch.int64)
-    for row, of_text in enumerate(ids):
-        tokens[row, width - len(of_text) : width] = torch.tensor(of_text)
-        is_real[row, : width - len(of_text)] = 0
+    tokens, is_real = pad_left(ids, 0)
     mask = torch.ones(len(ids), 1, dtype=torch.bool)
-    return DataProto.from_dict({"input_ids": tokens, "attention_mask": is_real, "response_mask": mask})
+    tensors = {"input_ids": pad(tokens, (0, 1)), "attention_mask": pad(is_real, (0, 1), value=1), "response_mask": mask}
+    return DataProto.from_dict(tensors)

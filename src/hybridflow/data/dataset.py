@@ -9,6 +9,7 @@ import numpy as np
 
 from hybridflow.config.sections.data import OverlongName
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
+from hybridflow.data.example_dataset import check_indices
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.layout import pad_left
 from hybridflow.data.overlong import OVERLONG, truncate
@@ -54,7 +55,8 @@ class RLHFDataset:
         optional = ("extra_info", *[order_by] * bool(order_by))
         rows = read_rows(files, ("prompt", "data_source", "reward_model"), optional, max_samples)
         self._records = [_read_record(row) for row in rows]
-        self._numbers = [row.number(order_by) for row in rows] if order_by else None
+        self.numbers = [row.number(order_by) for row in rows] if order_by else None
+        """The number of each prompt in the column `order_by`; None without one."""
 
         encoder = PromptEncoder(tokenizer, chat_template)
         texts = [
@@ -65,29 +67,17 @@ class RLHFDataset:
             if not ids:
                 raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
         self.num_dropped = self._limit_length(rows, max_prompt_length, overlong)
-        self._fingerprint = fingerprint(
+        self.longest_prompt = max(map(len, self._prompt_ids))
+        """Tokens of the longest prompt."""
+        self.fingerprint = fingerprint(
             [ids, record["data_sources"], record["ground_truths"], record["extra_infos"]]
             for ids, record in zip(self._prompt_ids, self._records, strict=True)
         )
+        """Hash of the prompts' tokens, data sources, ground truths and extra infos, in order."""
 
     def __len__(self) -> int:
         """Prompts that can be used, without the dropped ones."""
         return len(self._prompt_ids)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the prompts' tokens, data sources, ground truths and extra infos, in order."""
-        return self._fingerprint
-
-    @property
-    def numbers(self) -> list[float] | None:
-        """The number of each prompt in the column `order_by`; None without one."""
-        return self._numbers
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self._prompt_ids))
 
     def prompt_ids(self, index: int) -> list[int]:
         """Token ids of one prompt, without padding."""
@@ -125,8 +115,8 @@ class RLHFDataset:
             dropped = set(too_long)
             self._prompt_ids = [ids for i, ids in enumerate(self._prompt_ids) if i not in dropped]
             self._records = [record for i, record in enumerate(self._records) if i not in dropped]
-            if self._numbers is not None:
-                self._numbers = [number for i, number in enumerate(self._numbers) if i not in dropped]
+            if self.numbers is not None:
+                self.numbers = [number for i, number in enumerate(self.numbers) if i not in dropped]
             if not self._prompt_ids:
                 raise DataError(
                     f"all {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} (the first is "
@@ -146,13 +136,6 @@ class RLHFDataset:
 
 
 _RECORD_COLUMNS = ("raw_prompts", "data_sources", "ground_truths", "extra_infos")
-
-
-def check_indices(indices: Sequence[int], num_rows: int) -> None:
-    """`DataError` unless every index is in 0..num_rows-1."""
-    for index in indices:
-        if not 0 <= index < num_rows:
-            raise DataError(f"row {index} was asked for, but the data set has rows 0 to {num_rows - 1}.")
 
 
 def _read_record(row: Row) -> dict[str, Any]:

@@ -4,31 +4,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.protocol import DataProto
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Return (ids, mask), both (batch, longest row) int64, with the rows at the right edge."""
-    width = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        start = width - len(row)
-        ids[i, start:] = torch.tensor(row, dtype=torch.int64)
-        mask[i, start:] = 1
-    return ids, mask
+    return _pad(rows, pad_id, "left")
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Return (ids, mask), both (batch, longest row) int64, with the rows at the left edge."""
-    width = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        mask[i, : len(row)] = 1
-    return ids, mask
+    return _pad(rows, pad_id, "right")
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, side: str) -> tuple[Tensor, Tensor]:
+    if not rows:
+        return torch.empty(0, 0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.int64)
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    ids = pad_sequence(tensors, batch_first=True, padding_value=pad_id, padding_side=side)
+    return ids, pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side=side)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hybridflow.data.chat_prompts import PromptEncoder, encode_texts, read_messages
+from hybridflow.data.chat_prompts import PromptEncoder, encode_responses, read_messages
 from hybridflow.data.conversations import collate_conversations, encode_conversations
-from hybridflow.data.dataset import check_indices
-from hybridflow.data.fingerprint import fingerprint
+from hybridflow.data.example_dataset import ExampleDataset, require_limits
 from hybridflow.data.layout import collate_rows
-from hybridflow.data.overlong import require_limits, short_enough
 from hybridflow.data.parquet_rows import read_rows
 from hybridflow.data.tokenizer import eos_token_id, pad_token_id
 from hybridflow.errors import DataError
@@ -23,7 +21,11 @@ if TYPE_CHECKING:
 SIDES = ("chosen", "rejected")
 
 
-class PreferenceDataset:
+Pair = list[tuple[list[int], list[int]]]
+"""(prompt, response) of the better and of the worse one."""
+
+
+class PreferenceDataset(ExampleDataset[Pair]):
     """Pairs of one or several parquet files with columns `prompt` (chat messages), `chosen` and `rejected` (texts).
 
     `layout` "policy" is prompts and responses that end in EOS, as `SFTDataset` has them; "reward_model" is whole
@@ -53,7 +55,7 @@ class PreferenceDataset:
                 raise DataError(f"{row.place}: 'chosen' and 'rejected' are the same text; a pair needs a difference.")
         messages, places = [read_messages(row) for row in rows], [row.place for row in rows]
         encoder = PromptEncoder(tokenizer, chat_template)
-        pairs: list[list[tuple[list[int], list[int]]]]
+        pairs: list[Pair]
         if layout == "reward_model":
             sides = [encode_conversations(encoder, messages, texts[side], places) for side in SIDES]
             pairs = [[(chosen, []), (rejected, [])] for chosen, rejected in zip(*sides, strict=True)]
@@ -61,7 +63,7 @@ class PreferenceDataset:
         else:
             eos_id = eos_token_id(tokenizer)
             prompts = encoder.encode([encoder.text(m, place) for m, place in zip(messages, places, strict=True)])
-            sides = [[_ended(ids, eos_id) for ids in encode_texts(tokenizer, texts[side])] for side in SIDES]
+            sides = [encode_responses(tokenizer, texts[side], eos_id) for side in SIDES]
             pairs = [[(p, c), (p, r)] for p, c, r in zip(prompts, *sides, strict=True)]
             limits = (max_prompt_length, max_response_length)
         for place, pair in zip(places, pairs, strict=True):
@@ -70,31 +72,11 @@ class PreferenceDataset:
             if pair[0] == pair[1]:
                 raise DataError(f"{place}: 'chosen' and 'rejected' have the same tokens; a pair needs a difference.")
         lengths = [(max(len(p) for p, _ in pair), max(len(r) for _, r in pair)) for pair in pairs]
-        kept = short_enough(places, lengths, *limits, "pairs")
-        self._pairs = [pairs[i] for i in kept]
-        self._numbers = [rows[i].number(order_by) for i in kept] if order_by else None
-        self.num_dropped = len(rows) - len(kept)
-        self._fingerprint = fingerprint([layout, pair] for pair in self._pairs)
+        super().__init__(rows, pairs, lengths, limits, "pairs", order_by)
+        self.longest += int(layout == "reward_model")
 
-    def __len__(self) -> int:
-        """Pairs that can be used, without the dropped ones."""
-        return len(self._pairs)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the pairs' tokens, in order."""
-        return self._fingerprint
-
-    @property
-    def numbers(self) -> list[float] | None:
-        """The number of each pair in the column `order_by`; None without one."""
-        return self._numbers
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        following = int(self._layout == "reward_model")
-        return following + max(len(prompt) + len(response) for pair in self._pairs for prompt, response in pair)
+    def _tokens(self, example: Pair) -> list[Any]:
+        return [self._layout, example]
 
     def collate(self, indices: Sequence[int]) -> DataProto:
         """Two rows for each pair at `indices`, the better one first; `group_ids` (rows,) numbers the pairs from 0.
@@ -102,14 +84,9 @@ class PreferenceDataset:
         Columns as `SFTDataset.collate` has them, or input_ids, attention_mask and response_mask alone for a reward
         model, whose value at the one response token is that of the whole conversation.
         """
-        check_indices(indices, len(self))
-        rows = [side for i in indices for side in self._pairs[i]]
+        rows = [side for pair in self._at(indices) for side in pair]
         if self._layout == "reward_model":
             batch = collate_conversations([ids for ids, _ in rows])
         else:
             batch = collate_rows([(prompt, ids, [True] * len(ids)) for prompt, ids in rows], self._pad_id)
         return batch.union(DataProto.from_dict({"group_ids": torch.arange(len(indices)).repeat_interleave(2)}))
-
-
-def _ended(ids: list[int], eos_id: int) -> list[int]:
-    return ids if ids[-1:] == [eos_id] else [*ids, eos_id]

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hybridflow.data.chat_prompts import PromptEncoder, encode_texts, read_messages
-from hybridflow.data.dataset import check_indices
-from hybridflow.data.fingerprint import fingerprint
+from hybridflow.data.chat_prompts import PromptEncoder, encode_responses, read_messages
+from hybridflow.data.example_dataset import ExampleDataset, require_limits
 from hybridflow.data.layout import collate_rows
-from hybridflow.data.overlong import require_limits, short_enough
 from hybridflow.data.parquet_rows import Row, columns_of, read_rows
 from hybridflow.data.tokenizer import eos_token_id, pad_token_id
 from hybridflow.data.turns import Turns, encode_turns
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class SFTDataset:
+class SFTDataset(ExampleDataset[Turns]):
     """Examples of one or several parquet files, with columns `prompt` (chat messages) and `response` (text), or with a
     column `messages`: conversations of which every answer of the assistant counts.
 
@@ -63,39 +61,17 @@ class SFTDataset:
             if not example.prompt:
                 raise DataError(f"{row.place}: the prompt has no tokens.")
         lengths = [(len(example.prompt), len(example.response)) for example in examples]
-        kept = short_enough([row.place for row in rows], lengths, max_prompt_length, max_response_length, "examples")
-        self._examples = [examples[i] for i in kept]
-        self._numbers = [rows[i].number(order_by) for i in kept] if order_by else None
-        self.num_dropped = len(rows) - len(kept)
-        self._fingerprint = fingerprint([e.prompt, e.response, e.counts] for e in self._examples)
+        super().__init__(rows, examples, lengths, (max_prompt_length, max_response_length), "examples", order_by)
 
-    def __len__(self) -> int:
-        """Examples that can be used, without the dropped ones."""
-        return len(self._examples)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the examples' tokens, in order."""
-        return self._fingerprint
-
-    @property
-    def numbers(self) -> list[float] | None:
-        """The number of each example in the column `order_by`; None without one."""
-        return self._numbers
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest example."""
-        return max(len(example.prompt) + len(example.response) for example in self._examples)
+    def _tokens(self, example: Turns) -> list[Any]:
+        return [example.prompt, example.response, example.counts]
 
     def collate(self, indices: Sequence[int]) -> DataProto:
         """The examples at `indices` as a batch of tensors.
 
         Columns as `collate_rows` makes them; `response_mask` is False at turns that are not the assistant's.
         """
-        check_indices(indices, len(self))
-        examples = [self._examples[i] for i in indices]
-        return collate_rows([(e.prompt, e.response, e.counts) for e in examples], self._pad_id)
+        return collate_rows([(e.prompt, e.response, e.counts) for e in self._at(indices)], self._pad_id)
 
 
 def _single_turns(
@@ -103,10 +79,7 @@ def _single_turns(
 ) -> list[Turns]:
     """A prompt and the one response to it."""
     prompts = encoder.encode([encoder.text(read_messages(row), row.place) for row in rows])
-    responses = [
-        response if response[-1:] == [eos_id] else [*response, eos_id]
-        for response in encode_texts(tokenizer, [row.text("response") for row in rows])
-    ]
+    responses = encode_responses(tokenizer, [row.text("response") for row in rows], eos_id)
     return [
         Turns(prompt, response, [True] * len(response)) for prompt, response in zip(prompts, responses, strict=True)
     ]

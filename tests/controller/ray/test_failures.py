@@ -590,7 +590,7 @@ def test_a_deadline_names_the_call_and_what_it_does_and_ends_the_group(start, im
     assert "longer than its deadline of 2 s (controller.call_timeout_s)." in text
     for rank, pid in enumerate(pids):
         assert f"actor/{rank}:\nProcess {pid} on " in text
-    assert "in sleep\n" in text
+    assert " in Unlucky.sleep\n" in text
     assert "The controller itself waits here:" in text
     assert "in test_a_deadline_names_the_call_and_what_it_does_and_ends_the_group" in text
     assert (error.role, error.rank, error.node) == ("actor", 0, "127.0.0.1")

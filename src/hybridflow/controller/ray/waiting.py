@@ -17,7 +17,7 @@ from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hybridflow.observability import Trace
 from hybridflow.observability.trace import CONTROLLER
-from hybridflow.runtime.process_report import own_stacks
+from hybridflow.runtime.python_stacks import own_stacks
 
 SLICE_S = 0.2
 """How often a wait looks whether somebody has failed or is overdue."""
@@ -159,7 +159,7 @@ class Waiting:
             return process.fate
         if process.is_stopped:
             return _worker_error(f"worker {process.label} was shut down before the result of {where} was read.", worker)
-        place = f" on node {process.node}, pid {process.home.pulse.pid}" if process.home else ""
+        place = f" on node {process.node}, pid {process.home.address.pid}" if process.home else ""
         seen = f"\nWhat is left of it:\n{observe(process.home)}" if process.home else ""
         fate = WorkerDiedError(
             f"worker {process.label}{place} died while {where} was waited for: {_exit_reason(error)}{seen}",

@@ -30,7 +30,7 @@ from hybridflow.controller.ray.transport import (
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory
-from hybridflow.runtime.pulse import Pulse, PulseAddress
+from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 
 MEMORY_EVERY_S = 0.1
 """How often memory is looked at: reading it takes longer than a small call."""
@@ -43,7 +43,7 @@ class Home:
     node_id: str
     node_address: str
     hostname: str
-    pulse: PulseAddress
+    address: ProcessAddress
     gpu_ids: tuple[str, ...]
 
 
@@ -64,8 +64,7 @@ class WorkerProcess:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         keep_freed_memory()
-        self._pulse = Pulse()
-        self._pulse.start()
+        allow_observers()
 
     def home(self) -> Home:
         """Where the process is, and how to look at it from outside."""
@@ -73,9 +72,7 @@ class WorkerProcess:
 
         context = ray.get_runtime_context()
         gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
-        return Home(
-            context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), self._pulse.address, gpu_ids
-        )
+        return Home(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), own_address(), gpu_ids)
 
     def placement_group(self) -> Any:
         """The reservation that it lives in."""
@@ -116,7 +113,7 @@ class WorkerProcess:
             try:
                 cls = cloudpickle.loads(pickled_class)
                 where = f"{cls.__name__}.__init__"
-                with NamingErrors(where, f"{name}/{self._rank}", name, self._rank), self._pulse.during(where):
+                with NamingErrors(where, f"{name}/{self._rank}", name, self._rank):
                     self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
             except SystemExit:
                 raise
@@ -140,7 +137,7 @@ class WorkerProcess:
         where = f"{type(instance).__name__}.{method_name}"
         worker_name = f"{role}/{self._rank}"
         try:
-            with NamingErrors(where, worker_name, role, self._rank), self._pulse.during(where):
+            with NamingErrors(where, worker_name, role, self._rank):
                 args, kwargs = unpack(packed_args, beside), unpack(packed_kwargs, beside)
                 unpacked = time.time()
                 bytes_in = sum(map(batch_bytes, [*args, *kwargs.values()]))

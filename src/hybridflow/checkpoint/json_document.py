@@ -1,0 +1,25 @@
+"""A JSON file that says which format it has and in which version."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import CheckpointError
+
+
+def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:
+    """The document in a JSON file. Raises CheckpointError unless it can be read and has this format and version."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"'{path}' is missing.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != format_name:
+        raise CheckpointError(f"'{path}' is JSON, but not a {format_name}; hybridflow did not write it.")
+    if document.get("version") != version:
+        raise CheckpointError(
+            f"'{path}' has format version {document.get('version')!r}, this hybridflow reads {version}; "
+            "use the version of hybridflow that wrote it, or a newer one."
+        )
+    return document

@@ -1,0 +1,56 @@
+import ctypes
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from hybridflow.runtime import process_address
+from hybridflow.runtime.process_address import allow_observers, own_address
+
+
+def test_the_address_survives_pickling_and_names_this_process():
+    address = pickle.loads(pickle.dumps(own_address()))
+    assert address == own_address()
+    assert (address.pid, address.hostname) == (os.getpid(), socket.gethostname())
+    assert str(address.start_ticks) == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    assert address.pid_namespace == os.readlink("/proc/self/ns/pid")
+
+
+def test_log_files_are_stdout_and_stderr_where_they_are_files(tmp_path):
+    program = "from hybridflow.runtime.process_address import own_address; print(own_address().log_paths, flush=True)"
+    log = tmp_path / "out.log"
+    with open(log, "w") as out:
+        subprocess.run([sys.executable, "-c", program], stdout=out, stderr=out, cwd=tmp_path, check=True)
+    assert log.read_text() == f"{(str(log),)}\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout == "()\n"
+
+
+def test_without_proc_the_address_has_no_start(monkeypatch):
+    def fail() -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(process_address, "_read_start_ticks", fail)
+    assert own_address().start_ticks is None
+
+
+def test_observers_are_allowed_by_the_prctl_of_the_yama_documentation(monkeypatch):
+    calls = []
+
+    class Libc:
+        def prctl(self, *arguments: object) -> int:
+            calls.append(
+                [argument.value if isinstance(argument, ctypes.c_ulong) else argument for argument in arguments]
+            )
+            return -1  # as without Yama
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc())
+    allow_observers()
+    assert calls == [[0x59616D61, 2**64 - 1, 0, 0, 0]]  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
+
+
+def test_observers_are_allowed_where_the_system_has_no_prctl(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    allow_observers()

@@ -1,0 +1,169 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+
+import pytest
+
+from hybridflow.runtime.python_stacks import StacksError, ThreadStack, own_stacks, read_stacks
+
+
+def frames_of(threads: list[ThreadStack]) -> str:
+    return "\n".join(map(str, threads))
+
+
+def test_the_line_of_a_process_that_waits_for_a_lock_is_read(observe, waits_for_a_lock):
+    observed = observe(waits_for_a_lock)
+    observed.wait_until_it_sleeps()
+    (main,) = read_stacks(observed.process.pid, timeout_s=30)
+    assert main.name == "MainThread"
+    assert not main.holds_lock
+    assert main.frames[0].endswith('observed_0.py", line 13 in wait_for_the_lock')
+    assert str(main).startswith("Thread MainThread (idle):\n  File ")
+
+
+def test_threads_that_run_python_are_read_again_and_again_and_the_process_lives(observe):
+    observed = observe("""
+        def recurse(depth):
+            return depth and recurse(depth - 1)
+
+        def work():
+            while True:
+                recurse(20)
+
+        for _ in range(2):
+            threading.Thread(target=work, daemon=True).start()
+        for number in range(1, 32):
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, lambda *_: os._exit(1))
+        print("ready", flush=True)
+        work()
+        """)
+    assert observed.read_line() == "ready"
+    for _ in range(20):
+        threads = read_stacks(observed.process.pid, timeout_s=30)
+        assert frames_of(threads).count(" in work") == 3
+    assert observed.process.poll() is None  # no signal was sent
+
+
+def test_a_stopped_process_is_read_and_stays_stopped(observe, waits_for_a_lock):
+    observed = observe(waits_for_a_lock)
+    observed.wait_until_it_sleeps()
+    observed.send(signal.SIGSTOP)
+    observed.wait_for_state("T")
+    assert " in wait_for_the_lock" in frames_of(read_stacks(observed.process.pid, timeout_s=30))
+    assert observed.state() == "T"
+
+
+def test_the_thread_that_holds_the_interpreter_lock_in_c_code_is_told(observe, waits_with_the_interpreter_lock):
+    observed = observe(waits_with_the_interpreter_lock)
+    observed.wait_until_it_sleeps()
+    (main,) = read_stacks(observed.process.pid, timeout_s=30)
+    assert main.holds_lock
+    assert not main.is_active
+    assert main.frames[0].endswith(" in read_with_the_lock")
+    assert str(main).startswith("Thread MainThread (idle, holds the interpreter lock):\n")
+    observed.write_line()
+    assert observed.read_line() == "done"
+    assert observed.process.wait() == 0
+
+
+def test_system_calls_in_progress_are_not_interrupted(observe):
+    observed = observe("""
+        mine, other = socket.socketpair()
+        lock = threading.Lock()
+        lock.acquire()
+        threading.Timer(1.0, lambda: other.send(b"data")).start()
+        threading.Timer(1.6, lock.release).start()
+        start = time.monotonic()
+        print("ready", flush=True)
+        time.sleep(0.5)
+        print(time.monotonic() - start > 0.5, mine.recv(4), lock.acquire(), flush=True)
+        """)
+    observed.read_line()
+    while observed.process.poll() is None:
+        try:
+            read_stacks(observed.process.pid, timeout_s=30)
+        except StacksError:
+            break  # it has ended
+    assert observed.read_line() == "True b'data' True"
+    assert observed.process.wait() == 0
+
+
+def test_without_the_permission_the_error_names_the_setting(monkeypatch, tmp_path):
+    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        said = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
+        return subprocess.CompletedProcess([], 1, "", said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(StacksError, match=r"kernel.yama.ptrace_scope to 0 or 1, or give the container CAP_SYS_PTRACE"):
+        read_stacks(os.getpid(), timeout_s=30)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_a_process_of_another_user_gives_the_error_for_a_missing_permission(observe, waits_for_a_lock, monkeypatch):
+    observed = observe(waits_for_a_lock)
+    observed.wait_until_it_sleeps()
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: run(*args, **kwargs, user=65534, group=65534))
+    with tempfile.TemporaryDirectory() as folder:  # that the other user can read
+        os.chmod(folder, 0o755)
+        shutil.copy(os.path.join(sysconfig.get_path("scripts"), "py-spy"), folder)
+        monkeypatch.setattr(sysconfig, "get_path", lambda _: folder)
+        with pytest.raises(StacksError, match="py-spy may not read the memory of the process"):
+            read_stacks(observed.process.pid, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("#!/bin/sh\nsleep 60\n", r"py-spy did not finish in 0\.2 s\."),
+        (
+            "#!/bin/sh\necho 'Error: no such version'>&2\necho 'Stack backtrace:\n 0: main'>&2\nexit 3\n",
+            r"py-spy failed with exit code 3 \(Error: no such version\)\.",
+        ),
+        ("not a program", r"py-spy cannot be started \("),
+        (None, r"py-spy is not installed; `pip install py-spy`\."),
+    ],
+    ids=["too slow", "fails", "no program", "missing"],
+)
+def test_a_py_spy_that_gives_no_stacks_is_an_error_that_says_why(script, says, tmp_path, monkeypatch):
+    program = tmp_path / "py-spy"
+    if script is not None:
+        program.write_text(script)
+        program.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(StacksError, match=says):
+        read_stacks(os.getpid(), timeout_s=0.2 if script and "sleep" in script else 30)
+
+
+def test_py_spy_is_found_beside_the_interpreter_without_a_path(observe, waits_for_a_lock, monkeypatch):
+    observed = observe(waits_for_a_lock)
+    observed.wait_until_it_sleeps()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert sys.prefix != sys.base_prefix, "run the tests in a virtual environment"
+    assert read_stacks(observed.process.pid, timeout_s=30)
+
+
+def test_own_stacks_name_every_thread_and_its_place():
+    def wait_here() -> None:
+        event.wait()
+
+    event = threading.Event()
+    thread = threading.Thread(target=wait_here, name="waiter")
+    thread.start()
+    try:
+        text = own_stacks()
+    finally:
+        event.set()
+        thread.join()
+    assert text.startswith("Thread MainThread, which asks (most recent call last):\n")
+    assert "in test_own_stacks_name_every_thread_and_its_place\n    text = own_stacks()\n" in text
+    assert "Thread waiter (most recent call last):\n" in text
+    assert "in wait_here\n    event.wait()\n" in text
+    assert "in own_stacks\n" not in text
