@@ -8,6 +8,7 @@ second one exits at once.
 import argparse
 
 from hybridflow.cli.training import add_arguments as add_arguments
+from hybridflow.cli.training import how_to_go_on as how_to_go_on
 from hybridflow.cli.training import run_trainer
 
 

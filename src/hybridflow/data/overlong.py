@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from hybridflow.config.sections import OverlongName
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError
 from hybridflow.observability import get_logger
 
 logger = get_logger(__name__)
@@ -31,7 +31,7 @@ def truncate(ids: list[int], max_length: int, side: str) -> list[int]:
 def require_limits(max_prompt_length: int, max_response_length: int, max_samples: int) -> None:
     """Raise DataError for limits that leave nothing."""
     if max_prompt_length < 1 or max_response_length < 1 or max_samples < 0:
-        raise DataError(
+        raise DataConfigError(
             f"max_prompt_length={max_prompt_length} and max_response_length={max_response_length} must be at least "
             f"1, max_samples={max_samples} at least 0."
         )
@@ -62,6 +62,6 @@ def short_enough(
         f"{places[first]}: prompt {lengths[first][0]}, response {lengths[first][1]} tokens)."
     )
     if not kept:
-        raise DataError(f"none of the {what} is left: {message} Raise the limits.")
+        raise DataConfigError(f"none of the {what} is left: {message} Raise the limits.")
     logger.warning("%s", message)
     return kept

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards.batches import as_batch, split
 from hybridflow.rewards.outcome import Heard, Outcome, Outcomes
 from hybridflow.rewards.reward_process import LENGTH, num_samples_of
@@ -198,7 +198,7 @@ class RewardRunner:
         process.received += chunk
         while (message := _message(process.received)) is not None:
             if "not_loaded" in message:
-                raise RewardError(message["not_loaded"])
+                raise RewardConfigError(message["not_loaded"])
             if "ready" in message:
                 process.is_ready = self._is_known = True
                 self.takes_batches, self.source = message["takes_batches"], message["source"]
