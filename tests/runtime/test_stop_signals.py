@@ -78,13 +78,16 @@ FORKS = """
 import os, signal, time
 from hybridflow.runtime import StopRequest
 
+read_end, write_end = os.pipe()
 with StopRequest() as stop:
     children = []
     for _ in range(3):
         if not (pid := os.fork()):
+            os.write(write_end, b"1")  # Python forgets signals that come while it forks
             while not stop.requested:
                 time.sleep(0.01)
             os._exit(7)
+        os.read(read_end, 1)
         children.append(pid)
     for pid in children:
         os.kill(pid, signal.SIGTERM)
