@@ -1,6 +1,8 @@
 """What some ranks saved, any number of ranks resumes: equal bits in the same layout, equal numbers in any other."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,3 +163,23 @@ def test_a_damaged_file_of_shards_is_named(tmp_path):
     (tmp_path / "actor" / "shard-0.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(CheckpointError, match=r"shard-0\.safetensors' cannot be read as safetensors"):
         describe_state(tmp_path / "actor")
+
+
+ON_A_FULL_DISK = """
+import errno, sys, torch
+from hybridflow.checkpoint.sharded_state import save_sharded_state
+from hybridflow.engines.process_group import join_alone
+from hybridflow.errors import CheckpointError
+
+join_alone()
+try:
+    save_sharded_state({"x": torch.zeros(1 << 20)}, sys.argv[1])
+except CheckpointError as error:
+    print(error.__cause__.errno == errno.ENOSPC, error)
+"""
+
+
+def test_a_full_disk_is_the_cause_of_the_error(small_disk):
+    done = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK, small_disk / "actor"], capture_output=True, text=True)
+    assert done.stdout.startswith(f"True cannot write '{small_disk}/actor' (")
+    assert "No space left on device" in done.stdout

@@ -1,12 +1,14 @@
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from hybridflow import __version__
+from hybridflow.cli.exit_codes import exit_codes_text
 from hybridflow.cli.main import COMMANDS, Command, main
-from hybridflow.errors import DataError, WorkerError
+from hybridflow.errors import DataError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture
@@ -80,13 +82,40 @@ def test_a_commands_help_is_its_docstring_with_an_example(fake_command, capsys):
     assert "example: hybridflow fake it" in shown
 
 
-def test_an_error_of_ours_is_one_line_on_stderr_and_status_2(fake_command, capsys):
+def test_an_error_of_ours_is_one_line_on_stderr_with_the_status_of_its_class(fake_command, capsys):
     def run(args):
         raise DataError("data.parquet is empty; write it again")
 
     fake_command(run)
-    assert main(["fake"]) == 2
+    assert main(["fake"]) == 1
     assert capsys.readouterr().err == "error: data.parquet is empty; write it again\n"
+
+
+def test_status_75_ends_with_what_a_command_that_trains_says(fake_command, capsys, monkeypatch):
+    def run(args):
+        raise WorkerDiedError("worker actor/0 died")
+
+    fake_command(run)
+    assert main(["fake", "it"]) == 75
+    assert capsys.readouterr().err == "error: worker actor/0 died\n"
+    monkeypatch.setattr(sys.modules["fake_command"], "how_to_go_on", lambda args: f"Run {args.word}.", raising=False)
+    assert main(["fake", "it"]) == 75
+    assert capsys.readouterr().err == "error: worker actor/0 died\nRun it.\n"
+
+
+def test_a_full_disk_below_the_output_is_status_75_without_a_traceback():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hybridflow", "config"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 75
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_help_shows_the_exit_status_of_each_outcome(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"exit status:\n{exit_codes_text()}\n" in capsys.readouterr().out
 
 
 def test_any_other_error_keeps_its_traceback(fake_command):
@@ -103,7 +132,7 @@ def test_a_worker_that_fell_over_something_unforeseen_shows_its_traceback(fake_c
             raise WorkerError("Actor.update failed on worker actor/0: ZeroDivisionError") from error
 
     fake_command(run)
-    assert main(["fake"]) == 2
+    assert main(["fake"]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")
     assert shown.endswith("error: Actor.update failed on worker actor/0: ZeroDivisionError\n")
@@ -116,6 +145,25 @@ def test_ctrl_c_is_status_130(fake_command, capsys):
     fake_command(run)
     assert main(["fake"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_sigterm_outside_of_a_training_loop_is_as_ctrl_c(fake_command, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
+    fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["fake"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_a_handler_of_sigterm_is_left_alone(fake_command, monkeypatch):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
+    try:
+        fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM) or 0)
+        assert main(["fake"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == ["own handler"]
 
 
 def test_at_debug_level_an_error_of_ours_shows_where_it_was_raised():

@@ -68,13 +68,13 @@ def test_a_sequence_that_is_too_long_on_one_rank_is_refused_on_both_before_a_col
 
 
 def test_axes_that_do_not_divide_the_ranks_are_refused(outcomes):
-    assert outcomes["mesh", 0]["raised"] == "ModelError"
+    assert outcomes["mesh", 0]["raised"] == "ModelConfigError"
     assert "parallel.sequence=2 times parallel.tensor=2 does not divide the 2 ranks" in outcomes["mesh", 0]["message"]
 
 
 def test_the_others_stop_with_a_reason_when_a_rank_dies_in_a_collective(outcomes):
     outcome = outcomes["death", 0]
-    assert outcome["raised"] == "WorkerError"
+    assert outcome["raised"] == "LostWorkerError"
     assert "another rank" in outcome["message"]
     assert outcome["seconds"] < 60
 

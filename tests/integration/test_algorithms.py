@@ -133,7 +133,7 @@ def test_a_reward_that_the_function_does_not_return_is_an_error(task, tmp_path, 
     outcome = hybridflow(
         "train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", "reward.weights={correct = 1.0}"
     )
-    assert outcome.status == 2
+    assert outcome.status == 1
     assert "whose 'correct' is missing or not a finite number" in outcome.err
 
 

@@ -1,4 +1,4 @@
-"""Mistakes and misfortunes are one line on stderr that says what is wrong, status 2, and no traceback."""
+"""Mistakes and misfortunes are one line on stderr that says what is wrong, a status, and no traceback."""
 
 import json
 import re
@@ -26,9 +26,9 @@ def raising(**_):
 def refuse(task, tmp_path, hybridflow):
     """Runs a command that must fail in this way, and returns its message; the run's directory stays away."""
 
-    def run(*changes, command="train", recipe=task / "rl.toml", run_dir=tmp_path / "run"):
+    def run(*changes, command="train", recipe=task / "rl.toml", run_dir=tmp_path / "run", status=2):
         outcome = hybridflow(command, recipe, f"trainer.run_dir={run_dir}", *changes)
-        assert outcome.status == 2
+        assert outcome.status == status
         assert outcome.err.startswith("error: ")
         assert "Traceback" not in outcome.err
         return outcome.err
@@ -44,17 +44,19 @@ def test_a_missing_file(key, refuse, tmp_path):
 
 def test_an_empty_file(task, tmp_path, refuse):
     pq.write_table(pq.read_table(task / "train.parquet").slice(0, 0), tmp_path / "empty.parquet")
-    assert "empty.parquet: the file has no rows." in refuse(f'data.train_files=["{tmp_path}/empty.parquet"]')
+    assert "empty.parquet: the file has no rows." in refuse(f'data.train_files=["{tmp_path}/empty.parquet"]', status=1)
 
 
 def test_a_file_that_is_no_parquet(tmp_path, refuse):
     (tmp_path / "text.parquet").write_text("prompt, answer\n")
-    assert "text.parquet: not a readable parquet file" in refuse(f'data.train_files=["{tmp_path}/text.parquet"]')
+    assert "text.parquet: not a readable parquet file" in refuse(
+        f'data.train_files=["{tmp_path}/text.parquet"]', status=1
+    )
 
 
 def test_prompts_longer_than_the_limit(refuse):
     assert "all 24 prompts are longer than max_prompt_length=5" in refuse("data.max_prompt_length=5")
-    problem = refuse("data.max_prompt_length=5", "data.overlong_prompts=error")
+    problem = refuse("data.max_prompt_length=5", "data.overlong_prompts=error", status=1)
     assert "train.parquet: row 0: 6 tokens, but max_prompt_length=5" in problem
 
 
@@ -79,7 +81,7 @@ def test_a_tokenizer_without_eos(task, tmp_path, refuse):
     settings = json.loads(file.read_text())
     del settings["eos_token"]
     file.write_text(json.dumps(settings))
-    assert "has no EOS token, so no response could end" in refuse(f"model.path={tmp_path}/model")
+    assert "has no EOS token, so no response could end" in refuse(f"model.path={tmp_path}/model", status=1)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,8 @@ def test_a_tokenizer_without_eos(task, tmp_path, refuse):
 )
 def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
     (tmp_path / "rewards.py").write_text(REWARDS)
-    said = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]")
+    status = 2 if function == "absent" else 1
+    said = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]", status=status)
     assert problem in said
     if function != "absent":
         assert "\n  prompt: " in said  # the sample is shown
@@ -144,7 +147,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_offered(task, tmp
     weights = tmp_path / "run" / "checkpoints" / "step_000006" / "actor.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    problem = refuse("trainer.save_every=3")
+    problem = refuse("trainer.save_every=3", status=1)
     assert "step_000006/actor.safetensors' has 1000 bytes, but was saved with " in problem
     assert f"The checkpoint before it is valid: '{tmp_path}/run/checkpoints/step_000003'" in problem
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
@@ -152,10 +155,11 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_offered(task, tmp
 
 def test_a_disk_that_is_full_in_the_middle_of_a_checkpoint(tiny, task, small_disk, hybridflow, refuse):
     changes = [*tiny.PPO, "trainer.save_every=1"]
-    problem = refuse(*changes, run_dir=small_disk / "run")
+    problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert "the checkpoint of step 2 was not saved: " in problem
     assert "No space left on device" in problem
     assert "Earlier checkpoints are untouched, the newest is " in problem
+    assert problem.endswith("\nThe same command continues from the last checkpoint, that of step 1.\n")
     assert CheckpointStore(small_disk / "run" / "checkpoints").list() == (1,)
 
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
@@ -167,9 +171,11 @@ def test_a_disk_that_is_full_in_the_middle_of_a_checkpoint(tiny, task, small_dis
 def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
     with open(small_disk / "others", "wb") as file:
         file.write(bytes(984 * 1024))  # 40 KiB are left; 30 steps would need 45 KiB
-    problem = refuse("data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0", run_dir=small_disk / "run")
+    changes = ["data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0"]
+    problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert re.search(r"/(metrics|trace/calls)\.jsonl: text of ", problem)
     assert "was not written: [Errno 28] No space left on device" in problem
+    assert problem.endswith("\nThe same command starts again: there is no checkpoint yet.\n")
 
 
 @pytest.mark.parametrize(

@@ -107,17 +107,17 @@ def test_generate_needs_no_recipe(task, trained, hybridflow):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "problem"),
+    ("arguments", "status", "problem"),
     [
-        (["--prompt", "1 " * 20], "prompt 0 has 20 tokens; it must have 1 to data.max_prompt_length=16."),
-        (["--prompt", "1 2", "--prompt", ""], "prompt 1 has 0 tokens; it must have 1 to data.max_prompt_length=16."),
-        (["--prompts-file", "missing.parquet"], "missing.parquet: no such file."),
-        (["--prompt", "1", "--model", "absent"], "model.path='absent' is no model directory"),
-        (["--prompt", "1", "--output", "absent/rows.jsonl"], "--output absent/rows.jsonl cannot be written"),
+        (["--prompt", "1 " * 20], 1, "prompt 0 has 20 tokens; it must have 1 to data.max_prompt_length=16."),
+        (["--prompt", "1 2", "--prompt", ""], 1, "prompt 1 has 0 tokens; it must have 1 to data.max_prompt_length=16."),
+        (["--prompts-file", "missing.parquet"], 2, "missing.parquet: no such file."),
+        (["--prompt", "1", "--model", "absent"], 2, "model.path='absent' is no model directory"),
+        (["--prompt", "1", "--output", "absent/rows.jsonl"], 2, "--output absent/rows.jsonl cannot be written"),
     ],
 )
-def test_prompts_that_cannot_be_answered(arguments, problem, task, hybridflow):
+def test_prompts_that_cannot_be_answered(arguments, status, problem, task, hybridflow):
     outcome = hybridflow("generate", task / "rl.toml", *arguments)
-    assert outcome.status == 2
+    assert outcome.status == status
     assert outcome.err.startswith("error: ")
     assert problem in outcome.err

@@ -299,10 +299,11 @@ def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the
     killed_at = time.monotonic()
     _, errors = process.communicate()
     assert time.monotonic() - killed_at < 30
-    assert process.returncode == 2
+    assert process.returncode == 75
     assert "died while" in errors
     newest = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step_*"))
     assert f"the newest checkpoint is that of step {newest}; the same command continues from there" in errors
+    assert errors.endswith(f"\nThe same command continues from the last checkpoint, that of step {newest}.\n")
     assert 1 <= newest < 12
     run_in_turn(killed, whole)
     require_same_results(*(tiny.results_of(tmp_path / name, 12) for name in ("killed", "whole")))

@@ -104,7 +104,7 @@ def test_failures_of_every_kind_are_counted_apart_and_the_other_scores_are_untou
 
 def test_a_failure_stops_the_run_with_its_sample_by_default(train):
     outcome = train("bad", "reward.timeout_s=0.3")
-    assert outcome.status == 2
+    assert outcome.status == 1
     assert "reward function bad" in outcome.err
     assert "The sample:" in outcome.err
     assert "ground_truth: {'target'" in outcome.err
@@ -112,7 +112,7 @@ def test_a_failure_stops_the_run_with_its_sample_by_default(train):
 
 def test_too_many_failures_stop_the_run_though_they_may_score(train):
     outcome = train("bad", "reward.on_error=zero", "reward.timeout_s=0.3", "reward.max_failure_rate=0.01")
-    assert outcome.status == 2
+    assert outcome.status == 1
     assert "rewards failed, more than reward.max_failure_rate=0.01 allows" in outcome.err
 
 

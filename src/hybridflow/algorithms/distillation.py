@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybridflow.algorithms.guards import require_columns, require_mask
-from hybridflow.errors import AlgorithmError
+from hybridflow.errors import AlgorithmConfigError
 
 SMALLEST_REST = 1e-12
 """Probability below which all tokens but the candidates are taken to have this one: its logarithm must be finite."""
@@ -54,7 +54,7 @@ def teacher_kl(
     (https://arxiv.org/abs/2306.13649, equations 2 and 3). Raises AlgorithmError for another direction.
     """
     if direction not in ("reverse_kl", "forward_kl"):
-        raise AlgorithmError(f"teacher_kl: direction={direction!r} is not one of reverse_kl, forward_kl.")
+        raise AlgorithmConfigError(f"teacher_kl: direction={direction!r} is not one of reverse_kl, forward_kl.")
     policy, teacher = _with_rest(candidate_log_probs), _with_rest(teacher_candidate_log_probs)
     first, second = (policy, teacher) if direction == "reverse_kl" else (teacher, policy)
     return (first.exp() * (first - second)).sum(-1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.groups import group_table
 from hybridflow.algorithms.guards import require_columns, require_in_range
-from hybridflow.errors import AlgorithmError
+from hybridflow.errors import AlgorithmConfigError
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def gdpo_advantages(
     require_columns("gdpo_advantages", "(batch, components)", reward_components=reward_components)
     require_in_range("gdpo_advantages", "epsilon", epsilon, minimum=0)
     if len(component_weights) != reward_components.shape[1]:
-        raise AlgorithmError(
+        raise AlgorithmConfigError(
             f"gdpo_advantages: {len(component_weights)} component_weights, but reward_components has "
             f"{reward_components.shape[1]} columns; give each its weight."
         )

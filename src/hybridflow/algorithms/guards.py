@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from hybridflow.errors import AlgorithmError
+from hybridflow.errors import AlgorithmConfigError, AlgorithmError
 
 
 def require_columns(function: str, layout: str = "(batch, response_len)", **columns: Tensor) -> None:
@@ -50,19 +50,21 @@ def require_in_range(
             return
     lower = f"above {minimum}" if above_minimum else f"at least {minimum}"
     upper = "" if maximum == math.inf else f" and at most {maximum}"
-    raise AlgorithmError(f"{function}: {name}={value!r} is out of range; it must be a number {lower}{upper}.")
+    raise AlgorithmConfigError(f"{function}: {name}={value!r} is out of range; it must be a number {lower}{upper}.")
 
 
 def require_count(function: str, name: str, value: object, minimum: int) -> None:
     """Raise unless `value` is an int of at least `minimum`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise AlgorithmError(f"{function}: {name}={value!r} is not valid; it must be an int of at least {minimum}.")
+        raise AlgorithmConfigError(
+            f"{function}: {name}={value!r} is not valid; it must be an int of at least {minimum}."
+        )
 
 
 def require_name(function: str, what: str, name: str, table: dict) -> None:
     """Raise unless `name` is a key of `table`."""
     if name not in table:
-        raise AlgorithmError(f"{function}: there is no {what} {name!r}; valid are {', '.join(map(repr, table))}.")
+        raise AlgorithmConfigError(f"{function}: there is no {what} {name!r}; valid are {', '.join(map(repr, table))}.")
 
 
 def is_free_to_read(tensor: Tensor) -> bool:

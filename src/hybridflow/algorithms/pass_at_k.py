@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.groups import group_table
 from hybridflow.algorithms.guards import require_count, require_in_range
-from hybridflow.errors import AlgorithmError
+from hybridflow.errors import AlgorithmConfigError
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def pass_at_k_advantages(
     table = group_table("pass_at_k_advantages", scores, group_ids)
     sizes = table.sizes[:, 0].tolist()
     if sizes and min(sizes) < k:
-        raise AlgorithmError(
+        raise AlgorithmConfigError(
             f"pass_at_k_advantages: k={k}, but a group has {min(sizes)} rows; sample at least k responses to a prompt."
         )
     passes = table.is_filled & (table.scores >= success_score)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hybridflow.errors import AlgorithmError
+from hybridflow.errors import AlgorithmConfigError
 
 LogProbs = Float[Tensor, " pairs"]
 """Log-probabilities of whole responses: sums over their tokens."""
@@ -78,7 +78,9 @@ def _rewards(
     beta: float, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
 ) -> tuple[Tensor, Tensor]:
     if not beta > 0:
-        raise AlgorithmError(f"beta={beta} must be above 0: it is how closely the policy is kept to the reference.")
+        raise AlgorithmConfigError(
+            f"beta={beta} must be above 0: it is how closely the policy is kept to the reference."
+        )
     return beta * (chosen - ref_chosen), beta * (rejected - ref_rejected)
 
 

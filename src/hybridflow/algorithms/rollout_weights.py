@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridflow.algorithms.guards import require_columns, require_in_range, require_mask, require_name
 from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
 from hybridflow.algorithms.masked import masked_mean
-from hybridflow.errors import AlgorithmError
+from hybridflow.errors import AlgorithmConfigError
 
 
 @dataclass(frozen=True)
@@ -122,5 +122,5 @@ def _bounds(name: str, bounds: tuple[float, float]) -> tuple[float, float]:
     require_in_range("rollout_correction", f"{name}[0]", lowest, minimum=0)
     require_in_range("rollout_correction", f"{name}[1]", highest, minimum=0)
     if lowest > highest:
-        raise AlgorithmError(f"rollout_correction: {name}={bounds} cross; the lower bound comes first.")
+        raise AlgorithmConfigError(f"rollout_correction: {name}={bounds} cross; the lower bound comes first.")
     return lowest, highest

@@ -22,7 +22,7 @@ from hybridflow.checkpoint.partial_directory import partial_directory, remove_le
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.checkpoint.weights import stored_weights
-from hybridflow.errors import CheckpointError, ModelError
+from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError, ModelError
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -68,9 +68,11 @@ def export_model(
     """
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise CheckpointError(f"dtype={dtype!r} is unknown; use {', '.join(EXPORT_DTYPES)}.")
+        raise CheckpointConfigError(f"dtype={dtype!r} is unknown; use {', '.join(EXPORT_DTYPES)}.")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise CheckpointError(f"'{out_dir}' exists and is not an empty directory; give a new one, or remove it first.")
+        raise CheckpointConfigError(
+            f"'{out_dir}' exists and is not an empty directory; give a new one, or remove it first."
+        )
     if not isinstance(source, Mapping | Checkpoint):
         source = open_checkpoint(source)
     component = (
@@ -79,7 +81,9 @@ def export_model(
     model = _Model.of(model_dir, is_reward_model=component == REWARD_MODEL)
     with _weights_of(source, component) as (weights, lora, checkpoint):
         if adapter and lora is None:
-            raise CheckpointError("the checkpoint has no adapters to export alone: it was trained without lora.rank.")
+            raise CheckpointConfigError(
+                "the checkpoint has no adapters to export alone: it was trained without lora.rank."
+            )
         if lora is None:
             model.require_fit(weights)
         elif checkpoint is not None:
@@ -141,7 +145,7 @@ class _Model:
         from hybridflow.models import parameters_on_meta
 
         if not (directory / "config.json").is_file():
-            raise ModelError(
+            raise ModelConfigError(
                 f"'{directory}' is no model directory: config.json is missing. Give the one that training started from."
             )
         auto_class: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
@@ -177,7 +181,7 @@ class _Model:
         if missing or unknown or wrong:
             parts = {"missing": missing, "unknown": unknown, "of another shape": wrong}
             listed = "; ".join(f"{len(part)} {what} ({', '.join(part[:3])})" for what, part in parts.items() if part)
-            raise CheckpointError(
+            raise CheckpointConfigError(
                 f"the weights do not fit the {self.config.architectures[0]} of the model directory: {listed}. "
                 "Give the directory that training started from."
             )

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from hybridflow.checkpoint.store import Checkpoint
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointConfigError
 
 _SAMPLED_BYTES, _NUM_SAMPLES = 1 << 20, 64
 
@@ -35,7 +35,7 @@ def require_same_base(checkpoint: Checkpoint, model_dir: str | Path) -> None:
     if recorded is not None and recorded != model_fingerprint(model_dir):
         config = checkpoint.info.get("config")
         named = f", '{config['model.path']}'" if isinstance(config, dict) and "model.path" in config else ""
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"the adapters of '{checkpoint.directory}' were trained beside another model than '{model_dir}' holds; "
             f"give the one that training started from{named}."
         )

@@ -5,6 +5,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
     """
     path = Path(path)
     tree, tensors = split_state(state)
-    problem = ""
+    problem: tuple[str, int] = "", 0
     try:
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
         save(dict(tensors), storage_writer=writer, process_group=group)
@@ -42,11 +43,12 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
             path.with_name(path.name + ".json").write_text(tree_text(tree), encoding="utf-8")
     except (OSError, CheckpointException) as error:
         free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
-        problem = f"cannot write '{path}'{free}: {_last_line(error)}"
-    problems: list[str] = [""] * dist.get_world_size()
+        problem = f"cannot write '{path}'{free}: {_last_line(error)}", _errno(error)
+    problems = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
-    if any(problems):
-        raise CheckpointError("; ".join(dict.fromkeys(filter(None, problems))))
+    texts, numbers = (list(dict.fromkeys(filter(None, told))) for told in zip(*problems, strict=True))
+    if texts:
+        raise CheckpointError("; ".join(texts)) from (OSError(numbers[0], os.strerror(numbers[0])) if numbers else None)
 
 
 def describe_state(path: str | Path) -> Any:
@@ -85,3 +87,9 @@ def _last_line(error: BaseException) -> str:
     """What a rank's error says, without the tracebacks that DCP puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def _errno(error: BaseException) -> int:
+    """The number of the operating system's error, 0 for any other; DCP keeps that of each rank."""
+    of_ranks = [error, *(failure for failure, _ in getattr(error, "failures", {}).values())]
+    return next((e.errno for e in of_ranks if isinstance(e, OSError) and e.errno), 0)

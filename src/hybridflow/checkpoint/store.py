@@ -12,7 +12,7 @@ from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
 from hybridflow.checkpoint.manifest import check_info, read_manifest, write_manifest
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_directory, remove_leftovers
 from hybridflow.checkpoint.state_files import load_state
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointConfigError, CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class CheckpointStore:
 
     def __init__(self, directory: str | Path, keep: int = 2) -> None:
         if keep < 1:
-            raise CheckpointError(f"keep={keep} would keep no checkpoint; use 1, 2, ...")
+            raise CheckpointConfigError(f"keep={keep} would keep no checkpoint; use 1, 2, ...")
         self.directory = Path(directory)
         self.keep = keep
         self._known_valid: set[int] = set()
@@ -113,7 +113,7 @@ class CheckpointStore:
         Raises CheckpointError that names the damaged file and offers the newest valid checkpoint before it.
         """
         if step not in self.list():
-            raise CheckpointError(
+            raise CheckpointConfigError(
                 f"there is no checkpoint of step {step} in '{self.directory}'; {self._describe_steps()}."
             )
         try:

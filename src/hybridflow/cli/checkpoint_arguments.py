@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointConfigError, ConfigError
 
 if TYPE_CHECKING:
     from hybridflow.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def find_checkpoint(source: Path, step: int | None) -> "Checkpoint":
     store = CheckpointStore((source / "checkpoints").absolute())
     checkpoint = store.latest() if step is None else store.open(step)
     if checkpoint is None:
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"'{source}' is neither a checkpoint nor a run with checkpoints; '{store.directory}' has none."
         )
     return checkpoint

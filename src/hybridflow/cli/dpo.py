@@ -4,12 +4,13 @@ The reference is reference.model_path, or the model that training starts from. o
 
 The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/; the same command continues
 from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one
-exits at once. `hybridflow export` makes a model directory of the result.
+exits at once, with status 130. `hybridflow export` makes a model directory of the result.
 """
 
 import argparse
 
 from hybridflow.cli.training import add_arguments as add_arguments
+from hybridflow.cli.training import how_to_go_on as how_to_go_on
 from hybridflow.cli.training import run_trainer
 
 

@@ -1,6 +1,7 @@
 """Names the commands, runs one of them, and turns errors made for people into one line on stderr.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`; its docstring is its help.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; its docstring is its help. One that trains
+has `how_to_go_on(args) -> str` too: what to say where the same command can be run again.
 Nothing heavy is imported before the command is known, so that `hybridflow --help` is instant.
 """
 
@@ -11,9 +12,12 @@ import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 from hybridflow import __version__
+from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
+from hybridflow.cli.sigterm import sigterm_interrupts
 from hybridflow.errors import HybridFlowError, WorkerError
 
 
@@ -58,32 +62,54 @@ COMMANDS = {
     ),
 }
 
-USAGE_ERROR = 2
-INTERRUPTED = 130
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hybridflow ARGV...`; returns the exit status: 0, 2 for an error of ours, 130 after Ctrl-C."""
+    """Run `hybridflow ARGV...` and return its exit status, which `hybridflow.cli.exit_codes` has for each error.
+
+    An error that is neither a HybridFlowError nor for lack of space passes through: its traceback is wanted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _run(arguments)
-        sys.stdout.flush()
+        with sigterm_interrupts():
+            status = _run(arguments)
+            sys.stdout.flush()
         return status
-    except HybridFlowError as error:
-        if isinstance(error, WorkerError) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)  # a worker fell over something nobody foresaw
-        print(f"error: {error}", file=sys.stderr)
-        if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
-            from hybridflow.observability.log import get_logger
-
-            get_logger(__name__).debug("where it was raised:", exc_info=error)
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of `hybridflow config --reference | head` has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _discard_output()
+        return ExitCode.DONE
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        return exit_code(error)
+    except Exception as error:
+        code = exit_code(error)
+        if not isinstance(error, HybridFlowError) and code is ExitCode.FAILED:
+            raise
+        _tell(error)
+        if code is ExitCode.AGAIN and arguments:
+            _tell_how_to_go_on(arguments)
+        if isinstance(error, OSError):
+            _discard_output()  # it may be what could not be written, and Python would try again at exit
+        return code
+
+
+def _tell(error: Exception) -> None:
+    if isinstance(error, WorkerError) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)  # a worker fell over something nobody foresaw
+    print(f"error: {error}", file=sys.stderr)
+    if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
+        from hybridflow.observability.log import get_logger
+
+        get_logger(__name__).debug("where it was raised:", exc_info=error)
+
+
+def _tell_how_to_go_on(arguments: list[str]) -> None:
+    module = import_module(COMMANDS[arguments[0]].module)
+    if hasattr(module, "how_to_go_on"):
+        print(module.how_to_go_on(_arguments_of(module, arguments)), file=sys.stderr)
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:
@@ -92,22 +118,26 @@ def _run(arguments: list[str]) -> int:
     if name is None or arguments[0] != name:
         parser.parse_args(arguments)  # --help and --version leave here, as does an option nobody knows
         parser.print_help()
-        return USAGE_ERROR
+        return ExitCode.USAGE
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(COMMANDS)}."
         parser.error(f"no such command: {name}; {hint}")
-    command = COMMANDS[name]
-    module = import_module(command.module)
-    command_parser = argparse.ArgumentParser(
+    module = import_module(COMMANDS[name].module)
+    return module.run(_arguments_of(module, arguments))
+
+
+def _arguments_of(module: ModuleType, arguments: list[str]) -> argparse.Namespace:
+    name = arguments[0]
+    parser = argparse.ArgumentParser(
         prog=f"hybridflow {name}",
         description=module.__doc__,
-        epilog=f"example: hybridflow {command.example}",
+        epilog=f"example: hybridflow {COMMANDS[name].example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    module.add_arguments(command_parser)
-    return module.run(_parse(command_parser, arguments[1:]))
+    module.add_arguments(parser)
+    return _parse(parser, arguments[1:])
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
@@ -124,8 +154,9 @@ def _main_parser() -> argparse.ArgumentParser:
         prog="hybridflow",
         usage="hybridflow COMMAND ...",
         description="Reinforcement-learning post-training of language models.\n\ncommands:\n" + listed,
-        epilog=f"examples:\n{examples}\n\n`hybridflow COMMAND --help` explains one. Recipes are TOML files; "
-        "a.b=c after one changes a key.\nHYBRIDFLOW_LOGGING_LEVEL=debug shows more.",
+        epilog=f"examples:\n{examples}\n\nexit status:\n{exit_codes_text()}\n\n"
+        "`hybridflow COMMAND --help` explains one. Recipes are TOML files; a.b=c after one changes a key.\n"
+        "HYBRIDFLOW_LOGGING_LEVEL=debug shows more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

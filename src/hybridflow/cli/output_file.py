@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError
 
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:
@@ -20,4 +20,4 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     try:
         write_text_atomically(path, "".join(map(to_json_line, rows)))
     except OSError as error:
-        raise DataError(f"--output {path} cannot be written: {error}.") from error
+        raise DataConfigError(f"--output {path} cannot be written: {error}.") from error

@@ -15,7 +15,7 @@ from hybridflow.data.layout import pad_left
 from hybridflow.data.overlong import OVERLONG, truncate
 from hybridflow.data.parquet_rows import Row, read_rows, shorten
 from hybridflow.data.tokenizer import pad_token_id
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
 
@@ -46,9 +46,9 @@ class RLHFDataset:
         order_by: str = "",
     ) -> None:
         if overlong not in OVERLONG:
-            raise DataError(f"overlong={overlong!r} is not one of {', '.join(OVERLONG)}.")
+            raise DataConfigError(f"overlong={overlong!r} is not one of {', '.join(OVERLONG)}.")
         if max_prompt_length < 1 or max_samples < 0:
-            raise DataError(
+            raise DataConfigError(
                 f"max_prompt_length={max_prompt_length} must be at least 1 and max_samples={max_samples} at least 0."
             )
         self._pad_id = pad_token_id(tokenizer)
@@ -118,7 +118,7 @@ class RLHFDataset:
             if self.numbers is not None:
                 self.numbers = [number for i, number in enumerate(self.numbers) if i not in dropped]
             if not self._prompt_ids:
-                raise DataError(
+                raise DataConfigError(
                     f"all {len(rows)} prompts are longer than max_prompt_length={max_prompt_length} (the first is "
                     f"{first}); raise the limit."
                 )

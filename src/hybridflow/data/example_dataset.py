@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.parquet_rows import Row
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.observability import get_logger
 
 logger = get_logger(__name__)
@@ -66,9 +66,9 @@ def check_indices(indices: Sequence[int], num_rows: int) -> None:
 
 
 def require_limits(max_prompt_length: int, max_response_length: int, max_samples: int) -> None:
-    """Raise DataError for limits that leave nothing."""
+    """Raise DataConfigError for limits that leave nothing."""
     if max_prompt_length < 1 or max_response_length < 1 or max_samples < 0:
-        raise DataError(
+        raise DataConfigError(
             f"max_prompt_length={max_prompt_length} and max_response_length={max_response_length} must be at least "
             f"1, max_samples={max_samples} at least 0."
         )
@@ -88,6 +88,6 @@ def _short_enough(
         f"{rows[first].place}: prompt {lengths[first][0]}, response {lengths[first][1]} tokens)."
     )
     if not kept:
-        raise DataError(f"none of the {what} is left: {message} Raise the limits.")
+        raise DataConfigError(f"none of the {what} is left: {message} Raise the limits.")
     logger.warning("%s", message)
     return kept

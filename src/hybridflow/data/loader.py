@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.sampler import EpochSampler
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
 
@@ -38,9 +38,9 @@ class BatchLoader:
     ) -> None:
         num_rows = len(dataset)
         if train_batch_size < 1:
-            raise DataError(f"train_batch_size={train_batch_size} must be at least 1.")
+            raise DataConfigError(f"train_batch_size={train_batch_size} must be at least 1.")
         if drop_last and train_batch_size > num_rows:
-            raise DataError(
+            raise DataConfigError(
                 f"train_batch_size={train_batch_size} is larger than the data set of {num_rows} rows; "
                 f"use at most {num_rows}, or more data."
             )
@@ -97,7 +97,7 @@ class BatchLoader:
             f"{key} was {state[key]!r} and is {value!r}" for key, value in identity.items() if state[key] != value
         ]
         if different:
-            raise DataError(
+            raise DataConfigError(
                 f"the saved data position belongs to other data or settings: {'; '.join(different)}. "
                 f"Use the same files, tokenizer, limits, seed and batch size, or start a new run."
             )

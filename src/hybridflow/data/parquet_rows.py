@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 
 # Columns in which data sets keep pictures and sound; prompts with either are not supported.
 _MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
@@ -53,7 +53,7 @@ def read_rows(
     """
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
     if not paths:
-        raise DataError("no data files were given; name at least one parquet file.")
+        raise DataConfigError("no data files were given; name at least one parquet file.")
     rows: list[Row] = []
     for path in paths:
         table = read_table(path, required)
@@ -83,7 +83,7 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
 def read_table(path: Path, required: Sequence[str]) -> pa.Table:
     """Read one parquet file that has at least the required columns."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file.")
+        raise DataConfigError(f"{path}: no such file.")
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:

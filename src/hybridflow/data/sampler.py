@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import derive_seed, load_user_function, require_arguments
 
 Order = Callable[[Sequence[float], torch.Generator], Sequence[int]]
@@ -66,7 +66,7 @@ class EpochSampler:
         if num_rows < 1:
             raise DataError(f"there are {num_rows} rows to visit; at least 1 is needed.")
         if order in NEEDS_NUMBERS and numbers is None:
-            raise DataError(f"data.order={order!r} needs data.order_by, a column with a number for each row.")
+            raise DataConfigError(f"data.order={order!r} needs data.order_by, a column with a number for each row.")
         if numbers is not None and len(numbers) != num_rows:
             raise DataError(f"there are {num_rows} rows, but {len(numbers)} numbers to order them by.")
         self.num_rows, self.seed, self.name = num_rows, seed, order
@@ -101,6 +101,6 @@ class EpochSampler:
 
 
 def _function_of_user(name: str) -> Order:
-    function = load_user_function(name, "data.order", DataError)
-    require_arguments(function, name, "data.order", ("numbers", "generator"), DataError)
+    function = load_user_function(name, "data.order", DataConfigError)
+    require_arguments(function, name, "data.order", ("numbers", "generator"), DataConfigError)
     return lambda numbers, generator: function(numbers=list(numbers), generator=generator)

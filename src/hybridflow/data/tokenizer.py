@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.observability import get_logger
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
 
     path = Path(path)
     if not path.is_dir():
-        raise DataError(
+        raise DataConfigError(
             f"tokenizer: '{path}' is not a directory; give a local Hugging Face directory (nothing is downloaded)."
         )
     try:

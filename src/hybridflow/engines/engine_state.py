@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.config import LoRAConfig
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointConfigError, CheckpointError
 
 CHECK = "it is of another model. Check model.path."
 
@@ -47,16 +47,16 @@ def require_same_adapters(lora: LoRAConfig | None, state: dict[str, Any]) -> Non
         return
     if stored is None:
         assert wanted is not None
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"the checkpoint was trained without adapters, but lora.rank={wanted['rank']}; use lora.rank = 0."
         )
     if wanted is None:
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"the checkpoint has adapters alone; set lora.rank = {stored['rank']}, lora.alpha = {stored['alpha']} and "
             f"lora.targets = {stored['targets']}, as they were trained."
         )
     changed = (f"lora.{key}={stored[key]}, not {wanted[key]}" for key in wanted if stored[key] != wanted[key])
-    raise CheckpointError(f"the checkpoint's adapters were trained with {', '.join(changed)}; set it back.")
+    raise CheckpointConfigError(f"the checkpoint's adapters were trained with {', '.join(changed)}; set it back.")
 
 
 def _require_shape(what: str, stored: Tensor, wanted: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.engines.ranks import Ranks
-from hybridflow.errors import BatchError, HybridFlowError, ModelError, WorkerError
+from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, ModelError, WorkerError
 
 LESS_MEMORY = (
     "set a smaller memory.max_tokens_per_micro_batch, model.gradient_checkpointing = true, or memory.offload for roles "
@@ -42,7 +42,7 @@ class StepGuard:
             if reason := _explain(error):
                 if _is_of_memory(error):
                     raise ModelError(reason) from error
-                raise WorkerError(reason, rank=self._ranks.place_in_world) from error
+                raise LostWorkerError(reason, rank=self._ranks.place_in_world) from error
             raise
 
 

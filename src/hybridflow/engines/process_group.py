@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from hybridflow.errors import WorkerError
+from hybridflow.errors import LostWorkerError
 from hybridflow.runtime import listen
 
 _has_joined = False
@@ -32,7 +32,7 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
         store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (OSError, RuntimeError) as error:
-        raise WorkerError(
+        raise LostWorkerError(
             f"rank {rank} of {world_size} could not meet the others at {address}:{port}: {error}", rank=rank
         ) from error
     _has_joined = True

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridflow.config import ParallelConfig
 from hybridflow.engines.process_group import has_joined
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError
 
 DATA, SEQUENCE, TENSOR, SHARD = "data", "sequence", "tensor", "shard"
 
@@ -29,7 +29,7 @@ class Ranks:
         self.world_size = dist.get_world_size() if has_joined() else 1
         self.data, rest = divmod(self.world_size, self.sequence * self.tensor)
         if rest:
-            raise ModelError(
+            raise ModelConfigError(
                 f"parallel.sequence={self.sequence} times parallel.tensor={self.tensor} does not divide the "
                 f"{self.world_size} ranks; change one of them, or the number of ranks."
             )

@@ -34,7 +34,7 @@ from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.stretch import stretch_of
-from hybridflow.errors import BatchError, ModelError, NonFiniteError
+from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
 from hybridflow.kernels import serves
 from hybridflow.models import (
     DTYPES,
@@ -332,7 +332,7 @@ class TorchEngine:
     def _require_own_forward(self) -> None:
         """What a family with code of its own must do; all ranks run it."""
         if self.ranks.sequence > 1:
-            raise ModelError(
+            raise ModelConfigError(
                 f"parallel.sequence={self.ranks.sequence}: this {self.model.config.model_type} model is computed by "
                 "its own code, which knows whole sequences only; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3."
             )

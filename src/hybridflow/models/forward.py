@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError
 from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.decoder import decoder_of
@@ -105,7 +105,7 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
     if _is_fusable(model):
         return FusedForward(model, is_sharded=is_sharded, tensor=tensor)
     if tensor is not None:
-        raise ModelError(
+        raise ModelConfigError(
             f"parallel.tensor: a {model.config.model_type} model with this configuration has no plan; use "
             "parallel.tensor = 1."
         )
@@ -157,7 +157,7 @@ class OwnForward:
         return _decode(self, tokens, plan)
 
     def compile(self) -> None:
-        raise ModelError(
+        raise ModelConfigError(
             f"model.compile: {self.model.config.model_type} models are computed by their own code, which is not "
             "compiled; use model.compile = false, or a Llama, Qwen2 or Qwen3 model."
         )

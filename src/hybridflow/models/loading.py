@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
 from hybridflow.models.support import USE_INSTEAD, require_planned_attention, require_supported_config
 from hybridflow.observability import get_logger
@@ -96,7 +96,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     """The configuration of a model directory; `options` replace keys. Raises ModelError if it cannot be served."""
     if not (Path(path) / "config.json").is_file():
-        raise ModelError(
+        raise ModelConfigError(
             f"'{path}' is no model directory, it has no config.json; give a local Hugging Face directory as "
             "model.path (nothing is downloaded)."
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hybridflow.config import LoRAConfig
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError
 from hybridflow.runtime import derive_seed
 
 ADAPTER, BASE = ".lora_", ".base_layer"
@@ -27,12 +27,12 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype)
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ModelError(
+        raise ModelConfigError(
             f"lora.rank={config.rank} needs peft ({error}); install it with `pip install hybridflow[lora]`."
         ) from error
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if missing := [target for target in config.targets if target not in names]:
-        raise ModelError(
+        raise ModelConfigError(
             f"lora.targets: the model has no linear layer called {', '.join(missing)}; there are "
             f"{', '.join(sorted(names))}."
         )
@@ -59,13 +59,13 @@ def _require_sensible(model: PreTrainedModel, config: LoRAConfig) -> None:
     }
     embedding: Any = model.get_input_embeddings().weight
     if tied := [name for name, layer in layers.items() if layer.weight is embedding]:
-        raise ModelError(
+        raise ModelConfigError(
             f"lora.targets: {tied[0]} of this model has the weight of its input embedding (tie_word_embeddings), which "
             "adapters of one of them cannot be merged into; leave it out."
         )
     largest = max(min(layer.weight.shape) for layer in layers.values())
     if config.rank > largest:
-        raise ModelError(
+        raise ModelConfigError(
             f"lora.rank={config.rank} exceeds the smaller side of every layer of lora.targets; use at most {largest}, "
             "which is as good as learning the layers themselves."
         )

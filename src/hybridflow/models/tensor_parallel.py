@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """By `model_type`: those whose plan is known."""
@@ -42,7 +42,7 @@ def require_tensor_parallel(config: Any, size: int) -> None:
     if size == 1:
         return
     if config.model_type not in FAMILIES:
-        raise ModelError(
+        raise ModelConfigError(
             f"parallel.tensor={size}: {config.model_type} models have no plan for it, only {', '.join(FAMILIES)}; use "
             "parallel.tensor = 1, which shards them over all ranks as well."
         )
@@ -52,13 +52,13 @@ def require_tensor_parallel(config: Any, size: int) -> None:
         "intermediate_size": config.intermediate_size,
     }
     if wrong := [f"{key}={count}" for key, count in counts.items() if count % size]:
-        raise ModelError(
+        raise ModelConfigError(
             f"parallel.tensor={size} does not divide {' and '.join(wrong)} of this model; choose a divisor of "
             "all of them, and parallel.sequence for the other ranks."
         )
     entries = config.vocab_size
     if (size - 1) * -(-entries // size) >= entries:
-        raise ModelError(
+        raise ModelConfigError(
             f"parallel.tensor={size} leaves a rank none of the vocab_size={entries} entries of this model; use fewer."
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import write_text_atomically
 
 NON_FINITE = "non_finite"
@@ -73,7 +73,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     Raises DataError if there is no file, and naming the file and the line where one is no JSON object.
     """
     if not Path(path).is_file():
-        raise DataError(f"{path} is missing; a run writes it at its first step.")
+        raise DataConfigError(f"{path} is missing; a run writes it at its first step.")
     rows = []
     for i, line in enumerate(_lines(Path(path)), start=1):
         row = _parse(line, Path(path), i)

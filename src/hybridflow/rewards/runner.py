@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards.batches import as_batch, split
 from hybridflow.rewards.framed_process import FramedProcess
 from hybridflow.rewards.outcome import Heard, Outcome, Outcomes
@@ -179,7 +179,7 @@ class RewardRunner:
             return
         for message in process.messages():
             if "not_loaded" in message:
-                raise RewardError(message["not_loaded"])
+                raise RewardConfigError(message["not_loaded"])
             if "ready" in message:
                 process.is_ready = self._is_known = True
                 self.takes_batches, self.source = message["takes_batches"], message["source"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.observability import get_logger
 from hybridflow.rewards.batches import split
 from hybridflow.rewards.in_rank import call_here
@@ -89,9 +89,9 @@ class RewardScorer:
         journal: RewardJournal | None = None,
     ) -> None:
         if on_error not in ("stop", "zero"):
-            raise RewardError(f"on_error={on_error!r} is not one of stop, zero.")
+            raise RewardConfigError(f"on_error={on_error!r} is not one of stop, zero.")
         if not abs(error_score) <= _MAX_SCORE:
-            raise RewardError(f"error_score={error_score} must be a finite float32 number.")
+            raise RewardConfigError(f"error_score={error_score} must be a finite float32 number.")
         if isinstance(function, str):
             function = load_reward_function(function, kwargs or {}) if function and runner is None else None
         elif function is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardConfigError
 from hybridflow.rewards.reward_process import ARGUMENTS, BATCH_ARGUMENTS, WHAT, takes_batches
 from hybridflow.rewards.table import RewardFunction
 from hybridflow.runtime import load_user_function, require_arguments
@@ -16,7 +16,7 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
     cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info (or all of their
     plurals) and `kwargs`.
     """
-    function: RewardFunction = load_user_function(name, WHAT, RewardError)
+    function: RewardFunction = load_user_function(name, WHAT, RewardConfigError)
     check_signature(function, name, kwargs or {})
     return function
 
@@ -24,4 +24,4 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
 def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
     """`RewardError` if the function cannot take the four keyword arguments, or their plurals, and `kwargs`."""
     arguments = BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS
-    require_arguments(function, name, WHAT, (*arguments, *kwargs), RewardError)
+    require_arguments(function, name, WHAT, (*arguments, *kwargs), RewardConfigError)

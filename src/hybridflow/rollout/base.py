@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from torch import Size, Tensor
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutConfigError, RolloutError
 
 FinishReason = Literal["stop", "length", "abort"]
 SleepingPart = Literal["weights", "kv_cache"]
@@ -33,14 +33,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RolloutError(f"max_new_tokens={self.max_new_tokens}; it must be at least 1.")
+            raise RolloutConfigError(f"max_new_tokens={self.max_new_tokens}; it must be at least 1.")
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise RolloutError(
+            raise RolloutConfigError(
                 f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}; valid are a finite "
                 "temperature >= 0, top_k >= 0 and 0 < top_p <= 1."
             )
         if "" in self.stop_strings:
-            raise RolloutError(f"stop_strings={self.stop_strings!r} has an empty one, which would end every response.")
+            raise RolloutConfigError(
+                f"stop_strings={self.stop_strings!r} has an empty one, which would end every response."
+            )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import forward_of, placeholder
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.rollout.base import Completion, Request, SamplingParams, SleepingPart
@@ -39,7 +39,7 @@ class EmbeddedRollout:
         tokenizer: Decoder | None = None,
     ) -> None:
         if max_running_sequences < 1:
-            raise RolloutError(f"max_running_sequences={max_running_sequences}; it must be at least 1.")
+            raise RolloutConfigError(f"max_running_sequences={max_running_sequences}; it must be at least 1.")
         self.model = model
         self._forward = forward_of(model)
         self._pack_weights = pack_weights

@@ -1,6 +1,6 @@
 """Whether an engine can ever serve a request: asked before it is queued."""
 
-from hybridflow.errors import AlgorithmError, RolloutError
+from hybridflow.errors import AlgorithmError, RolloutConfigError, RolloutError
 from hybridflow.rollout.base import Request
 from hybridflow.runtime import derive_seed
 
@@ -19,7 +19,7 @@ def require_servable(
     if request.group_size < 1:
         raise RolloutError(f"{name} has group_size={request.group_size}; it must be at least 1.")
     if request.group_size > max_running_sequences:
-        raise RolloutError(
+        raise RolloutConfigError(
             f"{name}: group_size={request.group_size} exceeds rollout.max_running_sequences={max_running_sequences}; "
             "raise the latter."
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.errors import ModelError
+from hybridflow.errors import ModelConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def peak_memory_of(call: Callable[[], object], device: "torch.device") -> int:
     try:
         _CLEAR_REFS.write_text("5")  # the peak starts anew
     except OSError as error:
-        raise ModelError(
+        raise ModelConfigError(
             f"{_KEY} measures memory by {_CLEAR_REFS}, which cannot be written here ({error}); give a number of tokens."
         ) from error
     call()
@@ -49,4 +49,6 @@ def _kilobytes(path: Path, name: str) -> int:
     try:
         return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
     except (OSError, StopIteration) as error:
-        raise ModelError(f"{_KEY} reads {name} of {path}, which this system lacks; give a number of tokens.") from error
+        raise ModelConfigError(
+            f"{_KEY} reads {name} of {path}, which this system lacks; give a number of tokens."
+        ) from error

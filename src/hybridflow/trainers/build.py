@@ -9,7 +9,7 @@ from hybridflow.config import ActorConfig, Config, CriticConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import BatchLoader, RLHFDataset, load_tokenizer
 from hybridflow.engines.engine_state import require_same_adapters
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointConfigError, ConfigError
 from hybridflow.kernels import use_kernels
 from hybridflow.models import DTYPES, decoder_shape
 from hybridflow.runtime import (
@@ -139,7 +139,7 @@ def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
     if checkpoint is None:
         return
     if checkpoint.info.get("kind") == "reward-model":
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"'{checkpoint.directory}' is of a reward model, which writes no responses; `hybridflow export` makes a "
             "directory for reward.model_path of it."
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.errors import ConfigError, DataError, ModelError
+from hybridflow.errors import ConfigError, DataConfigError, ModelConfigError, ModelError
 from hybridflow.models import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
 
@@ -36,7 +36,7 @@ def require_files(config: Config, *file_keys: str, reference: bool = False) -> N
         models["teacher.model_path"] = config.teacher.model_path
     for key, path in models.items():
         if path and not (Path(path) / "config.json").is_file():
-            raise ModelError(
+            raise ModelConfigError(
                 f"{key}='{path}' is no model directory: config.json is missing. Give a local Hugging Face directory; "
                 "nothing is downloaded."
             )
@@ -46,7 +46,7 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
     """Raise DataError if the longest prompt and response together exceed the positions of the policy."""
     positions, longest = _positions_of(config.model.path), prompts.longest_prompt
     if isinstance(positions, int) and longest + config.data.max_response_length > positions:
-        raise DataError(
+        raise DataConfigError(
             f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
             f"but the model has {positions} positions; lower one of the limits."
         )
@@ -56,7 +56,7 @@ def require_room(config: Config, longest: int) -> None:
     """Raise DataError if an example of `longest` tokens exceeds the positions of the model."""
     positions = _positions_of(config.model.path)
     if isinstance(positions, int) and longest > positions:
-        raise DataError(
+        raise DataConfigError(
             f"the longest example has {longest} tokens, but the model has {positions} positions; lower "
             f"data.max_prompt_length={config.data.max_prompt_length} or "
             f"data.max_response_length={config.data.max_response_length}."

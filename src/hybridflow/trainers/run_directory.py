@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointConfigError, CheckpointError, ConfigError, RunInUseError
 from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
 from hybridflow.runtime import write_text_atomically
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
@@ -34,7 +34,7 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"trainer.run_dir='{self.path}' is a file; choose a directory.")
         if config.trainer.resume == "never" and self.path.is_dir() and any(self.path.iterdir()):
-            raise CheckpointError(
+            raise CheckpointConfigError(
                 f"'{self.path}' is not empty and trainer.resume='never'; "
                 "choose another trainer.run_dir, or resume = 'auto'."
             )
@@ -66,7 +66,7 @@ class RunDirectory:
             for name, text in self.documents.items():
                 write_text_atomically(self.path / name, text)
         except OSError as error:
-            raise CheckpointError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
+            raise CheckpointConfigError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
         return metrics, samples, trace
@@ -83,7 +83,7 @@ class RunDirectory:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.end()
-            raise CheckpointError(
+            raise RunInUseError(
                 f"another process is running in trainer.run_dir='{self.path}'; choose another, or stop it first."
             ) from error
 
@@ -92,7 +92,7 @@ class RunDirectory:
         step = max(self.store.list(), default=0)
         if step != self.step:
             self.end()
-            raise CheckpointError(
+            raise RunInUseError(
                 f"another process has trained on in trainer.run_dir='{self.path}': this one would continue after step "
                 f"{self.step}, but there is a checkpoint of step {step} now. Nothing was changed; start it again."
             )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.config import Config, leaf_keys
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointConfigError
 from hybridflow.observability import get_logger
 
 logger = get_logger(__name__)
@@ -47,7 +47,7 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     before = checkpoint.info
     if before.get("kind") != identity["kind"]:
         made_by = f"made by `hybridflow {before['kind']}`" if "kind" in before else "not made by a training run"
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"'{checkpoint.directory}' was {made_by}, so `hybridflow {identity['kind']}` cannot continue it; "
             "choose another trainer.run_dir."
         )
@@ -66,7 +66,7 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
         if before["models"].get(key, fingerprint) != fingerprint
     ]
     if wrong:
-        raise CheckpointError(
+        raise CheckpointConfigError(
             f"'{checkpoint.directory}' is of another run: {'; '.join(wrong)}. "
             "Change it back to continue, or choose another trainer.run_dir."
         )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import LostWeightSyncError
 from hybridflow.runtime import listen
 from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 from hybridflow.weight_sync.ways import Sent
@@ -48,7 +48,7 @@ class ByBroadcast:
             )  # fmt: skip
             self._group = _group_of(self._device, store, self._rank, self._world_size, self._timeout)
         except RuntimeError as error:
-            raise WeightSyncError(
+            raise LostWeightSyncError(
                 f"rank {self._rank} of {self._world_size} could not meet the others at {self.address}:{self.port} to "
                 f"exchange weights: {error}"
             ) from error
@@ -81,7 +81,7 @@ class ByBroadcast:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise WeightSyncError(f"a broadcast of weights failed: {error}") from error
+                raise LostWeightSyncError(f"a broadcast of weights failed: {error}") from error
 
 
 def _group_of(device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> Any:

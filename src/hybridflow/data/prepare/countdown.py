@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridflow.data.prepare.disjoint import draw_disjoint
 from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
 from hybridflow.data.prepare.template import fill_template
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError
 
 COUNTDOWN_PROMPT = (
     "Using the numbers [{numbers}], make an equation that equals {target}. Use the operations {operators} and "
@@ -130,11 +130,11 @@ def countdown_prompt(
 
 def _check_options(counts: tuple[int, ...], max_number: int, max_target: int, operators: str) -> None:
     if not counts or any(not 2 <= count <= _MAX_OPERANDS for count in counts):
-        raise DataError(f"num_operands={counts}: give one or several counts between 2 and {_MAX_OPERANDS}.")
+        raise DataConfigError(f"num_operands={counts}: give one or several counts between 2 and {_MAX_OPERANDS}.")
     if max_number < 1 or max_target < 1:
-        raise DataError(f"max_number={max_number} and max_target={max_target} must be at least 1.")
+        raise DataConfigError(f"max_number={max_number} and max_target={max_target} must be at least 1.")
     if not operators or not set(operators) <= set("+-*/"):
-        raise DataError(f"operators={operators!r}: give some of + - * / in one text, for example '+-'.")
+        raise DataConfigError(f"operators={operators!r}: give some of + - * / in one text, for example '+-'.")
 
 
 def _draw_signed_sum(

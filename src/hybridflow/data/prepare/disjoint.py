@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError
 
 # Draws in a row that may bring nothing new before the space of problems counts as used up.
 _MAX_FRUITLESS_DRAWS = 20_000
@@ -33,7 +33,7 @@ def draw_disjoint(
     are not enough different problems.
     """
     if train_size < 1 or test_size < 1:
-        raise DataError(f"train_size={train_size} and test_size={test_size} must both be at least 1.")
+        raise DataConfigError(f"train_size={train_size} and test_size={test_size} must both be at least 1.")
     test_groups: set[Hashable] = set()
     max_test_groups = max(1, num_groups // 2)
     test_seen: set[Hashable] = set()
@@ -73,7 +73,7 @@ def _collect(
             continue
         fruitless += 1
         if fruitless >= _MAX_FRUITLESS_DRAWS:
-            raise DataError(
+            raise DataConfigError(
                 f"{name}={size}: only {len(problems)} different problems were found (train and test share no numbers). "
                 f"Ask for fewer, or {widen}."
             )

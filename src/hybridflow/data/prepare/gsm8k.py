@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.data.parquet_rows import read_table
 from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
@@ -50,14 +50,14 @@ def _prompt_rows(file: Path, split: str, instruction: str) -> list[dict[str, Any
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where the record is, record)."""
     if file.suffix not in (".jsonl", ".parquet"):
-        raise DataError(f"{file}: GSM8K files end in .jsonl or .parquet; this one ends in {file.suffix!r}.")
+        raise DataConfigError(f"{file}: GSM8K files end in .jsonl or .parquet; this one ends in {file.suffix!r}.")
     if file.suffix == ".parquet":
         table = read_table(file, required=("question", "answer"))
         for row, record in enumerate(table.select(["question", "answer"]).to_pylist()):
             yield f"{file}: row {row}", record
         return
     if not file.is_file():
-        raise DataError(f"{file}: no such file.")
+        raise DataConfigError(f"{file}: no such file.")
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

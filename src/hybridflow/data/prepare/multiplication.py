@@ -7,7 +7,7 @@ from pathlib import Path
 from hybridflow.data.prepare.disjoint import draw_disjoint
 from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
 from hybridflow.data.prepare.template import fill_template
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError
 
 MULTIPLICATION_PROMPT = (
     "What is {a} * {b}? Show your work, then give the final answer in <answer> </answer>, for example "
@@ -43,7 +43,7 @@ def generate_multiplication(
     """
     for name, digits in (("digits_a", digits_a), ("digits_b", digits_b)):
         if not 1 <= digits <= _MAX_DIGITS:
-            raise DataError(f"{name}={digits} must be between 1 and {_MAX_DIGITS}.")
+            raise DataConfigError(f"{name}={digits} must be between 1 and {_MAX_DIGITS}.")
     noise = random.Random(seed)
 
     def draw() -> MultiplicationProblem:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import write_bytes_atomically
 
 Messages = Sequence[Mapping[str, str]]
@@ -113,5 +113,5 @@ def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(path, buffer.getvalue().to_pybytes())
     except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error}.") from error
+        raise DataConfigError(f"{path}: cannot be written: {error}.") from error
     return path

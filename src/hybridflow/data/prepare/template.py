@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataConfigError
 
 
 def fill_template(template: str, values: Mapping[str, str], required: Sequence[str]) -> str:
@@ -10,7 +10,7 @@ def fill_template(template: str, values: Mapping[str, str], required: Sequence[s
     missing = [f"{{{name}}}" for name in required if f"{{{name}}}" not in template]
     if missing:
         known = ", ".join(f"{{{name}}}" for name in values)
-        raise DataError(f"prompt_template={template!r} lacks {' and '.join(missing)}; it may hold {known}.")
+        raise DataConfigError(f"prompt_template={template!r} lacks {' and '.join(missing)}; it may hold {known}.")
     for name, value in values.items():
         template = template.replace(f"{{{name}}}", value)
     return template

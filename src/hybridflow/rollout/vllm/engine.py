@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
 from hybridflow.rollout.loading import Loading, announced
@@ -68,11 +68,11 @@ class VLLMRollout:
         enforce_eager: bool = False,
     ) -> None:
         if dtype not in DTYPES:
-            raise RolloutError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
+            raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
         described = build_without_weights(path, "policy", torch.float32)
         config = described.config.get_text_config()
         if max_model_len > config.max_position_embeddings:
-            raise RolloutError(
+            raise RolloutConfigError(
                 f"rollout.max_model_len={max_model_len} exceeds the {config.max_position_embeddings} positions of "
                 f"'{path}'; use at most these, or 0."
             )
@@ -295,7 +295,7 @@ class VLLMRollout:
 def _require_temperature(request: Request) -> None:
     temperature = request.sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise RolloutError(
+        raise RolloutConfigError(
             f"request {request.request_id} has temperature={temperature}, but vLLM samples at 0, or from "
             f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use one of these, or the embedded engine."
         )

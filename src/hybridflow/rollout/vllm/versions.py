@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.runtime import own_device, unchanged_random_state
 
 VERSION = (0, 32)
@@ -257,12 +257,12 @@ def require_vllm() -> None:
             numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
             wanted = ".".join(map(str, VERSION))
             if numbers != VERSION:
-                raise RolloutError(
+                raise RolloutConfigError(
                     f"{package} is {version}, but hybridflow works with {wanted}: `pip install "
                     f"'{package}=={wanted}.*'`."
                 )
             return
-    raise RolloutError(
+    raise RolloutConfigError(
         "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'` on a machine with "
         "a GPU; `make setup-vllm` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
     )

@@ -1,0 +1,100 @@
+"""The exit status of every command: one table from the class of an error to a code."""
+
+import errno
+import sys
+from collections.abc import Iterator
+from enum import IntEnum
+
+from hybridflow import errors
+
+
+class ExitCode(IntEnum):
+    """What a program that starts `hybridflow` can act on. 75 is EX_TEMPFAIL of sysexits.h."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    AGAIN = 75
+    INTERRUPTED = 130
+
+
+MEANINGS = {
+    ExitCode.DONE: "done, or stopped and saved after one Ctrl-C or SIGTERM",
+    ExitCode.FAILED: "the run failed: a loss, a reward, data, a model, a damaged checkpoint, a bug",
+    ExitCode.USAGE: "usage, configuration, or a file that does not exist",
+    ExitCode.AGAIN: "run the same command again: a worker or node was lost or late, or no space was left",
+    ExitCode.INTERRUPTED: "interrupted without saving",
+}
+
+CODES: dict[type[BaseException], ExitCode] = {
+    errors.HybridFlowError: ExitCode.FAILED,
+    errors.DataError: ExitCode.FAILED,
+    errors.BatchError: ExitCode.FAILED,
+    errors.FieldError: ExitCode.FAILED,
+    errors.AlgorithmError: ExitCode.FAILED,
+    errors.DispatchError: ExitCode.FAILED,
+    errors.WorkerError: ExitCode.FAILED,
+    errors.ModelError: ExitCode.FAILED,
+    errors.RolloutError: ExitCode.FAILED,
+    errors.WeightSyncError: ExitCode.FAILED,
+    errors.RewardError: ExitCode.FAILED,
+    errors.NonFiniteError: ExitCode.FAILED,
+    errors.CheckpointError: ExitCode.FAILED,
+    errors.ConfigError: ExitCode.USAGE,
+    errors.DataConfigError: ExitCode.USAGE,
+    errors.AlgorithmConfigError: ExitCode.USAGE,
+    errors.ModelConfigError: ExitCode.USAGE,
+    errors.RolloutConfigError: ExitCode.USAGE,
+    errors.RewardConfigError: ExitCode.USAGE,
+    errors.CheckpointConfigError: ExitCode.USAGE,
+    errors.LostWorkerError: ExitCode.AGAIN,
+    errors.WorkerDiedError: ExitCode.AGAIN,
+    errors.WorkerTimeoutError: ExitCode.AGAIN,
+    errors.LostWeightSyncError: ExitCode.AGAIN,
+    errors.RunInUseError: ExitCode.AGAIN,
+    KeyboardInterrupt: ExitCode.INTERRUPTED,
+    Exception: ExitCode.FAILED,
+}
+"""The most derived class of an error counts. Whatever the class, an error for lack of space is AGAIN."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Return the exit status for an error that ends a command."""
+    if any(_is_for_lack_of_space(cause) for cause in _causes(error)):
+        return ExitCode.AGAIN
+    return next(CODES[cls] for cls in type(error).__mro__ if cls in CODES)
+
+
+def exit_codes_text() -> str:
+    """Return the codes with their meanings, a line each, for `hybridflow --help`."""
+    return "\n".join(f"  {code:<3}  {meaning}" for code, meaning in MEANINGS.items())
+
+
+def exit_codes_markdown() -> str:
+    """Return the codes with their meanings and classes as a Markdown table."""
+    rows = []
+    for code, meaning in MEANINGS.items():
+        classes = [f"`{cls.__name__}`" for cls, its_code in CODES.items() if its_code is code]
+        rows.append(f"| {code:d} | {meaning} | {', '.join(classes)} |")
+    return "\n".join(["| status | meaning | errors |", "|---|---|---|", *rows]) + "\n"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, the one that it was raised from, and so on."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        yield cause
+        seen.add(id(cause))
+        cause = cause.__cause__
+
+
+def _is_for_lack_of_space(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return True
+    if type(error).__name__ == "SafetensorError":  # Rust tells the number in the text alone
+        return any(f"(os error {number})" in str(error) for number in _NO_SPACE)
+    ray = sys.modules.get("ray.exceptions")  # imported if it has raised anything
+    return ray is not None and isinstance(error, (ray.OutOfDiskError, ray.ObjectStoreFullError))
