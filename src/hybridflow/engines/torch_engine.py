@@ -265,6 +265,11 @@ class TorchEngine:
         return {plain_name(name): shape for name, shape in names if not is_adapter(name)}
 
     @property
+    def vocabulary_size(self) -> int:
+        """The entries of the model's vocabulary."""
+        return self.model.config.get_text_config().vocab_size
+
+    @property
     def shares_weights(self) -> bool:
         """Whether generation computes with the very weights that learn: they are whole, and nothing is beside them."""
         return self.ranks.is_alone and not self.lora

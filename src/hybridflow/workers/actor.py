@@ -1,6 +1,7 @@
-"""The policy that learns: log-probs of what was generated, updates, and its weights for those who generate."""
+"""The policy that learns: log-probs of what was generated, updates, and its weights for rollout engines."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.protocol import DataProto
-from hybridflow.weight_sync import Bucket, Probe, Sent, WeightSpec, fill_buckets, plan_buckets, probe_sequences
+from hybridflow.weight_sync import WeightSender, build_sending_transport
 from hybridflow.workers.algorithm_functions import needs_sum_squared_probs
 from hybridflow.workers.drift import KL, MEAN, SHARE, drift_of_tokens
 from hybridflow.workers.losses import actor_columns, actor_loss
@@ -17,7 +18,6 @@ from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 from hybridflow.workers.process import prepare_process
 from hybridflow.workers.selection import with_selected_tokens
-from hybridflow.workers.weight_ways import Offer, SendingEnd
 
 
 class ActorWorker(ModelWorker):
@@ -25,8 +25,6 @@ class ActorWorker(ModelWorker):
 
     component = "actor"
     role = "actor_rollout"
-    _end: SendingEnd | None = None
-    _buckets: Iterator[Bucket] | None = None
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         prepare_process(self, config)
@@ -34,6 +32,8 @@ class ActorWorker(ModelWorker):
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
         self.engine = self.build_engine(config, config.model.path, "policy", config.actor.optimizer, total_updates)
+        transport = partial(build_sending_transport, config) if self.rank == 0 else None
+        self.weight_sender = WeightSender(self.engine, config, transport)
 
     @register(
         TO_REPLICAS,
@@ -123,57 +123,7 @@ class ActorWorker(ModelWorker):
             )
         return mean_metrics(steps)
 
-    # ------------------------------------------------------------------------------------------ weights
-
     @register(Dispatch.ONE_TO_ALL)
-    def offer_weights(self, num_receivers: int) -> Offer:
-        """What `send_bucket` will send, of the present version, to so many ranks of another pool."""
-        self._end = self._end or SendingEnd(self.config, self.rank, num_receivers)
-        self._buckets = None
-        specs = self.weight_specs()
-        return Offer(specs, len(self._plan(specs)), self.engine.num_updates, self._end.address, self._end.port)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def join_receivers(self) -> None:
-        """Meet those who receive, once."""
-        assert self._end is not None, "offer_weights comes first"
-        self._end.join()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def send_bucket(self) -> tuple[Sent, Any] | None:
-        """Send the next bucket; rank 0 says what the receivers need, the others only gather with it."""
-        assert self._end is not None, "offer_weights comes first"
-        self._buckets = self._buckets or self.gathered_buckets()
-        bucket = next(self._buckets)
-        return self._end.send(bucket).apart() if self.rank == 0 else None
-
-    @register(Dispatch.ONE_TO_ALL)
-    def finish_sending(self) -> None:
-        """Clear away what was sent."""
-        assert self._end is not None, "offer_weights comes first"
-        self._buckets = None
-        self._end.finish()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def compute_probe(self) -> Probe:
-        """What a rollout engine with these weights must compute."""
-        sequences = probe_sequences(self.engine.model.config.get_text_config().vocab_size, self._max_len() - 1)
-        ids = torch.tensor(sequences)
-        columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": ids[:, 1:] >= 0}
-        return Probe(sequences, self.engine.forward(DataProto.from_dict(columns))["log_probs"].tolist())
-
-    def weight_specs(self) -> list[WeightSpec]:
-        """The weights that generation needs, as they are sent."""
-        dtype = self.config.model.dtype
-        return [WeightSpec(name, tuple(shape), dtype) for name, shape in self.engine.weight_shapes().items()]
-
-    def gathered_buckets(self) -> Iterator[Bucket]:
-        """All weights, some at a time; every rank gathers, and rank 0 makes fingerprints."""
-        return fill_buckets(self._plan(self.weight_specs()), self.engine.weights(), self.engine.num_updates)
-
-    def _plan(self, specs: list[WeightSpec]) -> list[list[WeightSpec]]:
-        return plan_buckets(specs, self.config.rollout.sync_bucket_bytes)
-
-    def _max_len(self) -> int:
-        """Of prompt and response together, for which the model's positions are enough."""
-        return self.config.data.max_prompt_length + self.config.data.max_response_length
+    def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Do one step of a sync to another pool: a method of `WeightSender`, with its arguments."""
+        return step(self.weight_sender, *args)
