@@ -26,14 +26,15 @@ from hybridflow.engines.engine_state import description_of, require_fitting_stat
 from hybridflow.engines.gradient_norm import clip_gradients
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
+from hybridflow.engines.offload import Offload
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
-from hybridflow.engines.presence import Presence
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.stretch import stretch_of
+from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelError, NonFiniteError
 from hybridflow.kernels import serves
 from hybridflow.models import (
@@ -122,7 +123,7 @@ class TorchEngine:
         if self.lora:
             fill_adapters(self.model, seed, self.device)
         self.shape = decoder_shape(path, has_lm_head=head == "policy")
-        self.present: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._offload: Offload | None = None
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -163,10 +164,10 @@ class TorchEngine:
                 self._require_own_forward()
 
     def _wait_on_host_if(self, idle: bool) -> None:
-        """Have weights and optimizer state on the device only in `with self.present():`, which calls can share."""
+        """Have weights and optimizer state on the device only in `with self.on_device():`."""
         if idle and self.device.type != "cpu":
             moments = self.optimizer.state if self.optimizer_config else {}
-            self.present = Presence(self.model, self.parameters.values(), moments, self.device)
+            self._offload = Offload(self.model, self.parameters.values(), moments, self.device)
 
     def forward(
         self,
@@ -179,7 +180,7 @@ class TorchEngine:
         temperature: float = 1.0,
     ) -> Outputs:
         results: Outputs = {}
-        with torch.no_grad(), self.present(), self._step_guard():
+        with torch.no_grad(), self.on_device(), self._step_guard():
             for indices in self._micro_batches(rows):
                 model_input = self._arrange(self._part(rows, indices))
                 outputs = self._compute(
@@ -199,7 +200,7 @@ class TorchEngine:
     ) -> UpdateResult:
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
-        with self.present():
+        with self.on_device():
             return self._update(rows, loss_function, with_entropy, temperature)
 
     def _update(
@@ -236,6 +237,13 @@ class TorchEngine:
         self.num_updates += 1
         return UpdateResult(loss, norm, lr, metrics, **counts)
 
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._offload() if self._offload else nullcontext()
+
+    def find_token_budget(self, prompt_len: int, response_len: int, processes_on_node: int) -> int:
+        with self.on_device():
+            return find_token_budget(self, prompt_len, response_len, processes_on_node)
+
     def all_reduce_sum(self, value: int) -> int:
         with self._step_guard():
             return self.ranks.sum(value)
@@ -253,35 +261,38 @@ class TorchEngine:
                 parameter = parameter.full_tensor()
             return parameter.to(self.device, None if is_adapter(name) else self.compute_dtype)
 
-        with self.present():
+        with self.on_device():
             if self.lora:
                 yield from merged_weights(parameters, whole, self.lora.scaling)
             else:
                 yield from ((name, whole(name)) for name in parameters)
 
     def weight_shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of what `weights` gives, in its order."""
         names = ((name, parameter.shape) for name, parameter in self.model.named_parameters())
         return {plain_name(name): shape for name, shape in names if not is_adapter(name)}
 
     @property
     def vocabulary_size(self) -> int:
-        """The entries of the model's vocabulary."""
         return self.model.config.get_text_config().vocab_size
 
     @property
+    def num_positions(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.ranks.is_alone
+
+    @property
     def shares_weights(self) -> bool:
-        """Whether generation computes with the very weights that learn: they are whole, and nothing is beside them."""
         return self.ranks.is_alone and not self.lora
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Calls within compute with the model that the adapters started from. Raises ModelError if there are none."""
         if not self.lora:
             raise ModelError("this model has no adapters, so it is not its own reference; set lora.rank.")
         return without_adapters(self.model)
 
     def rollout_model(self) -> PreTrainedModel:
-        """A model to generate with: this one, or where it is sharded one that `weights` are to be given to."""
         if self.shares_weights:
             return self.model
         return build_with_placeholders(self.path, "policy", self.compute_dtype, self.device)
@@ -300,8 +311,6 @@ class TorchEngine:
         return state
 
     def load_shards(self, described: dict[str, Any], read_into: Callable[[dict[str, Any]], None]) -> None:
-        """As `load_state_dict`, of a state on several ranks: `described` is what was stored, without contents, and
-        `read_into` fills the tensors of a state like that in place."""
         learns = self.optimizer_config is not None
         require_same_adapters(self.lora, described)
         require_fitting_state(self.parameters, described, with_optimizer=learns)

@@ -14,10 +14,10 @@ from hybridflow.weight_sync import WeightSender, build_sending_transport
 from hybridflow.workers.algorithm_functions import needs_sum_squared_probs
 from hybridflow.workers.drift import KL, MEAN, SHARE, drift_of_tokens
 from hybridflow.workers.losses import actor_columns, actor_loss
-from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
 from hybridflow.workers.selection import with_selected_tokens
+from hybridflow.workers.updates import run_updates
+from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class ActorWorker(ModelWorker):
@@ -27,7 +27,7 @@ class ActorWorker(ModelWorker):
     role = "actor_rollout"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
@@ -101,27 +101,16 @@ class ActorWorker(ModelWorker):
     def update_actor(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch; `meta_info["kl_coef"]` weighs the KL in the loss."""
         self.require_collectives("sum gradients")
-        with self.engine.present():
-            metrics = self._update_actor(batch)
-        return DataProto(meta_info={"metrics": metrics})
-
-    def _update_actor(self, batch: DataProto) -> dict[str, float]:
-        steps = []
-        for number, mini_batch in enumerate(iterate_mini_batches(batch, self.engine)):
-            rows = with_selected_tokens(self.config, self.engine, mini_batch.rows, batch.meta_info, number)
-            loss = actor_loss(self.config, batch.meta_info["kl_coef"], mini_batch.num_tokens, mini_batch.num_sequences)
-            result = self.engine.update(rows, loss, with_entropy=True, temperature=self.config.rollout.temperature)
-            steps.append(
-                {
-                    "actor/loss": result.loss,
-                    "actor/grad_norm": result.grad_norm,
-                    "actor/lr": result.lr,
-                    "actor/padding_computed": result.padding_share,
-                    "actor/shared_prompts": result.saved_share,
-                    **result.metrics,
-                }
-            )
-        return mean_metrics(steps)
+        config, engine, meta_info = self.config, self.engine, batch.meta_info
+        return run_updates(
+            engine,
+            batch,
+            lambda step: actor_loss(config, meta_info["kl_coef"], step.num_tokens, step.num_sequences),
+            "actor",
+            rows_of=lambda step: with_selected_tokens(config, engine, step.rows, meta_info, step.number),
+            with_entropy=True,
+            temperature=config.rollout.temperature,
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:

@@ -70,7 +70,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         self.sync_weights()
         try:
             if self._shares_weights:
-                with self.engine.present():  # they are the rollout engine's own
+                with self.engine.on_device():  # they are the rollout engine's own
                     yield
             else:
                 yield

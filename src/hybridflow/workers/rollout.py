@@ -12,15 +12,15 @@ from hybridflow.models import DTYPES, build_with_placeholders
 from hybridflow.runtime import own_device
 from hybridflow.weight_sync import WeightReceiver, build_transport
 from hybridflow.workers.generating import GeneratingWorker
-from hybridflow.workers.process import prepare_process
 from hybridflow.workers.rollout_engine import build_rollout_engine
+from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class RolloutWorker(GeneratingWorker):
     """Generates with the weights that it received last."""
 
     def __init__(self, config: Config) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
