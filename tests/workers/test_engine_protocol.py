@@ -15,9 +15,9 @@ from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
     CriticWorker,
+    OfflinePolicyWorker,
     PreferenceModelWorker,
     ReferenceWorker,
-    SFTWorker,
     model_worker,
 )
 
@@ -65,7 +65,7 @@ def learnable(rollout_rows):
         (ActorRolloutWorker, ["compute_log_probs"], ["update_actor"]),
         (CriticWorker, ["compute_values"], ["update_critic"]),
         (ReferenceWorker, ["compute_ref_log_probs"], []),
-        (SFTWorker, ["compute_log_probs"], ["update_sft", "update_dpo"]),
+        (OfflinePolicyWorker, ["compute_log_probs"], ["update_sft", "update_dpo"]),
         (PreferenceModelWorker, ["compute_scores"], ["update_reward_model"]),
     ],
 )

@@ -14,7 +14,7 @@ from hybridflow.trainers.offline import OfflineTrainer
 from hybridflow.trainers.preconditions import require_files, require_room
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner
-from hybridflow.workers import PreferenceModelWorker, ReferenceWorker, SFTWorker
+from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker
 
 Examples = SFTDataset | PreferenceDataset
 
@@ -35,7 +35,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
             order_by=order_by,
         )
 
-    return _build(config, "sft", examples, SFTWorker, lambda groups: SFT(groups[Role.Actor]))
+    return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
 
 
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
@@ -48,7 +48,7 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
     def objective(groups: Mapping[Role, WorkerGroup]) -> DPO:
         return DPO(config, groups[Role.Actor], groups[Role.Actor if reference is None else Role.RefPolicy])
 
-    return _build(config, "dpo", _pairs(config, "policy"), SFTWorker, objective, reference)
+    return _build(config, "dpo", _pairs(config, "policy"), OfflinePolicyWorker, objective, reference)
 
 
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:

@@ -1,4 +1,4 @@
-"""The policy that learns from given data: it imitates responses, or prefers some to others."""
+"""The policy of offline training: it imitates responses, or prefers some to others."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -9,7 +9,7 @@ from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
-class SFTWorker(ModelWorker):
+class OfflinePolicyWorker(ModelWorker):
     """Shares the actor's component name: what it saves is a policy."""
 
     component = "actor"
