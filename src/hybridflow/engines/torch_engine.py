@@ -21,19 +21,19 @@ from hybridflow.algorithms import (
 )
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
-from hybridflow.engines.blame import blame
 from hybridflow.engines.engine_state import description_of, require_fitting_state, require_same_adapters
 from hybridflow.engines.gradient_norm import clip_gradients
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
+from hybridflow.engines.non_finite_rows import find_non_finite_rows
 from hybridflow.engines.offload import Offload
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
+from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
-from hybridflow.engines.stretch import stretch_of
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelError, NonFiniteError
 from hybridflow.kernels import serves
@@ -67,7 +67,7 @@ Head = Literal["policy", "value"]
 UNSETTLED_BUDGET = 16384
 """Tokens per micro-batch where the configuration says "auto" and nobody has found out: generating needs none."""
 
-MAX_BLAMED = 8
+MAX_LISTED_ROWS = 8
 """Rows that the report of a refused step lists."""
 
 
@@ -226,7 +226,9 @@ class TorchEngine:
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(
-                self._report(summed_loss, norm, blame(self, rows, loss_function, with_entropy, temperature))
+                self._report(
+                    summed_loss, norm, find_non_finite_rows(self, rows, loss_function, with_entropy, temperature)
+                )
             )
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -435,8 +437,8 @@ class TorchEngine:
         if self.ranks.sequence == 1:
             mine, to_rows = inputs, inputs.to_rows
         else:
-            stretch = stretch_of(inputs, self.ranks.group(SEQUENCE))
-            mine, to_rows = stretch.input, stretch.to_rows
+            shard = sequence_shard_of(inputs, self.ranks.group(SEQUENCE))
+            mine, to_rows = shard.input, shard.to_rows
         settings = {"temperature": temperature or 1.0, "shared": self.model_forward.vocabulary}
 
         def read(logits: Tensor, which: slice) -> Sequence[Tensor]:
@@ -462,9 +464,9 @@ class TorchEngine:
             )
         return {name: to_rows(result) for name, result in zip(names, results, strict=True)}
 
-    def _report(self, loss: float, norm: float, blamed: list[str]) -> str:
-        listed = "; ".join(blamed[:MAX_BLAMED]) or "none alone, only their sum"
-        more = f"; and {len(blamed) - MAX_BLAMED} more" if len(blamed) > MAX_BLAMED else ""
+    def _report(self, loss: float, norm: float, rows: list[str]) -> str:
+        listed = "; ".join(rows[:MAX_LISTED_ROWS]) or "none alone, only their sum"
+        more = f"; and {len(rows) - MAX_LISTED_ROWS} more" if len(rows) > MAX_LISTED_ROWS else ""
         return (
             f"{self.head} update {self.num_updates}: loss {loss}, gradient norm {norm}. The step was refused, nothing "
             f"was applied. Samples: {listed}{more}. Look at their rewards and log-probs; a lower learning rate or "

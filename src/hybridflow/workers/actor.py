@@ -12,7 +12,7 @@ from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightSender, build_sending_transport
 from hybridflow.workers.algorithm_functions import needs_sum_squared_probs
-from hybridflow.workers.drift import KL, MEAN, SHARE, drift_of_tokens
+from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 from hybridflow.workers.selection import with_selected_tokens
@@ -78,17 +78,17 @@ class ActorWorker(ModelWorker):
         rollout's."""
         columns = batch.batch
         mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
-        drift = {
+        mismatch = {
             name: torch.where(mask, values, 0).double()
-            for name, values in drift_of_tokens(columns["old_log_probs"], columns["rollout_log_probs"]).items()
+            for name, values in log_prob_mismatch_of(columns["old_log_probs"], columns["rollout_log_probs"]).items()
         }
         sums = {
             "num_tokens": mask.sum(),
             "entropy_sum": columns["entropies"][mask].double().sum(),
-            "drift_sum": drift[MEAN].sum(),
-            "drift_max": drift[MEAN].max(),
-            "drift_kl_sum": drift[KL].sum(),
-            "drift_share_sum": drift[SHARE].sum(),
+            "drift_sum": mismatch[MEAN].sum(),
+            "drift_max": mismatch[MEAN].max(),
+            "drift_kl_sum": mismatch[KL].sum(),
+            "drift_share_sum": mismatch[SHARE].sum(),
         }
         return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 
