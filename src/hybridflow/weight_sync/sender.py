@@ -47,8 +47,9 @@ class WeightSender:
     def announce(self) -> Announcement:
         """Return what `send` will send: the weights of the present version."""
         if self._transport is None and self._build_transport is not None:
-            self._transport = self._build_transport()
-            self._address = self._transport.listen()
+            transport = self._build_transport()
+            self._address = transport.listen()
+            self._transport = transport
         dtype, version = self._config.model.dtype, self._engine.num_updates
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
         plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
