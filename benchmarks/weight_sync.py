@@ -1,13 +1,13 @@
-"""Weights from a trainer to a rollout engine: every way against one copy of the same bytes, on CPU.
+"""Weights from a trainer to a rollout engine: every transport against one copy of the same bytes, on CPU.
 
-ways
+transports
   colocated     the engine in the trainer's process: our own part, which is gathering and two fingerprints
   object_store  two processes of a Ray cluster, through shared memory
   broadcast     the same two processes, by gloo
   disk          the same two processes, through files
   vllm          vLLM's own reload of the weights in its process, and the probe after it
 
-Every way carries float32 and checks every tensor. With five repeats it takes some ten minutes.
+Every transport carries float32 and checks every tensor. With five repeats it takes some ten minutes.
 """
 
 import sys
@@ -29,10 +29,10 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, WorkerGroup
 from hybridflow.controller.ray import RayBackend, RayResourcePool
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, set_num_threads
-from hybridflow.trainers.weight_transfer import BetweenPools
+from hybridflow.trainers.weight_sync import BetweenPools
 
 MODELS = ("small", "100M", "500M")
-WAYS = ("object_store", "broadcast", "disk")
+TRANSPORTS = ("object_store", "broadcast", "disk")
 MAKE_TARGET = "bench-weight_sync"
 
 
@@ -52,7 +52,7 @@ def main() -> None:
             rows += colocated(path, model, args.repeats, lines)
             rows += between_pools(path, model, args.repeats, threads, Path(directory), lines)
             rows += into_vllm(path, model, args.repeats, threads, Path(directory), lines)
-            header = ("way", "seconds, median", "GB/s", "copies", "extra memory, sender + receiver")
+            header = ("transport", "seconds, median", "GB/s", "copies", "extra memory, sender + receiver")
             print_table(f"{model}: {lines[0][0]} to send", header, lines[1:])
     print_rows("weight_sync", rows)
 
@@ -78,15 +78,15 @@ def colocated(path: Path, model: str, repeats: int, lines: list[tuple[str, ...]]
 def between_pools(
     path: Path, model: str, repeats: int, threads: int, directory: Path, lines: list[tuple[str, ...]]
 ) -> list[Row]:
-    """Two processes, each way in turn; the copy that it is compared with is made beside it, in this process."""
+    """Two processes, each transport in turn; the copy that it is compared with is made beside it, in this process."""
     weights = random_weights(path)
     copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     num_bytes, rows = sum(tensor.nbytes for tensor in weights.values()), []
-    for way in WAYS:
+    for transport in TRANSPORTS:
         config = load_config(
             None,
             [
-                *(f"model.path={path}", f"trainer.run_dir={directory}/run", f"rollout.weight_sync={way}"),
+                *(f"model.path={path}", f"trainer.run_dir={directory}/run", f"rollout.weight_sync={transport}"),
                 *(f"controller.threads={threads}", f"rollout.sync_bucket_bytes={BUCKET_BYTES}"),
             ],
         )
@@ -103,8 +103,8 @@ def between_pools(
                 seconds.append(_timed(sync))
                 extra = tuple(map(max, extra, (sender.extra_memory()[0], receiver.extra_memory()[0])))
         took = median(seconds)
-        lines.append(_line(way, took, num_bytes, took / median(copied), f"{_mb(extra[0])} + {_mb(extra[1])}"))
-        rows.append(_row(way, model, num_bytes, took, median(copied)))
+        lines.append(_line(transport, took, num_bytes, took / median(copied), f"{_mb(extra[0])} + {_mb(extra[1])}"))
+        rows.append(_row(transport, model, num_bytes, took, median(copied)))
     return rows
 
 

@@ -2,10 +2,11 @@
 
 import time
 
-from support.weight_workers import NoEngine
+from support.weight_workers import GivenWeights, NoEngine
 from torch import Tensor
 
-from hybridflow.weight_sync import CheckedReceiver, InProcess, Probe, fill_buckets, plan_buckets, spec_of
+from hybridflow.config import Config, RolloutConfig
+from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -20,12 +21,10 @@ def copy_once(weights: dict[str, Tensor], copies: dict[str, Tensor]) -> float:
 
 def our_part(weights: dict[str, Tensor]) -> float:
     """Seconds of a colocated sync without the engine: plan, buckets, a fingerprint on either side."""
+    config = Config(rollout=RolloutConfig(sync_bucket_bytes=BUCKET_BYTES))
     start = time.perf_counter()
-    receiver, way = CheckedReceiver(NoEngine(), "float32"), InProcess()
-    specs = [spec_of(name, tensor) for name, tensor in weights.items()]
-    receiver.start(specs, 1)
-    for bucket in fill_buckets(plan_buckets(specs, BUCKET_BYTES), weights.items(), 1):
-        receiver.accept(way.receive(way.send(bucket)))
-    receiver.finish()
-    receiver.check(Probe([[0, 0]], [[0.0]]))
+    sender = WeightSender(GivenWeights(weights), config, InProcess)
+    receiver = WeightReceiver(NoEngine(), "float32", InProcess())
+    hand_over(sender, receiver)
+    receiver.check(sender.compute_probe())
     return time.perf_counter() - start

@@ -1,5 +1,7 @@
-"""The two pools of a weight sync without their models: what is measured is the way, not training or generation."""
+"""The two pools of a weight sync without their models: the transport is measured, not training or generation."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ from torch import Tensor
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.models import build_without_weights
+from hybridflow.protocol import DataProto
 from hybridflow.runtime import keep_freed_memory, set_num_threads
-from hybridflow.weight_sync import CheckedReceiver, Probe, Sent, WeightSpec, fill_buckets, plan_buckets
-from hybridflow.workers.weight_ways import Offer, SendingEnd, receiving_end
+from hybridflow.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
 
 
 def random_weights(path: str | Path) -> dict[str, Tensor]:
@@ -19,6 +21,24 @@ def random_weights(path: str | Path) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {n: p.shape for n, p in build_without_weights(path, "policy", torch.float32).named_parameters()}
     return {name: torch.empty(shape).uniform_(-1, 1, generator=generator) for name, shape in shapes.items()}
+
+
+class GivenWeights:
+    """A training engine that has weights and computes nothing."""
+
+    num_updates, vocabulary_size = 0, 2
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self._weights.items()}
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self._weights.items()
+
+    def forward(self, rows: DataProto) -> dict[str, Tensor]:
+        return {"log_probs": torch.zeros(rows.batch["response_mask"].shape)}
 
 
 class NoEngine:
@@ -37,7 +57,7 @@ class NoEngine:
     def abandon_loading(self) -> None: ...
 
     def log_probs(self, sequences: Any) -> list[list[float]]:
-        return [[0.0]]
+        return [[0.0] * (len(sequence) - 1) for sequence in sequences]
 
 
 class PeakMemory:
@@ -57,44 +77,20 @@ def _status(name: str) -> int:
 
 
 class Sender(Worker):
-    """What an ActorWorker does for a sync."""
+    """What an ActorWorker does for a sync; each announcement is of a new version."""
 
     def __init__(self, config: Config) -> None:
         keep_freed_memory()
         set_num_threads(config.controller.threads)
-        self.config, self.version = config, 0
-        self.weights = random_weights(config.model.path)
-        self.specs = [WeightSpec(name, tuple(tensor.shape), "float32") for name, tensor in self.weights.items()]
-        self.plan = plan_buckets(self.specs, config.rollout.sync_bucket_bytes)
-        self.end: SendingEnd | None = None
-        self.peak = PeakMemory()
+        self.engine, self.peak = GivenWeights(random_weights(config.model.path)), PeakMemory()
+        self.sender = WeightSender(self.engine, config, partial(build_sending_transport, config))
 
     @register(Dispatch.ONE_TO_ALL)
-    def offer_weights(self, num_receivers: int) -> Offer:
-        self.end = self.end or SendingEnd(self.config, self.rank, num_receivers)
-        self.version += 1
-        self.peak.start()
-        self.buckets = fill_buckets(self.plan, self.weights.items(), self.version)
-        return Offer(self.specs, len(self.plan), self.version, self.end.address, self.end.port)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def join_receivers(self) -> None:
-        assert self.end is not None
-        self.end.join()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def send_bucket(self) -> Any:
-        assert self.end is not None
-        return self.end.send(next(self.buckets)).apart()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def compute_probe(self) -> Probe:
-        return Probe([[0, 0]], [[0.0]])
-
-    @register(Dispatch.ONE_TO_ALL)
-    def finish_sending(self) -> None:
-        assert self.end is not None
-        self.end.finish()
+    def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:
+        if step is WeightSender.announce:
+            self.engine.num_updates += 1
+            self.peak.start()
+        return step(self.sender, *args)
 
     @register(Dispatch.ONE_TO_ALL)
     def extra_memory(self) -> int:
@@ -107,25 +103,13 @@ class Receiver(Worker):
     def __init__(self, config: Config) -> None:
         keep_freed_memory()
         set_num_threads(config.controller.threads)
-        self.config, self.receiver, self.peak = config, CheckedReceiver(NoEngine(), "float32"), PeakMemory()
+        self.receiver, self.peak = WeightReceiver(NoEngine(), "float32", build_transport(config)), PeakMemory()
 
     @register(Dispatch.ONE_TO_ALL)
-    def join_sender(self, offer: Offer) -> None:
-        self.way = receiving_end(self.config, self.rank, self.world_size, offer)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def start_receiving(self, offer: Offer) -> None:
-        self.peak.start()
-        self.receiver.start(offer.specs, offer.version)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def receive_bucket(self, sent: Any) -> None:
-        self.receiver.accept(self.way.receive(Sent.joined(sent)))
-
-    @register(Dispatch.ONE_TO_ALL)
-    def finish_receiving(self, probe: Probe) -> dict[str, float]:
-        self.receiver.finish()
-        return self.receiver.check(probe)
+    def receive_weights(self, step: Callable[..., Any], *args: Any) -> Any:
+        if step is WeightReceiver.start:
+            self.peak.start()
+        return step(self.receiver, *args)
 
     @register(Dispatch.ONE_TO_ALL)
     def extra_memory(self) -> int:

@@ -63,10 +63,8 @@ def test_offloaded_weights_leave_the_device_between_calls_and_change_no_number(t
 
 
 def test_the_token_budget_is_found_from_the_memory_of_the_device(tiny_model):
-    from hybridflow.engines import find_token_budget
-
     engine = build(tiny_model("qwen2", max_position_embeddings=1024, **SIZES), "bfloat16")
-    assert find_token_budget(engine, 100, 400, 1) >= 4096
+    assert engine.find_token_budget(100, 400, 1) >= 4096
 
 
 def test_compiled_layers_give_the_same_numbers(tiny_model, rows):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridflow.engines import find_token_budget, token_budget
+from hybridflow.engines import token_budget
 from hybridflow.errors import ModelError
 
 
@@ -29,28 +29,28 @@ def memory(monkeypatch, *, limit, base, per_token):
 
 def test_the_budget_is_what_the_limit_leaves_beside_the_model(engine, monkeypatch):
     memory(monkeypatch, limit=10_000_000, base=2_000_000, per_token=1000)
-    assert find_token_budget(engine, 4, 4, 1) == 8000 // 256 * 256
+    assert engine.find_token_budget(4, 4, 1) == 8000 // 256 * 256
     assert all(parameter.grad is None for parameter in engine.parameters.values())
     assert engine.num_updates == 0
 
 
 def test_a_budget_is_never_below_the_longest_sequence_nor_without_bound(engine, monkeypatch):
     memory(monkeypatch, limit=2_009_000, base=2_000_000, per_token=1000)
-    assert find_token_budget(engine, 4, 4, 1) == 8
+    assert engine.find_token_budget(4, 4, 1) == 8
     memory(monkeypatch, limit=10**15, base=0, per_token=1)
-    assert find_token_budget(engine, 4, 4, 1) == token_budget.LARGEST
+    assert engine.find_token_budget(4, 4, 1) == token_budget.LARGEST
 
 
 def test_a_sequence_that_does_not_fit_is_an_error_that_says_what_to_set(engine, monkeypatch):
     memory(monkeypatch, limit=2_007_000, base=2_000_000, per_token=1000)
     with pytest.raises(ModelError, match=r"one sequence of 8 tokens takes .* set model\.gradient_checkpointing = true"):
-        find_token_budget(engine, 4, 4, 1)
+        engine.find_token_budget(4, 4, 1)
 
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_real_trial_on_this_machine_gives_a_budget(tiny_model, build_engine, learns):
     engine = build_engine(tiny_model("qwen2"), learns=learns)
-    budget = find_token_budget(engine, 24, 40, 1)
+    budget = engine.find_token_budget(24, 40, 1)
     assert 64 <= budget <= token_budget.LARGEST
 
 

@@ -43,11 +43,15 @@ def same(ours, theirs) -> bool:
     return torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
 
 
-def test_the_engine_has_the_methods_of_the_protocol_with_their_arguments():
+def test_the_engine_has_what_the_protocol_says(tiny_model, build_engine):
+    engine: TrainEngine = build_engine(tiny_model())
     for name, method in inspect.getmembers(TrainEngine, inspect.isfunction):
         if not name.startswith("_"):
             ours = inspect.signature(getattr(TorchEngine, name)).parameters
             assert list(ours) == list(inspect.signature(method).parameters), name
+    assert (engine.num_updates, engine.max_tokens, engine.is_sharded, engine.shares_weights) == (0, 1000, False, True)
+    assert engine.vocabulary_size == engine.rollout_model().config.vocab_size
+    assert engine.num_positions == engine.rollout_model().config.max_position_embeddings
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -35,7 +35,7 @@ def test_grpo_stopped_at_the_end_of_an_epoch_equals_grpo_in_one_sitting(tiny, ta
 
 
 @pytest.mark.parametrize(("name", "data"), [("sft", "sft"), ("dpo", "pairs"), ("reward-model", "pairs")])
-def test_learning_from_given_data_in_two_sittings_equals_one(tiny, task, tmp_path, hybridflow, name, data):
+def test_offline_training_in_two_sittings_equals_one(tiny, task, tmp_path, hybridflow, name, data):
     command = [name, task / f"{data}.toml", "offline.optimizer.warmup_steps=4", "offline.optimizer.schedule=linear"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/whole").status == 0
     hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces", "--stop-after", "2")

@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_and_continued_is_the_uninterrupted_one_to_the_bi
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_do_not_depend_on_who_generates_nor_on_the_way_of_the_weights(runs, layout):
+def test_samples_do_not_depend_on_who_generates_nor_on_the_transport_of_weights(runs, layout):
     run = getattr(runs, layout)
     assert read_jsonl(run / "samples.jsonl") == read_jsonl(runs.one / "samples.jsonl")
     for one, other in zip(*(read_jsonl(path / "metrics.jsonl") for path in (runs.one, run)), strict=True):

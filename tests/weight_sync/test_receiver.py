@@ -10,9 +10,11 @@ from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
 from hybridflow.models import DTYPES, load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.weight_sync import (
+    Announcement,
     Bucket,
-    CheckedReceiver,
+    InProcess,
     Probe,
+    WeightReceiver,
     WeightSpec,
     fill_buckets,
     fingerprint,
@@ -76,9 +78,13 @@ class Trainer:
         return Probe(sequences, log_probs)
 
 
+def receiver_of(engine: RolloutEngine, dtype: str = "float32") -> WeightReceiver:
+    return WeightReceiver(engine, dtype, InProcess())
+
+
 def sync(
     trainer: Trainer,
-    receiver: CheckedReceiver,
+    receiver: WeightReceiver,
     *,
     weights: Weights | None = None,
     specs: Callable[[list[WeightSpec]], list[WeightSpec]] = list,
@@ -87,9 +93,10 @@ def sync(
     """Everything that a sync does; `weights`, `specs` and `on_the_way` are where faults are planted."""
     weights = weights or trainer.weights()
     described = [spec_of(name, tensor) for name, tensor in weights.items()]
-    receiver.start(specs(described), trainer.version)
-    for bucket in on_the_way(fill_buckets(plan_buckets(described, 20_000), weights.items(), trainer.version)):
-        receiver.accept(bucket)
+    plan = plan_buckets(described, 20_000)
+    receiver.start(Announcement(specs(described), len(plan), trainer.version))
+    for bucket in on_the_way(fill_buckets(plan, weights.items(), trainer.version)):
+        receiver.receive(InProcess().send(bucket).apart())
     receiver.finish()
     return receiver.check(trainer.probe())
 
@@ -97,7 +104,7 @@ def sync(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sync_gives_the_trainers_log_probs_and_stamps_its_version(build, path, dtype):
     trainer, engine = Trainer(path, dtype), build(path, dtype)
-    receiver = CheckedReceiver(engine, dtype)
+    receiver = receiver_of(engine, dtype)
     for _ in range(3):
         metrics = sync(trainer, receiver)
         assert metrics["weight_sync/probe_diff_mean"] < (1e-5 if dtype == "float32" else 0.05)
@@ -108,7 +115,7 @@ def test_a_sync_gives_the_trainers_log_probs_and_stamps_its_version(build, path,
 
 def test_a_step_at_a_learning_rate_of_1e_6_is_seen_by_the_engine(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     for _ in range(4):
         sync(trainer, receiver)
         trainer.step(lr=1e-6)
@@ -155,7 +162,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_transit_is_told_by_the_name_of_the_tensor(build, path, fault):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     sync(trainer, receiver)
     expected = generate(engine, WANTED)
     on_the_way, message = FAULTS[fault]
@@ -169,7 +176,7 @@ def test_a_fault_in_transit_is_told_by_the_name_of_the_tensor(build, path, fault
 
 def test_the_previous_steps_weights_in_transit_are_told(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     previous = trainer.weights()
     sync(trainer, receiver)
     trainer.step(lr=1e-6)
@@ -184,7 +191,7 @@ def test_the_previous_steps_weights_in_transit_are_told(build, path):
 
 def test_a_bucket_of_another_version_is_told_though_its_fingerprints_are_right(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     sent = []
 
     def keeping(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
@@ -200,7 +207,7 @@ def test_a_bucket_of_another_version_is_told_though_its_fingerprints_are_right(b
 
 def test_an_engine_that_keeps_most_of_its_old_weights_is_told_by_the_probe(build, path, monkeypatch):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     sync(trainer, receiver)
     old, load = trainer.weights(), engine.load
     new = "model.norm.weight"
@@ -212,7 +219,7 @@ def test_an_engine_that_keeps_most_of_its_old_weights_is_told_by_the_probe(build
 
 def test_a_trainer_that_sends_the_previous_steps_weights_is_told_by_the_probe(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     previous = trainer.weights()
     sync(trainer, receiver)
     trainer.step(lr=1e-6)
@@ -224,7 +231,7 @@ def test_a_trainer_that_sends_the_previous_steps_weights_is_told_by_the_probe(bu
 
 def test_an_engine_that_does_not_use_what_it_was_given_is_told_by_the_probe(build, path, monkeypatch):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     sync(trainer, receiver)
     old, load = trainer.weights(), engine.load
     monkeypatch.setattr(engine, "load", lambda weights: load([(name, old[name]) for name, _ in weights]))
@@ -235,7 +242,7 @@ def test_an_engine_that_does_not_use_what_it_was_given_is_told_by_the_probe(buil
 
 def test_a_transposed_block_inside_a_fused_weight_is_told_by_the_probe(build, path, monkeypatch):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver, load = CheckedReceiver(engine, "float32"), engine.load
+    receiver, load = receiver_of(engine), engine.load
 
     def transposing(weights):
         for name, tensor in weights:
@@ -251,7 +258,7 @@ def test_a_transposed_block_inside_a_fused_weight_is_told_by_the_probe(build, pa
 
 def test_what_was_announced_is_checked_before_anything_is_loaded(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
-    receiver = CheckedReceiver(engine, "float32")
+    receiver = receiver_of(engine)
     sync(trainer, receiver)
     expected = generate(engine, WANTED)
     for specs, message in (
@@ -268,7 +275,7 @@ def test_log_probs_that_are_not_numbers_are_told(path):
     trainer, engine = Trainer(path), embedded(path, "float32")
     trainer.model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(WeightSyncError, match="differ from the trainer's by nan"):
-        sync(trainer, CheckedReceiver(engine, "float32"))
+        sync(trainer, receiver_of(engine))
 
 
 def test_the_fingerprint_of_a_bucket_is_that_of_its_tensors(path):

@@ -2,7 +2,6 @@
 
 from hybridflow.engines.base import LossFunction, Outputs, TrainEngine, UpdateResult
 from hybridflow.engines.process_group import join_process_group
-from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.engines.torch_engine import TorchEngine
 
 __all__ = [
@@ -11,6 +10,5 @@ __all__ = [
     "TorchEngine",
     "TrainEngine",
     "UpdateResult",
-    "find_token_budget",
     "join_process_group",
 ]

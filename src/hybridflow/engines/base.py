@@ -4,10 +4,12 @@ Workers know this Protocol only; sharding, precision and micro-batches are the e
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Size, Tensor
+from transformers import PreTrainedModel
 
 from hybridflow.protocol import DataProto
 
@@ -52,7 +54,34 @@ class UpdateResult:
 
 
 class TrainEngine(Protocol):
-    """A model on one rank."""
+    """A model on one rank.
+
+    `num_updates` counts the optimizer steps, and is the version of the weights. `max_tokens` is the number of tokens
+    that a micro-batch may have.
+    """
+
+    num_updates: int
+    max_tokens: int
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The entries of the model's vocabulary."""
+        ...
+
+    @property
+    def num_positions(self) -> int | None:
+        """The length of the longest sequence that the model can compute; None if it states no limit."""
+        ...
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the state is in shards: `state_dict` has those of this rank, and `load_shards` reads them."""
+        ...
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether generation can compute with the tensors that learn: `rollout_model` is then the model itself."""
+        ...
 
     def forward(
         self,
@@ -80,6 +109,20 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def on_device(self) -> AbstractContextManager[None]:
+        """Keep weights and optimizer state on the device in the context. Every method does so for itself; a context
+        around several saves moving them (memory.offload)."""
+        ...
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute with the model that the adapters started from. Raises ModelError if there are none."""
+        ...
+
+    def find_token_budget(self, prompt_len: int, response_len: int, processes_on_node: int) -> int:
+        """Return the tokens per micro-batch that the memory of the fullest rank bears; equal on all ranks, who all
+        call it. Raises ModelError if not even one sequence of these lengths fits."""
+        ...
+
     def all_reduce_sum(self, value: int) -> int:
         """The sum of `value` over the data-parallel ranks."""
         ...
@@ -96,6 +139,11 @@ class TrainEngine(Protocol):
         """Names and shapes of what `weights` gives, in its order."""
         ...
 
+    def rollout_model(self) -> PreTrainedModel:
+        """Return a model to generate with: this one if `shares_weights`, otherwise one that `weights` are loaded
+        into."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that reaches a number: parameters, optimizer, step."""
         ...
@@ -104,5 +152,12 @@ class TrainEngine(Protocol):
         """Continue exactly where `state_dict` was taken.
 
         Raises CheckpointError, with nothing loaded, if it is not of this model.
+        """
+        ...
+
+    def load_shards(self, described: dict[str, Any], read_into: Callable[[dict[str, Any]], None]) -> None:
+        """Continue as by `load_state_dict`, with each rank reading its shards.
+
+        `described` is what was stored, without contents; `read_into` fills the tensors of such a state in place.
         """
         ...

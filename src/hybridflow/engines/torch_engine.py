@@ -21,19 +21,20 @@ from hybridflow.algorithms import (
 )
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
-from hybridflow.engines.blame import blame
 from hybridflow.engines.engine_state import description_of, require_fitting_state, require_same_adapters
 from hybridflow.engines.gradient_norm import clip_gradients
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
+from hybridflow.engines.non_finite_rows import find_non_finite_rows
+from hybridflow.engines.offload import Offload
 from hybridflow.engines.optimizer import build_adamw, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
-from hybridflow.engines.presence import Presence
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
+from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
-from hybridflow.engines.stretch import stretch_of
+from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
 from hybridflow.kernels import serves
 from hybridflow.models import (
@@ -66,7 +67,7 @@ Head = Literal["policy", "value"]
 UNSETTLED_BUDGET = 16384
 """Tokens per micro-batch where the configuration says "auto" and nobody has found out: generating needs none."""
 
-MAX_BLAMED = 8
+MAX_LISTED_ROWS = 8
 """Rows that the report of a refused step lists."""
 
 
@@ -122,7 +123,7 @@ class TorchEngine:
         if self.lora:
             fill_adapters(self.model, seed, self.device)
         self.shape = decoder_shape(path, has_lm_head=head == "policy")
-        self.present: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._offload: Offload | None = None
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -163,10 +164,10 @@ class TorchEngine:
                 self._require_own_forward()
 
     def _wait_on_host_if(self, idle: bool) -> None:
-        """Have weights and optimizer state on the device only in `with self.present():`, which calls can share."""
+        """Have weights and optimizer state on the device only in `with self.on_device():`."""
         if idle and self.device.type != "cpu":
             moments = self.optimizer.state if self.optimizer_config else {}
-            self.present = Presence(self.model, self.parameters.values(), moments, self.device)
+            self._offload = Offload(self.model, self.parameters.values(), moments, self.device)
 
     def forward(
         self,
@@ -179,7 +180,7 @@ class TorchEngine:
         temperature: float = 1.0,
     ) -> Outputs:
         results: Outputs = {}
-        with torch.no_grad(), self.present(), self._step_guard():
+        with torch.no_grad(), self.on_device(), self._step_guard():
             for indices in self._micro_batches(rows):
                 model_input = self._arrange(self._part(rows, indices))
                 outputs = self._compute(
@@ -199,7 +200,7 @@ class TorchEngine:
     ) -> UpdateResult:
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
-        with self.present():
+        with self.on_device():
             return self._update(rows, loss_function, with_entropy, temperature)
 
     def _update(
@@ -225,7 +226,9 @@ class TorchEngine:
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(
-                self._report(summed_loss, norm, blame(self, rows, loss_function, with_entropy, temperature))
+                self._report(
+                    summed_loss, norm, find_non_finite_rows(self, rows, loss_function, with_entropy, temperature)
+                )
             )
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -235,6 +238,13 @@ class TorchEngine:
         self.master.cast()
         self.num_updates += 1
         return UpdateResult(loss, norm, lr, metrics, **counts)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._offload() if self._offload else nullcontext()
+
+    def find_token_budget(self, prompt_len: int, response_len: int, processes_on_node: int) -> int:
+        with self.on_device():
+            return find_token_budget(self, prompt_len, response_len, processes_on_node)
 
     def all_reduce_sum(self, value: int) -> int:
         with self._step_guard():
@@ -253,30 +263,38 @@ class TorchEngine:
                 parameter = parameter.full_tensor()
             return parameter.to(self.device, None if is_adapter(name) else self.compute_dtype)
 
-        with self.present():
+        with self.on_device():
             if self.lora:
                 yield from merged_weights(parameters, whole, self.lora.scaling)
             else:
                 yield from ((name, whole(name)) for name in parameters)
 
     def weight_shapes(self) -> dict[str, torch.Size]:
-        """Names and shapes of what `weights` gives, in its order."""
         names = ((name, parameter.shape) for name, parameter in self.model.named_parameters())
         return {plain_name(name): shape for name, shape in names if not is_adapter(name)}
 
     @property
+    def vocabulary_size(self) -> int:
+        return self.model.config.get_text_config().vocab_size
+
+    @property
+    def num_positions(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.ranks.is_alone
+
+    @property
     def shares_weights(self) -> bool:
-        """Whether generation computes with the very weights that learn: they are whole, and nothing is beside them."""
         return self.ranks.is_alone and not self.lora
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Calls within compute with the model that the adapters started from. Raises ModelError if there are none."""
         if not self.lora:
             raise ModelError("this model has no adapters, so it is not its own reference; set lora.rank.")
         return without_adapters(self.model)
 
     def rollout_model(self) -> PreTrainedModel:
-        """A model to generate with: this one, or where it is sharded one that `weights` are to be given to."""
         if self.shares_weights:
             return self.model
         return build_with_placeholders(self.path, "policy", self.compute_dtype, self.device)
@@ -295,8 +313,6 @@ class TorchEngine:
         return state
 
     def load_shards(self, described: dict[str, Any], read_into: Callable[[dict[str, Any]], None]) -> None:
-        """As `load_state_dict`, of a state on several ranks: `described` is what was stored, without contents, and
-        `read_into` fills the tensors of a state like that in place."""
         learns = self.optimizer_config is not None
         require_same_adapters(self.lora, described)
         require_fitting_state(self.parameters, described, with_optimizer=learns)
@@ -421,8 +437,8 @@ class TorchEngine:
         if self.ranks.sequence == 1:
             mine, to_rows = inputs, inputs.to_rows
         else:
-            stretch = stretch_of(inputs, self.ranks.group(SEQUENCE))
-            mine, to_rows = stretch.input, stretch.to_rows
+            shard = sequence_shard_of(inputs, self.ranks.group(SEQUENCE))
+            mine, to_rows = shard.input, shard.to_rows
         settings = {"temperature": temperature or 1.0, "shared": self.model_forward.vocabulary}
 
         def read(logits: Tensor, which: slice) -> Sequence[Tensor]:
@@ -448,9 +464,9 @@ class TorchEngine:
             )
         return {name: to_rows(result) for name, result in zip(names, results, strict=True)}
 
-    def _report(self, loss: float, norm: float, blamed: list[str]) -> str:
-        listed = "; ".join(blamed[:MAX_BLAMED]) or "none alone, only their sum"
-        more = f"; and {len(blamed) - MAX_BLAMED} more" if len(blamed) > MAX_BLAMED else ""
+    def _report(self, loss: float, norm: float, rows: list[str]) -> str:
+        listed = "; ".join(rows[:MAX_LISTED_ROWS]) or "none alone, only their sum"
+        more = f"; and {len(rows) - MAX_LISTED_ROWS} more" if len(rows) > MAX_LISTED_ROWS else ""
         return (
             f"{self.head} update {self.num_updates}: loss {loss}, gradient norm {norm}. The step was refused, nothing "
             f"was applied. Samples: {listed}{more}. Look at their rewards and log-probs; a lower learning rate or "

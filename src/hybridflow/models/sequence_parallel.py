@@ -1,6 +1,6 @@
-"""Sequence parallel: each rank has a stretch of the tokens, and in attention all tokens of some heads.
+"""Sequence parallel: each rank has a shard of the tokens, and in attention all tokens of some heads.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023): an all-to-all before attention turns stretches of all heads into all tokens of
+DeepSpeed-Ulysses (Jacobs et al., 2023): an all-to-all before attention turns shards of all heads into all tokens of
 some heads, another one after it turns them back. Heads that the ranks cannot share evenly are repeated or filled up.
 """
 
@@ -14,7 +14,7 @@ from hybridflow.models.attention import AttentionPlan
 
 
 class UlyssesPlan:
-    """`plan`, which is of the whole sequences, for queries, keys and values of this rank's stretch of tokens."""
+    """`plan`, which is of the whole sequences, for queries, keys and values of this rank's shard of tokens."""
 
     def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
         self.plan, self._group = plan, group
@@ -30,13 +30,13 @@ class UlyssesPlan:
         return self._heads_of_some_tokens(out)[:, :, :heads]
 
     def _tokens_of_some_heads(self, x: Tensor) -> Tensor:
-        """(batch, heads, stretch, dim) -> (batch, heads / ranks, tokens, dim)."""
-        x = x.unflatten(1, (self._group.size(), -1)).movedim(1, 0)  # (ranks, batch, heads / ranks, stretch, dim)
+        """(batch, heads, shard, dim) -> (batch, heads / ranks, tokens, dim)."""
+        x = x.unflatten(1, (self._group.size(), -1)).movedim(1, 0)  # (ranks, batch, heads / ranks, shard, dim)
         return _AllToAll.apply(x, self._group).movedim(0, 2).flatten(2, 3)
 
     def _heads_of_some_tokens(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads / ranks, dim) -> (batch, stretch, heads, dim)."""
-        x = x.unflatten(1, (self._group.size(), -1)).movedim(1, 0)  # (ranks, batch, stretch, heads / ranks, dim)
+        """(batch, tokens, heads / ranks, dim) -> (batch, shard, heads, dim)."""
+        x = x.unflatten(1, (self._group.size(), -1)).movedim(1, 0)  # (ranks, batch, shard, heads / ranks, dim)
         return _AllToAll.apply(x, self._group).movedim(0, 2).flatten(2, 3)
 
 

@@ -1,6 +1,7 @@
 """Trainers: the loops, the stages they are made of, and the one place that builds them."""
 
-from hybridflow.trainers.build import build_generator, build_trainer, build_validator
+from hybridflow.trainers.build import build_trainer
+from hybridflow.trainers.build_generation import build_generator, build_validator
 from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling

@@ -1,29 +1,26 @@
-"""The composition root of learning from given data: SFT, DPO and IPO, reward models."""
+"""Builds the trainers of offline training from a configuration: SFT, DPO and IPO, reward models."""
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
-from hybridflow.data import BatchLoader, PreferenceDataset, SFTDataset, load_tokenizer
+from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
-from hybridflow.trainers.build import prepare_process, speedometer_of
-from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline import OfflineTrainer
-from hybridflow.trainers.preconditions import require_files, require_one_rank, require_room
-from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.preconditions import require_files, require_room
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner
-from hybridflow.trainers.token_budgets import settle_token_budgets
-from hybridflow.workers import PreferenceModelWorker, ReferenceWorker, SFTWorker
+from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker
 
-OpenDataset = Callable[[tuple[str, ...], int, str], SFTDataset | PreferenceDataset]
-"""(files, how many of the first rows, the column of numbers to order by) -> the data set."""
+Examples = SFTDataset | PreferenceDataset
 
 
 def build_sft_trainer(config: Config) -> OfflineTrainer:
-    """Everything that `hybridflow sft` runs; as `build_trainer` otherwise."""
+    """Build what `hybridflow sft` runs, as `build_run` says."""
     require_files(config, "data.train_files")
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
@@ -38,11 +35,11 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
             order_by=order_by,
         )
 
-    return _build(config, "sft", examples, SFTWorker, lambda groups: SFT(groups[Role.Actor]))
+    return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
 
 
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
-    """Everything that `hybridflow dpo` runs. The reference is reference.model_path, or the model it starts from."""
+    """Build what `hybridflow dpo` runs. The reference is reference.model_path, or the model it starts from."""
     require_files(config, "data.train_files", reference=True)
     reference = None
     if not config.actor_is_reference:
@@ -51,11 +48,11 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
     def objective(groups: Mapping[Role, WorkerGroup]) -> DPO:
         return DPO(config, groups[Role.Actor], groups[Role.Actor if reference is None else Role.RefPolicy])
 
-    return _build(config, "dpo", _pairs(config, "policy"), SFTWorker, objective, reference)
+    return _build(config, "dpo", _pairs(config, "policy"), OfflinePolicyWorker, objective, reference)
 
 
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
-    """Everything that `hybridflow reward-model` runs: a scalar head on model.path, to be exported for
+    """Build what `hybridflow reward-model` runs: a scalar head on model.path, to be exported for
     reward.model_path."""
     require_files(config, "data.train_files")
     if config.lora.rank:
@@ -69,7 +66,7 @@ def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     )
 
 
-def _pairs(config: Config, layout: str) -> OpenDataset:
+def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDataset[Examples]:
     def pairs(files: tuple[str, ...], max_samples: int, order_by: str) -> PreferenceDataset:
         data = config.data
         return PreferenceDataset(
@@ -77,7 +74,7 @@ def _pairs(config: Config, layout: str) -> OpenDataset:
             load_tokenizer(config.model.path),
             data.max_prompt_length,
             data.max_response_length,
-            layout="policy" if layout == "policy" else "reward_model",
+            layout=layout,
             chat_template=data.chat_template or layout == "reward_model",  # as RewardModelWorker will have it
             max_samples=max_samples,
             order_by=order_by,
@@ -89,43 +86,42 @@ def _pairs(config: Config, layout: str) -> OpenDataset:
 def _build(
     config: Config,
     kind: Kind,
-    open_dataset: OpenDataset,
+    open_examples: OpenDataset[Examples],
     learner: type[Worker],
     objective: Callable[[Mapping[Role, WorkerGroup]], Objective],
     reference: ClassWithInitArgs | None = None,
 ) -> OfflineTrainer:
-    require_one_rank(config)
-    prepare_process(config)
-    dataset = open_dataset(config.data.train_files, 0, config.data.order_by)
-    require_room(config, dataset.longest)
-    offline, trainer = config.offline, config.trainer
-    if offline.batch_size > len(dataset):
-        raise ConfigError(
-            f"offline.batch_size={offline.batch_size} is larger than the data set of {len(dataset)} examples; use at "
-            f"most {len(dataset)}, or more data."
-        )
-    loader = BatchLoader(dataset, offline.batch_size, seed=trainer.seed, order=config.data.order)
-    validation = None
-    if config.data.val_files:
-        validation = open_dataset(config.data.val_files, config.validation.max_samples, "")
-        require_room(config, validation.longest)
-    total_steps = trainer.total_steps or trainer.epochs * len(loader)
-    run = RunDirectory(config, kind)
-    classes = {Role.Actor: ClassWithInitArgs(learner, config=config, total_updates=total_steps)}
-    if reference is not None:
-        classes[Role.RefPolicy] = reference
-    shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")
-    with closing_on_error(build_backend(config)) as backend:
-        groups = build_groups(config, backend, classes)
-        settle_token_budgets(config, groups, run)
+    def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> Examples:
+        dataset = open_examples(files, max_samples, order_by)
+        require_room(config, dataset.longest)
+        return dataset
+
+    def classes(total_steps: int) -> dict[Role, ClassWithInitArgs]:
+        of_roles = {Role.Actor: ClassWithInitArgs(learner, config=config, total_updates=total_steps)}
+        return of_roles if reference is None else {**of_roles, Role.RefPolicy: reference}
+
+    def trainer(parts: RunParts[Examples]) -> OfflineTrainer:
         return OfflineTrainer(
             config,
-            objective=objective(groups),
-            learner=groups[Role.Actor],
-            loader=loader,
-            total_steps=total_steps,
-            run=run,
-            validation=validation,
-            speedometer=speedometer_of(config, {kind.replace("-", "_"): Learner(1, shape)}),
-            backend=backend,
+            objective=objective(parts.groups),
+            learner=parts.groups[Role.Actor],
+            loader=parts.loader,
+            total_steps=parts.total_steps,
+            run=parts.run,
+            validation=parts.validation,
+            speedometer=parts.speedometer,
+            backend=parts.backend,
         )
+
+    shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")
+    learners = {kind.replace("-", "_"): Learner(1, shape)}
+    program = Program(
+        kind=kind,
+        open_dataset=examples,
+        batch_key="offline.batch_size",
+        batch_size=config.offline.batch_size,
+        classes=classes,
+        learners=learners,
+        trainer=trainer,
+    )
+    return build_run(config, program)

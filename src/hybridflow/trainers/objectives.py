@@ -1,4 +1,4 @@
-"""What is learned from given data: responses to imitate, or pairs to prefer. One optimizer step for each batch.
+"""The objectives of offline training: responses to imitate, or pairs to prefer. One optimizer step for each batch.
 
 examples ──────────────────────────────────────────────> update          (SFT)
 pairs ──log-probs, reference──> pair losses ──slopes──> update           (DPO, IPO)

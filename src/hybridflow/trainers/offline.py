@@ -1,4 +1,4 @@
-"""The loop of learning from given data: batches in, one optimizer step each, whatever the objective."""
+"""The loop of offline training: batches in, one optimizer step each, whatever the objective."""
 
 from typing import Any
 

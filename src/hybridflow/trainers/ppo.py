@@ -31,7 +31,7 @@ from hybridflow.trainers.stages import (
     with_overlong_penalty,
     with_row_ids,
 )
-from hybridflow.trainers.weight_transfer import weight_sync_of
+from hybridflow.trainers.weight_sync import weight_sync_of
 
 
 class PPO:

@@ -2,16 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.errors import ConfigError, DataConfigError, ModelConfigError, ModelError
 from hybridflow.models import vocabulary_size
 from hybridflow.rollout.vllm import require_vllm
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def require_files(config: Config, *file_keys: str, reference: bool = False) -> None:
@@ -68,12 +64,12 @@ def _positions_of(path: str) -> object:
     return settings.get("max_position_embeddings")
 
 
-def require_same_tokenizer(config: Config, tokenizer: "PreTrainedTokenizerBase") -> None:
+def require_same_tokenizer(config: Config) -> None:
     """Raise ModelError if the teacher's tokens are not those of the policy, ConfigError for a top_k beyond them."""
     if not config.uses_teacher:
         return
     path, top_k = config.teacher.model_path, config.teacher.top_k
-    theirs, ours = load_tokenizer(path).get_vocab(), tokenizer.get_vocab()
+    theirs, ours = (load_tokenizer(model).get_vocab() for model in (path, config.model.path))
     differing = sorted(token for token in theirs.keys() | ours.keys() if theirs.get(token) != ours.get(token))
     if differing:
         raise ModelError(

@@ -9,7 +9,7 @@ from hybridflow.observability import spread
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.speed import Lengths
 from hybridflow.trainers.stages import Batch, read
-from hybridflow.workers.drift import KL, LARGEST, MEAN, SHARE
+from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
 

@@ -1,29 +1,38 @@
-"""The way of weights from a trainer to rollout engines: bucket by bucket, versioned, and checked at the other end."""
+"""Weight sync from a trainer to rollout engines: bucket by bucket, versioned, and checked at the receiver."""
 
-from hybridflow.weight_sync.broadcast import ByBroadcast
+from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
+from hybridflow.weight_sync.broadcast import Broadcast
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets, spec_of
-from hybridflow.weight_sync.disk import ThroughDisk
+from hybridflow.weight_sync.disk import Disk
 from hybridflow.weight_sync.fingerprint import fingerprint
-from hybridflow.weight_sync.in_process import InProcess
-from hybridflow.weight_sync.object_store import ThroughObjectStore
+from hybridflow.weight_sync.in_process import InProcess, hand_over
+from hybridflow.weight_sync.object_store import ObjectStore
 from hybridflow.weight_sync.probe import Probe, probe_sequences
-from hybridflow.weight_sync.receiver import CheckedReceiver, LoadsWeights
-from hybridflow.weight_sync.ways import Sent, WeightWay
+from hybridflow.weight_sync.receiver import LoadsWeights, WeightReceiver
+from hybridflow.weight_sync.sender import HasWeights, WeightSender
+from hybridflow.weight_sync.transports import TRANSPORTS, build_sending_transport, build_transport
 
 __all__ = [
+    "TRANSPORTS",
+    "Announcement",
+    "Broadcast",
     "Bucket",
-    "ByBroadcast",
-    "CheckedReceiver",
+    "Disk",
+    "HasWeights",
     "InProcess",
     "LoadsWeights",
+    "ObjectStore",
     "Probe",
     "Sent",
-    "ThroughDisk",
-    "ThroughObjectStore",
+    "WeightReceiver",
+    "WeightSender",
     "WeightSpec",
-    "WeightWay",
+    "WeightTransport",
+    "build_sending_transport",
+    "build_transport",
     "fill_buckets",
     "fingerprint",
+    "hand_over",
     "plan_buckets",
     "probe_sequences",
     "spec_of",

@@ -1,5 +1,7 @@
-"""By a collective of its own group: the sender is rank 0, every receiver one rank more. gloo, or NCCL on GPUs."""
+"""Weights by broadcast, in a process group of their own: gloo, or NCCL on GPUs."""
 
+import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -8,53 +10,43 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from hybridflow.config import Config
 from hybridflow.errors import LostWeightSyncError
-from hybridflow.runtime import listen
+from hybridflow.runtime import listen, own_device
+from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
-from hybridflow.weight_sync.ways import Sent
-
-SENDER = 0
 
 
-class ByBroadcast:
-    """A group beside the process's other ones. `rank` 0 listens at `address`, on a free port unless one is given."""
+class Broadcast(WeightTransport):
+    """The sender listens at the address of its pool, on a free port; receivers find it by the announcement."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        address: str,
-        port: int = 0,
-        *,
-        device: torch.device,
-        timeout_s: float | None = None,
-    ) -> None:
-        timeout = timedelta(seconds=timeout_s or 10**8)
-        self._rank, self._world_size, self._device, self._timeout = rank, world_size, device, timeout
-        self._listening = listen(address, port) if rank == SENDER else None
-        self.address, self.port = address, self._listening.getsockname()[1] if self._listening else port
+    def __init__(self, config: Config) -> None:
+        self._timeout = timedelta(seconds=config.controller.call_timeout_s or 10**8)
+        self._device = own_device()
+        self._listening: socket.socket | None = None
         self._group: Any = None
         self._under_way: list[tuple[Any, Tensor]] = []
 
-    def join(self) -> None:
-        """Meet the others. Raises WeightSyncError if they do not come in time."""
+    def listen(self) -> str:
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._listening = listen(address)
+        return f"{address}:{self._listening.getsockname()[1]}"
+
+    def join(self, address: str, rank: int, world_size: int) -> None:
+        """As in the Protocol. Raises LostWeightSyncError if the other ranks do not join in time."""
         if self._group is not None:
             return
         listening = self._listening.detach() if self._listening else None
+        host, _, port = address.rpartition(":")
         try:
-            store = TCPStore(
-                self.address, self.port, self._world_size, self._rank == SENDER, self._timeout, False,
-                master_listen_fd=listening,
-            )  # fmt: skip
-            self._group = _group_of(self._device, store, self._rank, self._world_size, self._timeout)
+            store = TCPStore(host, int(port), world_size, rank == 0, self._timeout, False, master_listen_fd=listening)
+            self._group = _build_group(self._device, store, rank, world_size, self._timeout)
         except RuntimeError as error:
             raise LostWeightSyncError(
-                f"rank {self._rank} of {self._world_size} could not meet the others at {self.address}:{self.port} to "
-                f"exchange weights: {error}"
+                f"rank {rank} of {world_size} could not meet the others at {address} to exchange weights: {error}"
             ) from error
 
     def send(self, bucket: Bucket) -> Sent:
-        self.join()
         packed = torch.empty(packed_size(bucket.specs), dtype=torch.uint8, device=self._device)
         pack(bucket, packed)
         self._wait(keep=1)
@@ -62,7 +54,6 @@ class ByBroadcast:
         return Sent(bucket.specs, bucket.fingerprints, bucket.version)
 
     def receive(self, sent: Sent) -> Bucket:
-        self.join()
         packed = torch.empty(packed_size(sent.specs), dtype=torch.uint8, device=self._device)
         self._under_way.append((self._start(packed), packed))
         self._wait(keep=0)
@@ -84,7 +75,7 @@ class ByBroadcast:
                 raise LostWeightSyncError(f"a broadcast of weights failed: {error}") from error
 
 
-def _group_of(device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _build_group(device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> Any:
     if device.type == "cuda":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -1,4 +1,4 @@
-"""Weights on their way, some at a time: what a bucket holds, and the plan that both sides make of it."""
+"""Buckets of weights: what one holds, how all weights are cut into them, and packing one into one piece of memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Through files that both sides see: safetensors in a directory, one for each bucket, gone when they are read."""
+"""Weights through files that both sides see: a safetensors file for each bucket, removed after the sync."""
 
 import shutil
 from pathlib import Path
@@ -6,16 +6,22 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
+from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket
-from hybridflow.weight_sync.ways import Sent
 
 
-class ThroughDisk:
-    """`directory` is the sender's own, and removed when all is received."""
+def sync_directory(config: Config) -> Path:
+    """Where the buckets of a run are while they are under way."""
+    return Path(config.trainer.run_dir) / "weight_sync"
 
-    def __init__(self, directory: str | Path) -> None:
-        self._directory = Path(directory)
+
+class Disk(WeightTransport):
+    """`sync_directory` is the sender's own; it is removed when all buckets are received."""
+
+    def __init__(self, config: Config) -> None:
+        self._directory = sync_directory(config)
         self._num_sent = 0
 
     def send(self, bucket: Bucket) -> Sent:

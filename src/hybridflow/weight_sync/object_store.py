@@ -1,13 +1,17 @@
-"""Through the backend's object store: on one node that is shared memory, between nodes Ray's transfer."""
+"""Weights through the backend's object store: shared memory on one node, Ray's transfer between nodes."""
 
 import torch
 
+from hybridflow.config import Config
+from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
-from hybridflow.weight_sync.ways import Sent
 
 
-class ThroughObjectStore:
-    """`Sent` itself carries the contents, in one piece in the host's memory."""
+class ObjectStore(WeightTransport):
+    """`Sent` carries the contents, packed in host memory; the store frees them when the call that has them is over."""
+
+    def __init__(self, config: Config) -> None:
+        """Build one end; there is nothing to configure."""
 
     def send(self, bucket: Bucket) -> Sent:
         contents = torch.empty(packed_size(bucket.specs), dtype=torch.uint8)
@@ -16,6 +20,3 @@ class ThroughObjectStore:
 
     def receive(self, sent: Sent) -> Bucket:
         return Bucket(unpack(sent.specs, sent.contents), sent.fingerprints, sent.version)
-
-    def finish(self) -> None:
-        """The store lets go of what nobody refers to."""

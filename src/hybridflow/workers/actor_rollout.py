@@ -7,7 +7,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.rollout import load_weights
 from hybridflow.runtime import free_cached_memory
-from hybridflow.weight_sync import CheckedReceiver, InProcess
+from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.generating import GeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
@@ -31,7 +31,8 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             shares_model=self._shares_weights,
             in_group=self.has_collectives and self.world_size > 1,
         )
-        self._receiver, self._way = CheckedReceiver(self.rollout, config.model.dtype), InProcess()
+        self.weight_sender = WeightSender(self.engine, config, InProcess)
+        self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())
         self._version: int | None = None  # of the weights that were given to the engine
         self._is_awake = True
         self._sleep()
@@ -53,14 +54,14 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         version, num_bytes = self.engine.num_updates, 0
         if is_new := (self._version, self.rollout.version) != (version, version):
             self._version = None
-            num_bytes = self._give_weights()
+            num_bytes = hand_over(self.weight_sender, self.weight_receiver)
         if not self._is_awake:
             free_cached_memory()  # what was gathered
             self.rollout.wake("kv_cache")
         self._is_awake = True
         if not is_new:
             return {}
-        metrics = self._receiver.check(self.compute_probe())
+        metrics = self.weight_receiver.check(self.weight_sender.compute_probe())
         self._version = version
         return {"weight_sync/bytes": float(num_bytes), **metrics}
 
@@ -69,22 +70,12 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         self.sync_weights()
         try:
             if self._shares_weights:
-                with self.engine.present():  # they are the rollout engine's own
+                with self.engine.on_device():  # they are the rollout engine's own
                     yield
             else:
                 yield
         finally:
             self._sleep()
-
-    def _give_weights(self) -> int:
-        """Every rank gathers them, and gives its engine what it gathered; so many bytes."""
-        num_bytes = 0
-        self._receiver.start(self.weight_specs(), self.engine.num_updates)
-        for bucket in self.gathered_buckets():
-            num_bytes += bucket.num_bytes
-            self._receiver.accept(self._way.receive(self._way.send(bucket)))
-        self._receiver.finish()
-        return num_bytes
 
     def _share_weights(self) -> None:
         if self._version != self.engine.num_updates:

@@ -4,9 +4,9 @@ from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss
-from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
+from hybridflow.workers.updates import run_updates
+from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class CriticWorker(ModelWorker):
@@ -16,7 +16,7 @@ class CriticWorker(ModelWorker):
     role = "critic"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.config = config
         self.engine = self.build_engine(
             config, config.critic.model_path or config.model.path, "value", config.critic.optimizer, total_updates
@@ -31,18 +31,9 @@ class CriticWorker(ModelWorker):
     def update_critic(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")
-        steps = []
-        for mini_batch in iterate_mini_batches(batch, self.engine):
-            loss = critic_loss(self.config, mini_batch.num_tokens, mini_batch.num_sequences)
-            result = self.engine.update(mini_batch.rows, loss)
-            steps.append(
-                {
-                    "critic/loss": result.loss,
-                    "critic/grad_norm": result.grad_norm,
-                    "critic/lr": result.lr,
-                    "critic/padding_computed": result.padding_share,
-                    "critic/shared_prompts": result.saved_share,
-                    **result.metrics,
-                }
-            )
-        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+        return run_updates(
+            self.engine,
+            batch,
+            lambda step: critic_loss(self.config, step.num_tokens, step.num_sequences),
+            "critic",
+        )

@@ -10,7 +10,7 @@ from hybridflow.config import Config
 from hybridflow.engines import LossFunction, Outputs
 from hybridflow.protocol import DataProto
 from hybridflow.workers.algorithm_functions import policy_loss
-from hybridflow.workers.drift import LARGEST, MEAN, drift_of_tokens
+from hybridflow.workers.log_prob_mismatch import LARGEST, MEAN, log_prob_mismatch_of
 
 
 def actor_columns(config: Config) -> tuple[str, ...]:
@@ -69,9 +69,9 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
             "actor/entropy": share(outputs["entropies"].detach()),
             "actor/ppo_kl": share(columns["old_log_probs"] - log_probs.detach()),
         }
-        drift = drift_of_tokens(log_probs.detach(), _column(rows, "rollout_log_probs"))
-        metrics |= {name: share(values) for name, values in drift.items()}
-        metrics[LARGEST] = drift[MEAN].where(mask, 0).max()
+        mismatch = log_prob_mismatch_of(log_probs.detach(), _column(rows, "rollout_log_probs"))
+        metrics |= {name: share(values) for name, values in mismatch.items()}
+        metrics[LARGEST] = mismatch[MEAN].where(mask, 0).max()
         if config.actor.entropy_coef:
             entropy = share(outputs["entropies"], config.actor.loss_aggregation)
             total = total - config.actor.entropy_coef * entropy

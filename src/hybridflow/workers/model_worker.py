@@ -17,7 +17,7 @@ from hybridflow.checkpoint import (
 )
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from hybridflow.engines import TorchEngine, find_token_budget
+from hybridflow.engines import TorchEngine, TrainEngine
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Rows are split over the replicas of the data; the ranks that share a replica's layers or sequences get the same."""
@@ -34,7 +34,7 @@ class ModelWorker(Worker):
 
     component: str
     role: RoleName
-    engine: TorchEngine
+    engine: TrainEngine
     _save: BackgroundSave | None = None
     _save_group: dist.ProcessGroup | None = None
 
@@ -45,8 +45,8 @@ class ModelWorker(Worker):
         head: Literal["policy", "value"],
         optimizer: OptimizerConfig | None = None,
         total_updates: int = 1,
-    ) -> TorchEngine:
-        """The engine of this role, as the configuration has it."""
+    ) -> TrainEngine:
+        """Build the engine of this role. No other code of the workers knows which engine it is."""
         return TorchEngine(
             path,
             head,
@@ -62,8 +62,8 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def find_token_budget(self, prompt_len: int, response_len: int) -> int:
-        """The tokens per micro-batch that memory bears, for sequences up to these lengths; see `find_token_budget`."""
-        return find_token_budget(self.engine, prompt_len, response_len, self.local_world_size)
+        """As `TrainEngine.find_token_budget`, for as many processes as this node has."""
+        return self.engine.find_token_budget(prompt_len, response_len, self.local_world_size)
 
     @register(Dispatch.ONE_TO_ALL)
     def set_token_budget(self, max_tokens: int) -> None:
@@ -79,7 +79,7 @@ class ModelWorker(Worker):
         """
         path, state = Path(directory) / self.component, self.engine.state_dict()
         state = copy_state(state) if in_background else state
-        if not self.engine.ranks.is_alone:
+        if self.engine.is_sharded:
             write = partial(save_sharded_state, state, path, self._group_for_saves() if in_background else None)
         elif self.rank == 0:
             write = partial(save_state, state, path)
@@ -108,7 +108,7 @@ class ModelWorker(Worker):
     def load(self, directory: str) -> None:
         """Continue from the state that `save` wrote, on as many ranks as there were or not."""
         path = Path(directory) / self.component
-        if self.engine.ranks.is_alone:
-            self.engine.load_state_dict(load_state(path))
-        else:
+        if self.engine.is_sharded:
             self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))
+        else:
+            self.engine.load_state_dict(load_state(path))

@@ -4,9 +4,9 @@ from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import slope_loss
-from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
+from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, run_updates
+from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class PreferenceModelWorker(ModelWorker):
@@ -16,7 +16,7 @@ class PreferenceModelWorker(ModelWorker):
     role = "actor"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.engine = self.build_engine(config, config.model.path, "value", config.offline.optimizer, total_updates)
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",))
@@ -28,14 +28,5 @@ class PreferenceModelWorker(ModelWorker):
     def update_reward_model(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch, on `loss_slopes` times the score of each conversation."""
         self.require_collectives("sum gradients")
-        steps = []
-        for mini_batch in iterate_mini_batches(batch, self.engine):
-            result = self.engine.update(mini_batch.rows, slope_loss("values"))
-            steps.append(
-                {
-                    "reward_model/grad_norm": result.grad_norm,
-                    "reward_model/lr": result.lr,
-                    "reward_model/padding_computed": result.padding_share,
-                }
-            )
-        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+        loss = slope_loss("values")
+        return run_updates(self.engine, batch, lambda _: loss, "reward_model", figures=FIGURES_WITHOUT_LOSS)

@@ -4,7 +4,7 @@ from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
+from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class ReferenceWorker(ModelWorker):
@@ -14,7 +14,7 @@ class ReferenceWorker(ModelWorker):
     role = "reference"
 
     def __init__(self, config: Config, temperature: float | None = None) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.config = config
         self.temperature = config.rollout.temperature if temperature is None else temperature
         path = config.reference.model_path or config.model.path

@@ -15,8 +15,8 @@ from hybridflow.errors import ModelError, RewardError
 from hybridflow.models import StoredModel
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
 from hybridflow.workers.reward import SCORE_COLUMNS
+from hybridflow.workers.worker_process import prepare_worker_process
 
 TEXT_COLUMNS = ("solution_texts", "raw_prompts")
 
@@ -32,7 +32,7 @@ class RewardModelWorker(ModelWorker):
     role = "reward"
 
     def __init__(self, config: Config) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         path = config.reward.model_path
         with StoredModel(path) as stored:
             head = stored.name_of("score.weight")
@@ -43,7 +43,6 @@ class RewardModelWorker(ModelWorker):
         self.tokenizer = load_tokenizer(path)
         self.encoder = PromptEncoder(self.tokenizer, chat_template=True)
         self.engine = self.build_engine(config, path, "value")
-        self.positions = getattr(self.engine.model.config, "max_position_embeddings", None)
 
     @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=SCORE_COLUMNS, parts=lambda config: config.controller.parts)
     def score(self, batch: DataProto) -> DataProto:
@@ -74,9 +73,10 @@ class RewardModelWorker(ModelWorker):
         """Token ids of each conversation."""
         ids = encode_conversations(self.encoder, prompts, responses, [f"response {i}" for i in range(len(responses))])
         longest = max(range(len(ids)), key=lambda row: len(ids[row]))
-        if self.positions is not None and len(ids[longest]) >= self.positions:
+        positions = self.engine.num_positions
+        if positions is not None and len(ids[longest]) >= positions:
             raise RewardError(
                 f"response {longest} and its prompt have {len(ids[longest])} tokens for the reward model, which has "
-                f"{self.positions} positions; lower data.max_prompt_length or data.max_response_length."
+                f"{positions} positions; lower data.max_prompt_length or data.max_response_length."
             )
         return ids

@@ -5,7 +5,7 @@ from hybridflow.controller import register
 from hybridflow.models import vocabulary_size
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
+from hybridflow.workers.worker_process import prepare_worker_process
 
 CANDIDATES = ("candidate_ids", "teacher_candidate_log_probs")
 
@@ -22,7 +22,7 @@ class TeacherWorker(ModelWorker):
     role = "teacher"
 
     def __init__(self, config: Config) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.config = config
         self.engine = self.build_engine(config, config.teacher.model_path, "policy")
         self.num_tokens = vocabulary_size(config.model.path)  # a larger model of a family may have more, as padding

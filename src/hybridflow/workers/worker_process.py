@@ -15,7 +15,7 @@ from hybridflow.runtime import (
 )
 
 
-def prepare_process(worker: Worker, config: Config) -> None:
+def prepare_worker_process(worker: Worker, config: Config) -> None:
     """Memory, threads, kernels and the other ranks of the worker's process."""
     keep_freed_memory()
     bound_shape_caches()

@@ -1,4 +1,4 @@
-"""Which rows made a step be refused: each is computed again, alone."""
+"""Finds the rows that made a step be refused: each is computed again, alone."""
 
 import math
 from typing import TYPE_CHECKING
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from hybridflow.engines.torch_engine import TorchEngine
 
 
-def blame(
+def find_non_finite_rows(
     engine: "TorchEngine", rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
 ) -> list[str]:
-    """The rows of all ranks whose loss or gradient is not finite, in words.
+    """Describe the rows of all ranks whose loss or gradient is not finite.
 
     Every rank computes its next row at the same time, for their gradient is one sum; where that is not finite and no
     loss says why, they take turns.
     """
-    ranks, blamed = engine.ranks, []
+    ranks, found = engine.ranks, []
 
     def learn(index: int | None) -> tuple[float, bool]:
         """The loss of a row, and whether the gradient of what all ranks computed now is finite."""
@@ -45,8 +45,8 @@ def blame(
         if mine is not None and not (finite and math.isfinite(loss)):
             row = rows.batch[index]
             row_id = int(row["row_ids"]) if "row_ids" in row.keys() else index  # noqa: SIM118
-            blamed.append(f"row {row_id}: loss {loss}, gradient {'finite' if finite else 'not finite'}")
-    return [text for of_rank in ranks.gather(blamed) for text in of_rank]
+            found.append(f"row {row_id}: loss {loss}, gradient {'finite' if finite else 'not finite'}")
+    return [text for of_rank in ranks.gather(found) for text in of_rank]
 
 
 def _own(gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The stretch of a micro-batch's tokens that a rank computes on under sequence parallel, and results back together."""
+"""The shard of a micro-batch's tokens that a rank computes on under sequence parallel, and results back together."""
 
 from dataclasses import dataclass, replace
 
@@ -11,8 +11,8 @@ from hybridflow.models import GatherTokens, UlyssesPlan
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """`input` is what this rank gives to its model; `is_mine` says which response tokens of the whole it predicts."""
+class SequenceShard:
+    """`input` is what this rank gives to its model; `is_mine` marks which response tokens of the whole it predicts."""
 
     whole: ModelInput
     input: ModelInput
@@ -25,7 +25,7 @@ class Stretch:
         return self.whole.to_rows(GatherTokens.apply(values, places, len(self.is_mine), self.group))
 
 
-def stretch_of(whole: ModelInput, group: dist.ProcessGroup) -> Stretch:
+def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceShard:
     """The columns of this rank, of tokens that are filled up to as many for each rank."""
     size, rank = group.size(), group.rank()
     filled = -whole.input_ids.shape[1] % size
@@ -43,4 +43,4 @@ def stretch_of(whole: ModelInput, group: dist.ProcessGroup) -> Stretch:
         labels=whole.labels[is_mine],
         candidates=None if whole.candidates is None else whole.candidates[is_mine],
     )
-    return Stretch(whole, mine, is_mine, group)
+    return SequenceShard(whole, mine, is_mine, group)

@@ -1,34 +1,53 @@
-"""What every way of weights promises: what is received is what was sent, and what is not, is told.
+"""What every transport promises: what is received is what was sent, and what is not, is told.
 
-Each test runs on each way; sender and receivers are threads where they need to meet.
+Each test runs on each transport; sender and receivers are threads where they need to meet.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybridflow.config import Config, load_config
+from hybridflow.config.sections import RolloutConfig
 from hybridflow.errors import WeightSyncError
 from hybridflow.weight_sync import (
+    TRANSPORTS,
+    Broadcast,
     Bucket,
-    ByBroadcast,
+    Disk,
     InProcess,
+    ObjectStore,
     Sent,
-    ThroughDisk,
-    ThroughObjectStore,
-    WeightWay,
+    WeightTransport,
+    build_sending_transport,
     fill_buckets,
     plan_buckets,
     spec_of,
 )
 
-WAYS = ("in_process", "object_store", "broadcast", "disk")
 NUM_RECEIVERS = 2
+
+
+def configured(run_dir: object, *overrides: str) -> Config:
+    return load_config(None, [f"trainer.run_dir={run_dir}", "controller.call_timeout_s=60", *overrides])
+
+
+def test_each_transport_of_the_configuration_is_in_the_table():
+    assert set(get_args(RolloutConfig.model_fields["weight_sync"].annotation)) == set(TRANSPORTS)
+
+
+def test_buckets_of_a_killed_run_are_removed_before_the_first_sync(tmp_path):
+    (tmp_path / "weight_sync").mkdir()
+    (tmp_path / "weight_sync" / "bucket_00000.safetensors").touch()
+    sender = build_sending_transport(configured(tmp_path, "rollout.weight_sync=broadcast"))
+    assert isinstance(sender, Broadcast)
+    assert not (tmp_path / "weight_sync").exists()
 
 
 def weights_like_those_of_a_model(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -37,25 +56,18 @@ def weights_like_those_of_a_model(dtype: torch.dtype = torch.float32) -> dict[st
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-@pytest.fixture(params=WAYS)
-def ends(request, tmp_path) -> Callable[[], tuple[WeightWay, list[WeightWay]]]:
+@pytest.fixture(params=["in_process", *TRANSPORTS])
+def ends(request, tmp_path) -> Callable[[], tuple[WeightTransport, list[WeightTransport]]]:
     """A sender and its receivers, which have met."""
 
-    def build() -> tuple[WeightWay, list[WeightWay]]:
+    def build() -> tuple[WeightTransport, list[WeightTransport]]:
         if request.param == "in_process":
             return InProcess(), [InProcess()]
-        if request.param == "object_store":
-            return ThroughObjectStore(), [ThroughObjectStore() for _ in range(NUM_RECEIVERS)]
-        if request.param == "disk":
-            return ThroughDisk(tmp_path / "sync"), [ThroughDisk(tmp_path / "sync") for _ in range(NUM_RECEIVERS)]
-        device: dict[str, Any] = {"device": torch.device("cpu"), "timeout_s": 60}
-        sender = ByBroadcast(0, NUM_RECEIVERS + 1, "127.0.0.1", **device)
-        receivers = [
-            ByBroadcast(rank, NUM_RECEIVERS + 1, "127.0.0.1", sender.port, **device)
-            for rank in range(1, NUM_RECEIVERS + 1)
-        ]
-        in_threads([end.join for end in (sender, *receivers)])
-        return sender, list(receivers)
+        sender, *receivers = (TRANSPORTS[request.param](configured(tmp_path)) for _ in range(NUM_RECEIVERS + 1))
+        address = sender.listen()
+        ranks = enumerate((sender, *receivers))
+        in_threads([partial(end.join, address, rank, NUM_RECEIVERS + 1) for rank, end in ranks])
+        return sender, receivers
 
     return build
 
@@ -114,7 +126,7 @@ def test_weights_that_change_afterwards_do_not_change_what_was_received(ends):
         assert all(torch.equal(tensor, first[name]) for name, tensor in bucket.weights.items())
 
 
-def test_a_second_sync_goes_the_same_way(ends):
+def test_a_second_sync_uses_the_same_transport(ends):
     sender, receivers = ends()
     for scale in (1.0, 2.0):
         weights = {name: scale * tensor for name, tensor in weights_like_those_of_a_model().items()}
@@ -126,43 +138,43 @@ def test_a_second_sync_goes_the_same_way(ends):
 
 
 def test_files_are_gone_when_all_is_received(tmp_path):
-    way = ThroughDisk(tmp_path / "sync")
+    transport = Disk(configured(tmp_path))
     for bucket in buckets_of(weights_like_those_of_a_model(), 3000):
-        way.receive(way.send(bucket))
-    assert len(list((tmp_path / "sync").iterdir())) == 3
-    way.finish()
-    assert not (tmp_path / "sync").exists()
+        transport.receive(transport.send(bucket))
+    assert len(list((tmp_path / "weight_sync").iterdir())) == 3
+    transport.finish()
+    assert not (tmp_path / "weight_sync").exists()
 
 
 def test_a_file_that_is_not_there_or_damaged_is_named(tmp_path):
-    way = ThroughDisk(tmp_path / "sync")
+    transport = Disk(configured(tmp_path))
     (bucket,) = buckets_of(weights_like_those_of_a_model(), 10**9)
-    sent = way.send(bucket)
+    sent = transport.send(bucket)
     with open(sent.contents, "r+b") as file:
         file.truncate(100)
     with pytest.raises(WeightSyncError, match=r"could not be read from '.*bucket_00000.safetensors'"):
-        way.receive(sent)
+        transport.receive(sent)
     with pytest.raises(WeightSyncError, match="must see the trainer's directory"):
-        way.receive(replace(sent, contents=str(tmp_path / "elsewhere")))
+        transport.receive(replace(sent, contents=str(tmp_path / "elsewhere")))
 
 
 def test_a_full_disk_is_told(small_disk):
-    way = ThroughDisk(small_disk / "sync")
+    transport = Disk(configured(small_disk))
     big = {"big": torch.zeros(2**20)}
     (bucket,) = buckets_of(big, 10**9)
     with pytest.raises(WeightSyncError, match="weights could not be written"):
-        way.send(bucket)
+        transport.send(bucket)
 
 
-def test_receivers_that_do_not_come_are_an_error_in_time():
-    way = ByBroadcast(0, 2, "127.0.0.1", device=torch.device("cpu"), timeout_s=1)
+def test_receivers_that_do_not_come_are_an_error_in_time(tmp_path):
+    transport = Broadcast(configured(tmp_path, "controller.call_timeout_s=1"))
     with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not meet the others at 127\.0\.0\.1"):
-        way.join()
+        transport.join(transport.listen(), 0, 2)
 
 
-def altered(sent: Sent, way: str) -> None:
+def altered(sent: Sent) -> None:
     """Change one bit of the contents on their way."""
-    if way == "disk":
+    if isinstance(sent.contents, str):
         tensors = load_file(sent.contents)
         tensors["q"].view(torch.int32)[3, 3] ^= 1
         save_file(tensors, sent.contents)
@@ -170,14 +182,14 @@ def altered(sent: Sent, way: str) -> None:
         sent.contents[100] ^= 1
 
 
-@pytest.mark.parametrize("way", ["object_store", "disk"])
-def test_a_bit_that_changes_on_the_way_shows_in_the_fingerprint(way, tmp_path):
+@pytest.mark.parametrize("transport", [ObjectStore, Disk])
+def test_a_bit_that_changes_on_the_way_shows_in_the_fingerprint(transport, tmp_path):
     from hybridflow.weight_sync import fingerprint
 
-    end = ThroughObjectStore() if way == "object_store" else ThroughDisk(tmp_path / "sync")
+    end = transport(configured(tmp_path))
     (bucket,) = buckets_of(weights_like_those_of_a_model(), 10**9)
     sent = end.send(bucket)
-    altered(sent, way)
+    altered(sent)
     arrived = end.receive(sent)
     wrong = [name for name, tensor in arrived.weights.items() if fingerprint(tensor) != arrived.fingerprints[name]]
     assert len(wrong) == 1
@@ -186,9 +198,9 @@ def test_a_bit_that_changes_on_the_way_shows_in_the_fingerprint(way, tmp_path):
 def test_a_file_that_cannot_be_written_leaves_none_behind(tmp_path, monkeypatch):
     from hybridflow.weight_sync import disk
 
-    sender, buckets = ThroughDisk(tmp_path / "sync"), list(buckets_of(weights_like_those_of_a_model(), 2000))
+    sender, buckets = Disk(configured(tmp_path)), list(buckets_of(weights_like_those_of_a_model(), 2000))
     sender.send(buckets[0])
-    assert len(list((tmp_path / "sync").iterdir())) == 1
+    assert len(list((tmp_path / "weight_sync").iterdir())) == 1
 
     def full(weights, path):
         path.write_bytes(b"half")
@@ -197,4 +209,4 @@ def test_a_file_that_cannot_be_written_leaves_none_behind(tmp_path, monkeypatch)
     monkeypatch.setattr(disk, "save_file", full)
     with pytest.raises(WeightSyncError, match=r"could not be written to .*No space left"):
         sender.send(buckets[1])
-    assert not (tmp_path / "sync").exists()
+    assert not (tmp_path / "weight_sync").exists()

@@ -3,7 +3,7 @@ import torch
 
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
-from hybridflow.workers import ActorRolloutWorker, SFTWorker
+from hybridflow.workers import ActorRolloutWorker, OfflinePolicyWorker
 
 CHANGES = ["offline.optimizer.lr=1e-2"]
 
@@ -14,7 +14,7 @@ def examples(rollout_rows):
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_response_tokens(group, examples, with_mini_batches):
-    worker = group(SFTWorker, *CHANGES)
+    worker = group(OfflinePolicyWorker, *CHANGES)
     log_probs = worker.compute_log_probs(examples).batch["old_log_probs"]
     metrics = worker.update_sft(with_mini_batches(examples, [0, 1, 2, 3])).meta_info["metrics"]
     assert metrics["sft/loss"] == pytest.approx([-float(log_probs.sum()) / 10])
@@ -24,7 +24,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_response_tokens(group, exampl
 
 def test_padded_copies_of_rows_change_no_update(group, examples, with_mini_batches):
     def log_probs_after(batch):
-        worker = group(SFTWorker, *CHANGES)
+        worker = group(OfflinePolicyWorker, *CHANGES)
         metrics = worker.update_sft(with_mini_batches(batch, [0, 1, 2, 3])).meta_info["metrics"]
         return metrics, worker.compute_log_probs(examples).batch["old_log_probs"]
 
@@ -38,17 +38,17 @@ def test_padded_copies_of_rows_change_no_update(group, examples, with_mini_batch
 
 
 def test_three_ranks_compute_what_one_computes(group, examples):
-    one, three = (group(SFTWorker, num_workers=n).compute_log_probs(examples) for n in (1, 3))
+    one, three = (group(OfflinePolicyWorker, num_workers=n).compute_log_probs(examples) for n in (1, 3))
     torch.testing.assert_close(one.batch["old_log_probs"], three.batch["old_log_probs"])
 
 
 def test_an_update_on_ranks_that_take_turns_is_refused(group, examples, with_mini_batches):
     with pytest.raises(WorkerError, match=r"needs a collective over its 2 ranks \(sum gradients\)"):
-        group(SFTWorker, num_workers=2).update_sft(with_mini_batches(examples, [0, 1, 2, 3]))
+        group(OfflinePolicyWorker, num_workers=2).update_sft(with_mini_batches(examples, [0, 1, 2, 3]))
 
 
 def test_what_it_saves_is_a_policy(group, examples, with_mini_batches, tmp_path):
-    worker = group(SFTWorker, *CHANGES)
+    worker = group(OfflinePolicyWorker, *CHANGES)
     worker.update_sft(with_mini_batches(examples, [0, 1, 2, 3]))
     worker.save(str(tmp_path))
     actor = group(ActorRolloutWorker)

@@ -1,10 +1,10 @@
-"""How far the trainer's log-probs are from those that the rollout engine sampled with: 0 but for rounding, on equal
-weights. Numerics, stale weights and a wrong sync show here first."""
+"""Log-prob mismatch: how far the trainer's log-probs are from those that the rollout engine sampled with. On equal
+weights it is rounding; other numerics, stale weights and a wrong sync show here first."""
 
 import torch
 from torch import Tensor
 
-DRIFT_BOUND = 0.1
+MISMATCH_BOUND = 0.1
 """A token whose log-probs differ by more counts in `rollout/log_prob_drift_share`."""
 
 MEAN, LARGEST, KL, SHARE = (
@@ -13,8 +13,8 @@ MEAN, LARGEST, KL, SHARE = (
 )
 
 
-def drift_of_tokens(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
-    """What is averaged over tokens, by the metric's name; both (rows, response_len).
+def log_prob_mismatch_of(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
+    """Return what is averaged over tokens, by the name of the metric; all (rows, response_len).
 
     The KL of the rollout's distribution to the trainer's is estimated by k3 (Schulman, 2020): the tokens are the
     rollout's.
@@ -24,5 +24,5 @@ def drift_of_tokens(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, T
     return {
         MEAN: size,
         KL: torch.expm1(difference) - difference,
-        SHARE: (size > DRIFT_BOUND).to(size.dtype),
+        SHARE: (size > MISMATCH_BOUND).to(size.dtype),
     }

@@ -1,9 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from hybridflow.engines import UpdateResult
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
-from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
+from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, mean_metrics, mini_batches_of, run_updates
 
 
 class OneRank:
@@ -32,7 +35,7 @@ def batch(row_ids: list[int], mini_batches: list[list[int]] | None) -> DataProto
 def memberships(rows: DataProto, engine) -> list[tuple[list[int], int, int]]:
     return [
         (step.rows.batch["row_ids"].tolist(), step.num_tokens, step.num_sequences)
-        for step in iterate_mini_batches(rows, engine)
+        for step in mini_batches_of(rows, engine)
     ]
 
 
@@ -75,3 +78,49 @@ def test_a_row_that_is_missing_or_there_twice_is_an_error(row_ids, members, mess
 def test_metrics_are_averaged_over_steps_and_the_rate_is_the_last():
     steps = [{"actor/loss": 1.0, "actor/lr": 0.1}, {"actor/loss": 4.0, "actor/lr": 0.2}]
     assert mean_metrics(steps) == {"actor/loss": 2.5, "actor/lr": 0.2}
+
+
+class Learner(OneRank):
+    """Says what it was given; the loss of a step is the number of its rows."""
+
+    on_device = nullcontext
+
+    def update(self, rows, loss_function, *, with_entropy, temperature):
+        metrics = {"actor/policy_loss": float(loss_function), "actor/rows": rows.batch["row_ids"].sum().item()}
+        counts = {"num_tokens": 4, "num_computed_tokens": 4, "num_padding_tokens": 1}
+        return UpdateResult(float(len(rows)), grad_norm=0.5, lr=0.1, metrics=metrics, **counts)
+
+
+def test_an_update_call_is_a_step_for_each_mini_batch_and_means_of_its_figures():
+    rows = batch([1, 2, 3], [[1, 3], [2]])
+    done = run_updates(Learner(), rows, lambda step: step.num_tokens, "actor")
+    assert done.meta_info["metrics"] == {
+        "actor/loss": 1.5,
+        "actor/grad_norm": 0.5,
+        "actor/lr": 0.1,
+        "actor/padding_computed": 0.25,
+        "actor/shared_prompts": 0.25,
+        "actor/policy_loss": (4 + 2) / 2,
+        "actor/rows": (4 + 2) / 2,
+    }
+    assert next(iter(done.meta_info["metrics"])) == "actor/loss"
+
+
+def test_an_update_call_names_the_figures_that_are_asked_for_of_the_rows_it_is_given():
+    rows = batch([1, 2, 3], [[1, 3], [2]])
+    numbers = []
+
+    def rows_of(step):
+        numbers.append(step.number)
+        return rows
+
+    done = run_updates(
+        Learner(), rows, lambda step: step.num_sequences, "dpo", figures=FIGURES_WITHOUT_LOSS, rows_of=rows_of
+    )
+    assert numbers == [0, 1]
+    metrics = done.meta_info["metrics"]
+    assert list(metrics) == [
+        *("dpo/grad_norm", "dpo/lr", "dpo/padding_computed"),
+        *("actor/policy_loss", "actor/rows"),
+    ]
+    assert metrics["actor/rows"] == 6

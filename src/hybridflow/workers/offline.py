@@ -1,56 +1,37 @@
-"""The policy that learns from given data: it imitates responses, or prefers some to others."""
+"""The policy of offline training: it imitates responses, or prefers some to others."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import sft_loss, slope_loss
-from hybridflow.workers.mini_batches import iterate_mini_batches, mean_metrics
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
-from hybridflow.workers.process import prepare_process
+from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, run_updates
+from hybridflow.workers.worker_process import prepare_worker_process
 
 
-class SFTWorker(ModelWorker):
+class OfflinePolicyWorker(ModelWorker):
     """Shares the actor's component name: what it saves is a policy."""
 
     component = "actor"
     role = "actor"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_process(self, config)
+        prepare_worker_process(self, config)
         self.engine = self.build_engine(config, config.model.path, "policy", config.offline.optimizer, total_updates)
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids"), writes=(), rows="one")
     def update_sft(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")
-        steps = []
-        for mini_batch in iterate_mini_batches(batch, self.engine):
-            result = self.engine.update(mini_batch.rows, sft_loss(mini_batch.num_tokens))
-            steps.append(
-                {
-                    "sft/loss": result.loss,
-                    "sft/grad_norm": result.grad_norm,
-                    "sft/lr": result.lr,
-                    "sft/padding_computed": result.padding_share,
-                }
-            )
-        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+        figures = ("loss", *FIGURES_WITHOUT_LOSS)
+        return run_updates(self.engine, batch, lambda step: sft_loss(step.num_tokens), "sft", figures=figures)
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one")
     def update_dpo(self, batch: DataProto) -> DataProto:
         """One optimizer step for each mini-batch, on `loss_slopes` times the log-probability of each response."""
         self.require_collectives("sum gradients")
-        steps = []
-        for mini_batch in iterate_mini_batches(batch, self.engine):
-            result = self.engine.update(mini_batch.rows, slope_loss("log_probs"))
-            steps.append(
-                {
-                    "dpo/grad_norm": result.grad_norm,
-                    "dpo/lr": result.lr,
-                    "dpo/padding_computed": result.padding_share,
-                }
-            )
-        return DataProto(meta_info={"metrics": mean_metrics(steps)})
+        loss = slope_loss("log_probs")
+        return run_updates(self.engine, batch, lambda _: loss, "dpo", figures=FIGURES_WITHOUT_LOSS)
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("old_log_probs",))
     def compute_log_probs(self, batch: DataProto) -> DataProto:

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from hybridflow.engines.presence import HOST, Presence
+from hybridflow.engines.offload import HOST, Offload
 
 
-class Moves(Presence):
+class Moves(Offload):
     """Records where it would move to."""
 
     def move_to(self, device):
@@ -16,28 +16,28 @@ class Moves(Presence):
 
 def test_it_waits_on_the_host_and_calls_within_each_other_move_once():
     model = nn.Linear(2, 2)
-    present = Moves(model, model.parameters(), {}, torch.device("cuda"))
-    with present():
-        with present():
+    offload = Moves(model, model.parameters(), {}, torch.device("cuda"))
+    with offload():
+        with offload():
             pass
-        assert present.places == ["cpu", "cuda"]
-    assert present.places == ["cpu", "cuda", "cpu"]
+        assert offload.places == ["cpu", "cuda"]
+    assert offload.places == ["cpu", "cuda", "cpu"]
 
 
 def test_an_error_within_takes_it_back_as_well():
-    present = Moves(nn.Linear(2, 2), [], {}, torch.device("cuda"))
+    offload = Moves(nn.Linear(2, 2), [], {}, torch.device("cuda"))
     try:
-        with present():
+        with offload():
             raise ValueError
     except ValueError:
         pass
-    assert present.places[-1] == "cpu"
+    assert offload.places[-1] == "cpu"
 
 
 def test_parameters_stay_the_objects_they_are_and_masters_and_moments_move_along():
     model, master = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
     moments = {master: {"exp_avg": torch.ones(3), "step": torch.tensor(2.0)}}
     before = list(model.parameters())
-    Presence(model, [*model.parameters(), master], moments, torch.device("cpu"))
+    Offload(model, [*model.parameters(), master], moments, torch.device("cpu"))
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
     assert moments[master]["step"] == 2

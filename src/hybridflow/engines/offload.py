@@ -1,4 +1,4 @@
-"""Where weights and optimizer state are while nobody calls the engine: of a role that can wait, on the host."""
+"""Offload of weights and optimizer state to host memory between the calls of an idle role."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 HOST = torch.device("cpu")
 
 
-class Presence:
-    """`with presence:` what the engine computes with is on `device`; outside, on the host. Inside itself it is free.
+class Offload:
+    """`with offload():` keeps what the engine computes with on `device`; outside it is on the host. Re-entrant.
 
     `parameters` are those that learn, of the model or not; `optimizer_state` has tensors by parameter.
     """

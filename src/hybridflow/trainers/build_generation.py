@@ -1,0 +1,118 @@
+"""Builds what generates without learning: validation and text generation."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from hybridflow.checkpoint import Checkpoint
+from hybridflow.checkpoint.model_fingerprint import require_same_base
+from hybridflow.checkpoint.weights import stored_weights
+from hybridflow.config import Config, ParallelConfig
+from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
+from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.engines.engine_state import require_same_adapters
+from hybridflow.errors import CheckpointConfigError
+from hybridflow.trainers.build_run import prepare_driver_process
+from hybridflow.trainers.generation import TextGenerator
+from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.preconditions import require_files, require_rollout_engine
+from hybridflow.trainers.program import reward_class
+from hybridflow.trainers.validation import Validator
+from hybridflow.workers import ActorRolloutWorker
+
+
+def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
+    """Build what `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
+    config = _prepare(config, checkpoint, "data.val_files")
+    prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
+    rewards = {Role.Reward: ClassWithInitArgs(reward_class(config), config=config)}
+    with _groups(config, checkpoint, rewards) as (backend, groups):
+        return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
+
+
+def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
+    """Build what `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
+    config = _prepare(config, checkpoint)
+    tokenizer = load_tokenizer(config.model.path)
+    with _groups(config, checkpoint, {}) as (backend, groups):
+        return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)
+
+
+def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, order_by: str = "") -> RLHFDataset:
+    """Open prompts as the section `data` says; `max_samples` 0 is all of them."""
+    data = config.data
+    return RLHFDataset(
+        files,
+        load_tokenizer(config.model.path),
+        data.max_prompt_length,
+        overlong=data.overlong_prompts,
+        chat_template=data.chat_template,
+        max_samples=max_samples,
+        order_by=order_by,
+    )
+
+
+def build_group_validator(
+    config: Config,
+    prompts: RLHFDataset,
+    rollout: WorkerGroup,
+    rewards: WorkerGroup,
+    backend: Backend | None = None,
+) -> Validator:
+    """Build a validator on groups that are there; with `backend` it ends with their workers."""
+    return Validator(
+        prompts,
+        rollout,
+        rewards,
+        batch_size=config.validation.batch_size,
+        group_size=config.validation.group_size,
+        seed=config.trainer.seed,
+        backend=backend,
+    )
+
+
+def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:
+    """Check the configuration and prepare this process; returns the configuration of a program that only generates."""
+    require_files(config, *file_keys)
+    require_rollout_engine(config)
+    config = _without_learning(config)
+    _require_base(config, checkpoint)
+    prepare_driver_process(config)
+    return config
+
+
+@contextmanager
+def _groups(
+    config: Config, checkpoint: Checkpoint | None, others: Mapping[Role, ClassWithInitArgs]
+) -> Iterator[tuple[Backend, Mapping[Role, WorkerGroup]]]:
+    """The group that generates, with the weights of the checkpoint, and others; closed on an error."""
+    classes = {Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config), **others}
+    with closing_on_error(build_backend(config)) as backend:
+        groups = build_groups(config, backend, classes)
+        if checkpoint is not None:
+            groups[Role.ActorRollout].load(str(checkpoint.directory))
+        yield backend, groups
+
+
+def _without_learning(config: Config) -> Config:
+    """For a program that only generates: where generation has a pool of its own, the model is there too."""
+    if not config.has_rollout_pool:
+        return config
+    roles = {**config.placement.roles, "actor_rollout": config.placement.roles["rollout"]}
+    placement = config.placement.model_copy(update={"roles": roles})
+    return config.model_copy(update={"placement": placement, "parallel": ParallelConfig()})
+
+
+def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
+    """Raise CheckpointConfigError for a checkpoint without a policy, with other adapters than `lora` says, or trained
+    beside another model than model.path's."""
+    if checkpoint is None:
+        return
+    if checkpoint.info.get("kind") == "reward-model":
+        raise CheckpointConfigError(
+            f"'{checkpoint.directory}' is of a reward model, which writes no responses; `hybridflow export` makes a "
+            "directory for reward.model_path of it."
+        )
+    with stored_weights(checkpoint) as (_, lora):
+        require_same_adapters(config.lora if config.lora.rank else None, {"lora": lora})
+    if config.lora.rank:
+        require_same_base(checkpoint, config.model.path)

@@ -1,0 +1,98 @@
+"""The steps by which every training run is built: checks, data, run directory, workers, trainer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hybridflow.config import Config
+from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
+from hybridflow.data import BatchLoader
+from hybridflow.data.loader import Dataset
+from hybridflow.errors import ConfigError
+from hybridflow.kernels import use_kernels
+from hybridflow.models import DTYPES
+from hybridflow.runtime import (
+    bound_shape_caches,
+    keep_freed_memory,
+    measure_peak_flops,
+    seed_random_state,
+    set_deterministic,
+    set_num_threads,
+)
+from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.preconditions import require_one_rank
+from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_identity import Kind
+from hybridflow.trainers.speed import Learner, Speedometer
+from hybridflow.trainers.token_budgets import settle_token_budgets
+
+D = TypeVar("D", bound=Dataset)
+T = TypeVar("T")
+
+OpenDataset = Callable[[tuple[str, ...], int, str], D]
+"""(files, how many of the first rows, the column of numbers to order by) -> the data set, whose rows fit the model."""
+
+
+@dataclass(frozen=True)
+class RunParts(Generic[D]):
+    """What a trainer is made of, besides the configuration."""
+
+    groups: Mapping[Role, WorkerGroup]
+    loader: BatchLoader
+    validation: D | None
+    total_steps: int
+    run: RunDirectory
+    speedometer: Speedometer
+    backend: Backend
+
+
+@dataclass(frozen=True)
+class Program(Generic[D, T]):
+    """What differs between the kinds of training.
+
+    `batch_key` is the configuration key of `batch_size`. `classes` gives the workers of a run of so many steps.
+    """
+
+    kind: Kind
+    open_dataset: OpenDataset[D]
+    batch_key: str
+    batch_size: int
+    classes: Callable[[int], Mapping[Role, ClassWithInitArgs]]
+    learners: Mapping[str, Learner]
+    trainer: Callable[[RunParts[D]], T]
+
+
+def build_run(config: Config, program: Program[D, T]) -> T:
+    """Build the trainer of a run, the cheap checks first. Seeds the process; writes nothing yet.
+
+    Raises ConfigError, DataError, ModelError or CheckpointError.
+    """
+    require_one_rank(config)
+    prepare_driver_process(config)
+    data, trainer = config.data, config.trainer
+    dataset = program.open_dataset(data.train_files, 0, data.order_by)
+    if program.batch_size > len(dataset):
+        raise ConfigError(
+            f"{program.batch_key}={program.batch_size} is larger than the data set of {len(dataset)} rows; use at most "
+            f"{len(dataset)}, or more data."
+        )
+    loader = BatchLoader(dataset, program.batch_size, seed=trainer.seed, order=data.order)
+    validation = program.open_dataset(data.val_files, config.validation.max_samples, "") if data.val_files else None
+    total_steps = trainer.total_steps or trainer.epochs * len(loader)
+    classes = program.classes(total_steps)
+    run = RunDirectory(config, program.kind)
+    with closing_on_error(build_backend(config)) as backend:
+        groups = build_groups(config, backend, classes)
+        settle_token_budgets(config, groups, run)
+        speedometer = Speedometer(program.learners, measure_peak_flops(DTYPES[config.model.dtype]))
+        return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend))
+
+
+def prepare_driver_process(config: Config) -> None:
+    """Set memory, threads, kernels and global random state before anything is computed: results depend on them."""
+    keep_freed_memory(large_blocks=config.controller.backend == "ray")  # then this process has batches, but no model
+    bound_shape_caches()
+    set_num_threads(config.controller.threads)
+    use_kernels(config.controller.compiled_kernels)
+    set_deterministic(config.trainer.deterministic)
+    seed_random_state(config.trainer.seed)

@@ -1,0 +1,81 @@
+"""The trainer's end of a weight sync: gathers weights bucket by bucket, with fingerprints, a version and a probe."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Size, Tensor
+
+from hybridflow.config import Config
+from hybridflow.protocol import DataProto
+from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
+from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
+from hybridflow.weight_sync.probe import Probe, probe_sequences
+
+
+class HasWeights(Protocol):
+    """What a sender needs of a training engine."""
+
+    @property
+    def num_updates(self) -> int: ...
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def weight_shapes(self) -> Mapping[str, Size]: ...
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def forward(self, rows: DataProto) -> Mapping[str, Tensor]: ...
+
+
+class WeightSender:
+    """The session of one rank that learns. For each sync: announce, join, send each bucket, compute_probe, finish.
+
+    `build_transport` is called by the first announcement; None on a rank that gathers weights with the others and does
+    not send them.
+    """
+
+    def __init__(
+        self, engine: HasWeights, config: Config, build_transport: Callable[[], WeightTransport] | None
+    ) -> None:
+        self._engine, self._config, self._build_transport = engine, config, build_transport
+        self._transport: WeightTransport | None = None
+        self._address = ""
+        self._buckets: Iterator[Bucket] = iter(())
+
+    def announce(self) -> Announcement:
+        """Return what `send` will send: the weights of the present version."""
+        if self._transport is None and self._build_transport is not None:
+            transport = self._build_transport()
+            self._address = transport.listen()
+            self._transport = transport
+        dtype, version = self._config.model.dtype, self._engine.num_updates
+        specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
+        plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
+        self._buckets = fill_buckets(plan, self._engine.weights(), version)
+        return Announcement(specs, len(plan), version, self._address)
+
+    def join(self, num_receivers: int) -> None:
+        """Connect to the receivers, which join at the same time."""
+        if self._transport is not None:
+            self._transport.join(self._address, 0, num_receivers + 1)
+
+    def send(self) -> tuple[Sent, Any]:
+        """Gather the next bucket and start to send it; what is returned goes to `WeightReceiver.receive`."""
+        bucket = next(self._buckets)
+        return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
+
+    def compute_probe(self) -> Probe:
+        """Compute the log-probs that a rollout engine with these weights must have."""
+        data = self._config.data  # the model has positions for the longest prompt and response
+        sequences = probe_sequences(self._engine.vocabulary_size, data.max_prompt_length + data.max_response_length - 1)
+        ids = torch.tensor(sequences)
+        columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": ids[:, 1:] >= 0}
+        return Probe(sequences, self._engine.forward(DataProto.from_dict(columns))["log_probs"].tolist())
+
+    def finish(self) -> None:
+        """Wait until all is received, and remove what sending it left."""
+        self._buckets = iter(())
+        if self._transport is not None:
+            self._transport.finish()

@@ -1,0 +1,27 @@
+"""The transports between two pools, by the name that `rollout.weight_sync` gives."""
+
+import shutil
+from collections.abc import Callable, Mapping
+
+from hybridflow.config import Config
+from hybridflow.weight_sync.base import WeightTransport
+from hybridflow.weight_sync.broadcast import Broadcast
+from hybridflow.weight_sync.disk import Disk, sync_directory
+from hybridflow.weight_sync.object_store import ObjectStore
+
+TRANSPORTS: Mapping[str, Callable[[Config], WeightTransport]] = {
+    "object_store": ObjectStore,
+    "broadcast": Broadcast,
+    "disk": Disk,
+}
+
+
+def build_transport(config: Config) -> WeightTransport:
+    """Build one end of the configured transport."""
+    return TRANSPORTS[config.rollout.weight_sync](config)
+
+
+def build_sending_transport(config: Config) -> WeightTransport:
+    """Build the sender's end, and remove the buckets that a killed run left on the disk."""
+    shutil.rmtree(sync_directory(config), ignore_errors=True)
+    return build_transport(config)

@@ -1,0 +1,103 @@
+"""The optimizer steps of one update call: one for each mini-batch, whatever the loss.
+
+The controller names the rows of each mini-batch by global row id in `meta_info["mini_batches"]`; a rank takes those
+it holds. Padded copies have row id -1 and belong to none.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hybridflow.engines import LossFunction, TrainEngine, UpdateResult
+from hybridflow.errors import BatchError
+from hybridflow.protocol import DataProto
+
+Figure = Literal["loss", "grad_norm", "lr", "padding_computed", "shared_prompts"]
+
+ALL_FIGURES: tuple[Figure, ...] = ("loss", "grad_norm", "lr", "padding_computed", "shared_prompts")
+FIGURES_WITHOUT_LOSS: tuple[Figure, ...] = ("grad_norm", "lr", "padding_computed")
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's rows of one optimizer step, with the response tokens and the sequences of all ranks.
+
+    `number` is that of the step in its call.
+    """
+
+    number: int
+    rows: DataProto
+    num_tokens: int
+    num_sequences: int
+
+
+def run_updates(
+    engine: TrainEngine,
+    batch: DataProto,
+    loss_of: Callable[[MiniBatch], LossFunction],
+    name: str,
+    *,
+    figures: Sequence[Figure] = ALL_FIGURES,
+    rows_of: Callable[[MiniBatch], DataProto] | None = None,
+    with_entropy: bool = False,
+    temperature: float = 1.0,
+) -> DataProto:
+    """Do one optimizer step for each mini-batch of `batch.meta_info["mini_batches"]`.
+
+    Returns `meta_info["metrics"]`: `figures` as `<name>/<figure>`, and the metrics of the loss, by `mean_metrics`.
+    `rows_of` adds columns to the rows of a mini-batch before its step.
+    """
+    steps = []
+    with engine.on_device():
+        for mini_batch in mini_batches_of(batch, engine):
+            rows = rows_of(mini_batch) if rows_of else mini_batch.rows
+            result = engine.update(rows, loss_of(mini_batch), with_entropy=with_entropy, temperature=temperature)
+            known = _figures_of(result)
+            steps.append({f"{name}/{figure}": known[figure] for figure in figures} | result.metrics)
+    return DataProto(meta_info={"metrics": mean_metrics(steps)})
+
+
+def _figures_of(result: UpdateResult) -> dict[Figure, float]:
+    return {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "padding_computed": result.padding_share,
+        "shared_prompts": result.saved_share,
+    }
+
+
+def mini_batches_of(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch]:
+    """Yield the mini-batches of `batch.meta_info["mini_batches"]` in order, each with its rows in the batch's order.
+
+    Raises BatchError if the batch names none, or names rows that no rank holds, or that several do.
+    """
+    memberships = batch.meta_info.get("mini_batches")
+    if not memberships:
+        raise BatchError("an update needs meta_info['mini_batches'], a list of row ids for each optimizer step.")
+    row_ids = batch.batch["row_ids"]
+    for number, members in enumerate(memberships):
+        rows = batch.select_idxs(torch.isin(row_ids, torch.as_tensor(members)))
+        if (num_rows := engine.all_reduce_sum(len(rows))) != len(members):
+            raise BatchError(
+                f"a mini-batch names {len(members)} rows, but {num_rows} of the batch carry their row_ids; "
+                "each must be there exactly once."
+            )
+        lengths = rows.batch["response_mask"].sum(-1)
+        yield MiniBatch(
+            number, rows, engine.all_reduce_sum(int(lengths.sum())), engine.all_reduce_sum(int((lengths > 0).sum()))
+        )
+
+
+def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The mean over optimizer steps of each metric; a learning rate is that of the last step, a `_max` the largest."""
+
+    def joined(name: str) -> float:
+        values = [step[name] for step in steps]
+        if name.endswith("/lr"):
+            return values[-1]
+        return max(values) if name.endswith("_max") else sum(values) / len(values)
+
+    return {name: joined(name) for name in steps[-1]}

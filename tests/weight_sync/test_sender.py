@@ -1,0 +1,122 @@
+"""The trainer's end of a sync, on an engine that has weights and computes nothing."""
+
+import pytest
+import torch
+
+from hybridflow.config import load_config
+from hybridflow.errors import WeightSyncError
+from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
+
+
+class Engine:
+    """Three tensors; the log-probs of the probe are all -1."""
+
+    num_updates, vocabulary_size = 7, 50
+
+    def __init__(self):
+        self.tensors = {name: torch.full((4,), float(i)) for i, name in enumerate("abc")}
+        self.gathered = []
+
+    def weight_shapes(self):
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def weights(self):
+        for name, tensor in self.tensors.items():
+            self.gathered.append(name)
+            yield name, tensor
+
+    def forward(self, rows):
+        return {"log_probs": -torch.ones(rows.batch["response_mask"].shape)}
+
+
+class Loads:
+    """A rollout engine that keeps what it is given."""
+
+    def __init__(self):
+        self.loaded, self.version = {}, None
+
+    def start_loading(self, shapes):
+        self.loaded = {}
+
+    def load(self, weights):
+        self.loaded |= dict(weights)
+
+    def finish_loading(self, version):
+        self.version = version
+
+    def abandon_loading(self):
+        self.version = None
+
+    def log_probs(self, sequences):
+        return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def config():
+    return load_config(None, ["rollout.sync_bucket_bytes=32", "data.max_prompt_length=4", "data.max_response_length=5"])
+
+
+def test_an_announcement_says_which_weights_come_in_how_many_buckets(engine, config):
+    announced = WeightSender(engine, config, InProcess).announce()
+    assert announced.specs == [WeightSpec(name, (4,), "float32") for name in "abc"]
+    assert (announced.num_buckets, announced.version, announced.num_bytes, announced.address) == (2, 7, 48, "")
+    assert engine.gathered == []
+
+
+def test_a_bucket_is_gathered_when_it_is_sent_with_its_fingerprints_and_version(engine, config):
+    sender = WeightSender(engine, config, InProcess)
+    sender.announce()
+    sent, contents = sender.send()
+    assert engine.gathered == ["a", "b"]
+    assert list(contents) == ["a", "b"]
+    assert sent.fingerprints == {name: fingerprint(engine.tensors[name]) for name in "ab"}
+    assert sent.version == 7
+
+
+def test_a_rank_without_a_transport_gathers_and_sends_nothing(engine, config):
+    sender = WeightSender(engine, config, None)
+    announced = sender.announce()
+    sender.join(2)
+    assert [sender.send()[1] for _ in range(announced.num_buckets)] == [None, None]
+    assert engine.gathered == ["a", "b", "c"]
+    sender.finish()
+
+
+def test_the_probe_has_sequences_of_the_vocabulary_that_the_model_has_positions_for(engine, config):
+    probe = WeightSender(engine, config, InProcess).compute_probe()
+    assert [len(sequence) for sequence in probe.sequences] == [8] * 4
+    assert all(0 <= token < 50 for sequence in probe.sequences for token in sequence)
+    assert probe.log_probs == [[-1.0] * 7] * 4
+
+
+def test_in_one_process_all_weights_are_handed_over_and_checked(engine, config):
+    rollout = Loads()
+    sender, receiver = WeightSender(engine, config, InProcess), WeightReceiver(rollout, "float32", InProcess())
+    assert hand_over(sender, receiver) == 48
+    assert all(rollout.loaded[name] is tensor for name, tensor in engine.tensors.items())
+    assert rollout.version == 7
+    assert receiver.check(sender.compute_probe()) == {
+        "weight_sync/probe_diff_mean": 0.0,
+        "weight_sync/probe_diff_max": 0.0,
+    }
+
+
+def test_an_engine_that_fails_to_load_has_no_weights_and_nothing_stays_gathered(engine, config, monkeypatch):
+    rollout = Loads()
+    sender, receiver = WeightSender(engine, config, InProcess), WeightReceiver(rollout, "float32", InProcess())
+    hand_over(sender, receiver)
+
+    def failing(weights):
+        raise WeightSyncError("no memory")
+
+    monkeypatch.setattr(rollout, "load", failing)
+    with pytest.raises(WeightSyncError, match="no memory"):
+        hand_over(sender, receiver)
+    assert rollout.version is None
+    with pytest.raises(StopIteration):
+        sender.send()
