@@ -30,7 +30,7 @@ from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.worker import concurrent_calls_of
-from hybridflow.errors import ConfigError, DispatchError, WorkerError
+from hybridflow.errors import ConfigError, DispatchError, LostWorkerError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE
 from hybridflow.protocol import Handle
@@ -367,7 +367,8 @@ class RayBackend:
             return WorkerError(f"worker {worker.name} is not of this backend; {method_name} cannot be called on it.")
         fate = worker.process.fate
         because = f"has ended ({str(fate).partition(chr(10))[0]})" if fate else "was shut down"
-        return WorkerError(
+        kind = LostWorkerError if fate else WorkerError
+        return kind(
             f"worker {worker.name} {because}; {method_name} cannot be called on it.",
             role=worker.role,
             rank=worker.rank,
@@ -418,7 +419,7 @@ class RayBackend:
             return thaw(ray.get(handle.ref))
         except RayError as error:  # the call succeeded, but its result could not be kept or brought here
             if handle.call is None:
-                raise WorkerError(f"a value that was put is lost: {error}") from error
+                raise LostWorkerError(f"a value that was put is lost: {error}") from error
             raise self._waiting.failure(handle.call, getattr(error, "cause", error), error) from None
 
     def _require_connection(self) -> None:

@@ -9,12 +9,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
 from hybridflow.controller.ray.watch import observe
-from hybridflow.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from hybridflow.observability import Trace
 from hybridflow.observability.trace import CONTROLLER
 from hybridflow.runtime.python_stacks import own_stacks
@@ -36,6 +44,9 @@ NO_LAST_WORD = (
 )
 
 FULL = (OutOfDiskError, ObjectStoreFullError)
+
+LOST = (ObjectLostError, NodeDiedError)
+"""Errors of Ray for an object or a node that is gone."""
 
 
 class Waiting:
@@ -114,13 +125,16 @@ class Waiting:
             return self._death_of_a_peer(call) or cause.error()
         if isinstance(cause, FULL):
             made = [producer for producer, _ in call.sources if producer != CONTROLLER] or [call.where]
-            return _worker_error(
+            full = _worker_error(
                 f"{call.where} on worker {call.worker.name}: a result of {' or '.join(made)} fits neither into the "
                 f"shared memory of its node nor on its disk ({type(cause).__name__}); use smaller batches, a larger "
                 f"controller.object_store_bytes, or free disk space.",
                 call.worker,
             )
-        return _worker_error(f"{call.where} failed on worker {call.worker.name}: {error}", call.worker)
+            full.__cause__ = cause  # by which the command line knows that space was missing
+            return full
+        kind = LostWorkerError if isinstance(cause, LOST) else WorkerError
+        return _worker_error(f"{call.where} failed on worker {call.worker.name}: {error}", call.worker, kind)
 
     def _death_of_a_peer(self, call: RayCall) -> WorkerError | None:
         """The death of another rank, if that is what made this one fail: in a collective, for one."""
@@ -228,5 +242,5 @@ def _exit_reason(error: RayActorError) -> str:
     return text or type(error).__name__
 
 
-def _worker_error(message: str, worker: RayWorker) -> WorkerError:
-    return WorkerError(message, role=worker.role, rank=worker.rank, node=worker.process.node)
+def _worker_error(message: str, worker: RayWorker, kind: type[WorkerError] = WorkerError) -> WorkerError:
+    return kind(message, role=worker.role, rank=worker.rank, node=worker.process.node)
