@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridflow.config import Config, load_config
-from hybridflow.config.sections import RolloutConfig
+from hybridflow.config import Config, RolloutConfig, load_config
 from hybridflow.errors import WeightSyncError
 from hybridflow.weight_sync import (
     TRANSPORTS,

@@ -36,7 +36,7 @@ def concat_batches(parts: "Sequence[DataProto]", are_checked: bool = False) -> "
         joined = _concat_tensors(tensors, meta_info.get("pad_token_id") or 0)
         batch = TensorDict(joined, [sum(rows)], device=batches[0].device)
     columns = {name: _concat_arrays(name, [part[name] for part in arrays]) for name in arrays[0]}
-    return parts[0].of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
+    return parts[0]._of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
 
 
 def _require_same_names(parts: Sequence[Mapping], where: str) -> None:

@@ -59,7 +59,7 @@ class DataProto:
         self.meta_info = copy_structure(self.meta_info)
 
     @classmethod
-    def of_own(
+    def _of_own(
         cls, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict, auto_padding: bool
     ) -> Self:
         """As the constructor, of containers that fit and that nobody else holds: neither checked nor copied."""
@@ -199,7 +199,7 @@ class DataProto:
             columns = {name: change(column) for name, column in batch.items()}
             batch = TensorDict(columns, [num_rows], device=batch.device)
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
-        return self.of_own(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
+        return self._of_own(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
 
     # Parts and wholes
 
@@ -228,7 +228,7 @@ class DataProto:
         batches = [None] * len(sizes) if self.batch is None else self.batch.split(sizes)
         arrays = {name: np.split(array, np.cumsum(sizes)[:-1]) for name, array in self.non_tensor_batch.items()}
         return [
-            self.of_own(
+            self._of_own(
                 batch, {n: a[part] for n, a in arrays.items()}, copy_structure(self.meta_info), self.auto_padding
             )
             for part, batch in enumerate(batches)
@@ -273,7 +273,7 @@ class DataProto:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         if batch is not None:
             batch = TensorDict(columns, batch.batch_size, device=batch.device)
-        return self.of_own(batch, arrays, copy_structure(meta_info), self.auto_padding)
+        return self._of_own(batch, arrays, copy_structure(meta_info), self.auto_padding)
 
     def pop(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None

@@ -5,34 +5,20 @@ table, operations on rows the index; neither reads anything. `get` is the only w
 does not declare its columns has no table: it is read, passed on, or cut by whole shards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from hybridflow.errors import BatchError, DispatchError, FieldError
+from hybridflow.errors import BatchError, DispatchError
 from hybridflow.protocol.consistency import Names, as_names, require_names
 from hybridflow.protocol.data_proto import DataProto
-from hybridflow.protocol.fields import FIELDS
-from hybridflow.protocol.handle import Columns, Handle, HeldBatch, Renamed, inner, names_of, take, wait_for
+from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, take, wait_for
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure, union_meta_info
-from hybridflow.protocol.padding import mark_copies
 from hybridflow.protocol.row_index import RowIndex, count_rows_of
 from hybridflow.protocol.rows import as_count, row_indices
-from hybridflow.protocol.shards import MetaKeys, Shards
-from hybridflow.protocol.side_by_side import join_columns
-
-
-class Place(NamedTuple):
-    """Where a column is: the number of its shards, and its name there; where `copies` is True it holds `fill`."""
-
-    shards: int
-    name: str
-    copies: np.ndarray | None = None
-    fill: Any = None
-
-
-Table = dict[str, Place]
+from hybridflow.protocol.shards import MetaKeys
+from hybridflow.protocol.table import Table
 
 
 class DataProtoFuture:
@@ -61,28 +47,18 @@ class DataProtoFuture:
         self.has_whole_shards = is_concat if has_whole_shards is None else has_whole_shards
         self.num_rows, self.meta_info = num_rows, {}
         self._handles, self._declared = list(futures), columns
-        self._shards: list[Shards] = []
         self._table: Table | None = None
-        self._names: list[Columns] | None = None
         self._contents: Any = None
         if columns is not None and part_rows is not None and is_concat:
-            self._shards = [Shards.of(self._handles, part_rows)]
-            self._table = {name: Place(0, name) for name in columns}
+            self._table = Table.of(self._handles, part_rows, columns)
 
     @classmethod
-    def _of(
-        cls,
-        shards: list[Shards],
-        table: Table,
-        num_rows: int,
-        meta_info: dict[str, Any],
-        names: list[Columns] | None = None,
-    ) -> "DataProtoFuture":
+    def _of(cls, table: Table, num_rows: int, meta_info: dict[str, Any]) -> "DataProtoFuture":
         made = cls.__new__(cls)
         made.collect_fn, made.dispatch_fn, made.has_whole_shards = DataProto.concat, None, True
         made.num_rows, made.meta_info = num_rows, meta_info
         made._handles, made._declared, made._contents = [], None, None
-        made._shards, made._table, made._names = shards, table, names
+        made._table = table
         return made
 
     @staticmethod
@@ -91,13 +67,13 @@ class DataProtoFuture:
         if isinstance(batch, DataProtoFuture):
             return batch
         held, rows = HeldBatch(batch.select(meta_info_keys=())), len(batch)
-        table = {name: Place(0, name) for name in names_of(batch)}
-        return DataProtoFuture._of([Shards.of([held], [rows])], table, rows, copy_structure(batch.meta_info))
+        table = Table.of([held], [rows], tuple(names_of(batch)))
+        return DataProtoFuture._of(table, rows, copy_structure(batch.meta_info))
 
     @property
     def columns(self) -> Columns | None:
         """The names of its columns; None where its method does not declare them."""
-        return self._declared if self._table is None else tuple(self._table)
+        return self._declared if self._table is None else tuple(self._table.places)
 
     @property
     def futures(self) -> list[Any]:
@@ -118,7 +94,7 @@ class DataProtoFuture:
         wanted = None if columns is None else tuple(as_names(columns))
         if wanted is not None and self.columns is not None:
             require_names(wanted, self.columns, "the future")
-        contents = self._read(wanted) if self.is_table else self._collected(wanted)
+        contents = self._collected(wanted) if self._table is None else self._table.read(wanted, self.meta_info)
         if not isinstance(contents, DataProto):
             return contents
         if self.num_rows is not None and len(contents) != self.num_rows and names_of(contents):
@@ -148,16 +124,18 @@ class DataProtoFuture:
         parts = [part for part in data if isinstance(part, DataProtoFuture)]
         if len(parts) < len(data) or not all(part.is_table for part in parts):
             return _concat_shards(data)
-        return _concat_tables(parts)
+        lengths = [len(part) for part in parts]
+        table = Table.concat([part._require_table("concat") for part in parts], lengths)
+        return DataProtoFuture._of(table, sum(lengths), concat_meta_info([part.meta_info for part in parts]))
 
     def chunk(self, chunks: int) -> "list[DataProtoFuture]":
         """Return `chunks` equal parts. Of a result without declared columns, parts of whole shards."""
         chunks = as_count(chunks, "chunks", 1)
-        if self.is_table:
+        if self._table is not None:
             size, rest = divmod(len(self), chunks)
             if rest:
                 raise BatchError(f"{len(self)} rows do not make {chunks} equal parts; pad_to_divisor({chunks}) first.")
-            self._names_in(0)  # found once for all parts
+            self._table.names_in(0)  # found once for all parts
             return [self._choose(slice(index * size, (index + 1) * size), size) for index in range(chunks)]
         size, rest = divmod(len(self._handles), chunks)
         if rest or not self.has_whole_shards:
@@ -196,19 +174,11 @@ class DataProtoFuture:
 
     def pad_to_divisor(self, size_divisor: int) -> "DataProtoFuture":
         """As `pad_dataproto_to_divisor`: copies of the first rows at the end, marked as the glossary says."""
-        self._require_table("pad_to_divisor")
-        num_rows = len(self)
+        table, num_rows = self._require_table("pad_to_divisor"), len(self)
         padded = num_rows + -num_rows % as_count(size_divisor, "size_divisor", 1)
         if padded == num_rows or not num_rows:
             return self
-        rows = np.arange(padded)
-        future, is_copy = self._choose(rows % num_rows, padded), rows >= num_rows
-        table = dict(future._places())
-        for name, place in table.items():
-            if name in FIELDS and (fill := FIELDS[name].duplicate_value) is not None:
-                copies = is_copy if place.copies is None else is_copy | place.copies
-                table[name] = place._replace(copies=copies, fill=fill)
-        return DataProtoFuture._of(future._shards, table, padded, self.meta_info)
+        return DataProtoFuture._of(table.pad(num_rows, padded), padded, self.meta_info)
 
     # Columns
 
@@ -217,61 +187,50 @@ class DataProtoFuture:
     ) -> "DataProtoFuture":
         """As `DataProto.select`. Naming one kind keeps all of the other kind, as the glossary knows it; raises
         FieldError for a column that it does not know."""
-        self._require_table("select")
-        chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
-        require_names(chosen, self._places(), "select: the future")
-        future = self
+        table, here = self._require_table("select"), self.meta_info
         if batch_keys is not None or non_tensor_batch_keys is not None:
-            others = [name for name in self._places() if name not in chosen]
+            chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
             if batch_keys is None or non_tensor_batch_keys is None:
-                chosen += [name for name in others if _is_tensor(name) is (batch_keys is None)]
-            future = self.select_columns(chosen)
-        if meta_info_keys is None:
-            return future
-        kept = tuple(as_names(meta_info_keys))
-        here = {key: self.meta_info[key] for key in kept if key in self.meta_info}
-        elsewhere = tuple(key for key in kept if key not in here)
-        shards = [shards.with_meta_keys(MetaKeys(elsewhere, shards.meta_keys.skipped)) for shards in future._shards]
-        return DataProtoFuture._of(shards, future._places(), len(self), here)
+                others = [name for name in table.places if name not in chosen]
+                chosen += [name for name in others if table.is_tensor(name) is (batch_keys is None)]
+            table = table.select(chosen)
+        if meta_info_keys is not None:
+            kept = as_names(meta_info_keys)
+            here = {key: self.meta_info[key] for key in kept if key in self.meta_info}
+            there = tuple(key for key in kept if key not in here)
+            table = table.map_shards(lambda s: s.with_meta_keys(MetaKeys(there, s.meta_keys.skipped)))
+        return DataProtoFuture._of(table, len(self), here)
 
     def select_columns(self, columns: Names) -> "DataProtoFuture":
         """Return the named columns, of either kind, and meta_info."""
-        self._require_table("select_columns")
-        chosen = as_names(columns)
-        require_names(chosen, self._places(), "select: the future")
-        return self._with_table({name: self._places()[name] for name in chosen})
+        table = self._require_table("select_columns").select(as_names(columns))
+        return DataProtoFuture._of(table, len(self), self.meta_info)
 
     def pop(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
     ) -> "DataProtoFuture":
         """Remove the named columns, and keys of `meta_info`, from this future, and return them as another one."""
-        self._require_table("pop")
+        table = self._require_table("pop")
         chosen, keys = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)], as_names(meta_info_keys)
         require_names(keys, self.meta_info, "pop: meta_info of the future")
         popped = self.select_columns(chosen).select(meta_info_keys=())
         popped.meta_info = {key: self.meta_info[key] for key in keys}
         self.meta_info = {key: value for key, value in self.meta_info.items() if key not in keys}
-        self._table = {name: place for name, place in self._places().items() if name not in chosen}
+        self._table = table.select([name for name in table.places if name not in chosen])
         return popped
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> "DataProtoFuture":
         """As `DataProto.rename`."""
-        self._require_table("rename")
-        old, new = as_names(old_keys), as_names(new_keys)
-        if len(old) != len(new):
-            raise FieldError(f"rename: {len(old)} old and {len(new)} different new names.")
-        require_names(old, self._places(), "rename: the future")
-        names = dict(zip(old, new, strict=True))
-        table = {names.get(name, name): place for name, place in self._places().items()}
-        if len(table) < len(self._places()):
-            raise FieldError(f"rename {old} to {new}: the future already has one of them, it has {self.columns}.")
-        return DataProtoFuture._of(self._shards, table, len(self), self.meta_info)
+        table = self._require_table("rename").rename(as_names(old_keys), as_names(new_keys))
+        return DataProtoFuture._of(table, len(self), self.meta_info)
 
     def with_meta_info(self, more: Mapping[str, Any]) -> "DataProtoFuture":
         """Return the same columns, with more keys of meta_info, which replace those of the same name."""
-        self._require_table("with_meta_info")
-        shards = [s.with_meta_keys(MetaKeys(s.meta_keys.kept, s.meta_keys.skipped | set(more))) for s in self._shards]
-        return DataProtoFuture._of(shards, self._places(), len(self), {**self.meta_info, **more})
+        table = self._require_table("with_meta_info")
+        table = table.map_shards(
+            lambda s: s.with_meta_keys(MetaKeys(s.meta_keys.kept, s.meta_keys.skipped.union(more)))
+        )
+        return DataProtoFuture._of(table, len(self), {**self.meta_info, **more})
 
     def union(self, other: "DataProtoFuture | DataProto") -> "DataProtoFuture":
         """As `DataProto.union`, of disjoint columns, or of columns that are the same rows of the same shards.
@@ -279,25 +238,15 @@ class DataProtoFuture:
         Raises FieldError for any other column that both have, BatchError for different numbers of rows or values of
         one key of meta_info, and for a future that has no table.
         """
-        self._require_table("union")
+        table = self._require_table("union")
+        meta_info = union_meta_info(self.meta_info, other.meta_info)
         if isinstance(other, DataProto) and not names_of(other):
-            meta_info = union_meta_info(self.meta_info, other.meta_info)
-            return DataProtoFuture._of(self._shards, self._places(), len(self), meta_info)
+            return DataProtoFuture._of(table, len(self), meta_info)
         other = DataProtoFuture.of(other)
-        other._require_table("union")
+        others = other._require_table("union")
         if len(self) != len(other):
             raise BatchError(f"union: this future has {len(self)} rows, the other has {len(other)}.")
-        mine, theirs = self._places(), other._places()
-        differing = sorted(name for name in mine if name in theirs and not self._is_same_column(name, other))
-        if differing:
-            raise FieldError(f"union: both futures have {differing}; select or rename first.")
-        shards, number = list(self._shards), {}
-        for index, of_other in enumerate(other._shards):
-            number[index] = next((own for own, mine in enumerate(shards) if mine is of_other), len(shards))
-            shards += [of_other] * (number[index] == len(shards))
-        more = {n: place._replace(shards=number[place.shards]) for n, place in theirs.items() if n not in mine}
-        meta_info = union_meta_info(self.meta_info, other.meta_info)
-        return DataProtoFuture._of(shards, {**mine, **more}, len(self), meta_info)._with_table({**mine, **more})
+        return DataProtoFuture._of(table.union(others), len(self), meta_info)
 
     # Reading, and sending to a reader elsewhere
 
@@ -309,60 +258,31 @@ class DataProtoFuture:
                 self._require_table("narrow")
             return self
         future = self if columns is None else self.select_columns(columns)
-        if rows is not None:
-            if isinstance(rows, slice):
-                bounds = range(len(future))[rows]
-                rows = slice(bounds.start, max(bounds.start, bounds.stop))
-            future = future._choose(rows, count_rows_of(rows, len(future)))
-        shards = [shards.narrow().without_excess(future._names_in(i)) for i, shards in enumerate(future._shards)]
-        return DataProtoFuture._of(shards, future._places(), len(future), future.meta_info, future._names)
+        if isinstance(rows, slice):
+            bounds = range(len(self))[rows]
+            rows = slice(bounds.start, max(bounds.start, bounds.stop))
+        future = future if rows is None else future._choose(rows, count_rows_of(rows, len(self)))
+        return DataProtoFuture._of(future._require_table("narrow").narrow(), len(future), self.meta_info)
 
-    def handles(self) -> Iterator[Handle]:
-        """Iterate over the handles that it reads."""
+    def sources(self) -> list[tuple[Handle, Columns]]:
+        """Return the handles, each with the names there of the columns that are read of it."""
         if self._table is None:
-            yield from self._handles
-        for shards in self._shards:
-            yield from map(inner, shards.handles)
+            return [(handle, self._declared or ()) for handle in self._handles]
+        return self._table.sources()
 
-    def sources(self) -> Iterator[tuple[Handle, Columns]]:
-        """Iterate over the handles, each with the names there of the columns that are read of it."""
-        if self._table is None:
-            yield from ((handle, self._declared or ()) for handle in self._handles)
-        for number, shards in enumerate(self._shards):
-            names = self._names_in(number)
-            for handle in shards.handles:
-                if isinstance(handle, Renamed):
-                    yield handle.handle, tuple(handle.names.get(name, name) for name in names)
-                else:
-                    yield handle, names
+    def handles(self) -> list[Handle]:
+        """Return the handles that it reads."""
+        return [handle for handle, _ in self.sources()]
 
     def with_handles(self, change: Callable[[Handle], Any]) -> "DataProtoFuture":
         """Return the same future with every handle exchanged for `change(handle)`."""
-        if self._table is None:
-            changed = [change(handle) for handle in self._handles]
-            if self.has_whole_shards:
-                return _of_shards(changed)
-            return DataProtoFuture(self.collect_fn, changed, self.dispatch_fn, self.num_rows, self._declared)
-        shards = [shards.with_handles(change) for shards in self._shards]
-        return DataProtoFuture._of(shards, self._table, len(self), self.meta_info)
-
-    def _read(self, columns: Columns | None) -> DataProto:
-        """Read the table: the columns of each of its shards, side by side."""
-        future = (self if columns is None else self.select_columns(columns)).narrow()
-        wait_for(future.handles())
-        table, parts = future._places(), []
-        for number, shards in enumerate(future._shards):
-            names = {name: place.name for name, place in table.items() if place.shards == number}
-            parts.append(_renamed(shards.read(future._names_in(number)), names))
-        if self.meta_info:
-            parts.append(DataProto(meta_info=self.meta_info))
-        batch = join_columns(parts)
-        for shards in future._shards:
-            require_names(shards.meta_keys.kept or (), batch.meta_info, "select: meta_info of the future")
-        for name, place in table.items():
-            if place.copies is not None and place.copies.any():
-                mark_copies(batch, name, place.copies, place.fill)
-        return batch
+        if self._table is not None:
+            table = self._table.map_shards(lambda shards: shards.with_handles(change))
+            return DataProtoFuture._of(table, len(self), self.meta_info)
+        changed = [change(handle) for handle in self._handles]
+        if self.has_whole_shards:
+            return _of_shards(changed)
+        return DataProtoFuture(self.collect_fn, changed, self.dispatch_fn, self.num_rows, self._declared)
 
     def _collected(self, columns: Columns | None) -> Any:
         """Read a result without a table: all that the handles hold, once."""
@@ -376,49 +296,16 @@ class DataProtoFuture:
             raise BatchError(f"the call returned a {type(self._contents).__name__}, which has no columns; use get().")
         return self._contents
 
-    def _places(self) -> Table:
-        assert self._table is not None
-        return self._table
+    def _choose(self, rows: RowIndex, num_rows: int) -> "DataProtoFuture":
+        return DataProtoFuture._of(self._require_table("choosing rows").choose(rows), num_rows, self.meta_info)
 
-    def _names_in(self, number: int) -> Columns:
-        """Return the columns of one of its shards, by their names there."""
-        if self._names is None:
-            names: list[dict[str, None]] = [{} for _ in self._shards]
-            for place in self._places().values():
-                names[place.shards][place.name] = None
-            self._names = [tuple(of_shards) for of_shards in names]
-        return self._names[number]
-
-    def _require_table(self, what: str) -> None:
+    def _require_table(self, what: str) -> Table:
         if self._table is None:
             raise BatchError(
                 f"{what} needs a result whose columns and number of rows are known before it is read; declare "
                 f"writes=(...) in the @register of its method, or read it first: future.get()."
             )
-
-    def _choose(self, rows: RowIndex, num_rows: int) -> "DataProtoFuture":
-        table = self._places()
-        if any(place.copies is not None for place in table.values()):
-            table = {n: p if p.copies is None else p._replace(copies=p.copies[rows]) for n, p in table.items()}
-        shards = [shards.choose(rows) for shards in self._shards]
-        return DataProtoFuture._of(shards, table, num_rows, self.meta_info, self._names)
-
-    def _with_table(self, table: Table) -> "DataProtoFuture":
-        """Return other columns of the same rows, without the shards that hold none of them."""
-        used = sorted({place.shards for place in table.values()})
-        if not used or len(used) == len(self._shards):
-            return DataProtoFuture._of(self._shards, table, len(self), self.meta_info)
-        number = {old: new for new, old in enumerate(used)}
-        moved = {name: place._replace(shards=number[place.shards]) for name, place in table.items()}
-        return DataProtoFuture._of([self._shards[old] for old in used], moved, len(self), self.meta_info)
-
-    def _is_same_column(self, name: str, other: "DataProtoFuture") -> bool:
-        mine, theirs = self._places()[name], other._places()[name]
-        return (
-            mine.name == theirs.name
-            and _copies_of(mine) == _copies_of(theirs)
-            and self._shards[mine.shards].is_same(other._shards[theirs.shards])
-        )
+        return self._table
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_contents": None}
@@ -456,80 +343,9 @@ def _concat_shards(parts: Sequence[Any]) -> DataProtoFuture:
     """Concatenate results without a table, and handles."""
     handles: list[Any] = []
     for part in parts:
-        if isinstance(part, DataProtoFuture):
-            if not part.has_whole_shards:
-                part._require_table("concat")
-            if part.is_table:
-                raise BatchError("concat: some futures declare their columns and others do not; read the latter first.")
-            handles += part.handles()
-        else:
-            handles.append(part)
-    lengths = [part.num_rows for part in parts if isinstance(part, DataProtoFuture) and part.num_rows is not None]
-    columns = {part.columns for part in parts if isinstance(part, DataProtoFuture)}
-    return DataProtoFuture(
-        concat_results,
-        handles,
-        num_rows=sum(lengths) if len(lengths) == len(parts) else None,
-        columns=columns.pop() if len(columns) == 1 and len(lengths) == len(parts) else None,
-        has_whole_shards=True,
-    )
-
-
-def _concat_tables(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
-    tables = [part._places() for part in parts]
-    for part, table in zip(parts, tables, strict=True):
-        if set(table) != set(tables[0]):
-            raise FieldError(f"concat: one future has {parts[0].columns}, another {part.columns}; select first.")
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name in tables[0]:
-        groups.setdefault(tuple(table[name].shards for table in tables), []).append(name)
-    groups = groups or {(0,) * len(parts): []}
-    shards, places = [], {}
-    for number, (of_parts, names) in enumerate(groups.items()):
-        pieces = [part._shards[index] for part, index in zip(parts, of_parts, strict=True)]
-        same_names = all(table[name].name == tables[0][name].name for table in tables for name in names)
-        if not same_names:
-            there = [{name: table[name].name for name in names} for table in tables]
-            pieces = [p.renamed(names_there) for p, names_there in zip(pieces, there, strict=True)]
-        shards.append(Shards.concat(pieces))
-        for name in names:
-            places[name] = _joined([table[name] for table in tables], parts, number, "" if same_names else name)
-    meta_info = concat_meta_info([part.meta_info for part in parts])
-    return DataProtoFuture._of(shards, {n: places[n] for n in tables[0]}, sum(map(len, parts)), meta_info)
-
-
-def _joined(places: Sequence[Place], parts: Sequence[DataProtoFuture], number: int, renamed: str) -> Place:
-    """Return the place of a column of several futures, one after another."""
-    marked = next((place for place in places if place.copies is not None), None)
-    copies = None
-    if marked is not None:
-        copies = np.concatenate(
-            [np.zeros(len(f), bool) if p.copies is None else p.copies for p, f in zip(places, parts, strict=True)]
-        )
-    return Place(number, renamed or places[0].name, copies, marked.fill if marked else None)
-
-
-def _renamed(batch: DataProto, names: Mapping[str, str]) -> DataProto:
-    """Return the batch with its columns `names[new]` under their new names."""
-    if all(new == old for new, old in names.items()):
-        return batch
-    firsts = {old: new for new, old in reversed(list(names.items()))}
-    renamed = batch.rename(list(firsts), list(firsts.values()))
-    for new, old in names.items():
-        if new != (first := firsts[old]):  # one column under two names: each with memory of its own
-            copy = take(renamed, (first,)).select(deepcopy=True)
-            renamed = renamed.union(copy.rename(first, new))
-    return renamed
-
-
-def _copies_of(place: Place) -> list[int]:
-    return [] if place.copies is None else np.flatnonzero(place.copies).tolist()
-
-
-def _is_tensor(name: str) -> bool:
-    if name not in FIELDS:
-        raise FieldError(
-            f"select: whether {name!r} is a tensor is not known before the future is read; name batch_keys and "
-            f"non_tensor_batch_keys both, use select_columns, or add the column to the glossary (FIELDS)."
-        )
-    return FIELDS[name].is_tensor
+        if isinstance(part, DataProtoFuture) and part.is_table:
+            raise BatchError("concat: some futures declare their columns and others do not; read the latter first.")
+        if isinstance(part, DataProtoFuture) and not part.has_whole_shards:
+            part._require_table("concat")
+        handles += part.handles() if isinstance(part, DataProtoFuture) else [part]
+    return _of_shards(handles)

@@ -147,7 +147,7 @@ def take(data: "DataProto", columns: Columns | None = None, rows: RowIndex = Non
     batch = data.batch
     if batch is not None:
         batch = TensorDict(own_tensors, [count_rows_of(rows, len(data))], device=batch.device)
-    return data.of_own(batch, own_arrays, copy_structure(data.meta_info), data.auto_padding)
+    return data._of_own(batch, own_arrays, copy_structure(data.meta_info), data.auto_padding)
 
 
 def _rows_of(column: Any, rows: RowIndex) -> Any:

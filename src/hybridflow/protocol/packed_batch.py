@@ -166,7 +166,7 @@ class PackedBatch:
             meta_info = copy_structure(meta_info)
         else:
             meta_info = {} if meta_info is None else pickle.loads(meta_info)
-        return self._cls.of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
+        return self._cls._of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
 
     def num_bytes(self, columns: Iterable[str] | None = None) -> int:
         """Bytes of the named columns (None: all, and meta_info) as they travel."""

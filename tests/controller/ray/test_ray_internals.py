@@ -48,6 +48,11 @@ def takes(*arguments: Any, **keywords: Any) -> Callable[[Any], bool]:
     return check
 
 
+def rays_own(found: Any) -> Any:
+    """Ray's own class; while a cluster of this process runs, local_cluster.py has put a partial in its place."""
+    return found.func if isinstance(found, functools.partial) else found
+
+
 PARTS = [
     Part("ray._raylet", "Config.initialize", "local_cluster.py", "a callable", callable),
     Part("ray._raylet", "AuthenticationTokenLoader.instance", "local_cluster.py", "a callable", callable),
@@ -57,7 +62,7 @@ PARTS = [
         "ConsolePopen",
         "local_cluster.py",
         "a subprocess.Popen with start_new_session",
-        lambda found: issubclass(found, subprocess.Popen) and takes([], start_new_session=True)(found),
+        lambda found: issubclass(cls := rays_own(found), subprocess.Popen) and takes([], start_new_session=True)(cls),
     ),
     Part(
         "ray._private.services",

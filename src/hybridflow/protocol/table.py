@@ -1,0 +1,214 @@
+"""`Table`: which shards hold which column, under which name.
+
+Operations on columns change the dict, operations on rows the index of the shards; only `read` looks at contents.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hybridflow.errors import FieldError
+from hybridflow.protocol.consistency import require_names
+from hybridflow.protocol.data_proto import DataProto
+from hybridflow.protocol.fields import FIELDS
+from hybridflow.protocol.handle import Columns, Handle, Renamed, take, wait_for
+from hybridflow.protocol.padding import mark_copies
+from hybridflow.protocol.row_index import RowIndex
+from hybridflow.protocol.shards import Shards
+from hybridflow.protocol.side_by_side import join_columns
+
+
+class Place(NamedTuple):
+    """Where a column is: the number of its shards, and its name there; where `copies` is True it holds `fill`."""
+
+    shards: int
+    name: str
+    copies: np.ndarray | None = None
+    fill: Any = None
+
+
+class Table:
+    """`places` says where in `shards` each column is. A table without columns still has rows and meta_info."""
+
+    __slots__ = ("_names", "places", "shards")
+
+    def __init__(
+        self, shards: Sequence[Shards], places: Mapping[str, Place], names: Sequence[Columns] | None = None
+    ) -> None:
+        self.shards, self.places, self._names = shards, places, names
+
+    @classmethod
+    def of(cls, handles: Sequence[Handle], sizes: Sequence[int], columns: Columns) -> "Table":
+        """Return the table of handles with so many rows each, all with the same columns."""
+        return cls([Shards.of(handles, sizes)], {name: Place(0, name) for name in columns})
+
+    def names_in(self, number: int) -> Columns:
+        """Return the columns of one of the shards, by their names there."""
+        if self._names is None:
+            names: list[dict[str, None]] = [{} for _ in self.shards]
+            for place in self.places.values():
+                names[place.shards][place.name] = None
+            self._names = [tuple(of_shards) for of_shards in names]
+        return self._names[number]
+
+    # Rows
+
+    def choose(self, rows: RowIndex) -> "Table":
+        """Return the table of some of its rows."""
+        places = self.places
+        if any(place.copies is not None for place in places.values()):
+            places = {n: p if p.copies is None else p._replace(copies=p.copies[rows]) for n, p in places.items()}
+        return Table([shards.choose(rows) for shards in self.shards], places, self._names)
+
+    def pad(self, num_rows: int, padded: int) -> "Table":
+        """Return the `num_rows` rows followed by copies of the first ones, marked as the glossary says."""
+        rows = np.arange(padded)
+        table, is_copy, places = self.choose(rows % num_rows), rows >= num_rows, {}
+        for name, place in table.places.items():
+            fill = FIELDS[name].duplicate_value if name in FIELDS else None
+            copies = is_copy if place.copies is None else is_copy | place.copies
+            places[name] = place if fill is None else place._replace(copies=copies, fill=fill)
+        return Table(table.shards, places)
+
+    @staticmethod
+    def concat(tables: "Sequence[Table]", lengths: Sequence[int]) -> "Table":
+        """Return the rows of all tables, which have so many. Raises FieldError for different columns."""
+        first = tables[0].places
+        for table in tables:
+            if set(table.places) != set(first):
+                raise FieldError(f"concat: one future has {tuple(first)}, another {tuple(table.places)}; select first.")
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name in first:
+            groups.setdefault(tuple(table.places[name].shards for table in tables), []).append(name)
+        shards, places = [], {}
+        for number, (of_tables, names) in enumerate((groups or {(0,) * len(tables): []}).items()):
+            pieces = [table.shards[index] for table, index in zip(tables, of_tables, strict=True)]
+            if any(table.places[name].name != first[name].name for table in tables for name in names):
+                there = [{name: table.places[name].name for name in names} for table in tables]
+                pieces = [piece.renamed(own) for piece, own in zip(pieces, there, strict=True)]
+                places |= {name: Place(number, name) for name in names}
+            else:
+                places |= {name: Place(number, first[name].name) for name in names}
+            shards.append(Shards.concat(pieces))
+        for name in first:
+            marked = next((t.places[name] for t in tables if t.places[name].copies is not None), None)
+            if marked is not None:
+                masks = [t.places[name].copies for t in tables]
+                copies = [np.zeros(n, bool) if mask is None else mask for n, mask in zip(lengths, masks, strict=True)]
+                places[name] = places[name]._replace(copies=np.concatenate(copies), fill=marked.fill)
+        return Table(shards, {name: places[name] for name in first})
+
+    # Columns
+
+    def select(self, columns: Sequence[str]) -> "Table":
+        """Return the named columns. Raises FieldError for one that is missing."""
+        require_names(columns, self.places, "select: the future")
+        return self._with_places({name: self.places[name] for name in columns})
+
+    def rename(self, old: Sequence[str], new: Sequence[str]) -> "Table":
+        """Return the columns under other names, all changed at once."""
+        if len(old) != len(new):
+            raise FieldError(f"rename: {len(old)} old and {len(new)} different new names.")
+        require_names(old, self.places, "rename: the future")
+        names = dict(zip(old, new, strict=True))
+        places = {names.get(name, name): place for name, place in self.places.items()}
+        if len(places) < len(self.places):
+            has = tuple(self.places)
+            raise FieldError(f"rename {list(old)} to {list(new)}: the future already has one of them, it has {has}.")
+        return Table(self.shards, places, self._names)
+
+    def union(self, other: "Table") -> "Table":
+        """Return the columns of both, which may share those that are the same rows of the same shards."""
+        mine = self.places
+        differing = sorted(name for name in mine if name in other.places and not self._is_same_column(name, other))
+        if differing:
+            raise FieldError(f"union: both futures have {differing}; select or rename first.")
+        shards, number = list(self.shards), {}
+        for index, of_other in enumerate(other.shards):
+            number[index] = next((own for own, known in enumerate(shards) if known is of_other), len(shards))
+            shards += [of_other] * (number[index] == len(shards))
+        more = {n: p._replace(shards=number[p.shards]) for n, p in other.places.items() if n not in mine}
+        return Table(shards, mine)._with_places({**mine, **more})
+
+    def is_tensor(self, name: str) -> bool:
+        """Return whether a column is a tensor, as the glossary has it. Raises FieldError for one it does not know."""
+        if name not in FIELDS:
+            raise FieldError(
+                f"select: whether {name!r} is a tensor is not known before the future is read; name batch_keys and "
+                f"non_tensor_batch_keys both, use select_columns, or add the column to the glossary (FIELDS)."
+            )
+        return FIELDS[name].is_tensor
+
+    # Reading, and sending to a reader elsewhere
+
+    def narrow(self) -> "Table":
+        """Return the same columns and rows, with no handle, and no row of a batch of this process, in vain."""
+        shards = [of_one.narrow().without_excess(self.names_in(i)) for i, of_one in enumerate(self.shards)]
+        return Table(shards, self.places, self._names)
+
+    def map_shards(self, change: Callable[[Shards], Shards]) -> "Table":
+        """Return the same columns of other shards."""
+        return Table([change(shards) for shards in self.shards], self.places, self._names)
+
+    def sources(self) -> list[tuple[Handle, Columns]]:
+        """Return the handles, each with the names there of the columns that are read of it."""
+        found: list[tuple[Handle, Columns]] = []
+        for number, shards in enumerate(self.shards):
+            names = self.names_in(number)
+            for handle in shards.handles:
+                if isinstance(handle, Renamed):
+                    found.append((handle.handle, tuple(handle.names.get(name, name) for name in names)))
+                else:
+                    found.append((handle, names))
+        return found
+
+    def read(self, columns: Columns | None, meta_info: dict[str, Any]) -> DataProto:
+        """Return the contents of some columns (None: of all), with the shards' meta_info and this one."""
+        table, parts = (self if columns is None else self.select(columns)).narrow(), []
+        wait_for(handle for shards in table.shards for handle in shards.handles)
+        for number, shards in enumerate(table.shards):
+            names = {name: place.name for name, place in table.places.items() if place.shards == number}
+            parts.append(_renamed(shards.read(table.names_in(number)), names))
+        batch = join_columns([*parts, DataProto(meta_info=meta_info)] if meta_info else parts)
+        for shards in table.shards:
+            require_names(shards.meta_keys.kept or (), batch.meta_info, "select: meta_info of the future")
+        for name, place in table.places.items():
+            if place.copies is not None and place.copies.any():
+                mark_copies(batch, name, place.copies, place.fill)
+        return batch
+
+    def _with_places(self, places: Mapping[str, Place]) -> "Table":
+        """Return other columns, without the shards that hold none of them."""
+        used = sorted({place.shards for place in places.values()})
+        if not used or len(used) == len(self.shards):
+            return Table(self.shards, places)
+        number = {old: new for new, old in enumerate(used)}
+        moved = {name: place._replace(shards=number[place.shards]) for name, place in places.items()}
+        return Table([self.shards[old] for old in used], moved)
+
+    def _is_same_column(self, name: str, other: "Table") -> bool:
+        mine, theirs = self.places[name], other.places[name]
+        has_same_copies = _copies_of(mine) == _copies_of(theirs)
+        return (
+            mine.name == theirs.name
+            and has_same_copies
+            and self.shards[mine.shards].is_same(other.shards[theirs.shards])
+        )
+
+
+def _copies_of(place: Place) -> list[int]:
+    return [] if place.copies is None else np.flatnonzero(place.copies).tolist()
+
+
+def _renamed(batch: DataProto, names: Mapping[str, str]) -> DataProto:
+    """Return the batch with its columns `names[new]` under their new names."""
+    if all(new == old for new, old in names.items()):
+        return batch
+    firsts = {old: new for new, old in reversed(list(names.items()))}
+    renamed = batch.rename(list(firsts), list(firsts.values()))
+    for new, old in names.items():
+        if new != (first := firsts[old]):  # one column under two names: each with memory of its own
+            copy = take(renamed, (first,)).select(deepcopy=True)
+            renamed = renamed.union(copy.rename(first, new))
+    return renamed
