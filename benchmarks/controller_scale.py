@@ -18,7 +18,7 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import exempt_loaded_objects
+from hybridflow.runtime import relax_garbage_collector
 from hybridflow.trainers.program import PROMPT_COLUMNS
 from hybridflow.workers import ActorRolloutWorker, RewardWorker
 
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (5)")
     arguments = parser.parse_args()
-    exempt_loaded_objects()
+    relax_garbage_collector()
     print(f"{'ranks':>8}{'one call, ms':>16}{'a call a rank, us':>20}{'a step, ms':>14}")
     rows = []
     for ranks in arguments.ranks:

@@ -1,6 +1,6 @@
 """What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
 
-from hybridflow.runtime.allocator import bound_shape_caches, exempt_loaded_objects, keep_freed_memory
+from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
 from hybridflow.runtime.listening import listen
@@ -23,7 +23,6 @@ __all__ = [
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
-    "exempt_loaded_objects",
     "free_cached_memory",
     "fsync_path",
     "keep_freed_memory",
@@ -33,6 +32,7 @@ __all__ = [
     "memory_limit",
     "own_device",
     "peak_memory_of",
+    "relax_garbage_collector",
     "require_arguments",
     "restore_random_state",
     "seed_random_state",

@@ -28,7 +28,7 @@ def keep_freed_memory(large_blocks: bool = False) -> bool:
     return all(mallopt(option, value) for option, value in options.items())
 
 
-def exempt_loaded_objects() -> None:
+def relax_garbage_collector() -> None:
     """Exempt the objects that exist now from garbage collection, after one last collection; once in a process.
 
     The modules of torch, transformers and Ray hold some 500,000 objects. Each full collection looks at all of them,

@@ -13,9 +13,9 @@ from hybridflow.kernels import use_kernels
 from hybridflow.models import DTYPES
 from hybridflow.runtime import (
     bound_shape_caches,
-    exempt_loaded_objects,
     keep_freed_memory,
     measure_peak_flops,
+    relax_garbage_collector,
     seed_random_state,
     set_deterministic,
     set_num_threads,
@@ -91,7 +91,7 @@ def build_run(config: Config, program: Program[D, T]) -> T:
 
 def prepare_driver_process(config: Config) -> None:
     """Set memory, threads, kernels and global random state before anything is computed: results depend on them."""
-    exempt_loaded_objects()
+    relax_garbage_collector()
     keep_freed_memory(large_blocks=config.controller.backend == "ray")  # then this process has batches, but no model
     bound_shape_caches()
     set_num_threads(config.controller.threads)
