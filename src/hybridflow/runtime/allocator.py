@@ -8,6 +8,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mal
 _KEEP_BYTES = 2**31 - 1
 _MMAP_BYTES = 2**25  # the largest that glibc takes
 _SHAPES = 32
+_NEW_OBJECTS = 20_000  # new containers after which the collector looks at them; 700 by default
 
 
 def keep_freed_memory(large_blocks: bool = False) -> bool:
@@ -29,7 +30,7 @@ def keep_freed_memory(large_blocks: bool = False) -> bool:
 
 
 def relax_garbage_collector() -> None:
-    """Exempt the objects that exist now from garbage collection, after one last collection; once in a process.
+    """Collect once, exempt the objects that are left from further collections, and make these rarer; once in a process.
 
     The modules of torch, transformers and Ray hold some 500,000 objects. Each full collection looks at all of them,
     which takes 0.1 s or more; a controller that makes thousands of handles in a step causes several.
@@ -37,6 +38,7 @@ def relax_garbage_collector() -> None:
     if gc.get_freeze_count() == 0:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def bound_shape_caches() -> None:
