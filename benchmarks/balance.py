@@ -42,7 +42,7 @@ SHAPE = DecoderShape(24, 896, 4864, 14, 2, 151936)
 """Of the modelled step: Qwen2.5-0.5B."""
 BUDGET = 16384
 
-ENVIRONMENTS[PEER] = "verl"
+ENVIRONMENTS[PEER] = ".bench/verl"
 
 
 def main() -> None:

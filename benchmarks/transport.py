@@ -58,7 +58,7 @@ LIMITS = {
 EMPTY_CALLS = 2.0
 """The limit of a tiny call: as many times an empty call on plain actors, on our own cluster."""
 
-ENVIRONMENTS[PEER] = "verl"
+ENVIRONMENTS[PEER] = ".bench/verl"
 VARIABLES[PEER] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",

@@ -1,0 +1,20 @@
+"""docs/architecture.md names the core and the order to read it; README says how long it is."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def core_files() -> list[Path]:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## The core, in the order to read it")[2].partition("\n## ")[0]
+    return [ROOT / "src" / "hybridflow" / name for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", section)]
+
+
+def test_the_core_is_about_6000_lines():
+    files = core_files()
+    assert len(files) == len(set(files)) > 30
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert 5_500 <= lines <= 6_500
+    assert "6,000 lines" in (ROOT / "README.md").read_text(encoding="utf-8")
