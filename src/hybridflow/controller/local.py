@@ -31,10 +31,8 @@ from hybridflow.protocol.row_index import RowIndex
 _turn = threading.RLock()
 
 
-class LocalHandle:
-    """Owns a value: when the handle goes, the value goes."""
-
-    others: Sequence[Handle] = ()
+class LocalHandle(Handle):
+    """Owns a value: when the handle goes, the value goes. A call has finished when it returns: there is no waiting."""
 
     def __init__(self, value: Any, where: str = "", trace: Trace | None = None, worker: str = "") -> None:
         self._value: list[Any] = [value]
@@ -52,10 +50,6 @@ class LocalHandle:
         seen = take(self._batch(), columns, rows)
         # Where contents are put together, numbers are copied by that; objects would be shared.
         return self._noted(copy_of_objects(seen) if shared else private_copy(seen, "a result"))
-
-    @staticmethod
-    def wait_for(handles: Sequence[Handle]) -> None:
-        """Nothing to wait for: a call has finished when it returns."""
 
     def open_in_worker(self) -> Any:
         """As `get`, for an argument of a call."""

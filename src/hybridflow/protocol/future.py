@@ -190,6 +190,7 @@ class DataProtoFuture:
         table, here = self._require_table("select"), self.meta_info
         if batch_keys is not None or non_tensor_batch_keys is not None:
             chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
+            require_names(chosen, table.places, "select: the future")
             if batch_keys is None or non_tensor_batch_keys is None:
                 others = [name for name in table.places if name not in chosen]
                 chosen += [name for name in others if table.is_tensor(name) is (batch_keys is None)]

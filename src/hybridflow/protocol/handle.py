@@ -33,16 +33,18 @@ class Handle(Protocol):
     """The result of a call on one rank, perhaps not there yet, or a value that was put.
 
     The value is let go when the handle is released or no longer referred to. `where` is the method that makes it, ""
-    for the controller; `produced` the columns of a batch that is there; `duration` is that of the call. `others` are
-    handles of the same call that this one represents: they must have succeeded before it is read.
+    for the controller; `duration` is that of the call. `others` are handles of the same call that this one represents:
+    they must have succeeded before it is read. A subclass overrides what differs from a batch that is here.
     """
 
-    where: str
+    where: str = ""
     duration: Duration
-    others: "Sequence[Handle]"
+    others: "Sequence[Handle]" = ()
 
     @property
-    def produced(self) -> Columns: ...
+    def produced(self) -> Columns:
+        """The columns of a batch that is there."""
+        return ()
 
     def get(self) -> Any:
         """Return a private copy of the value, waiting for it. Raises what the call raised."""
@@ -58,18 +60,13 @@ class Handle(Protocol):
     @staticmethod
     def wait_for(handles: "Sequence[Any]") -> None:
         """Wait for several handles of this class at once. Raises what their calls raised."""
-        ...
 
     def release(self) -> None:
         """Let the value go; getting it afterwards is an error."""
-        ...
 
 
-class HeldBatch:
+class HeldBatch(Handle):
     """A batch of this process as a handle."""
-
-    where = ""
-    others: Sequence[Handle] = ()
 
     def __init__(self, batch: "DataProto") -> None:
         self.batch, self.duration = batch, Duration()
@@ -84,22 +81,13 @@ class HeldBatch:
     def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
         return take(self.batch, columns, rows)
 
-    @staticmethod
-    def wait_for(handles: Sequence[Any]) -> None:
-        """The batches are here."""
 
-    def release(self) -> None:
-        """A batch of this process belongs to whoever made it."""
-
-
-class Renamed:
+class Renamed(Handle):
     """A handle some of whose columns go by other names: `names[new]` is the name there."""
-
-    others: Sequence[Handle] = ()
 
     def __init__(self, handle: Handle, names: dict[str, str]) -> None:
         self.handle, self.names = handle, names
-        self.where, self.produced, self.duration = handle.where, handle.produced, handle.duration
+        self.where, self.duration = handle.where, handle.duration
 
     def get(self) -> Any:
         return self.read(None, None)
@@ -115,11 +103,6 @@ class Renamed:
 
     def release(self) -> None:
         self.handle.release()
-
-
-def inner(handle: Any) -> Any:
-    """Return the handle itself, without other names."""
-    return handle.handle if isinstance(handle, Renamed) else handle
 
 
 def wait_for(handles: Iterable[Any]) -> None:
