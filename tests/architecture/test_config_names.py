@@ -7,8 +7,11 @@ import pytest
 from hybridflow.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config import leaf_keys
 from hybridflow.config.keys import sections
+from hybridflow.config.roles import ROLES
+from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.learning import AdvantageName, AggregationName, KLEstimatorName, PolicyLossName
 from hybridflow.config.sections.models import DTypeName
+from hybridflow.controller import Role
 from hybridflow.models.loading import DTYPES
 
 KEY_BUDGET = 150
@@ -22,10 +25,18 @@ KEY_BUDGET = 150
         (DTypeName, DTYPES),
         (KLEstimatorName, KL_ESTIMATORS),
         (PolicyLossName, POLICY_LOSSES),
+        (RoleName, ROLES),
     ],
 )
 def test_names_in_the_configuration_are_those_of_the_table(names, table):
     assert set(get_args(names)) == set(table)
+
+
+def test_roles_of_the_controller_are_those_of_the_table():
+    assert {role.value for role in Role} == {
+        *ROLES,
+        "reward_model",
+    }  # documented; a run has Role.Reward
 
 
 def test_the_configuration_stays_within_its_budget_of_keys():

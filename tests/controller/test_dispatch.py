@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -26,6 +28,9 @@ class Ranks:
 
     def mesh(self, name="default"):
         return self._mesh
+
+
+MODES_OF_THE_PACKAGE = {name: mode for name, mode in vars(Dispatch).items() if isinstance(mode, DispatchMode)}
 
 
 def batch_of(*values):
@@ -161,3 +166,14 @@ def test_a_mapping_of_the_two_functions_is_a_mode():
 def test_an_unknown_mode_lists_the_known_ones():
     with pytest.raises(AttributeError, match="no dispatch mode 'DP'; there are RANK_ZERO, ONE_TO_ALL"):
         _ = Dispatch.DP
+
+
+def test_modes_of_the_package_are_in_the_table_by_their_names():
+    assert [mode.name for mode in MODES_OF_THE_PACKAGE.values()] == list(MODES_OF_THE_PACKAGE)
+    assert {name: DISPATCH_MODES[name] for name in MODES_OF_THE_PACKAGE} == MODES_OF_THE_PACKAGE
+
+
+def test_the_documentation_describes_every_mode_of_the_package():
+    rows = [f"| `{mode.name}` | {mode.description} |" for mode in MODES_OF_THE_PACKAGE.values()]
+    table = "\n".join(["", "| mode | what it does |", "|---|---|", *rows, "", ""])
+    assert table in (Path(__file__).parents[2] / "docs" / "controller.md").read_text(encoding="utf-8"), table

@@ -1,5 +1,8 @@
-from hybridflow.config import AlgorithmConfig, Config
+from hybridflow.config import AlgorithmConfig, Config, load_config
+from hybridflow.config.roles import ROLES
+from hybridflow.controller import Role
 from hybridflow.trainers import run_on_placeholders
+from hybridflow.trainers.program import role_classes
 
 USER = """
 def my_advantages(*, scores, baseline_scores):
@@ -15,3 +18,10 @@ def test_greedy_responses_are_made_for_a_users_function_that_reads_their_scores(
         trace = run_on_placeholders(Config(algorithm=AlgorithmConfig(advantage=advantage)))
         methods = {event.where for event in trace if event.kind == "call"}
         assert ("ActorRolloutWorker.generate_greedy_sequences" in methods) is is_greedy
+
+
+def test_every_role_of_reinforcement_learning_has_a_worker():
+    pool = ["controller.backend=ray", "placement.pools={learn=[1],gen=[1]}", "placement.roles.rollout=gen"]
+    models = ["algorithm.advantage=gae", "algorithm.kl_in_loss=true", "teacher.model_path=m", "teacher.loss=reverse_kl"]
+    classes = role_classes(load_config(None, [*pool, *models]))
+    assert set(classes) == {Role(name) for name, traits in ROLES.items() if not traits.offline}

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS
+from hybridflow.config.roles import ROLES
+from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
@@ -236,16 +238,9 @@ def _placement(config: Config) -> Iterator[str]:
             f"placement.roles.rollout={rollout_pool!r} is the actor's own pool, where it generates itself; leave it "
             "out, or name another pool"
         )
-    used = [
-        "actor_rollout",
-        "rollout",
-        "reward",
-        *["critic"] * config.uses_critic,
-        *["reference"] * config.uses_reference,
-        *["teacher"] * config.uses_teacher,
-    ]
+    used: list[RoleName] = [role for role, traits in ROLES.items() if traits.runs(config)]
     for name in list(pools)[1:]:
-        if name not in [config.placement.roles.get(role) for role in used]:  # pyright: ignore
+        if name not in [config.placement.roles.get(role) for role in used]:
             yield (
                 f"placement.pools.{name} is the pool of no role that runs; give it one of {', '.join(used)} in "
                 f"placement.roles, or remove it"
@@ -262,10 +257,9 @@ def _parallel(config: Config) -> Iterator[str]:
         yield f"{both} needs {size} ranks that meet, but controller.backend='local' is one process; use backend = 'ray'"
         return
     placement = config.placement
-    without_layers = ["rollout", *["reward"] * (not config.reward.model_path)]
-    elsewhere = {pool for role, pool in placement.roles.items() if role in without_layers} - {
-        placement.roles.get(role, next(iter(placement.pools), ""))
-        for role in ("actor_rollout", "critic", "reference", "teacher")
+    sharded: list[RoleName] = [role for role, traits in ROLES.items() if traits.has_sharded_model(config)]
+    elsewhere = {pool for role, pool in placement.roles.items() if role not in sharded} - {
+        placement.roles.get(role, next(iter(placement.pools), "")) for role in sharded if not ROLES[role].offline
     }
     pools = {f"placement.pools.{n}": sum(ranks) for n, ranks in placement.pools.items() if n not in elsewhere}
     for key, ranks in (pools or {"controller.num_workers": controller.num_workers}).items():
@@ -321,20 +315,11 @@ def _engine(config: Config) -> Iterator[str]:
 
 
 def _offload(config: Config) -> Iterator[str]:
-    runs = {
-        "critic": (config.uses_critic, f"algorithm.advantage={config.algorithm.advantage!r} has no critic"),
-        "reference": (
-            config.uses_reference and not config.actor_is_reference,
-            "there is no reference model: no KL term asks for one, or the actor without its adapters is it",
-        ),
-        "teacher": (config.uses_teacher, "teacher.model_path is empty, so there is no teacher"),
-        "reward": (bool(config.reward.model_path), "reward.model_path is empty, so there is no reward model"),
-        "rollout": (False, "a rollout engine frees its memory itself while the policy learns in its process"),
-    }
-    for role in config.memory.offload:
-        is_there, reason = runs.get(role, (True, ""))
-        if not is_there:
-            yield f"memory.offload.{role}={config.memory.offload[role]!r}, but {reason}; leave the role out"
+    for role, how in config.memory.offload.items():
+        traits = ROLES[role]
+        if not traits.offline and not (traits.has_group(config) and traits.has_sharded_model(config)):
+            reason = traits.reason.format(config=config)
+            yield f"memory.offload.{role}={how!r}, but {reason}; leave the role out"
 
 
 def _lora(config: Config) -> Iterator[str]:

@@ -5,12 +5,12 @@ A mode is a pair of functions, with the signatures of the founding design:
     dispatch_fn(group, *args, **kwargs) -> (args, kwargs), each argument a list with one element per rank
     collect_fn(group, outputs)          -> result, from the outputs of the collected ranks, in order
 
-`DISPATCH_MODES` is the table; `Dispatch.NAME` looks a mode up in it.
+A mode of the package is an entry of `Dispatch`; `DISPATCH_MODES` also has those that `register_dispatch_mode` adds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hybridflow.controller.dispatch_functions import (
     Dispatched,
@@ -36,9 +36,10 @@ class DispatchMode:
     """A named way to dispatch and collect.
 
     `num_parts`: into how many equal parts `dispatch_fn` splits batches; a batch is padded to a multiple of it
-    before, and its padding removed from the result after. None: batches are not split.
+    before, and its padding removed from the result after. None: `dispatch_fn` gets batches as they are.
     `collected_ranks`: whose outputs `collect_fn` gets, in order; None: those of all ranks.
     `part_of_rank`: which part each rank gets, of a `dispatch_fn` that also takes batches that are split already.
+    `description`: one sentence on arguments and result; the documentation shows it.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DispatchMode:
     num_parts: Callable[[Group], int] | None = None
     collected_ranks: Callable[[Group], list[int]] | None = None
     part_of_rank: Callable[[Group], list[int]] | None = None
+    description: str = ""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
@@ -71,6 +73,7 @@ def _mesh_mode(
     collect_fn: Callable[[Any, list[Any]], Any],
     mesh_name: str = "default",
     split_axes: Sequence[str] = ("data",),
+    description: str = "",
 ) -> DispatchMode:
     def part_of_rank(group: Group) -> list[int]:
         return group.mesh(mesh_name).part_of_rank(split_axes)
@@ -93,11 +96,12 @@ def _mesh_mode(
         num_parts=lambda group: group.mesh(mesh_name).num_parts(split_axes),
         collected_ranks=lambda group: group.mesh(mesh_name).collected_ranks(split_axes),
         part_of_rank=part_of_rank,
+        description=description,
     )
 
 
 def _data_parallel(
-    name: str, dispatch_fn: Callable[..., Dispatched], collect_fn: Callable[[Any, list[Any]], Any]
+    name: str, description: str, dispatch_fn: Callable[..., Dispatched], collect_fn: Callable[[Any, list[Any]], Any]
 ) -> DispatchMode:
     return DispatchMode(
         name,
@@ -105,26 +109,8 @@ def _data_parallel(
         collect_fn,
         num_parts=lambda group: group.world_size,
         part_of_rank=lambda group: list(range(group.world_size)),
+        description=description,
     )
-
-
-DISPATCH_MODES: dict[str, DispatchMode] = {
-    mode.name: mode
-    for mode in (
-        DispatchMode("RANK_ZERO", dispatch_one_to_all, collect_all_to_all),
-        DispatchMode("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all),
-        DispatchMode("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all),
-        _data_parallel("DP_COMPUTE", dispatch_dp_compute, collect_all_to_all),
-        _data_parallel("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
-        _data_parallel(
-            "DP_COMPUTE_PROTO_WITH_FUNC", dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto
-        ),
-        _data_parallel("DP_COMPUTE_METRIC", dispatch_dp_compute_data_proto, collect_all_to_all),
-        _mesh_mode("MEGATRON_COMPUTE", split_or_one_for_each, collect_all_to_all),
-        make_nd_compute_dataproto_dispatch_fn(name="MEGATRON_COMPUTE_PROTO"),
-        make_nd_compute_dataproto_dispatch_fn(name="TP_FORWARD"),
-    )
-}
 
 
 class _LookUp(type):
@@ -137,29 +123,74 @@ class _LookUp(type):
 
 
 class Dispatch(metaclass=_LookUp):
-    """The dispatch modes by name.
+    """The dispatch modes by name; the `description` of each says what it does."""
 
-    RANK_ZERO: rank 0 alone gets the arguments, its result is the result.
-    ONE_TO_ALL: every rank gets the same arguments; a list of results.
-    ALL_TO_ALL: a list argument holds one element per rank, others go to all; a list of results.
-    DP_COMPUTE: as ALL_TO_ALL, and batches are split over the ranks.
-    DP_COMPUTE_PROTO: batches are split over the ranks, the resulting batches concatenated.
-    DP_COMPUTE_PROTO_WITH_FUNC: the same, with a function as first argument.
-    DP_COMPUTE_METRIC: batches are split over the ranks; a list of results.
-    MEGATRON_COMPUTE: as DP_COMPUTE over the data axis of the group's mesh, other axes replicated.
-    MEGATRON_COMPUTE_PROTO, TP_FORWARD: as DP_COMPUTE_PROTO over the data axis of the group's mesh.
-    """
+    RANK_ZERO = DispatchMode(
+        "RANK_ZERO",
+        dispatch_one_to_all,
+        collect_all_to_all,
+        description="Rank 0 alone gets the arguments; its result is the result.",
+    )
+    ONE_TO_ALL = DispatchMode(
+        "ONE_TO_ALL",
+        dispatch_one_to_all,
+        collect_all_to_all,
+        description="Every rank gets the same arguments; the result is a list.",
+    )
+    ALL_TO_ALL = DispatchMode(
+        "ALL_TO_ALL",
+        dispatch_all_to_all,
+        collect_all_to_all,
+        description="A list or tuple holds one element for each rank, other arguments go to all; the result is a list.",
+    )
+    DP_COMPUTE = _data_parallel(
+        "DP_COMPUTE",
+        "As `ALL_TO_ALL`, and batches are split over the ranks.",
+        dispatch_dp_compute,
+        collect_all_to_all,
+    )
+    DP_COMPUTE_PROTO = _data_parallel(
+        "DP_COMPUTE_PROTO",
+        "Batches are split over the ranks, other arguments go to all; the resulting batches are concatenated.",
+        dispatch_dp_compute_data_proto,
+        collect_dp_compute_data_proto,
+    )
+    DP_COMPUTE_PROTO_WITH_FUNC = _data_parallel(
+        "DP_COMPUTE_PROTO_WITH_FUNC",
+        "As `DP_COMPUTE_PROTO`, with a function as first argument.",
+        dispatch_dp_compute_data_proto_with_func,
+        collect_dp_compute_data_proto,
+    )
+    DP_COMPUTE_METRIC = _data_parallel(
+        "DP_COMPUTE_METRIC",
+        "Batches are split over the ranks, other arguments go to all; the result is a list.",
+        dispatch_dp_compute_data_proto,
+        collect_all_to_all,
+    )
+    MEGATRON_COMPUTE = _mesh_mode(
+        "MEGATRON_COMPUTE",
+        split_or_one_for_each,
+        collect_all_to_all,
+        description="As `DP_COMPUTE` over the data axis of the group's mesh; ranks along other axes get the same.",
+    )
+    MEGATRON_COMPUTE_PROTO = _mesh_mode(
+        "MEGATRON_COMPUTE_PROTO",
+        split,
+        collect_dp_compute_data_proto,
+        description="As `DP_COMPUTE_PROTO` over the data axis of the group's mesh.",
+    )
+    TP_FORWARD = _mesh_mode(
+        "TP_FORWARD",
+        split,
+        collect_dp_compute_data_proto,
+        description="The same as `MEGATRON_COMPUTE_PROTO`.",
+    )
 
-    RANK_ZERO: ClassVar[DispatchMode]
-    ONE_TO_ALL: ClassVar[DispatchMode]
-    ALL_TO_ALL: ClassVar[DispatchMode]
-    DP_COMPUTE: ClassVar[DispatchMode]
-    DP_COMPUTE_PROTO: ClassVar[DispatchMode]
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[DispatchMode]
-    DP_COMPUTE_METRIC: ClassVar[DispatchMode]
-    MEGATRON_COMPUTE: ClassVar[DispatchMode]
-    MEGATRON_COMPUTE_PROTO: ClassVar[DispatchMode]
-    TP_FORWARD: ClassVar[DispatchMode]
+
+DISPATCH_MODES: dict[str, DispatchMode] = {
+    mode.name: mode for mode in vars(Dispatch).values() if isinstance(mode, DispatchMode)
+}
+"""The modes of `Dispatch` and those that were registered, by name."""
 
 
 def register_dispatch_mode(

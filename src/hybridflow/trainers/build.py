@@ -16,7 +16,7 @@ from hybridflow.trainers.preconditions import (
     require_rollout_engine,
     require_same_tokenizer,
 )
-from hybridflow.trainers.program import reference_of, role_classes, run_on_placeholders
+from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.speed import Learner
 
 
@@ -33,18 +33,12 @@ def build_trainer(config: Config) -> PPOTrainer:
 
     def trainer(parts: RunParts[RLHFDataset]) -> PPOTrainer:
         groups, validator = parts.groups, None
-        actor_rollout, rewards = groups[Role.ActorRollout], groups[Role.Reward]
-        rollout = groups.get(Role.Rollout)
         if parts.validation:
-            validator = build_group_validator(config, parts.validation, rollout or actor_rollout, rewards)
+            rollout = groups.get(Role.Rollout, groups[Role.ActorRollout])
+            validator = build_group_validator(config, parts.validation, rollout, groups[Role.Reward])
         return PPOTrainer(
             config,
-            actor_rollout=actor_rollout,
-            rewards=rewards,
-            rollout=rollout,
-            critic=groups.get(Role.Critic),
-            reference=reference_of(config, groups),
-            teacher=groups.get(Role.Teacher),
+            groups,
             loader=parts.loader,
             total_steps=parts.total_steps,
             run=parts.run,

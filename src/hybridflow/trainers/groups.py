@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from hybridflow.config import Config
+from hybridflow.config.roles import ROLES, RoleTraits
 from hybridflow.controller import (
     Backend,
     ClassWithInitArgs,
@@ -106,13 +107,20 @@ def pool_of(config: Config, role: Role) -> str:
     return {**config.placement.roles}.get(role.value, next(iter(pools_of(config))))  # pyright: ignore
 
 
+def traits_of(role: Role) -> RoleTraits:
+    """Return the entry of a role in the table."""
+    return ROLES[role.value]  # pyright: ignore[reportArgumentType]
+
+
 def build_groups(
     config: Config, backend: Backend, classes: Mapping[Role, ClassWithInitArgs]
 ) -> dict[Role, WorkerGroup]:
     """A group for each role; those of one pool share its processes. Everything is checked to fit before one starts."""
     roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools_of(config)}
     pools = {
-        name: _build_pool(config, name, processes, has_model=any(_has_model(config, role) for role in roles_of[name]))
+        name: _build_pool(
+            config, name, processes, has_model=any(traits_of(role).model(config) != "none" for role in roles_of[name])
+        )
         for name, processes in pools_of(config).items()
     }
     if config.controller.backend == "ray":  # which takes its time
@@ -136,20 +144,13 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
         ranks = sum(pools_of(config)[pool_of(config, Role(name))])
         data = max(ranks // (parallel.sequence * parallel.tensor), 1)
         meshes[name] = {}
-        if (
-            _has_model(config, Role(name))
-            and data * parallel.sequence * parallel.tensor == ranks
-            and name != Role.Rollout.value
-        ):
+        fits = data * parallel.sequence * parallel.tensor == ranks
+        if fits and traits_of(Role(name)).has_sharded_model(config):
             meshes[name]["default"] = {"data": data, "sequence": parallel.sequence, "tensor": parallel.tensor}
         tensor = config.rollout.tensor
         if name in (Role.ActorRollout.value, Role.Rollout.value) and ranks % tensor == 0:
             meshes[name][ROLLOUT_MESH] = {"data": ranks // tensor, "tensor": tensor}
     return meshes
-
-
-def _has_model(config: Config, role: Role) -> bool:
-    return role is not Role.Reward or bool(config.reward.model_path)
 
 
 def _build_pool(config: Config, name: str, processes: tuple[int, ...], *, has_model: bool) -> ResourcePool:

@@ -7,13 +7,14 @@ The controller holds the algorithm; the groups compute. It knows neither models 
 the run around it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
-from hybridflow.controller import WorkerGroup
+from hybridflow.controller import Role, WorkerGroup
 from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProto, DataProtoFuture
@@ -37,32 +38,23 @@ from hybridflow.trainers.weight_sync import weight_sync_of
 class PPO:
     """The algorithm on its groups; `critic`, `reference` and `teacher` are None where unused.
 
-    `actor_rollout` learns, and generates unless there is a `rollout` group for that. `global_step` counts the steps
-    that were taken; `metrics` are those of the present one.
+    The actor learns, and generates unless there is a rollout group for that; without its adapters it may be the
+    reference. `global_step` counts the steps that were taken; `metrics` are those of the present one.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        actor_rollout: WorkerGroup,
-        rewards: WorkerGroup,
-        rollout: WorkerGroup | None = None,
-        critic: WorkerGroup | None = None,
-        reference: WorkerGroup | None = None,
-        teacher: WorkerGroup | None = None,
-    ) -> None:
+    def __init__(self, config: Config, groups: Mapping[Role, WorkerGroup]) -> None:
         self.config = config
         self.metrics: dict[str, Any] = {}
-        self.actor = actor_rollout
-        self.rollout = rollout or actor_rollout
-        self.sync_weights = weight_sync_of(config, actor_rollout, rollout)
-        self.sample = Sampling(config, self.rollout, rewards)
-        self.critic = critic
-        self.reference = reference
-        self.teacher = teacher
+        self.actor, self.rewards = groups[Role.ActorRollout], groups[Role.Reward]
+        self.rollout = groups.get(Role.Rollout, self.actor)
+        self.sync_weights = weight_sync_of(config, self.actor, groups.get(Role.Rollout))
+        self.sample = Sampling(config, self.rollout, self.rewards)
+        self.critic = groups.get(Role.Critic)
+        reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy
+        self.reference = groups[reference] if config.uses_reference else None
+        self.teacher = groups.get(Role.Teacher)
         self.kl_controller = _kl_controller(config)
-        self.num_replicas = actor_rollout.mesh().axes["data"]
+        self.num_replicas = self.actor.mesh().axes["data"]
         self.shape = decoder_shape(config.model.path) if config.model.path else None
         self.global_step = 0
 

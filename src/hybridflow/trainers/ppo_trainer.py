@@ -1,7 +1,9 @@
 """A run of reinforcement learning: the algorithm step by step on batches of prompts, with what is around it."""
 
+from collections.abc import Mapping
+
 from hybridflow.config import Config
-from hybridflow.controller import Backend, WorkerGroup
+from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, timed
 from hybridflow.trainers.groups import BackendOwner
@@ -21,34 +23,21 @@ class PPOTrainer(PPO, BackendOwner):
     def __init__(
         self,
         config: Config,
+        groups: Mapping[Role, WorkerGroup],
         *,
-        actor_rollout: WorkerGroup,
-        rewards: WorkerGroup,
         loader: BatchLoader,
         total_steps: int,
         run: RunDirectory,
         speedometer: Speedometer,
-        rollout: WorkerGroup | None = None,
-        critic: WorkerGroup | None = None,
-        reference: WorkerGroup | None = None,
-        teacher: WorkerGroup | None = None,
         validator: Validator | None = None,
         backend: Backend | None = None,
     ) -> None:
-        super().__init__(
-            config,
-            actor_rollout=actor_rollout,
-            rewards=rewards,
-            rollout=rollout,
-            critic=critic,
-            reference=reference,
-            teacher=teacher,
-        )
+        super().__init__(config, groups)
         self.backend = backend
         self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
         self.validator, self.speedometer = validator, speedometer
-        self.stateful_groups = [actor_rollout, *([critic] if critic else []), rewards]
+        self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.global_step = 0
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from hybridflow.config import Config
-from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, Worker, WorkerGroup, spawn_colocated
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, Worker, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
-from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
+from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
 from hybridflow.workers import (
@@ -26,33 +26,25 @@ PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "grou
 
 
 def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
-    """The roles that a configuration needs. The numbers of updates are where learning-rate schedules end."""
+    """Return the workers of the roles that a configuration needs.
+
+    Learning-rate schedules end after `actor_updates` and `critic_updates`.
+    """
     actor = ActorWorker if config.has_rollout_pool else ActorRolloutWorker
     classes = {
         Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates),
         Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
+        Role.Rollout: ClassWithInitArgs(RolloutWorker, config=config),
+        Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
+        Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
+        Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),
     }
-    if config.has_rollout_pool:
-        classes[Role.Rollout] = ClassWithInitArgs(RolloutWorker, config=config)
-    if config.uses_critic:
-        classes[Role.Critic] = ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates)
-    if config.uses_reference and not config.actor_is_reference:
-        classes[Role.RefPolicy] = ClassWithInitArgs(ReferenceWorker, config=config)
-    if config.uses_teacher:
-        classes[Role.Teacher] = ClassWithInitArgs(TeacherWorker, config=config)
-    return classes
+    return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
 
 
 def reward_class(config: Config) -> type[Worker]:
     """What scores: a reward model, or a function."""
     return RewardModelWorker if config.reward.model_path else RewardWorker
-
-
-def reference_of(config: Config, groups: Mapping[Role, WorkerGroup]) -> WorkerGroup | None:
-    """The group that computes the reference's log-probs; None where nothing is compared with it."""
-    if not config.uses_reference:
-        return None
-    return groups[Role.ActorRollout if config.actor_is_reference else Role.RefPolicy]
 
 
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
@@ -69,15 +61,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             by_name = {role.value: cls for role, cls in roles.items()}
             on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
-    algorithm = PPO(
-        config,
-        actor_rollout=groups[Role.ActorRollout],
-        rewards=groups[Role.Reward],
-        rollout=groups.get(Role.Rollout),
-        critic=groups.get(Role.Critic),
-        reference=reference_of(config, groups),
-        teacher=groups.get(Role.Teacher),
-    )
+    algorithm = PPO(config, groups)
     algorithm.sync_weights = dict  # placeholders have none
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)

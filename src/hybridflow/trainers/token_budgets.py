@@ -8,7 +8,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointError
 from hybridflow.observability import get_logger
-from hybridflow.trainers.groups import pools_of
+from hybridflow.trainers.groups import pools_of, traits_of
 from hybridflow.trainers.run_directory import RunDirectory
 
 logger = get_logger(__name__)
@@ -27,7 +27,7 @@ def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run
     kept = _read(run)
     budgets: dict[str, int] = kept["budgets"] if kept.get("layout") == layout else {}
     for role, group in groups.items():
-        if role is Role.Rollout or (role is Role.Reward and not config.reward.model_path):
+        if not traits_of(role).has_sharded_model(config):
             continue
         if role.value not in budgets:
             lengths = (config.data.max_prompt_length, config.data.max_response_length)

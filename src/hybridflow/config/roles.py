@@ -1,0 +1,80 @@
+"""The roles of a run: when each of them runs, whether it has a model, and whose worker group plays it.
+
+`ROLES` is the table. A role is one line here, and its name in `RoleName` and `Role`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridflow.config.sections.base import RoleName
+from hybridflow.config.sections.config import Config
+
+ModelKind = Literal["sharded", "engine", "none"]
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+def _never(config: Config) -> bool:
+    return False
+
+
+def _sharded(config: Config) -> ModelKind:
+    return "sharded"
+
+
+@dataclass(frozen=True)
+class RoleTraits:
+    """What the program needs to know about a role.
+
+    `runs`: whether a run of reinforcement learning has the role.
+    `in_actor`: whether the worker group of `actor_rollout` plays it, so that it has no group of its own.
+    `model`: "sharded" is a model whose layers are sharded as `parallel` says, which memory.offload moves and which
+    gets a token budget; "engine" is that of a rollout engine, which manages its memory itself.
+    `reason`: why memory.offload does not apply where the role has no group or no sharded model, a format of `config`.
+    `offline`: a role of offline training alone, which `runs` does not cover.
+    """
+
+    runs: Callable[[Config], bool] = _always
+    in_actor: Callable[[Config], bool] = _never
+    model: Callable[[Config], ModelKind] = _sharded
+    reason: str = ""
+    offline: bool = False
+
+    def has_group(self, config: Config) -> bool:
+        """Return whether a run of reinforcement learning has a worker group for this role."""
+        return self.runs(config) and not self.in_actor(config)
+
+    def has_sharded_model(self, config: Config) -> bool:
+        """Return whether `parallel`, memory.offload and token budgets apply to the role's model."""
+        return self.model(config) == "sharded"
+
+
+ROLES: Mapping[RoleName, RoleTraits] = {
+    "actor_rollout": RoleTraits(),
+    "rollout": RoleTraits(
+        in_actor=lambda config: not config.has_rollout_pool,
+        model=lambda config: "engine",
+        reason="a rollout engine frees its memory itself while the policy learns in its process",
+    ),
+    "reward": RoleTraits(
+        model=lambda config: "sharded" if config.reward.model_path else "none",
+        reason="reward.model_path is empty, so there is no reward model",
+    ),
+    "critic": RoleTraits(
+        runs=lambda config: config.uses_critic,
+        reason="algorithm.advantage={config.algorithm.advantage!r} has no critic",
+    ),
+    "reference": RoleTraits(
+        runs=lambda config: config.uses_reference,
+        in_actor=lambda config: config.actor_is_reference,
+        reason="there is no reference model: no KL term asks for one, or the actor without its adapters is it",
+    ),
+    "teacher": RoleTraits(
+        runs=lambda config: config.uses_teacher,
+        reason="teacher.model_path is empty, so there is no teacher",
+    ),
+    "actor": RoleTraits(runs=_never, offline=True),
+}
