@@ -37,31 +37,20 @@ class StepGuard:
         except BatchError:
             raise
         except Exception as error:
+            text = " ".join(str(error).split())
             if not self._ranks.is_alone:
-                self._why = " ".join(str(error).split())[:200]
-            if reason := _explain(error):
-                if _is_of_memory(error):
-                    raise ModelError(reason) from error
-                raise LostWorkerError(reason, rank=self._ranks.place_in_world) from error
+                self._why = text[:200]
+            if isinstance(error, HybridFlowError):
+                raise
+            # PyTorch has no type for a host that is out of memory.
+            if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
+                raise ModelError(
+                    f"out of memory in a step, which is lost: {text[:300]}. Nothing was applied; {LESS_MEMORY}."
+                ) from error
+            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text[:300].lower()):
+                raise LostWorkerError(
+                    f"another rank died or was late in a collective: {text[:300]}. This step is lost and nothing was "
+                    "applied; the cause is in that rank's own error or log.",
+                    rank=self._ranks.place_in_world,
+                ) from error
             raise
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """Of a device, or of the host, where PyTorch has no type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _explain(error: Exception) -> str:
-    """What to tell of an error of PyTorch; "" of any other."""
-    text = " ".join(str(error).split())[:300]
-    if isinstance(error, HybridFlowError):
-        return ""
-    if _is_of_memory(error):
-        return f"out of memory in a step, which is lost: {text}. Nothing was applied; {LESS_MEMORY}."
-    is_of_group = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text.lower())
-    if is_of_group:
-        return (
-            f"another rank died or was late in a collective: {text}. This step is lost and nothing was applied; "
-            "the cause is in that rank's own error or log."
-        )
-    return ""

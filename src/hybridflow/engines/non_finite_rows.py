@@ -4,10 +4,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridflow.engines.base import LossFunction
+from hybridflow.models.parameters import local
 from hybridflow.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def find_non_finite_rows(
         part = None if index is None else engine._part(rows, torch.tensor([index]))
         loss, *_ = engine._learn(part, loss_function, with_entropy, temperature)
         gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
-        finite = all(bool(_own(gradient).isfinite().all()) for gradient in gradients)
+        finite = all(bool(local(gradient).isfinite().all()) for gradient in gradients)
         engine.optimizer.zero_grad(set_to_none=True)
         return loss, ranks.count_all(not finite) == 0
 
@@ -47,7 +46,3 @@ def find_non_finite_rows(
             row_id = int(row["row_ids"]) if "row_ids" in row.keys() else index  # noqa: SIM118
             found.append(f"row {row_id}: loss {loss}, gradient {'finite' if finite else 'not finite'}")
     return [text for of_rank in ranks.gather(found) for text in of_rank]
-
-
-def _own(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

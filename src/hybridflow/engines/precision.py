@@ -4,6 +4,8 @@ The optimizer owns the parameters; the model holds their cast. A gradient is add
 as it exists, so that accumulation over micro-batches loses nothing; one cast per update brings the model up to date.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ class MasterParameters:
             self._pairs.append((master, parameter))
             # Parameters only: a buffer, such as the rotary frequencies, keeps its precision.
             parameter.data = parameter.data.to(compute_dtype)
-            parameter.register_post_accumulate_grad_hook(_GradientTo(master))
+            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -31,17 +33,12 @@ class MasterParameters:
             parameter.copy_(master)
 
 
-class _GradientTo:
-    """Adds a parameter's new gradient to that of its master."""
-
-    def __init__(self, master: nn.Parameter) -> None:
-        self.master = master
-
-    def __call__(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if self.master.grad is None:
-            self.master.grad = gradient.to(self.master.dtype)
-        else:
-            self.master.grad.add_(gradient)
+def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+    """Add a parameter's new gradient to that of its master."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)

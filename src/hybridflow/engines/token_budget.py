@@ -22,10 +22,7 @@ LARGEST, STEP = 131072, 256
 
 
 def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int, processes_on_node: int) -> int:
-    """The tokens per micro-batch that the memory of the fullest rank bears; equal on all ranks, who all call it.
-
-    Tries sequences of the longest lengths. Raises ModelError where not even one fits.
-    """
+    """Do what `TrainEngine.find_token_budget` says, by trials with sequences of the longest lengths."""
     longest = prompt_len + response_len
     limit = memory_limit(engine.device, processes_on_node)
     sizes, peaks = [], []

@@ -22,11 +22,9 @@ from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.decoder import decoder_of
 from hybridflow.models.kv_cache import DecodePlan
-from hybridflow.models.support import has_angles_of_length
-from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks, local
-
-FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""By `model_type`: pre-norm layers of full attention with rotary embeddings and a gated SiLU, biases where they are."""
+from hybridflow.models.parameters import local
+from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
+from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
 
 ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
 """(logits (some tokens, vocabulary), which tokens they are of) -> what is wanted of each token, tensors (tokens,)."""

@@ -2,17 +2,18 @@
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import ModelConfigError
+from hybridflow.models.parameters import part_like
 from hybridflow.runtime import derive_seed
 
 ADAPTER, BASE = ".lora_", ".base_layer"
@@ -80,7 +81,7 @@ def fill_adapters(model: PreTrainedModel, seed: int, device: torch.device) -> No
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             full_name = f"{module_name}.{name}"
-            if ADAPTER not in full_name:
+            if not is_adapter(full_name):
                 continue
             whole = torch.zeros(parameter.shape, dtype=parameter.dtype)
             if full_name.endswith(FIRST):
@@ -89,9 +90,7 @@ def fill_adapters(model: PreTrainedModel, seed: int, device: torch.device) -> No
                 noise = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
                 whole.copy_((2 * noise - 1) * bound)
             if isinstance(parameter, DTensor):
-                placed = whole.to(parameter.device_mesh.device_type)
-                shared = distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter.to_local().copy_(shared.to_local())
+                parameter.to_local().copy_(part_like(whole, parameter))
             else:
                 setattr(module, name, torch.nn.Parameter(whole.to(device)))
 
@@ -126,11 +125,13 @@ def merged_weights(
 
     One weight at a time, in the dtype that it has; products are in float32 at least.
     """
-    adapters = _OnDemand((name for name in names if ADAPTER in name), weight_of)
     for name in names:
-        if ADAPTER not in name:
-            plain = name.replace(BASE, "")
-            yield plain, merged_weight(plain, weight_of(name), adapters, scaling)
+        if is_adapter(name):
+            continue
+        plain, weight = plain_name(name), weight_of(name)
+        layer = plain.removesuffix(".weight")
+        adapters = {part: weight_of(part) for part in (layer + FIRST, layer + SECOND) if part in names}
+        yield plain, merged_weight(plain, weight, adapters, scaling)
 
 
 def merged_weight(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scaling: float) -> Tensor:
@@ -141,17 +142,3 @@ def merged_weight(name: str, weight: Tensor, adapters: Mapping[str, Tensor], sca
     wide = torch.promote_types(weight.dtype, torch.float32)
     first, second = adapters[layer + FIRST].to(wide), adapters[layer + SECOND].to(wide)
     return (weight.to(wide) + scaling * (second @ first)).to(weight.dtype)
-
-
-class _OnDemand(dict[str, Tensor]):
-    """Values that are made when they are asked for, and not kept."""
-
-    def __init__(self, names: Iterable[str], make: Callable[[str], Tensor]) -> None:
-        super().__init__()
-        self._names, self._make = frozenset(names), make
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __missing__(self, name: str) -> Tensor:
-        return self._make(name)

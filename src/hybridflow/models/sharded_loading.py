@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -31,7 +30,8 @@ from hybridflow.models.loading import (
     turn_off_dropout,
     warn_of_ignored,
 )
-from hybridflow.models.lora import ADAPTER, BASE
+from hybridflow.models.lora import is_adapter, plain_name
+from hybridflow.models.parameters import local, part_like, replace_parameters
 
 Head = Literal["policy", "value"]
 
@@ -62,13 +62,9 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
 def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """As `build_without_weights`, on `device` with one zero in place of each parameter, until `data` is given to it."""
     model = build_without_weights(path, head, dtype)
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in replaced:
-                place = placeholder(parameter.shape, dtype, device)
-                replaced[parameter] = nn.Parameter(place, requires_grad=False)
-            setattr(module, name, replaced[parameter])
+    replace_parameters(
+        model, lambda _, parameter: nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=False)
+    )
     for module in model.modules():
         module._buffers = {
             name: buffer if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()
@@ -89,17 +85,17 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
     another shape.
     """
     with StoredModel(path) as stored:
-        parameters = {name: parameter for name, parameter in model.named_parameters() if ADAPTER not in name}
-        wanted = {name: stored.name_of(name.replace(BASE, "")) for name in parameters}
+        parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+        wanted = {name: stored.name_of(plain_name(name)) for name in parameters}
         require_complete(path, (n for n, found in wanted.items() if found is None and not n.startswith(VALUE_HEAD)))
         for name, parameter in parameters.items():
             found = wanted[name]
             if found is None:
-                _own(parameter).zero_()
+                local(parameter).zero_()
                 continue
             require_shape(path, name, stored.shape(found), parameter.shape)
             whole = stored.read(found).to(parameter.dtype)
-            _own(parameter).copy_(_own(_shard_like(whole, parameter)))
+            local(parameter).copy_(part_like(whole, parameter))
         tied = {stored.name_of(name) for name in model.state_dict(keep_vars=True)}
         warn_of_ignored(path, set(stored.names) - set(wanted.values()) - tied)
 
@@ -152,17 +148,6 @@ class StoredModel:
 
     def __exit__(self, *exc_info: object) -> None:
         self._open.close()
-
-
-def _own(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    whole = whole.to(parameter.device_mesh.device_type)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
 
+FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
+"""By `model_type`: pre-norm layers of full attention with rotary embeddings and a gated SiLU, biases where they are."""
+
 USE_INSTEAD = "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
 
 

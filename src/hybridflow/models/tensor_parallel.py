@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from hybridflow.errors import ModelConfigError
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""By `model_type`: those whose plan is known."""
+from hybridflow.models.parameters import local, replace_parameters
+from hybridflow.models.support import FUSED_FAMILIES
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose outputs are shared out: weight and bias are cut along their first axis."""
@@ -41,10 +40,10 @@ def require_tensor_parallel(config: Any, size: int) -> None:
     """Raises ModelError unless `size` ranks can share the layers of such a model."""
     if size == 1:
         return
-    if config.model_type not in FAMILIES:
+    if config.model_type not in FUSED_FAMILIES:
         raise ModelConfigError(
-            f"parallel.tensor={size}: {config.model_type} models have no plan for it, only {', '.join(FAMILIES)}; use "
-            "parallel.tensor = 1, which shards them over all ranks as well."
+            f"parallel.tensor={size}: {config.model_type} models have no plan for it, only "
+            f"{', '.join(FUSED_FAMILIES)}; use parallel.tensor = 1, which shards them over all ranks as well."
         )
     counts = {
         "num_attention_heads": config.num_attention_heads,
@@ -65,19 +64,12 @@ def require_tensor_parallel(config: Any, size: int) -> None:
 
 def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter by its DTensor on the mesh of one axis; a tied one stays one. Nothing is sent."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module_name, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in replaced:
-                placement = placement_of(f"{module_name}.{name}")
-                shared = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-                replaced[parameter] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
-            setattr(module, name, replaced[parameter])
 
+    def distributed(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        shared = distribute_tensor(parameter.detach(), mesh, [placement_of(name)], src_data_rank=None)
+        return nn.Parameter(shared, requires_grad=parameter.requires_grad)
 
-def local(parameter: Any) -> Any:
-    """What this rank has of a parameter; a parameter that is not shared, or None, is itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    replace_parameters(model, distributed)
 
 
 class TensorRanks:

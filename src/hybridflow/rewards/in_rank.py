@@ -19,14 +19,11 @@ def call_here(
 ) -> list[Outcome]:
     """The outcome of each sample, in order; an `async` function has up to `concurrency` in hand."""
     if samples and takes_batches(function):
-        return split(call_here_one_by_one(function, [as_batch(samples)], kwargs, 1)[0], len(samples))
-    return call_here_one_by_one(function, samples, kwargs, concurrency)
+        return split(_call_each(function, [as_batch(samples)], kwargs, 1)[0], len(samples))
+    return _call_each(function, samples, kwargs, concurrency)
 
 
-def call_here_one_by_one(
-    function: RewardFunction, calls: Samples, kwargs: Mapping[str, Any], concurrency: int
-) -> list[Outcome]:
-    """The outcome of each call, in order."""
+def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, Any], concurrency: int) -> list[Outcome]:
     if returns_awaitable(function):
         try:
             return asyncio.run(_call_together(function, calls, kwargs, concurrency))

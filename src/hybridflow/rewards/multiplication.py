@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from hybridflow.errors import RewardError
 from hybridflow.rewards.answer_tag import last_answer
-from hybridflow.rewards.number_text import parse_number
+from hybridflow.rewards.number_text import number_of_truth, parse_number
 
 
 def multiplication_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """1.0 if the last <answer>...</answer> of the response holds exactly the product, else 0.0."""
-    product = parse_number(str(ground_truth))
-    if product is None:
-        raise RewardError(f"the ground truth must be a number such as '56088', got {ground_truth!r}.")
+    product = number_of_truth(ground_truth, "56088")
     answer = last_answer(solution_str)
     return float(answer is not None and parse_number(answer) == product)

@@ -2,6 +2,9 @@
 
 import re
 from fractions import Fraction
+from typing import Any
+
+from hybridflow.errors import RewardError
 
 # A sign counts only where it does not join two things, as in "10-5"; a comma only before groups of three digits.
 NUMBER = r"(?:(?<![\w)])[-+]\$?|\$-?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))(?:\.[0-9]+)?"
@@ -15,6 +18,14 @@ def parse_number(text: str) -> Fraction | None:
     if len(text) > _MAX_CHARS or not _NUMBER.fullmatch(text):
         return None
     return Fraction(text.replace("$", "").replace(",", ""))
+
+
+def number_of_truth(ground_truth: Any, example: str) -> Fraction:
+    """The value of a ground truth. Raises RewardError if it is not a number."""
+    value = parse_number(str(ground_truth))
+    if value is None:
+        raise RewardError(f"the ground truth must be a number such as '{example}', got {ground_truth!r}.")
+    return value
 
 
 def last_number(text: str, after: str = "") -> Fraction | None:

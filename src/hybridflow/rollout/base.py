@@ -184,5 +184,13 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
     return [done[request.request_id, index] for request in requests for index in range(request.group_size)]
 
 
+def not_finite(request_id: int) -> RolloutError:
+    """The error of a sequence whose next token cannot be drawn."""
+    return RolloutError(
+        f"request {request_id}: the model's logits are not finite, so no token can be sampled. Its weights have "
+        "diverged: resume from an earlier checkpoint with a lower learning rate."
+    )
+
+
 def _longest_first(request: Request) -> tuple[int, int]:
     return -request.sampling.max_new_tokens, -len(request.prompt_ids)

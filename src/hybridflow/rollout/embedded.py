@@ -66,7 +66,6 @@ class EmbeddedRollout:
             request,
             max_running_sequences=self.max_running_sequences,
             max_len=getattr(config, "max_position_embeddings", None),
-            len_name="the model's",
             vocabulary=config.vocab_size,
         )
         self._stop_strings.require_served(request)

@@ -5,10 +5,8 @@ from hybridflow.rollout.base import Request
 from hybridflow.runtime import derive_seed
 
 
-def require_servable(
-    request: Request, *, max_running_sequences: int, max_len: int | None, len_name: str, vocabulary: int
-) -> None:
-    """Raises RolloutError for a request that can never be served; `len_name` says whose the `max_len` positions are."""
+def require_servable(request: Request, *, max_running_sequences: int, max_len: int | None, vocabulary: int) -> None:
+    """Raises RolloutError for a request that can never be served; `max_len` is the number of the model's positions."""
     name, prompt_len, new = f"request {request.request_id}", len(request.prompt_ids), request.sampling.max_new_tokens
     try:
         derive_seed(*request.noise_key)
@@ -30,7 +28,7 @@ def require_servable(
         )
     if max_len is not None and prompt_len + new > max_len:
         raise RolloutError(
-            f"{name}: {prompt_len} prompt tokens and {new} new ones exceed {len_name} {max_len} positions; shorten "
+            f"{name}: {prompt_len} prompt tokens and {new} new ones exceed the model's {max_len} positions; shorten "
             "the prompt or data.max_response_length."
         )
     lowest, highest = min(request.prompt_ids), max(request.prompt_ids)

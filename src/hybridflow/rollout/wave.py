@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybridflow.errors import RolloutError
 from hybridflow.models import Forward
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
-from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams
+from hybridflow.rollout.base import Completion, FinishReason, Request, SamplingParams, not_finite
 from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import uniform
@@ -178,11 +177,7 @@ class Wave:
             return
         bad = self._is_running & ~log_probs.isfinite()
         if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            raise RolloutError(
-                f"request {self._names[row][0]}: the model's logits are not finite, so no token can be sampled. Its "
-                "weights have diverged: resume from an earlier checkpoint with a lower learning rate."
-            )
+            raise not_finite(self._names[int(bad.nonzero()[0])][0])
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:

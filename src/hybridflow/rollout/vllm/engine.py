@@ -7,7 +7,7 @@ vLLM's own groups (`n`) have seeds that follow each other, so that neighbouring 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import build_without_weights
-from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart
+from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart, not_finite
 from hybridflow.rollout.loading import Loading, announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
@@ -120,7 +120,6 @@ class VLLMRollout:
             request,
             max_running_sequences=self._max_running_sequences,
             max_len=self._max_model_len,
-            len_name="the model's",
             vocabulary=self._vocabulary,
         )
         _require_temperature(request)
@@ -159,7 +158,8 @@ class VLLMRollout:
                     self._engine.abort([name])
                     done[name] = progress
             for progress in done.values():
-                _require_finite(self._sequences[progress.name].request, progress)
+                if not math.isfinite(math.fsum(progress.log_probs)):
+                    raise not_finite(self._sequences[progress.name].request.request_id)
             for progress in done.values():
                 is_cut = progress.finish_reason == "length" and not self._has_stopped(progress)
                 self._finish(self._sequences[progress.name], progress, "length" if is_cut else "stop")
@@ -249,18 +249,11 @@ class VLLMRollout:
         return self.version
 
     def _add(self, sequence: _Sequence) -> None:
-        request, sampling = sequence.request, sequence.request.sampling
-        self._engine.add(
-            sequence.name,
-            request.prompt_ids,
-            seed=sequence.seed,
-            cache_salt=str(self.version),
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocabulary],
-        )
+        request = sequence.request
+        stops = tuple(token for token in request.sampling.stop_token_ids if 0 <= token < self._vocabulary)
+        sampling = replace(request.sampling, stop_token_ids=stops)
+        salt = str(self.version)
+        self._engine.add(sequence.name, request.prompt_ids, sampling, seed=sequence.seed, cache_salt=salt)
 
     def _finish(self, sequence: _Sequence, progress: Progress, reason: FinishReason) -> None:
         del self._sequences[sequence.name]
@@ -298,12 +291,4 @@ def _require_temperature(request: Request) -> None:
         raise RolloutConfigError(
             f"request {request.request_id} has temperature={temperature}, but vLLM samples at 0, or from "
             f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use one of these, or the embedded engine."
-        )
-
-
-def _require_finite(request: Request, progress: Progress) -> None:
-    if not math.isfinite(math.fsum(progress.log_probs)):
-        raise RolloutError(
-            f"request {request.request_id}: the model's logits are not finite, so no token can be sampled. Its weights "
-            "have diverged: resume from an earlier checkpoint with a lower learning rate."
         )

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.random import fork_rng
 
 from hybridflow.errors import RolloutConfigError, RolloutError
+from hybridflow.rollout import base
 from hybridflow.runtime import own_device, unchanged_random_state
 
 VERSION = (0, 32)
@@ -111,30 +113,20 @@ class VLLMEngine:
         self._sequences: dict[str, str] = {}  # name -> vLLM's name
 
     def add(
-        self,
-        name: str,
-        prompt_ids: Sequence[int],
-        *,
-        seed: int,
-        cache_salt: str,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        stop_token_ids: Sequence[int],
+        self, name: str, prompt_ids: Sequence[int], sampling: base.SamplingParams, *, seed: int, cache_salt: str
     ) -> None:
         """Queue a sequence. Keys and values of its prompt are shared with those of the same `cache_salt` only."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = SamplingParams(
-            max_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+        theirs = SamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
             seed=seed,
-            stop_token_ids=list(stop_token_ids),
+            stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # all that stop are named
             logprobs=0,
             flat_logprobs=True,
@@ -143,11 +135,11 @@ class VLLMEngine:
             skip_clone=True,
         )
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
-        self._sequences[name] = self._engine.add_request(name, prompt, sampling)
+        self._sequences[name] = self._engine.add_request(name, prompt, theirs)
 
     def step(self) -> list[Progress]:
         """One step of vLLM's scheduler: the sequences that it finished."""
-        with _unchanged_torch_state():  # vLLM draws from the process's generator beside the sequences' own
+        with fork_rng(devices=()):  # vLLM draws from the process's generator beside the sequences' own
             outputs = self._engine.step()
         done = []
         for output in outputs:
@@ -184,7 +176,7 @@ class VLLMEngine:
             for i, sequence in enumerate(sequences):
                 sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
                 added.append(self._engine.add_request(str(i), tokens_input(list(sequence)), sampling))
-            with _unchanged_torch_state():
+            with fork_rng(devices=()):
                 while self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         if output.finished:
@@ -349,12 +341,3 @@ def _process_as_it_was() -> Iterator[None]:
         torch.set_num_threads(num_threads)
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank
-
-
-@contextmanager
-def _unchanged_torch_state() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

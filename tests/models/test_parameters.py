@@ -1,0 +1,24 @@
+import torch
+from torch import nn
+
+from hybridflow.models.parameters import part_like, replace_parameters
+
+
+def test_a_tied_parameter_is_replaced_once_and_stays_tied():
+    model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
+    model["head"].weight = model["embedding"].weight
+    names = []
+
+    def made(name, parameter):
+        names.append(name)
+        return nn.Parameter(torch.full_like(parameter, 7.0))
+
+    replace_parameters(model, made)
+    assert names == ["embedding.weight", "head.bias"]
+    assert model["head"].weight is model["embedding"].weight
+    assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+def test_a_rank_that_is_alone_has_the_whole_of_a_tensor():
+    whole = torch.arange(3.0)
+    assert part_like(whole, nn.Parameter(torch.zeros(3))) is whole
