@@ -84,3 +84,12 @@ def test_what_is_read_of_a_future_is_copied():
     assert batch.batch["x"].sum() == 0
     assert len(copied) == 2
     assert copied.columns == ("x", "names", "sizes")
+
+
+def test_the_meta_info_of_a_future_is_copied():
+    future = DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"facts": np.zeros(1)}))
+    copied = private_copy(future, "future")
+    copied.get().meta_info["facts"][:] = 99
+    copied.meta_info["new"] = 1
+    assert future.meta_info["facts"].tolist() == [0]
+    assert list(future.meta_info) == ["facts"]

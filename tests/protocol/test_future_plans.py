@@ -546,10 +546,59 @@ def test_meta_info_given_here_replaces_that_of_the_shards():
     assert future.get().meta_info == {"step": 5, "seed": 2}
     assert future.slice(0, 1).get("x").meta_info == {"step": 5, "seed": 2}
     assert future.select(meta_info_keys=["step"]).get().meta_info == {"step": 5}
-    with pytest.raises(FieldError, match="has no 'epoch'"):
-        future.select(meta_info_keys=["epoch"]).get()
+    assert future.select(meta_info_keys=["seed"]).select(meta_info_keys=["step"]).get().meta_info == {}
     with pytest.raises(BatchError, match="union: 'step' is 5 in one batch and 6 in another"):
         future.union(DataProto(meta_info={"step": 6}))
+
+
+def test_a_concat_keeps_what_each_part_says_of_its_meta_info():
+    def of(**meta_info):
+        return future_of(xy(1, 2, meta_info=meta_info))
+
+    parts = [of(a=1, b=2, c=3).select(meta_info_keys=[key]) for key in ("a", "b")]
+    assert DataProtoFuture.concat(parts).get().meta_info == {"a": 1, "b": 2}
+    assert DataProtoFuture.concat([of(k=0).select(meta_info_keys=[]), of(k=5)]).get().meta_info == {"k": 5}
+    replaced = [of(k=0).with_meta_info({"k": 1}), of(k=0).with_meta_info({"k": 1, "j": 2})]
+    assert DataProtoFuture.concat(replaced).get().meta_info == {"k": 1, "j": 2}
+
+
+def test_futures_do_not_share_the_meta_info_that_is_here():
+    future = future_of(xy(1, 2)).with_meta_info({"step": [1]})
+    future.slice(0, 1).meta_info["step"].append(2)
+    future.rename("x", "z").meta_info["new"] = 1
+    assert future.meta_info == {"step": [1]}
+
+
+def test_a_concat_of_batches_here_pads_with_their_pad_token():
+    short, long = (
+        DataProto.from_dict({"responses": torch.ones(1, n, dtype=torch.int64)}, meta_info={"pad_token_id": 7})
+        for n in (1, 3)
+    )
+    joined = DataProtoFuture.concat([DataProtoFuture.of(short), DataProtoFuture.of(long)])
+    assert joined.get().batch["responses"].tolist() == [[1, 7, 7], [1, 1, 1]]
+
+
+def test_a_column_under_two_names_can_be_joined_to_others_and_sent():
+    future = future_of(xy(1, 2, meta_info={"o": object()}))
+    doubled = future.union(future.rename("x", "z"))
+    assert doubled.get(["x", "z"]).batch["z"].tolist() == [1, 2]
+    other = future_of(DataProto.from_dict({name: torch.tensor([5]) for name in "xyz"}))
+    both = DataProtoFuture.concat([doubled, other])
+    assert both.get().batch["z"].tolist() == [1, 2, 5]
+    assert [columns for _, columns in both.narrow(("x", "z")).sources()] == [("x", "x"), ("x", "z")]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_concat_of_renamed_futures_is_sent_as_any_other(is_held):
+    first, second, third = (DataProto.from_dict({name: torch.arange(2) + start}) for start, name in enumerate("pqr"))
+    p, q, r = map(DataProtoFuture.of if is_held else future_of, (first, second, third))
+    inner = DataProtoFuture.concat([p.rename("p", "q"), q])
+    future = DataProtoFuture.concat([inner.rename("q", "x"), r.rename("r", "x")]).slice(1, 5).narrow()
+    handles: dict[int, Any] = dict(enumerate(future.handles()))
+    for number, handle in handles.items():
+        handle.number = number
+    arrived = sent(future, handles)
+    assert arrived.get().batch["x"].tolist() == [1, 1, 2, 2]
 
 
 def test_popped_columns_are_gone_from_the_future():

@@ -34,7 +34,9 @@ def private_copy(value: Any, what: str) -> Any:
             copied[index] = private_copy(element, what)
         return copied
     if isinstance(value, DataProtoFuture):
-        return value.with_handles(lambda handle: _own_held(handle, what))
+        own = value.with_handles(lambda handle: _own_held(handle, what))
+        own.meta_info = private_copy(value.meta_info, what)
+        return own
     if type(value) is dict:
         return {key: private_copy(element, what) for key, element in value.items()}
     if type(value) is list:

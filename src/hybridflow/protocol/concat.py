@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 
-def concat_batches(parts: "Sequence[DataProto]", are_checked: bool = False) -> "DataProto":
-    """The rows of all parts, in order; see `DataProto.concat`. `are_checked`: the parts are known to be consistent."""
+def concat_batches(
+    parts: "Sequence[DataProto]", are_checked: bool = False, pad_token_id: int | None = None
+) -> "DataProto":
+    """The rows of all parts, in order; see `DataProto.concat`.
+
+    `are_checked`: the parts are known to be consistent. `pad_token_id` is used where their meta_info has none.
+    """
     if not parts:
         raise BatchError("concat needs at least one batch, got an empty list.")
     for part in () if are_checked else parts:
@@ -33,7 +38,7 @@ def concat_batches(parts: "Sequence[DataProto]", are_checked: bool = False) -> "
     batch = None
     batches = [part.batch for part in parts if part.batch is not None]
     if batches:
-        joined = _concat_tensors(tensors, meta_info.get("pad_token_id") or 0)
+        joined = _concat_tensors(tensors, meta_info.get("pad_token_id") or pad_token_id or 0)
         batch = TensorDict(joined, [sum(rows)], device=batches[0].device)
     columns = {name: _concat_arrays(name, [part[name] for part in arrays]) for name in arrays[0]}
     return parts[0]._of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))

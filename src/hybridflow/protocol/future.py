@@ -17,7 +17,6 @@ from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, tak
 from hybridflow.protocol.meta_info import concat_meta_info, copy_structure, union_meta_info
 from hybridflow.protocol.row_index import RowIndex, count_rows_of
 from hybridflow.protocol.rows import as_count, row_indices
-from hybridflow.protocol.shards import MetaKeys
 from hybridflow.protocol.table import Table
 
 
@@ -56,7 +55,7 @@ class DataProtoFuture:
     def _of(cls, table: Table, num_rows: int, meta_info: dict[str, Any]) -> "DataProtoFuture":
         made = cls.__new__(cls)
         made.collect_fn, made.dispatch_fn, made.has_whole_shards = DataProto.concat, None, True
-        made.num_rows, made.meta_info = num_rows, meta_info
+        made.num_rows, made.meta_info = num_rows, copy_structure(meta_info)
         made._handles, made._declared, made._contents = [], None, None
         made._table = table
         return made
@@ -68,7 +67,7 @@ class DataProtoFuture:
             return batch
         held, rows = HeldBatch(batch.select(meta_info_keys=())), len(batch)
         table = Table.of([held], [rows], tuple(names_of(batch)))
-        return DataProtoFuture._of(table, rows, copy_structure(batch.meta_info))
+        return DataProtoFuture._of(table, rows, batch.meta_info)
 
     @property
     def columns(self) -> Columns | None:
@@ -186,7 +185,8 @@ class DataProtoFuture:
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
     ) -> "DataProtoFuture":
         """As `DataProto.select`. Naming one kind keeps all of the other kind, as the glossary knows it; raises
-        FieldError for a column that it does not know."""
+        FieldError for a column that it does not know. Keys of meta_info that come with the contents are kept if they
+        come: which there are is not known here."""
         table, here = self._require_table("select"), self.meta_info
         if batch_keys is not None or non_tensor_batch_keys is not None:
             chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
@@ -196,10 +196,13 @@ class DataProtoFuture:
                 chosen += [name for name in others if table.is_tensor(name) is (batch_keys is None)]
             table = table.select(chosen)
         if meta_info_keys is not None:
-            kept = as_names(meta_info_keys)
-            here = {key: self.meta_info[key] for key in kept if key in self.meta_info}
-            there = tuple(key for key in kept if key not in here)
-            table = table.map_shards(lambda s: s.with_meta_keys(MetaKeys(there, s.meta_keys.skipped)))
+            kept = frozenset(as_names(meta_info_keys))
+            here = {key: value for key, value in self.meta_info.items() if key in kept}
+            table = table.map_shards(
+                lambda shards: shards.with_views(
+                    lambda view: view._replace(kept=kept if view.kept is None else kept & view.kept)
+                )
+            )
         return DataProtoFuture._of(table, len(self), here)
 
     def select_columns(self, columns: Names) -> "DataProtoFuture":
@@ -229,7 +232,7 @@ class DataProtoFuture:
         """Return the same columns, with more keys of meta_info, which replace those of the same name."""
         table = self._require_table("with_meta_info")
         table = table.map_shards(
-            lambda s: s.with_meta_keys(MetaKeys(s.meta_keys.kept, s.meta_keys.skipped.union(more)))
+            lambda shards: shards.with_views(lambda view: view._replace(skipped=view.skipped.union(more)))
         )
         return DataProtoFuture._of(table, len(self), {**self.meta_info, **more})
 

@@ -3,7 +3,8 @@
 `HeldBatch` is the handle of a batch in this process.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -82,29 +83,6 @@ class HeldBatch(Handle):
         return take(self.batch, columns, rows)
 
 
-class Renamed(Handle):
-    """A handle some of whose columns go by other names: `names[new]` is the name there."""
-
-    def __init__(self, handle: Handle, names: dict[str, str]) -> None:
-        self.handle, self.names = handle, names
-        self.where, self.duration = handle.where, handle.duration
-
-    def get(self) -> Any:
-        return self.read(None, None)
-
-    def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
-        new = list(self.names) if columns is None else list(columns)
-        there = [self.names.get(name, name) for name in new]
-        return self.handle.read(tuple(there), rows, shared=shared).rename(there, new)
-
-    @staticmethod
-    def wait_for(handles: Sequence[Any]) -> None:
-        wait_for(handle.handle for handle in handles)
-
-    def release(self) -> None:
-        self.handle.release()
-
-
 def wait_for(handles: Iterable[Any]) -> None:
     """Wait for handles, and for those that they represent, all of one class at once. Raises what a call raised."""
     kinds: dict[type, list[Any]] = {}
@@ -137,6 +115,24 @@ def _rows_of(column: Any, rows: RowIndex) -> Any:
     if rows is None:
         return column
     return take_rows(column, rows) if isinstance(rows, np.ndarray) else column[rows]
+
+
+def with_names(data: "DataProto", names: Mapping[str, str]) -> "DataProto":
+    """Return the columns `names[new]` of a batch as `new`; a column with two names twice, each in memory of its own."""
+    if all(new == old for new, old in names.items()):
+        return data
+    tensors, arrays, taken = tensors_of(data.batch), data.non_tensor_batch, set()
+    own_tensors, own_arrays = {}, {}
+    for new, old in names.items():
+        if old in tensors:
+            own_tensors[new] = tensors[old].clone() if old in taken else tensors[old]
+        else:
+            own_arrays[new] = copy.deepcopy(arrays[old]) if old in taken else arrays[old]
+        taken.add(old)
+    batch = data.batch
+    if batch is not None:
+        batch = TensorDict(own_tensors, batch.batch_size, device=batch.device)
+    return data._of_own(batch, own_arrays, data.meta_info, data.auto_padding)
 
 
 def names_of(data: "DataProto") -> list[str]:

@@ -4,7 +4,7 @@ Choosing rows changes the index alone. Reading asks each handle for no more than
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from hybridflow.errors import BatchError
 from hybridflow.protocol.concat import concat_batches
-from hybridflow.protocol.handle import Columns, Handle, HeldBatch, Renamed, names_of
+from hybridflow.protocol.handle import Columns, Handle, HeldBatch, names_of, with_names
 from hybridflow.protocol.row_index import RowIndex, as_slice_if_contiguous, compose, count_rows_of, is_same_index
 
 if TYPE_CHECKING:
@@ -22,39 +22,44 @@ Piece = tuple[int, RowIndex]
 """Rows of one handle, by its number."""
 
 
-class MetaKeys(NamedTuple):
-    """Which keys of meta_info count: all, or the `kept` ones, but none of the `skipped` ones."""
+class View(NamedTuple):
+    """How a handle is seen: `names[new]` is the name there of a column that goes by another one; of its meta_info the
+    `kept` keys count (None: all), but none of the `skipped` ones."""
 
-    kept: tuple[str, ...] | None = None
+    names: Mapping[str, str] = {}
+    kept: frozenset[str] | None = None
     skipped: frozenset[str] = frozenset()
 
-    def of(self, meta_info: dict[str, Any]) -> dict[str, Any]:
-        """Return what counts."""
-        if self == ALL_KEYS:
-            return meta_info
-        kept = meta_info if self.kept is None else self.kept
-        return {key: meta_info[key] for key in kept if key in meta_info and key not in self.skipped}
+    def there(self, column: str) -> str:
+        """Return the name of a column in the handle."""
+        return self.names.get(column, column)
+
+    def meta_info(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Return what counts of a meta_info."""
+        if self.kept is None and not self.skipped:
+            return found
+        kept = found if self.kept is None else self.kept
+        return {key: value for key, value in found.items() if key in kept and key not in self.skipped}
 
 
-ALL_KEYS = MetaKeys()
+PLAIN = View()
 
 
 class Shards:
-    """`starts` are the first rows of the handles, then the number of all rows; `rows` are meant of these.
+    """`starts` are the first rows of the handles, then the number of all rows; `rows` are meant of these. `views` are
+    those of the handles."""
 
-    `meta_keys` are the keys of the handles' meta_info that count.
-    """
-
-    __slots__ = ("handles", "meta_keys", "rows", "starts")
+    __slots__ = ("handles", "rows", "starts", "views")
 
     def __init__(
         self,
         handles: Sequence[Handle],
         starts: Sequence[int],
         rows: RowIndex = None,
-        meta_keys: MetaKeys = ALL_KEYS,
+        views: Sequence[View] | None = None,
     ) -> None:
-        self.handles, self.starts, self.rows, self.meta_keys = handles, starts, rows, meta_keys
+        self.handles, self.starts, self.rows = handles, starts, rows
+        self.views = [PLAIN] * len(handles) if views is None else views
 
     @classmethod
     def of(cls, handles: Sequence[Handle], sizes: Sequence[int]) -> "Shards":
@@ -63,7 +68,7 @@ class Shards:
 
     def choose(self, rows: RowIndex) -> "Shards":
         """Return the same handles with other rows: `rows` of those that are meant now."""
-        return Shards(self.handles, self.starts, compose(self.rows, rows, self.starts[-1]), self.meta_keys)
+        return Shards(self.handles, self.starts, compose(self.rows, rows, self.starts[-1]), self.views)
 
     def narrow(self) -> "Shards":
         """Return the same rows, without the handles that hold none of them; one handle at least."""
@@ -78,45 +83,40 @@ class Shards:
             is_whole = (begin, end) == (base, starts[last])
             kept = [start - base for start in starts[first : last + 1]]
             inside = None if is_whole else slice(begin - base, end - base)
-            return Shards(self.handles[first:last], kept, inside, self.meta_keys)
+            return Shards(self.handles[first:last], kept, inside, self.views[first:last])
         part_of = _handle_of(starts, rows)
         used, place = np.unique(part_of, return_inverse=True)
         if not len(used):
-            return Shards(self.handles[:1], starts[:2], slice(0, 0), self.meta_keys)
+            return Shards(self.handles[:1], starts[:2], slice(0, 0), self.views[:1])
         edges = np.asarray(starts)
         begins = np.concatenate([[0], np.cumsum((edges[1:] - edges[:-1])[used])])
         moved = rows - edges[part_of] + begins[place]
-        return Shards([self.handles[i] for i in used], begins.tolist(), moved, self.meta_keys)
+        return Shards([self.handles[i] for i in used], begins.tolist(), moved, [self.views[i] for i in used])
 
-    def read(self, columns: Columns) -> "DataProto":
-        """Return the named columns of the rows that are meant."""
+    def read(self, columns: Columns, pad_token_id: int | None = None) -> "DataProto":
+        """Return the named columns of the rows that are meant. `pad_token_id` is used where the handles give none."""
         pieces, order = _pieces(self.starts, self.rows)
         is_shared, parts = len(pieces) > 1, []
         for number, rows in pieces:
-            part = self.handles[number].read(columns, rows, shared=is_shared)
+            view, handle = self.views[number], self.handles[number]
+            there = tuple(dict.fromkeys(map(view.there, columns))) if view.names else columns
+            part = handle.read(there, rows, shared=is_shared)
             expected = self.starts[number + 1] - self.starts[number]
             if rows is None and len(part) != expected and names_of(part):
                 raise BatchError(f"the future declared {self.starts[-1]} rows, but part {number} has {len(part)}.")
+            if view is not PLAIN:
+                part = with_names(part, {column: view.there(column) for column in columns})
+                part = part._of_own(
+                    part.batch, part.non_tensor_batch, view.meta_info(part.meta_info), part.auto_padding
+                )
             parts.append(part)
-        batch = concat_batches(parts, are_checked=True)
-        batch.meta_info = self.meta_keys.of(batch.meta_info)
+        batch = concat_batches(parts, are_checked=True, pad_token_id=pad_token_id)
         return batch if order is None else batch.select_idxs(order)
 
-    def with_meta_keys(self, meta_keys: MetaKeys) -> "Shards":
-        """Return the same rows, of whose meta_info other keys count."""
-        return Shards(self.handles, self.starts, self.rows, meta_keys)
-
-    def with_handles(self, change: Any) -> "Shards":
-        """Return the same rows of other handles: `change(handle)` of each."""
-        changed = [
-            Renamed(change(handle.handle), handle.names) if isinstance(handle, Renamed) else change(handle)
-            for handle in self.handles
-        ]
-        return Shards(changed, self.starts, self.rows, self.meta_keys)
-
-    def renamed(self, names: dict[str, str]) -> "Shards":
-        """Return the same rows, with `names[new]` of the handles as `new`."""
-        return Shards([Renamed(handle, names) for handle in self.handles], self.starts, self.rows, self.meta_keys)
+    def sources(self, columns: Columns) -> Iterator[tuple[Handle, Columns]]:
+        """Iterate over the handles, each with the names there of columns."""
+        for handle, view in zip(self.handles, self.views, strict=True):
+            yield handle, tuple(map(view.there, columns)) if view.names else columns
 
     def without_excess(self, columns: Columns) -> "Shards":
         """Return shards whose batches of this process hold these columns and the rows that are meant: to be sent."""
@@ -128,10 +128,20 @@ class Shards:
         return whole if order is None else whole.choose(order)
 
     def _piece(self, number: int, rows: RowIndex, columns: Columns) -> "Shards":
-        handle, size = self.handles[number], self.starts[number + 1] - self.starts[number]
-        if type(handle) is not HeldBatch:
-            return Shards([handle], [0, size], rows, self.meta_keys)
-        return Shards([HeldBatch(handle.read(columns, rows))], [0, count_rows_of(rows, size)], None, self.meta_keys)
+        handle, size, view = self.handles[number], self.starts[number + 1] - self.starts[number], self.views[number]
+        if type(handle) is HeldBatch:
+            there = tuple(dict.fromkeys(map(view.there, columns)))
+            return Shards([HeldBatch(handle.read(there, rows))], [0, count_rows_of(rows, size)], None, [view])
+        return Shards([handle], [0, size], rows, [view])
+
+    def with_views(self, change: Callable[[View], View]) -> "Shards":
+        """Return the same rows of handles that are seen differently."""
+        changed = {id(view): change(view) for view in self.views}
+        return Shards(self.handles, self.starts, self.rows, [changed[id(view)] for view in self.views])
+
+    def with_handles(self, change: Callable[[Handle], Any]) -> "Shards":
+        """Return the same rows of other handles: `change(handle)` of each."""
+        return Shards([change(handle) for handle in self.handles], self.starts, self.rows, self.views)
 
     def is_same(self, other: "Shards") -> bool:
         """Return whether both mean the same rows of the same handles."""
@@ -139,7 +149,7 @@ class Shards:
             return True
         one, two = self.narrow(), other.narrow()
         same_handles = [id(handle) for handle in one.handles] == [id(handle) for handle in two.handles]
-        return same_handles and is_same_index(one.rows, two.rows)
+        return same_handles and list(one.views) == list(two.views) and is_same_index(one.rows, two.rows)
 
     @staticmethod
     def concat(parts: "Sequence[Shards]") -> "Shards":
@@ -152,8 +162,8 @@ class Shards:
             rows = np.concatenate(
                 [_row_numbers(part) + end for part, end in zip(narrow, ends, strict=False)], dtype=np.int64
             )
-        meta_keys = parts[0].meta_keys if len({part.meta_keys for part in parts}) == 1 else ALL_KEYS
-        return Shards([handle for part in narrow for handle in part.handles], starts, rows, meta_keys)
+        handles = [handle for part in narrow for handle in part.handles]
+        return Shards(handles, starts, rows, [view for part in narrow for view in part.views])
 
 
 def _row_numbers(shards: Shards) -> np.ndarray:

@@ -12,7 +12,7 @@ from hybridflow.errors import FieldError
 from hybridflow.protocol.consistency import require_names
 from hybridflow.protocol.data_proto import DataProto
 from hybridflow.protocol.fields import FIELDS
-from hybridflow.protocol.handle import Columns, Handle, Renamed, take, wait_for
+from hybridflow.protocol.handle import Columns, Handle, wait_for, with_names
 from hybridflow.protocol.padding import mark_copies
 from hybridflow.protocol.row_index import RowIndex
 from hybridflow.protocol.shards import Shards
@@ -86,7 +86,7 @@ class Table:
             pieces = [table.shards[index] for table, index in zip(tables, of_tables, strict=True)]
             if any(table.places[name].name != first[name].name for table in tables for name in names):
                 there = [{name: table.places[name].name for name in names} for table in tables]
-                pieces = [piece.renamed(own) for piece, own in zip(pieces, there, strict=True)]
+                pieces = [_seen_by(piece, own) for piece, own in zip(pieces, there, strict=True)]
                 places |= {name: Place(number, name) for name in names}
             else:
                 places |= {name: Place(number, first[name].name) for name in names}
@@ -153,15 +153,7 @@ class Table:
 
     def sources(self) -> list[tuple[Handle, Columns]]:
         """Return the handles, each with the names there of the columns that are read of it."""
-        found: list[tuple[Handle, Columns]] = []
-        for number, shards in enumerate(self.shards):
-            names = self.names_in(number)
-            for handle in shards.handles:
-                if isinstance(handle, Renamed):
-                    found.append((handle.handle, tuple(handle.names.get(name, name) for name in names)))
-                else:
-                    found.append((handle, names))
-        return found
+        return [source for number, shards in enumerate(self.shards) for source in shards.sources(self.names_in(number))]
 
     def read(self, columns: Columns | None, meta_info: dict[str, Any]) -> DataProto:
         """Return the contents of some columns (None: of all), with the shards' meta_info and this one."""
@@ -169,10 +161,8 @@ class Table:
         wait_for(handle for shards in table.shards for handle in shards.handles)
         for number, shards in enumerate(table.shards):
             names = {name: place.name for name, place in table.places.items() if place.shards == number}
-            parts.append(_renamed(shards.read(table.names_in(number)), names))
+            parts.append(with_names(shards.read(table.names_in(number), meta_info.get("pad_token_id")), names))
         batch = join_columns([*parts, DataProto(meta_info=meta_info)] if meta_info else parts)
-        for shards in table.shards:
-            require_names(shards.meta_keys.kept or (), batch.meta_info, "select: meta_info of the future")
         for name, place in table.places.items():
             if place.copies is not None and place.copies.any():
                 mark_copies(batch, name, place.copies, place.fill)
@@ -201,14 +191,6 @@ def _copies_of(place: Place) -> list[int]:
     return [] if place.copies is None else np.flatnonzero(place.copies).tolist()
 
 
-def _renamed(batch: DataProto, names: Mapping[str, str]) -> DataProto:
-    """Return the batch with its columns `names[new]` under their new names."""
-    if all(new == old for new, old in names.items()):
-        return batch
-    firsts = {old: new for new, old in reversed(list(names.items()))}
-    renamed = batch.rename(list(firsts), list(firsts.values()))
-    for new, old in names.items():
-        if new != (first := firsts[old]):  # one column under two names: each with memory of its own
-            copy = take(renamed, (first,)).select(deepcopy=True)
-            renamed = renamed.union(copy.rename(first, new))
-    return renamed
+def _seen_by(shards: Shards, names: Mapping[str, str]) -> Shards:
+    """Return the shards with their columns `names[new]` as `new`."""
+    return shards.with_views(lambda view: view._replace(names={new: view.there(old) for new, old in names.items()}))

@@ -566,6 +566,19 @@ def test_the_group_that_waited_for_a_dead_one_goes_on(start, other):
         doomed.pid()
 
 
+def test_a_group_lives_on_after_an_unread_call_that_reads_from_a_dead_one(start, other):
+    doomed = start("actor")
+    lost = doomed.compute.remote(rows(), "SIGKILL", seconds=0.3)
+    passed_on = other.pass_on.remote(lost)
+    with within(15), pytest.raises(WorkerDiedError, match="worker actor/1"):
+        lost.get()
+    assert len(other.compute(rows(), seconds=1.0)) == 4  # a wait that is long enough to look at other calls
+    assert other.is_alive()
+    with pytest.raises(WorkerDiedError, match="worker actor/1"):
+        passed_on.get()
+    assert len(other.compute(rows())) == 4
+
+
 def test_a_future_read_after_its_group_was_shut_down_says_so(start):
     closed = start("actor")
     finished, unfinished = closed.pid.remote(), closed.sleep.remote(0.5)

@@ -54,6 +54,7 @@ class Waiting:
 
     def __init__(self, processes: list[RayProcess], stop: Callable[[Sequence[RayProcess]], None], trace: Trace) -> None:
         self._processes, self._stop, self._trace = processes, stop, trace
+        self._fates: dict[str | None, WorkerError] = {}  # of processes that were lost, by Ray's id of the actor
 
     def track(self, call: RayCall) -> None:
         """A call has been sent."""
@@ -168,7 +169,16 @@ class Waiting:
 
     def _tell_death(self, worker: RayWorker, where: str, error: RayActorError) -> WorkerError:
         """The error for a process that is gone; its peers, which may wait for it in a collective, are ended too."""
-        process = self._process_of(error) or worker.process
+        if error.actor_id in self._fates:
+            return self._fates[error.actor_id]
+        process = self._process_of(error)
+        if process is None and error.actor_id not in (None, worker.process.actor._actor_id.hex()):
+            return _worker_error(
+                f"{where} on worker {worker.name} reads a result of a group that was shut down before it was sent; "
+                f"shut a group down after its results were used.",
+                worker,
+            )
+        process = process or worker.process
         if process.fate is not None:
             return process.fate
         if process.is_stopped:
@@ -186,7 +196,7 @@ class Waiting:
 
     def _end(self, process: RayProcess, fate: WorkerError) -> None:
         for peer in process.peers:
-            peer.fate = fate
+            peer.fate = self._fates[peer.actor._actor_id.hex()] = fate
         self._stop(process.peers)
 
     def _process_of(self, error: RayActorError) -> RayProcess | None:
