@@ -1,7 +1,11 @@
 """docs/architecture.md names the core and the order to read it; README says how long it is."""
 
+import inspect
 import re
+import textwrap
 from pathlib import Path
+
+from hybridflow.trainers.ppo import PPO
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,3 +22,8 @@ def test_the_core_is_about_6000_lines():
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
     assert 5_500 <= lines <= 6_500
     assert "6,000 lines" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_loop_in_the_readme_is_the_loop():
+    loop = textwrap.dedent(inspect.getsource(PPO.step))
+    assert f"```python\n{loop}```" in (ROOT / "README.md").read_text(encoding="utf-8")
