@@ -25,9 +25,9 @@ import torch
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
-from hybridflow.controller.group_size import group_size
 from hybridflow.controller.part_sizes import Parts
 from hybridflow.controller.register import Execute, Registration
+from hybridflow.controller.response_groups import response_group_size
 from hybridflow.errors import DispatchError, HybridFlowError
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle, pad_dataproto_to_divisor, unpad_dataproto
 
@@ -267,7 +267,7 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
         )
     num_parts, unit = mode.num_parts(method.group), 1
     if registration.keep_groups is not None:
-        unit = group_size(batches, registration.keep_groups, where)
+        unit = response_group_size(batches, registration.keep_groups, where)
     if registration.parts == "measured" and lengths[0] // unit >= num_parts:
         sizes = method.group.measured_parts(method.__name__, num_parts).sizes(lengths[0] // unit)
         return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes))

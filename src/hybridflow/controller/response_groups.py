@@ -1,4 +1,4 @@
-"""How many rows form a group, where the rows of one group must stay together."""
+"""How many rows form a response group (the responses to one prompt), where these must stay on one rank."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from hybridflow.errors import DispatchError, FieldError
 from hybridflow.protocol import DataProto, DataProtoFuture
 
 
-def group_size(batches: Sequence[DataProto | DataProtoFuture], column: str, where: str) -> int:
-    """Rows of each group: of rows that follow each other with equal values of `column`.
+def response_group_size(batches: Sequence[DataProto | DataProtoFuture], column: str, where: str) -> int:
+    """Return the rows of each response group: rows that follow each other with equal values of `column`.
 
     Of a future, this column is read. Raises FieldError if no batch has the column, DispatchError if the rows of a group
     are apart or groups differ in size: parts of equal length could not keep them together.
