@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,11 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
     restore_random_state(random_state)
 
 
+def _take_sigint() -> None:
+    """A background job of a script ignores Ctrl-C, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `python -m hybridflow ARGUMENTS` as a process of its own; what still runs at the end is killed."""
@@ -67,6 +73,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            preexec_fn=_take_sigint,
         )
         processes.append(process)
         return process
