@@ -1,6 +1,7 @@
 """Whole calls: what is sent to which rank, what comes back, on a group of ranks in this process."""
 
 import os
+import traceback
 from typing import Any
 
 import numpy as np
@@ -469,6 +470,23 @@ def test_blocking_calls_leave_nothing_behind():
         with pytest.raises(DispatchError):
             group.total(batch_of(1, 2))
     assert backend.num_objects == 0
+
+
+# The path of a call, as docs/architecture.md shows it
+
+
+def test_a_call_is_nested_three_deep_between_its_caller_and_the_worker():
+    class Deep(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("x",))
+        def compute(self, batch):
+            stack = traceback.extract_stack()
+            self.path = [frame.name for frame in stack if "hybridflow/controller" in frame.filename]
+            return batch
+
+    group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Deep))
+    group.compute.remote(batch_of(1, 2))
+    workers: list[Any] = group.workers
+    assert workers[0].instance.path == ["remote", "send", "call_all"]
 
 
 # Failures

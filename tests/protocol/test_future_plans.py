@@ -367,6 +367,7 @@ def test_the_same_rows_by_another_route_are_of_the_same_origin():
         future.pad_to_divisor(3).slice(0, 4),
         DataProtoFuture.concat([future.slice(0, 2), future.slice(2, 4)]),
         future.reorder([3, 2, 1, 0]).reorder([3, 2, 1, 0]),
+        future.with_meta_info({"step": 1}),
     ):
         assert future.union(other).get().batch["x"].tolist() == [1, 2, 3, 4]
 

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell(error: Exception) -> None:
     if isinstance(error, WorkerError) and error.__cause__ is not None:
-        traceback.print_exception(error.__cause__)  # a worker fell over something nobody foresaw
+        traceback.print_exception(error.__cause__)  # an error that is not ours needs its traceback
     print(f"error: {error}", file=sys.stderr)
     if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
         from hybridflow.observability.log import get_logger

@@ -88,8 +88,8 @@ class BoundMethod:
         """Start the call, and return a future whose `get()` is what the blocking call returns."""
         rows, args, kwargs = check(self, args, kwargs)
         args, kwargs = select(self, rows, args, kwargs)
-        per_rank = split(self, rows, args, kwargs)
-        handles = send(self, rows, per_rank)
+        per_rank, terms = split(self, rows, args, kwargs)
+        handles = send(self.group, self.__name__, per_rank, terms, self.registration.execute_mode)
         return collect(self, rows, handles)
 
     def collected_ranks(self) -> list[int]:
@@ -136,43 +136,38 @@ def select(method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kw
     return _map(selected, args, kwargs)
 
 
-def split(method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-    """Return the arguments of each rank, as the dispatch mode makes them."""
+def split(
+    method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Arguments], list[CallTerms]]:
+    """Return the arguments of each rank, as the dispatch mode makes them, and the terms of its call."""
     where, world_size = method.columns.where, method.group.world_size
-    if rows is not None and not rows.is_even:
-        args, kwargs = _map(partial(_uneven_parts, rows=rows), args, kwargs)
+    uneven = rows if rows is not None and not rows.is_even else None
+    if uneven is not None:
+        args, kwargs = _map(partial(_uneven_parts, rows=uneven), args, kwargs)
     try:
         split_args, split_kwargs = method.mode.dispatch_fn(method.group, *args, **kwargs)
     except DispatchError as error:
         raise DispatchError(f"{where}: {error}") from error
     named: Mapping[Any, Any] = {**dict(enumerate(split_args)), **split_kwargs}
-    for name, per_rank in named.items():
-        if not isinstance(per_rank, Sequence) or len(per_rank) != world_size:
+    for name, values in named.items():
+        if not isinstance(values, Sequence) or len(values) != world_size:
             raise DispatchError(
-                f"{where}: {method.mode} made {per_rank!r} of argument {name!r}; its dispatch_fn must make a list "
-                f"with one element for each of the {world_size} ranks."
+                f"{where}: {method.mode} made {values!r} of argument {name!r}; its dispatch_fn must make a list with "
+                f"one element for each of the {world_size} ranks."
             )
-    return arguments_by_rank(split_args, split_kwargs, world_size)
-
-
-def send(method: BoundMethod, rows: RowSplit | None, per_rank: list[Arguments]) -> list[Handle]:
-    """Call the method on the ranks that its execute mode names; return a handle for each."""
-    registration, read = method.registration, set(method.collected_ranks())
-    first = CallTerms(method.columns, rows and rows.part_sizes[0], True, registration.materialize_futures)
+    per_rank, read = arguments_by_rank(split_args, split_kwargs, world_size), set(method.collected_ranks())
+    first = CallTerms(method.columns, rows and rows.part_sizes[0], True, method.registration.materialize_futures)
     unread = replace(first, is_read=False)
-    terms = [first if rank in read else unread for rank in range(len(per_rank))]
-    if rows is not None and not rows.is_even:
+    terms = [first if rank in read else unread for rank in range(world_size)]
+    if uneven is not None:
         terms = [replace(own, num_rows=_rows_of(values)) for own, values in zip(terms, per_rank, strict=True)]
-    handles = call_ranks(method.group, method.__name__, per_rank, registration.execute_mode, terms)
-    if registration.parts == "measured" and rows is not None and not rows.pad_size:
-        _note_durations(method, rows, handles)
-    return handles
+    return per_rank, terms
 
 
-def call_ranks(
-    group: WorkerGroup, name: str, per_rank: Sequence[Arguments], mode: Execute, terms: Sequence[CallTerms]
+def send(
+    group: WorkerGroup, name: str, per_rank: Sequence[Arguments], terms: Sequence[CallTerms], mode: Execute
 ) -> list[Handle]:
-    """Call a method by its name with the arguments of each rank; return a handle for each rank that is called."""
+    """Call a method by its name on the ranks that `mode` names; return a handle for each."""
     backend, count = group.backend, 1 if mode is Execute.RANK_ZERO else group.world_size
     workers, per_rank, terms = group.workers[:count], _put_shared(group, per_rank[:count]), terms[:count]
     if mode is not Execute.SEQUENTIAL:
@@ -189,6 +184,8 @@ def call_ranks(
 
 def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -> DataProtoFuture:
     """Return the future of the result: a table where the mode concatenates and the method declares its columns."""
+    if method.registration.parts == "measured" and rows is not None and not rows.pad_size:
+        _note_durations(method, rows, handles)
     columns, ranks = method.columns, method.collected_ranks()
     read, represented = [handles[rank] for rank in ranks], set(range(len(handles))).difference(ranks)
     others = [handles[rank] for rank in sorted(represented)]

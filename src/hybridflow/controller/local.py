@@ -142,7 +142,7 @@ class LocalBackend:
                 raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
             where = f"{type(worker.instance).__name__}.{method_name}"
             start = time.time()
-            with self.trace.paused():  # what the worker reads of futures, nobody else does
+            with self.trace.paused():  # reads of the worker are not the controller's
                 own_args, own_kwargs, sources = _receive(args, kwargs, where, own_terms.opens_futures)
             received = time.time()
             with _turn_of(worker, where):

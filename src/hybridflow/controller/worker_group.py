@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from hybridflow.controller.backend import NO_TERMS, Backend, WorkerRef
-from hybridflow.controller.call import Arguments, BoundMethod, arguments_by_rank, call_ranks
+from hybridflow.controller.call import Arguments, BoundMethod, arguments_by_rank, send
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
 from hybridflow.controller.columns import MethodColumns, resolve_columns
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
@@ -137,7 +137,7 @@ class WorkerGroup:
         return self._read([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
 
     def _call(self, method_name: str, per_rank: list[Arguments], mode: Execute) -> list[Handle]:
-        return call_ranks(self, method_name, per_rank, mode, [NO_TERMS] * len(per_rank))
+        return send(self, method_name, per_rank, [NO_TERMS] * len(per_rank), mode)
 
     def _read(self, handles: Sequence[Any]) -> list[Any]:
         try:

@@ -18,7 +18,7 @@ def has_joined() -> bool:
 
 
 def join_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float | None = None) -> None:
-    """Meet the other ranks, once for each process; a rank that is alone meets nobody.
+    """Meet the other ranks, once for each process; no-op where there is one rank.
 
     The store of rank 0 listens at the address that the others are told, not on every interface. Raises WorkerError if
     the others do not come in time.

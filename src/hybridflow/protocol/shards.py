@@ -144,12 +144,13 @@ class Shards:
         return Shards([change(handle) for handle in self.handles], self.starts, self.rows, self.views)
 
     def is_same(self, other: "Shards") -> bool:
-        """Return whether both mean the same rows of the same handles."""
+        """Return whether both mean the same rows of the same handles, whatever counts of their meta_info."""
         if self is other:
             return True
         one, two = self.narrow(), other.narrow()
         same_handles = [id(handle) for handle in one.handles] == [id(handle) for handle in two.handles]
-        return same_handles and list(one.views) == list(two.views) and is_same_index(one.rows, two.rows)
+        same_names = [view.names for view in one.views] == [view.names for view in two.views]
+        return same_handles and same_names and is_same_index(one.rows, two.rows)
 
     @staticmethod
     def concat(parts: "Sequence[Shards]") -> "Shards":

@@ -104,7 +104,7 @@ class RewardRunner:
         return self.ask(samples)
 
     def ask(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
-        """Call the function on each sample, or on each `batch_of` samples; `heard` is told of each outcome at once."""
+        """Call the function on each sample, or on each `batch_of` samples; `heard` gets each outcome at once."""
         for process in [p for p in self._processes if p.popen.poll() is not None]:
             self._processes.remove(process)  # it was killed while it had nothing to do
             process.kill()
