@@ -457,6 +457,8 @@ def test_wrong_lengths_are_errors():
     future = future_of(xy(1, 2), xy(3, 4))
     with pytest.raises(BatchError, match="this future has 4 rows, the other has 3"):
         future.union(DataProto.from_dict({"z": torch.zeros(3)}))
+    with pytest.raises(BatchError, match=r"slice\('a', None\): slice indices must be integers"):
+        future.slice("a")  # pyright: ignore
     with pytest.raises(BatchError, match="each of the 4 rows exactly once"):
         future.reorder([0, 1, 2])
     with pytest.raises(BatchError, match="row 4 is not in a batch of 4 rows"):

@@ -144,7 +144,10 @@ class DataProtoFuture:
     def slice(self, start: int | None = None, end: int | None = None) -> "DataProtoFuture":
         """Return rows `start:end`, as Python counts them."""
         self._require_table("slice")
-        rows = range(len(self))[start:end]
+        try:
+            rows = range(len(self))[start:end]
+        except TypeError as error:
+            raise BatchError(f"slice({start!r}, {end!r}): {error}.") from error
         return self._choose(slice(rows.start, max(rows.start, rows.stop)), len(rows))
 
     def reorder(self, indices: Sequence[int] | np.ndarray) -> "DataProtoFuture":
