@@ -1,5 +1,7 @@
-"""The control plane: worker methods become calls on whole groups, batches are split over ranks and put together
-again, and backends decide where the ranks run.
+"""The control plane: calls on groups of workers.
+
+A worker method becomes a call on the whole group: batches are split over the ranks, results are collected, and a
+backend decides where the ranks run.
 """
 
 from hybridflow.controller.backend import Backend, CallTerms, WorkerRef

@@ -1,5 +1,7 @@
-"""`Backend`: what a worker group needs of the thing that runs its workers. `local.py` runs them in this process;
-others have a process for each. Workers and handles are opaque to everybody else.
+"""`Backend`: the Protocol of a component that runs the workers of a worker group.
+
+`local.py` runs workers in this process; `ray/` runs one process per rank. Workers and handles are opaque outside their
+backend.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +17,11 @@ from hybridflow.protocol import Handle
 
 @dataclass(frozen=True)
 class CallTerms:
-    """What was declared of a call, beyond its arguments.
+    """The terms of one call on one rank, in addition to its arguments.
 
-    `columns`: the method's declaration, checked against what it returns. `num_rows`: rows of the part that this rank
-    gets; None if no batch is split. `is_read`: whether anybody will read the result; if not, it is not kept.
-    `opens_futures`: whether the method gets batches for futures.
+    `columns`: the declaration of the method; the result is checked against it. `num_rows`: rows of the part that this
+    rank gets; None if no batch is split. `is_read`: whether the result will be read; if not, it is not kept.
+    `opens_futures`: whether the method receives futures as batches.
     """
 
     columns: MethodColumns | None = None
@@ -31,40 +33,43 @@ class CallTerms:
 NO_TERMS = CallTerms()
 
 PerRank = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-"""(args, kwargs) of each rank."""
+"""(args, kwargs) for each rank."""
 
 
 class WorkerRef(Protocol):
-    """A worker somewhere."""
+    """A reference to a worker of a backend."""
 
     @property
     def name(self) -> str:
-        """Unique among living workers: the name of the group, "/", the rank."""
+        """The name, unique among living workers: the name of the group, "/", the rank."""
         ...
 
 
 class Backend(Protocol):
-    """Runs workers. A worker owns what it receives, and the caller what it gets: everything is a private copy.
+    """A component that runs workers.
 
-    The error of a worker keeps its type if it is a HybridFlowError and is a WorkerError otherwise. It is raised by
-    `call_all` if the call runs at once, by `get` and `wait` if it does not.
+    Arguments and results are private copies: the worker owns what it receives, the caller owns what it gets. The error
+    of a worker keeps its type if it is a HybridFlowError; otherwise it becomes a WorkerError. `call_all` raises it if
+    the call runs at once; otherwise `get` and `wait` raise it.
     """
 
     @property
     def trace(self) -> Trace:
-        """Calls and transfers so far, as far as they are known to have ended."""
+        """The calls and transfers that are known to have finished."""
         ...
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
-        """Raise ConfigError, before anything is started, unless all these pools fit together what there is."""
+        """Raise ConfigError, before any process starts, unless all pools together fit the available resources."""
         ...
 
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> Mapping[str, Sequence[WorkerRef]]:
-        """Start one process for each rank of the pool, with the standard SPMD environment variables set, and in each
-        an object of every class. The keys are names of groups; of each, the workers in order of rank. Fails as a
-        whole: if one constructor raises, none stays."""
+        """Start one process per rank of the pool and construct one object of every class in each process.
+
+        The standard SPMD environment variables are set. The keys of `classes` are group names; the result maps each
+        name to its workers in order of rank. If one constructor raises, all processes are stopped.
+        """
         ...
 
     def call_all(
@@ -76,35 +81,35 @@ class Backend(Protocol):
     ) -> Sequence[Handle]:
         """Start a method on several workers at the same time, each with its own arguments and terms.
 
-        An argument that is a handle of this backend arrives as its value; a future, as the batch that the worker reads
-        from where it is. Raises for arguments that cannot be sent before any worker is called.
+        A handle of this backend arrives as its value; a future arrives as a batch, which the worker reads from where it
+        is stored. If an argument cannot be sent, raises before any worker is called.
         """
         ...
 
     def put(self, value: Any) -> Handle:
-        """Keep a value for several calls."""
+        """Store a value for use in several calls."""
         ...
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
-        """The values, in order, waiting for all of them."""
+        """Wait for all values and return them in order."""
         ...
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Wait until the calls have finished, without reading results. Raises what a call raised."""
+        """Wait until the calls have finished, without reading results. Raises the error of a failed call."""
         ...
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Let the values go now; getting them afterwards is an error."""
+        """Release the values now; getting one afterwards is an error."""
         ...
 
     def is_alive(self, worker: WorkerRef) -> bool:
-        """Whether the worker can take calls."""
+        """Return whether the worker can take calls."""
         ...
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
-        """Stop the workers. Stopping one twice is no error; calling a stopped one is a WorkerError."""
+        """Stop the workers. Stopping a worker twice is allowed; calling a stopped worker raises WorkerError."""
         ...
 
     def close(self) -> None:
-        """Stop every worker and let go of everything else; closing twice is no error."""
+        """Stop every worker and release all other resources; closing twice is allowed."""
         ...

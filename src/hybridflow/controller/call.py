@@ -1,11 +1,11 @@
-"""A call on a worker group: five functions, in the order in which a call goes through them.
+"""A call on a worker group: five functions, in the order in which a call runs them.
 
     group.method.remote(batch)
-      check    the group is open, the batches have the columns that are read, and rows that can be split
-      select   of each batch only the columns that are read, padded so that it splits evenly
-      split    the arguments of each rank, by the dispatch mode
-      send     one call on each rank, by the backend; a handle for each
-      collect  the future of what the ranks return
+      check    the group is open; the batches have the columns that are read, and rows that can be split
+      select   keep only the columns that are read, and pad each batch so that it splits evenly
+      split    make the arguments of each rank with the dispatch mode
+      send     start one call on each rank; get a handle for each
+      collect  make the future of the result from the handles
 
 `BoundMethod.remote` runs them; `BoundMethod.__call__` also waits and reads the result.
 """
@@ -42,7 +42,10 @@ _SHARED_TYPES = (DataProto, torch.Tensor, np.ndarray)
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How the rows of a call are split: `num_rows` of the caller's, `pad_size` copies, so many in each part."""
+    """The split of the rows of a call.
+
+    `num_rows`: rows of the caller's batch. `pad_size`: padded copies. `part_sizes`: rows of each part, copies included.
+    """
 
     num_rows: int
     pad_size: int
@@ -50,15 +53,15 @@ class RowSplit:
 
     @property
     def is_even(self) -> bool:
-        """Whether all parts have as many rows."""
+        """Whether all parts have the same number of rows."""
         return len(set(self.part_sizes)) == 1
 
 
 class BoundMethod:
     """A registered worker method as one call on its whole group.
 
-    Call it for the result; `.remote(...)` for a `DataProtoFuture` of the result. `columns` is its resolved declaration
-    (reads, writes, rows), `registration` what it was registered with.
+    Calling it returns the result; `.remote(...)` returns a `DataProtoFuture` of the result. `columns` is its resolved
+    declaration (reads, writes, rows), `registration` holds the arguments of `@register`.
     """
 
     def __init__(self, group: WorkerGroup, name: str, registration: Registration, columns: MethodColumns) -> None:
@@ -70,8 +73,8 @@ class BoundMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the call, or a future of it if the method was registered with `blocking=False`.
 
-        Raises FieldError for a missing column, DispatchError for arguments that cannot be split, and what the
-        worker raised.
+        Raises FieldError for a missing column, DispatchError for arguments that cannot be split, and the error of the
+        worker.
         """
         future = self.remote(*args, **kwargs)
         if not self.registration.blocking:
@@ -85,7 +88,7 @@ class BoundMethod:
             self.group.backend.release(handles)
 
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Start the call, and return a future whose `get()` is what the blocking call returns."""
+        """Start the call and return a future; its `get()` returns the result of the blocking call."""
         rows, args, kwargs = check(self, args, kwargs)
         args, kwargs = select(self, rows, args, kwargs)
         per_rank, terms = split(self, rows, args, kwargs)
@@ -93,7 +96,7 @@ class BoundMethod:
         return collect(self, rows, handles)
 
     def collected_ranks(self) -> list[int]:
-        """The ranks whose results make the result, in order."""
+        """Return the ranks whose outputs are collected into the result, in order."""
         if self.registration.execute_mode is Execute.RANK_ZERO:
             return [0]
         if self.mode.collected_ranks is None:
@@ -110,7 +113,7 @@ class BoundMethod:
 def check(
     method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[RowSplit | None, tuple[Any, ...], dict[str, Any]]:
-    """Return how the rows are split (None if no batch is), and the arguments, readable by a worker."""
+    """Return the row split (None if no batch is split) and the arguments, in a form that a worker can read."""
     method.group.check_open(method.columns.where)
     if method.registration.materialize_futures:
         args, kwargs = _map(_open_without_table, args, kwargs)
@@ -121,7 +124,7 @@ def check(
 
 
 def select(method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments with what is sent of them: of a batch the columns that are read, and padding."""
+    """Return the arguments as they are sent: each batch padded, with only the columns that are read."""
 
     def selected(value: Any) -> Any:
         value = method.columns.select_reads(value)
@@ -139,7 +142,7 @@ def select(method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kw
 def split(
     method: BoundMethod, rows: RowSplit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Arguments], list[CallTerms]]:
-    """Return the arguments of each rank, as the dispatch mode makes them, and the terms of its call."""
+    """Return the arguments of each rank, made by the dispatch mode, and the terms of each rank's call."""
     where, world_size = method.columns.where, method.group.world_size
     uneven = rows if rows is not None and not rows.is_even else None
     if uneven is not None:
@@ -152,7 +155,7 @@ def split(
     for name, values in named.items():
         if not isinstance(values, Sequence) or len(values) != world_size:
             raise DispatchError(
-                f"{where}: {method.mode} made {values!r} of argument {name!r}; its dispatch_fn must make a list with "
+                f"{where}: dispatch_fn of {method.mode} returned {values!r} for argument {name!r}; return a list with "
                 f"one element for each of the {world_size} ranks."
             )
     per_rank, read = arguments_by_rank(split_args, split_kwargs, world_size), set(method.collected_ranks())
@@ -167,7 +170,7 @@ def split(
 def send(
     group: WorkerGroup, name: str, per_rank: Sequence[Arguments], terms: Sequence[CallTerms], mode: Execute
 ) -> list[Handle]:
-    """Call a method by its name on the ranks that `mode` names; return a handle for each."""
+    """Call the named method on the ranks that `mode` selects; return a handle for each rank."""
     backend, count = group.backend, 1 if mode is Execute.RANK_ZERO else group.world_size
     workers, per_rank, terms = group.workers[:count], _put_shared(group, per_rank[:count]), terms[:count]
     if mode is not Execute.SEQUENTIAL:
@@ -179,13 +182,13 @@ def send(
     return handles
 
 
-# ---------------------------------------------------------------------------------------------- and back
+# ---------------------------------------------------------------------------------------------- from the ranks
 
 
 def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -> DataProtoFuture:
-    """Return the future of the result: a table where the mode concatenates and the method declares its columns."""
+    """Return the future of the result: a table if the mode concatenates and the method declares its columns."""
     if method.registration.parts == "measured" and rows is not None and not rows.pad_size:
-        _note_durations(method, rows, handles)
+        _record_durations(method, rows, handles)
     columns, ranks = method.columns, method.collected_ranks()
     read, represented = [handles[rank] for rank in ranks], set(range(len(handles))).difference(ranks)
     others = [handles[rank] for rank in sorted(represented)]
@@ -208,7 +211,7 @@ def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -
 
 
 def _collected(method: BoundMethod, rows: RowSplit | None, outputs: list[Any]) -> Any:
-    """Return the result of what the collected ranks returned, without the rows of padding."""
+    """Return the result collected from the outputs, without padded rows."""
     if method.registration.execute_mode is Execute.RANK_ZERO:
         return outputs[0]
     try:
@@ -223,13 +226,13 @@ def _collected(method: BoundMethod, rows: RowSplit | None, outputs: list[Any]) -
     return _without_last_rows(result, method.columns.rows_per_row * rows.pad_size)
 
 
-# ---------------------------------------------------------------------------------------------- pieces of the above
+# ---------------------------------------------------------------------------------------------- helpers
 
 
 def arguments_by_rank(
     args: Sequence[Sequence[Any]], kwargs: Mapping[str, Sequence[Any]], ranks: int
 ) -> list[Arguments]:
-    """Return the arguments of each rank, of lists with one element for each."""
+    """Return the arguments of each rank from lists with one element per rank."""
     return [
         (tuple(value[rank] for value in args), {key: value[rank] for key, value in kwargs.items()})
         for rank in range(ranks)
@@ -241,7 +244,7 @@ def _map(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
 
 
 def _open_without_table(value: Any) -> Any:
-    """Read a future that has no table, also in a list: the one place where the controller reads an argument."""
+    """Read a future without a table, also inside a list; the controller reads arguments only here."""
     if isinstance(value, (list, tuple)) and any(isinstance(element, DataProtoFuture) for element in value):
         return [_open_without_table(element) for element in value]
     return value.get() if isinstance(value, DataProtoFuture) and not value.is_table else value
@@ -254,13 +257,13 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
     lengths = [len(batch) for batch in batches]
     if len(set(lengths)) > 1:
         raise DispatchError(
-            f"{where} was called with batches of {' and '.join(map(str, lengths))} rows; the batches of one call are "
-            f"split together and need the same length."
+            f"{where} was called with batches of {' and '.join(map(str, lengths))} rows: the batches of one call are "
+            f"split together and must have the same length; pass batches with equal numbers of rows."
         )
     if lengths[0] == 0:
         raise DispatchError(
-            f"{where} was called with a batch of 0 rows: there is nothing to split over the ranks; skip the call, or "
-            f"use Dispatch.ONE_TO_ALL to hand over meta_info alone."
+            f"{where} was called with a batch of 0 rows, which cannot be split over the ranks; skip the call, or use "
+            f"Dispatch.ONE_TO_ALL to send meta_info alone."
         )
     num_parts, unit = mode.num_parts(method.group), 1
     if registration.keep_groups is not None:
@@ -273,7 +276,7 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
 
 
 def _are_whole_shards(batches: Sequence[DataProto | DataProtoFuture]) -> bool:
-    """Return whether all are results without a table, which are split by whole shards."""
+    """Return whether all batches are futures without a table, which are split by whole shards."""
     return all(isinstance(batch, DataProtoFuture) and batch.num_rows is None for batch in batches)
 
 
@@ -285,13 +288,13 @@ def _uneven_parts(value: Any, rows: RowSplit) -> Any:
 
 
 def _rows_of(arguments: Arguments) -> int | None:
-    """Return the rows of the batch among the arguments of a rank."""
+    """Return the number of rows of the first batch among the arguments of a rank; None if there is no batch."""
     args, kwargs = arguments
     return next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, _BATCHES)), None)
 
 
 def _put_shared(group: WorkerGroup, per_rank: Sequence[Arguments]) -> list[Arguments]:
-    """Put a batch, a tensor or an array that several ranks get once, and send its handle."""
+    """Put each batch, tensor or array that several ranks receive into the backend once; pass its handle instead."""
     values = [value for args, kwargs in per_rank for value in (*args, *kwargs.values())]
     seen = Counter(id(value) for value in values if isinstance(value, _SHARED_TYPES))
     handles = {id(v): group.backend.put(v) for v in {id(v): v for v in values if seen[id(v)] > 1}.values()}
@@ -304,9 +307,9 @@ def _put_shared(group: WorkerGroup, per_rank: Sequence[Arguments]) -> list[Argum
     return [_map(shared, args, kwargs) for args, kwargs in per_rank]
 
 
-def _note_durations(method: BoundMethod, rows: RowSplit, handles: Sequence[Handle]) -> None:
-    """Have the parts of the next calls follow how long this one takes on each rank."""
-    assert method.mode.part_of_rank is not None, "register() asked for it"
+def _record_durations(method: BoundMethod, rows: RowSplit, handles: Sequence[Handle]) -> None:
+    """Record how long the call takes on each rank, to size the parts of later calls."""
+    assert method.mode.part_of_rank is not None, "register() requires it"
     durations: list[list[Any]] = [[] for _ in rows.part_sizes]
     for part, handle in zip(method.mode.part_of_rank(method.group), handles, strict=True):
         durations[part].append(handle.duration)
@@ -314,7 +317,7 @@ def _note_durations(method: BoundMethod, rows: RowSplit, handles: Sequence[Handl
 
 
 def _without_last_rows(result: Any, num_rows: int) -> Any:
-    """Return a batch, or a list with a batch of each rank, without its last rows; anything else as it is."""
+    """Return a batch, or a list with one batch per rank, without its last rows; other values are unchanged."""
     if isinstance(result, DataProto):
         return unpad_dataproto(result, num_rows) if len(result) else result
     if not isinstance(result, list) or not all(isinstance(part, DataProto) and len(part) for part in result):

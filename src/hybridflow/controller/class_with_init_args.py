@@ -1,4 +1,4 @@
-"""`ClassWithInitArgs`: a worker class and what its constructor will be given, on every rank."""
+"""`ClassWithInitArgs`: a worker class and the arguments of its constructor, the same on every rank."""
 
 import inspect
 from typing import Any
@@ -7,9 +7,9 @@ from hybridflow.errors import DispatchError
 
 
 class ClassWithInitArgs:
-    """`cls(*args, **kwargs)`, not called yet. Every rank is built with its own copy of the arguments.
+    """A deferred `cls(*args, **kwargs)`; every rank is built with its own copy of the arguments.
 
-    Raises DispatchError if `cls` is no class or its constructor does not take these arguments.
+    Raises DispatchError if `cls` is not a class or its constructor does not accept these arguments.
     """
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
@@ -20,13 +20,14 @@ class ClassWithInitArgs:
         try:
             bound = constructor.bind(None, *args, **kwargs)
         except TypeError as error:
-            raise DispatchError(f"{cls.__name__}.__init__{constructor} does not accept this: {error}.") from error
+            raise DispatchError(
+                f"{cls.__name__}.__init__{constructor} does not accept the arguments of ClassWithInitArgs: {error}."
+            ) from error
         self._named_arguments = bound.arguments
 
     @property
     def config(self) -> Any:
-        """The constructor's argument `config` (None where there is none): what `reads`, `writes` and `rows`
-        functions are called with."""
+        """The argument `config` of the constructor, or None; functions in `reads`, `writes` and `rows` receive it."""
         return self.kwargs.get("config", self._named_arguments.get("config"))
 
     def __repr__(self) -> str:
@@ -34,11 +35,11 @@ class ClassWithInitArgs:
 
 
 def require_init_args(cls: Any) -> ClassWithInitArgs:
-    """What was given. Raises DispatchError for a class by itself, where a class with its arguments is needed."""
+    """Return `cls` unchanged. Raises DispatchError if it is not a ClassWithInitArgs, e.g. a bare class."""
     if not isinstance(cls, ClassWithInitArgs):
         name = cls.__name__ if isinstance(cls, type) else "MyWorker"
         raise DispatchError(
-            f"a worker group needs a class with the arguments of its constructor, ClassWithInitArgs({name}) or on Ray "
-            f"RayClassWithInitArgs({name}); got {cls!r}."
+            f"a worker group needs a class with its constructor arguments, got {cls!r}; use ClassWithInitArgs({name}), "
+            f"or RayClassWithInitArgs({name}) on Ray."
         )
     return cls

@@ -1,6 +1,6 @@
-"""Several roles in one process for each rank, each with a group of its own: models that take turns on a device.
+"""Colocated roles: several worker groups in the same processes, so that models take turns on a device.
 
-The groups share processes and nothing else. A method that two roles have is two methods, called each on its own group.
+The groups share processes and nothing else. If two roles define the same method, each group calls its own.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ def spawn_colocated(
     backend: Backend,
     meshes: Mapping[str, Mapping[str, Mapping[str, int]]] | None = None,
 ) -> dict[str, WorkerGroup]:
-    """A group for each class, by name, whose workers of one rank live in one process.
+    """Start one worker group per class; workers of the same rank share a process. Returns the groups by name.
 
-    `meshes` are those of each group, by the name of the group. Calls on groups of one process wait for each other.
+    `meshes` maps the name of a group to its meshes. Calls on groups that share processes run one after another.
     """
     check_names(classes)
     workers = backend.spawn(classes, resource_pool)
@@ -31,10 +31,10 @@ def spawn_colocated(
 
 
 def check_names(classes: Mapping[str, ClassWithInitArgs]) -> None:
-    """Raises DispatchError if there is nothing to fuse, or something that is no class with its arguments."""
+    """Raise DispatchError if the mapping is empty or holds a value that is not a ClassWithInitArgs."""
     wrong = {name: type(cls).__name__ for name, cls in classes.items() if not isinstance(cls, ClassWithInitArgs)}
     if wrong or not classes:
         raise DispatchError(
-            f"colocated roles are a mapping of names to ClassWithInitArgs, e.g. {{'actor': ClassWithInitArgs(Actor)}}; "
-            f"got {wrong or 'none'}."
+            f"colocated roles must map names to ClassWithInitArgs, e.g. {{'actor': ClassWithInitArgs(Actor)}}; "
+            f"got {wrong or 'an empty mapping'}."
         )

@@ -1,5 +1,7 @@
-"""What a method reads and writes: resolved against the configuration when the method is bound, used to ship only
-what is read, and to check what comes back.
+"""The columns that a method reads and writes.
+
+The declaration is resolved with the configuration when the method is bound. It is used to send only the columns that
+are read, and to check the columns that are returned.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +21,8 @@ RowsOf = Literal["same", "one"] | int | Callable[[Any], int]
 class MethodColumns:
     """The resolved declaration of one method.
 
-    `where`: "ActorWorker.update_actor", for errors. `reads`, `writes`: None where not declared.
-    `rows_per_row`: rows out for each row in; None where the result does not have the rows of the batch.
+    `where`: the method in error messages, e.g. "ActorWorker.update_actor". `reads`, `writes`: None if not declared.
+    `rows_per_row`: output rows per input row; None if the result does not have the rows of the batch.
     """
 
     where: str
@@ -31,7 +33,8 @@ class MethodColumns:
     def check_reads(self, values: Sequence[Any]) -> None:
         """Check that the batches among the arguments of a call have every column that is read.
 
-        Raises FieldError for a column that none of them has. A future of undeclared columns is checked when it is read.
+        Raises FieldError for a column missing from all batches. A future with undeclared columns is checked when it is
+        read.
         """
         for batches in _batches_of_each_rank(values):
             present = [column for batch in batches for column in columns_of(batch)]
@@ -40,7 +43,7 @@ class MethodColumns:
                     raise FieldError(self._missing(column, present))
 
     def select_reads(self, value: Any) -> Any:
-        """An argument, with batches (also those in a list) reduced to the columns that are read; meta_info stays."""
+        """Reduce batches, also inside a list, to the columns in `reads`; keep meta_info and other arguments."""
         if self.reads is None:
             return value
         if isinstance(value, (list, tuple)) and any(isinstance(element, _BATCHES) for element in value):
@@ -52,7 +55,7 @@ class MethodColumns:
         return value
 
     def check_output(self, output: Any, rank: int, num_rows: int | None) -> None:
-        """Check what a rank returned for a part of `num_rows` rows (None: the batch was not split).
+        """Check the output of a rank for a part of `num_rows` rows (None: the batch was not split).
 
         Raises FieldError for wrong columns, DispatchError for a wrong type or number of rows.
         """
@@ -86,15 +89,15 @@ class MethodColumns:
 
 
 def resolve_columns(where: str, reads: ColumnsOf, writes: ColumnsOf, rows: RowsOf, config: Any) -> MethodColumns:
-    """Call what was declared as a function with the configuration. Raises DispatchError for what is no declaration."""
+    """Resolve a declaration: call functions with `config`. Raises DispatchError if the declaration is invalid."""
 
     def resolve(name: str, declared: Any) -> Any:
         if not callable(declared):
             return declared
         if config is None:
             raise DispatchError(
-                f"{where} declares {name} as a function of the configuration, but its worker is built without one; "
-                f"give ClassWithInitArgs the keyword argument config=..."
+                f"{where} declares {name} as a function of the configuration, but its worker is built without config; "
+                f"pass config=... to ClassWithInitArgs."
             )
         return declared(config)
 
@@ -107,7 +110,7 @@ def resolve_columns(where: str, reads: ColumnsOf, writes: ColumnsOf, rows: RowsO
 
 
 def check_columns(what: str, columns: Any) -> tuple[str, ...] | None:
-    """`columns` as a tuple of names, None if it is. Raises DispatchError if it is something else."""
+    """Return `columns` as a tuple of names, or None. Raises DispatchError for any other value."""
     if columns is None:
         return None
     if (
@@ -115,23 +118,25 @@ def check_columns(what: str, columns: Any) -> tuple[str, ...] | None:
         or not isinstance(columns, Iterable)
         or not all(isinstance(column, str) for column in columns)
     ):
-        raise DispatchError(f"{what}={columns!r}: needs a tuple of column names, e.g. ('input_ids',).")
+        raise DispatchError(f"{what}={columns!r} is invalid: expected a tuple of column names, e.g. ('input_ids',).")
     return tuple(columns)
 
 
 def check_rows(what: str, rows: Any) -> int | None:
-    """Rows out for each row in, None for "one". Raises DispatchError if it is something else."""
+    """Return the output rows per input row, None for "one". Raises DispatchError for any other value."""
     if rows == "one":
         return None
     if rows == "same":
         return 1
     if isinstance(rows, int) and not isinstance(rows, bool) and rows > 0:
         return rows
-    raise DispatchError(f"{what}={rows!r}: needs 'same', 'one', a positive number, or a function of the configuration.")
+    raise DispatchError(
+        f"{what}={rows!r} is invalid: expected 'same', 'one', a positive number, or a function of the configuration."
+    )
 
 
 def columns_of(batch: DataProto | DataProtoFuture) -> list[str]:
-    """The names of all columns, tensors first; of a future those that are declared."""
+    """Return the names of all columns, tensors first; for a future, the declared columns."""
     if isinstance(batch, DataProtoFuture):
         return list(batch.columns or ())
     tensors = [] if batch.batch is None else [*batch.batch.keys()]  # pyright: ignore
@@ -139,7 +144,7 @@ def columns_of(batch: DataProto | DataProtoFuture) -> list[str]:
 
 
 def select_columns(batch: DataProto, columns: tuple[str, ...]) -> DataProto:
-    """Those of `columns` that the batch has, and its meta_info."""
+    """Return the batch with only the given columns and its meta_info; missing columns are ignored."""
     return batch.select(
         batch_keys=[column for column in columns if batch.batch is not None and column in batch.batch.keys()],  # noqa: SIM118
         non_tensor_batch_keys=[column for column in columns if column in batch.non_tensor_batch],
@@ -147,9 +152,9 @@ def select_columns(batch: DataProto, columns: tuple[str, ...]) -> DataProto:
 
 
 def _batches_of_each_rank(values: Sequence[Any]) -> list[list[Any]]:
-    """Which batches a rank gets together: the arguments themselves, and one element of each list argument.
+    """Return, for each rank, the batches it gets: batch arguments, and one element of each list argument.
 
-    Empty where that cannot be known before a future is read, or where there is no batch.
+    Empty if a future with unknown columns must be read first, or if there is no batch.
     """
     if any(isinstance(value, DataProtoFuture) and value.columns is None for value in values):
         return []

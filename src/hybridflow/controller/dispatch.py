@@ -1,11 +1,11 @@
-"""The dispatch modes: how one call becomes a call on each rank, and the results of the ranks one result.
+"""The dispatch modes: how one call becomes a call on each rank, and how the outputs of the ranks become one result.
 
-A mode is a pair of functions, with the signatures of the founding design:
+A mode is a pair of functions, with the signatures of the original HybridFlow design:
 
     dispatch_fn(group, *args, **kwargs) -> (args, kwargs), each argument a list with one element per rank
     collect_fn(group, outputs)          -> result, from the outputs of the collected ranks, in order
 
-A mode of the package is an entry of `Dispatch`; `DISPATCH_MODES` also has those that `register_dispatch_mode` adds.
+The built-in modes are attributes of `Dispatch`; `DISPATCH_MODES` also holds those that `register_dispatch_mode` adds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +33,13 @@ from hybridflow.errors import DispatchError
 
 @dataclass(frozen=True, eq=False)
 class DispatchMode:
-    """A named way to dispatch and collect.
+    """A named pair of a dispatch and a collect function.
 
-    `num_parts`: into how many equal parts `dispatch_fn` splits batches; a batch is padded to a multiple of it
-    before, and its padding removed from the result after. None: `dispatch_fn` gets batches as they are.
-    `collected_ranks`: whose outputs `collect_fn` gets, in order; None: those of all ranks.
-    `part_of_rank`: which part each rank gets, of a `dispatch_fn` that also takes batches that are split already.
-    `description`: one sentence on arguments and result; the documentation shows it.
+    `num_parts`: number of equal parts into which `dispatch_fn` splits batches. A batch is padded to a multiple of it
+    before the call, and the padding is removed from the result. None: `dispatch_fn` gets batches unpadded.
+    `collected_ranks`: the ranks whose outputs `collect_fn` gets, in order; None: all ranks.
+    `part_of_rank`: the part that each rank gets, for a `dispatch_fn` that also accepts batches split in advance.
+    `description`: one sentence on arguments and result, shown in the documentation.
     """
 
     name: str
@@ -57,10 +57,11 @@ class DispatchMode:
 def make_nd_compute_dataproto_dispatch_fn(
     mesh_name: str = "default", split_axes: Sequence[str] = ("data",), name: str = ""
 ) -> DispatchMode:
-    """A mode for a group whose ranks form a mesh: a batch is split along `split_axes`, every rank that differs
-    only along other axes gets the same part, and one rank of each replica is collected and concatenated.
+    """Return a mode for a group whose ranks form a device mesh.
 
-    `mesh_name` is one of the group's `meshes`. Pass the result to `@register(dispatch_mode=...)`.
+    A batch is split along `split_axes`. Ranks that differ only along other axes get the same part. The output of one
+    rank of each replica is collected, and these are concatenated. `mesh_name` is one of the group's `meshes`. Pass the
+    result to `@register(dispatch_mode=...)`.
     """
     return _mesh_mode(
         name or f"ND_COMPUTE_PROTO[{mesh_name}]", split, collect_dp_compute_data_proto, mesh_name, split_axes
@@ -114,16 +115,16 @@ def _data_parallel(
 
 
 class _LookUp(type):
-    """Attributes that are not defined are looked up in the table, so `Dispatch.MINE` works once it is registered."""
+    """A metaclass that looks up undefined attributes in `DISPATCH_MODES`, so that `Dispatch.MINE` finds a registered mode."""
 
     def __getattr__(cls, name: str) -> DispatchMode:
         if name not in DISPATCH_MODES:
-            raise AttributeError(f"no dispatch mode {name!r}; there are {', '.join(DISPATCH_MODES)}.")
+            raise AttributeError(f"{name!r} is not a dispatch mode; modes: {', '.join(DISPATCH_MODES)}.")
         return DISPATCH_MODES[name]
 
 
 class Dispatch(metaclass=_LookUp):
-    """The dispatch modes by name; the `description` of each says what it does."""
+    """The dispatch modes by name; each has a `description`."""
 
     RANK_ZERO = DispatchMode(
         "RANK_ZERO",
@@ -190,7 +191,7 @@ class Dispatch(metaclass=_LookUp):
 DISPATCH_MODES: dict[str, DispatchMode] = {
     mode.name: mode for mode in vars(Dispatch).values() if isinstance(mode, DispatchMode)
 }
-"""The modes of `Dispatch` and those that were registered, by name."""
+"""The modes of `Dispatch` and the registered modes, by name."""
 
 
 def register_dispatch_mode(
@@ -200,24 +201,24 @@ def register_dispatch_mode(
     num_parts: Callable[[Group], int] | None = None,
     collected_ranks: Callable[[Group], list[int]] | None = None,
 ) -> DispatchMode:
-    """Add a mode of your own; use it as `Dispatch.NAME` or by its name.
+    """Register a custom mode; use it as `Dispatch.NAME` or by its name.
 
-    Give `num_parts` (see `DispatchMode`) to have batches padded before `dispatch_fn` and unpadded after
-    `collect_fn`. Raises DispatchError if the name is taken.
+    With `num_parts` (see `DispatchMode`), batches are padded before `dispatch_fn` and unpadded after `collect_fn`.
+    Raises DispatchError if the name is not an identifier or already registered.
     """
     if not name.isidentifier() or name.startswith("_"):
-        raise DispatchError(f"dispatch mode {name!r}: the name must be an identifier, e.g. 'BY_LENGTH'.")
+        raise DispatchError(f"dispatch mode {name!r} is invalid: the name must be an identifier, e.g. 'BY_LENGTH'.")
     if name in DISPATCH_MODES:
         raise DispatchError(f"dispatch mode {name!r} is already registered; choose another name.")
-    for what, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
+    for argument, function in (("dispatch_fn", dispatch_fn), ("collect_fn", collect_fn)):
         if not callable(function):
-            raise DispatchError(f"dispatch mode {name!r}: {what} must be a function, got {function!r}.")
+            raise DispatchError(f"dispatch mode {name!r}: {argument} must be a function, got {function!r}.")
     DISPATCH_MODES[name] = DispatchMode(name, dispatch_fn, collect_fn, num_parts, collected_ranks)
     return DISPATCH_MODES[name]
 
 
 def find_dispatch_mode(mode: DispatchMode | str | Mapping[str, Callable[..., Any]]) -> DispatchMode:
-    """The mode meant by a mode, its name, or a mapping with `dispatch_fn` and `collect_fn`."""
+    """Return the mode for a mode, its name, or a mapping with `dispatch_fn` and `collect_fn`."""
     if isinstance(mode, DispatchMode):
         return mode
     if isinstance(mode, str) and mode in DISPATCH_MODES:
@@ -225,6 +226,6 @@ def find_dispatch_mode(mode: DispatchMode | str | Mapping[str, Callable[..., Any
     if isinstance(mode, Mapping) and {"dispatch_fn", "collect_fn"} <= set(mode):
         return DispatchMode("CUSTOM", mode["dispatch_fn"], mode["collect_fn"])
     raise DispatchError(
-        f"dispatch_mode={mode!r}: use one of {', '.join(f'Dispatch.{name}' for name in DISPATCH_MODES)}, "
+        f"dispatch_mode={mode!r} is invalid: use one of {', '.join(f'Dispatch.{name}' for name in DISPATCH_MODES)}, "
         f"or a mode from register_dispatch_mode or make_nd_compute_dataproto_dispatch_fn."
     )

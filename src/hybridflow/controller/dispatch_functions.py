@@ -1,6 +1,7 @@
-"""The functions that modes are made of: arguments of one call to arguments of each rank, and results to one result.
+"""Dispatch functions (arguments of a call to arguments of each rank) and collect functions (outputs to one result).
 
-Each takes the group first, has the signature of the founding design, and keeps nothing between calls.
+The dispatch modes are built from them. Each takes the group first, has the signature of the original HybridFlow design,
+and is stateless.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,47 +18,51 @@ Dispatched = tuple[tuple[PerRank, ...], dict[str, PerRank]]
 
 
 class Group(Protocol):
-    """What a mode may know of the group it works for."""
+    """The part of a worker group that a dispatch mode may use."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of workers in the group."""
+        ...
 
-    def mesh(self, name: str = "default") -> Mesh: ...
+    def mesh(self, name: str = "default") -> Mesh:
+        """Return the named mesh of the group."""
+        ...
 
 
 def dispatch_one_to_all(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """Every rank gets the same arguments."""
+    """Give every rank the same arguments."""
     return each_argument(lambda value: [value] * group.world_size, args, kwargs)
 
 
 def dispatch_all_to_all(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """A list or tuple holds one element for each rank; anything else goes to all ranks."""
+    """Give each rank one element of a list or tuple; send other values to all ranks."""
     return each_argument(lambda value: _one_for_each(value, group.world_size, "ranks"), args, kwargs)
 
 
 def dispatch_dp_compute(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """A batch is split over the ranks, a list or tuple holds one element for each; anything else goes to all."""
+    """Split batches over the ranks, give each rank one element of a list or tuple; send other values to all ranks."""
     return each_argument(lambda value: split_or_one_for_each(value, group.world_size), args, kwargs)
 
 
 def dispatch_dp_compute_data_proto(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """Batches are split over the ranks, anything else goes to all."""
+    """Split batches over the ranks; send other values to all ranks. Raises DispatchError if there is no batch."""
     require_batch(args, kwargs)
     return each_argument(lambda value: split(value, group.world_size), args, kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(group: Group, *args: Any, **kwargs: Any) -> Dispatched:
-    """As `dispatch_dp_compute_data_proto`; the first argument is a function that every rank gets."""
+    """Dispatch as `dispatch_dp_compute_data_proto`; the first argument must be a function, sent to all ranks."""
     func = args[0] if args else next(iter(kwargs.values()), None)
     if not callable(func):
         raise DispatchError(
-            f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as first argument, got {type(func).__name__}."
+            f"the first argument of DP_COMPUTE_PROTO_WITH_FUNC must be a function, got {type(func).__name__}."
         )
     return dispatch_dp_compute_data_proto(group, *args, **kwargs)
 
 
 def split(value: Any, num_parts: int) -> list[Any]:
-    """A batch in equal parts; anything else `num_parts` times."""
+    """Return the equal parts of a batch, or any other value repeated `num_parts` times."""
     if isinstance(value, DataProtoFuture) or (isinstance(value, DataProto) and len(value) > 0):
         return list(value.chunk(num_parts))
     if isinstance(value, Parts):
@@ -66,12 +71,12 @@ def split(value: Any, num_parts: int) -> list[Any]:
 
 
 def require_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises DispatchError for arguments without a batch: each rank would do the same work again."""
+    """Raise DispatchError if no argument is a batch: every rank would repeat the same work."""
     values = [*args, *kwargs.values()]
     if values and not any(isinstance(value, (DataProto, DataProtoFuture, Parts)) for value in values):
         raise DispatchError(
             f"this mode splits a DataProto over the ranks, but the arguments are {', '.join(_type_names(values))}; use "
-            f"DataProto.from_dict to make a batch, or Dispatch.ONE_TO_ALL to give every rank the same arguments."
+            f"DataProto.from_dict to make a batch, or Dispatch.ONE_TO_ALL to send all ranks the same arguments."
         )
 
 
@@ -80,33 +85,33 @@ def _type_names(values: Sequence[Any]) -> list[str]:
 
 
 def split_or_one_for_each(value: Any, num_parts: int) -> list[Any]:
-    """A batch in equal parts; of a list or tuple one element for each part; anything else `num_parts` times."""
+    """Return the equal parts of a batch, the elements of a list or tuple (one per part), or a repeated other value."""
     if isinstance(value, (DataProto, DataProtoFuture)):
         return split(value, num_parts)
     return _one_for_each(value, num_parts, "data-parallel ranks")
 
 
-def _one_for_each(value: Any, count: int, of_what: str) -> list[Any]:
+def _one_for_each(value: Any, count: int, receivers: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
         raise DispatchError(
-            f"a {type(value).__name__} of {len(value)} for {count} {of_what}: a list or tuple holds one for each; "
-            f"use Dispatch.ONE_TO_ALL to give all of them the same."
+            f"a {type(value).__name__} of {len(value)} elements cannot be split over {count} {receivers}: it must hold "
+            f"one element for each; use Dispatch.ONE_TO_ALL to send the whole {type(value).__name__} to all of them."
         )
     return list(value)
 
 
 def each_argument(split_value: Callable[[Any], PerRank], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dispatched:
-    """`split_value` of every argument."""
+    """Apply `split_value` to every argument."""
     return tuple(split_value(value) for value in args), {key: split_value(value) for key, value in kwargs.items()}
 
 
 def collect_all_to_all(group: Group, outputs: list[Any]) -> list[Any]:
-    """The outputs as they are, one for each collected rank."""
+    """Return the outputs as a list, one for each collected rank."""
     return outputs
 
 
 def collect_dp_compute_data_proto(group: Group, outputs: list[Any]) -> DataProto | None:
-    """The rows of all outputs, in order; None if the method returned None everywhere."""
+    """Return the concatenated rows of all outputs, in order; None if the method returned None on every rank."""
     return concat_results(outputs)

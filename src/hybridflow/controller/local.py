@@ -1,5 +1,7 @@
-"""`LocalBackend`: every rank in this process, one after another. Dispatch, padding and collect happen as anywhere
-else, and a breakpoint or a traceback shows the true place. A call runs at once; its error is raised by the call.
+"""`LocalBackend`: runs every rank in this process, one after another.
+
+Dispatch, padding and collect are the same as on other backends, and a breakpoint or a traceback shows the worker's
+code. A call runs at once and raises its error itself.
 """
 
 import os
@@ -27,12 +29,12 @@ from hybridflow.protocol.handle import Duration, take
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.protocol.row_index import RowIndex
 
-# The environment variables belong to the process, so ranks of different threads take turns too.
-_turn = threading.RLock()
+# Environment variables belong to the process, so ranks called from different threads also run one after another.
+_rank_lock = threading.RLock()
 
 
 class LocalHandle(Handle):
-    """Owns a value: when the handle goes, the value goes. A call has finished when it returns: there is no waiting."""
+    """A handle that owns a value. A call has finished when its handle exists, so reading never waits."""
 
     def __init__(self, value: Any, where: str = "", trace: Trace | None = None, worker: str = "") -> None:
         self._value: list[Any] = [value]
@@ -41,21 +43,24 @@ class LocalHandle(Handle):
 
     @property
     def produced(self) -> tuple[str, ...]:
+        """The columns of the value; empty if it is not a batch or was released."""
         return produced_columns(self._value[0]) if self._value else ()
 
     def get(self) -> Any:
-        return self._noted(self.open_in_worker())
+        """Return a private copy of the value and record the read in the trace."""
+        return self._recorded(self.open_in_worker())
 
     def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
-        seen = take(self._batch(), columns, rows)
-        # Where contents are put together, numbers are copied by that; objects would be shared.
-        return self._noted(copy_of_objects(seen) if shared else private_copy(seen, "a result"))
+        """Return the selected columns and rows; with `shared`, tensors and arrays of numbers are not copied."""
+        selected = take(self._batch(), columns, rows)
+        # Concatenation copies numbers; objects would be shared.
+        return self._recorded(copy_of_objects(selected) if shared else private_copy(selected, "a result"))
 
     def open_in_worker(self) -> Any:
-        """As `get`, for an argument of a call."""
-        return private_copy(self._shown(), "a result")
+        """Return a private copy of the value as an argument of a call; the trace does not record it."""
+        return private_copy(self._held_value(), "a result")
 
-    def _noted(self, contents: Any) -> Any:
+    def _recorded(self, contents: Any) -> Any:
         if self._trace is not None and (columns := produced_columns(contents)):
             now, size, sources = time.time(), batch_bytes(contents), ((self.where, columns),)
             event = TraceEvent("read", self.where, self._worker, "", now, now, bytes_in=size, sources=sources)
@@ -63,24 +68,23 @@ class LocalHandle(Handle):
         return contents
 
     def _batch(self) -> DataProto:
-        value = self._shown()
+        value = self._held_value()
         if not isinstance(value, DataProto):
             raise BatchError(f"the call returned a {type(value).__name__}, which has no columns; use get().")
         return value
 
-    def _shown(self) -> Any:
+    def _held_value(self) -> Any:
         if not self._value:
-            raise WorkerError(
-                "this result was released; keep the future, or what its get() returned, instead of the handle."
-            )
+            raise WorkerError("this result was released; keep the future, or the result of get(), not the handle.")
         return self._value[0]
 
     def release(self) -> None:
+        """Release the value."""
         self._value.clear()
 
 
 class LocalWorker:
-    """One rank: its object, its name and its environment variables."""
+    """One rank: its worker object, its name and its environment variables."""
 
     def __init__(self, name: str, role: str, rank: int, environment: dict[str, str]) -> None:
         self.name, self.role, self.rank, self.environment = name, role, rank, environment
@@ -88,7 +92,7 @@ class LocalWorker:
 
 
 class LocalBackend:
-    """The backend of one ordinary process."""
+    """A backend that runs all workers in this process."""
 
     def __init__(self) -> None:
         self.trace = Trace()
@@ -98,15 +102,16 @@ class LocalBackend:
 
     @property
     def num_objects(self) -> int:
-        """Values that are kept because somebody holds a handle of them."""
+        """The number of values kept alive by a handle."""
         return sum(1 for handle in self._handles if handle._value)
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
-        """One process holds any number of ranks."""
+        """Accept all pools: one process holds any number of ranks."""
 
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[LocalWorker]]:
+        """Construct the workers of all classes in this process, as specified by `Backend.spawn`."""
         concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
         return {name: self._spawn(name, cls_with_init, resource_pool) for name, cls_with_init in classes.items()}
 
@@ -126,7 +131,7 @@ class LocalBackend:
             worker = LocalWorker(f"{name}/{rank}", name, rank, environment)
             cls = cls_with_init.cls
             args, kwargs, _ = _receive(cls_with_init.args, cls_with_init.kwargs, f"{cls.__name__}.__init__")
-            with _turn_of(worker, f"{cls.__name__}.__init__"):
+            with _active_rank(worker, f"{cls.__name__}.__init__"):
                 worker.instance = cls(*args, **kwargs)
             workers.append(worker)
         self._workers.update(workers)
@@ -135,17 +140,17 @@ class LocalBackend:
     def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[LocalHandle]:
-        """As `Backend.call_all`: one worker after another, on this thread."""
+        """Run the method on one worker after another, on this thread, as specified by `Backend.call_all`."""
         handles = []
         for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
             if not isinstance(worker, LocalWorker) or worker.instance is None:
                 raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
             where = f"{type(worker.instance).__name__}.{method_name}"
             start = time.time()
-            with self.trace.paused():  # reads of the worker are not the controller's
+            with self.trace.paused():  # the trace records reads of the controller, not of workers
                 own_args, own_kwargs, sources = _receive(args, kwargs, where, own_terms.opens_futures)
             received = time.time()
-            with _turn_of(worker, where):
+            with _active_rank(worker, where):
                 result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
                 result = checked_output(result, own_terms, worker.rank)
             computed = time.time()
@@ -168,23 +173,28 @@ class LocalBackend:
         return handles
 
     def put(self, value: Any) -> LocalHandle:
+        """Store a private copy of a value."""
         return self._keep(private_copy(value, "a value to put"))
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
+        """Return a private copy of each value, in order."""
         return [handle.get() for handle in handles]
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Nothing to wait for: a call has finished when it returns."""
+        """Return at once: a call has finished when `call_all` returns."""
 
     def release(self, handles: Sequence[Handle]) -> None:
+        """Release the values."""
         for handle in handles:
             if isinstance(handle, LocalHandle):
                 handle.release()
 
     def is_alive(self, worker: WorkerRef) -> bool:
+        """Return whether the worker has not been shut down."""
         return isinstance(worker, LocalWorker) and worker.instance is not None
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
+        """Drop the objects of the workers."""
         for worker in workers:
             if isinstance(worker, LocalWorker):
                 worker.instance = None
@@ -202,8 +212,10 @@ class LocalBackend:
 def _receive(
     args: Sequence[Any], kwargs: Mapping[str, Any], where: str, opens_futures: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any], Sources]:
-    """Return the arguments as the worker gets them (handles and futures opened, everything else copied), and who made
-    the columns in them."""
+    """Return the arguments as the worker gets them, and the sources of their columns.
+
+    Handles and futures are opened, everything else is copied.
+    """
     narrow = {key: change_futures(value, DataProtoFuture.narrow) for key, value in [*enumerate(args), *kwargs.items()]}
 
     def receive(key: int | str) -> Any:
@@ -217,7 +229,7 @@ def _receive(
 
 
 def _without_handles(value: Any) -> Any:
-    """The value with every handle, also in lists and dicts, exchanged for what it stands for."""
+    """Return the value with every handle, also inside lists and dicts, replaced by its value."""
     if isinstance(value, LocalHandle):
         return value.open_in_worker()
     if type(value) in (list, tuple):
@@ -228,9 +240,9 @@ def _without_handles(value: Any) -> Any:
 
 
 @contextmanager
-def _turn_of(worker: LocalWorker, where: str) -> Iterator[None]:
-    """The process is this rank: its environment variables, its name on errors, its memory in the debug log."""
-    with _turn:
+def _active_rank(worker: LocalWorker, where: str) -> Iterator[None]:
+    """Make the process this rank: set its environment variables, name it in errors, log its memory at debug level."""
+    with _rank_lock:
         before = {key: os.environ.get(key) for key in (*worker.environment, RANKS_TAKE_TURNS)}
         os.environ.pop(RANKS_TAKE_TURNS, None)
         os.environ.update(worker.environment)

@@ -1,6 +1,4 @@
-"""One call as the worker's side sees it, the same on every backend: whose fault an error is, and whether what a method
-returns is what it declared.
-"""
+"""The worker's side of one call, the same on every backend: errors name the worker, outputs match the declaration."""
 
 import logging
 import socket
@@ -13,8 +11,11 @@ from hybridflow.observability import get_logger, log_memory
 
 
 class NamingErrors:
-    """A block in which an error of our own keeps its type and gets a note; any other becomes a WorkerError that says
-    who. Memory is logged before and after, at debug level."""
+    """A context that adds the method and the worker to errors.
+
+    A HybridFlowError keeps its type and gets a note; any other error becomes a WorkerError. Memory is logged before and
+    after, at debug level.
+    """
 
     __slots__ = ("_rank", "_role", "_where", "_worker_name")
 
@@ -43,7 +44,7 @@ def _logger() -> logging.Logger:
 
 
 def described(error: BaseException) -> str:
-    """The type of an error and its text, if it has one."""
+    """Return the type of an error and its text, if it has one."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an error whose own text raises
@@ -51,7 +52,7 @@ def described(error: BaseException) -> str:
 
 
 def checked_output(output: Any, terms: CallTerms, rank: int) -> Any:
-    """What a rank returned, if it is what was declared; None if nobody will read it."""
+    """Check the output of a rank against the declaration and return it; return None if it will not be read."""
     if terms.columns is not None:
         terms.columns.check_output(output, rank, terms.num_rows)
     return output if terms.is_read else None

@@ -1,4 +1,4 @@
-"""Parts of a batch sized by measured load: a rank that was slow in the last calls of a method gets fewer rows."""
+"""Sizes of the parts of a batch by measured speed: a rank that was slow in recent calls of a method gets fewer rows."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,21 +9,21 @@ PartsOf = Literal["equal", "measured"]
 PARTS = ("equal", "measured")
 
 NEWEST_SHARE = 0.5
-"""What the newest call counts for in the speed of a rank; the ones before count for the rest."""
+"""Weight of the newest call in the moving average of a rank's speed."""
 
 
 MAX_WAITING = 16
-"""Calls that are kept until they have ended; of more than these, the oldest are not measured."""
+"""Number of unfinished calls that are kept; the oldest beyond it are not measured."""
 
 
 class Parts(list[Any]):
-    """A batch that is split already, one element for each part."""
+    """A batch that is already split, one element for each part."""
 
 
 class MeasuredParts:
-    """The speed of each part's ranks in calls of one method, and the parts that would take all of them equally long.
+    """The measured speed of each part's ranks in calls of one method, and part sizes that would take equally long.
 
-    Sizes are counted in units, one row or one group of rows. No part is empty, so that every rank stays measured.
+    Sizes are in units: one row, or one group of rows. No part is empty, so that every rank continues to be measured.
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -32,15 +32,15 @@ class MeasuredParts:
         self._calls: list[tuple[list[int], list[list[Duration]]]] = []
 
     def note(self, sizes: Sequence[int], durations: Sequence[Sequence[Duration]]) -> None:
-        """A call of these sizes has started; `durations` are those of the ranks of each part."""
+        """Record a call that has started: the size of each part, and the durations of the ranks of each part."""
         self._calls = [*self._calls, (list(sizes), [list(of_part) for of_part in durations])][-MAX_WAITING:]
 
     def sizes(self, num_units: int) -> list[int]:
-        """The units of each part, at least one; equal, as far as that goes, until all have been measured.
+        """Return the units of each part, at least one; as equal as possible until all parts have been measured.
 
-        `num_units` is at least the number of parts.
+        `num_units` must be at least the number of parts.
         """
-        self._learn()
+        self._update_speeds()
         speeds = self._speeds or [1.0] * self._num_parts
         quotas = [num_units * speed / sum(speeds) for speed in speeds]
         sizes = [max(1, int(quota)) for quota in quotas]
@@ -51,8 +51,8 @@ class MeasuredParts:
             sizes[chosen] += step
         return sizes
 
-    def _learn(self) -> None:
-        """Take in the calls of which every rank has ended, in their order."""
+    def _update_speeds(self) -> None:
+        """Update the speeds with the calls that have finished on every rank, in their order."""
         waiting = []
         for sizes, durations in self._calls:
             seconds = [[duration.seconds for duration in of_part] for of_part in durations]

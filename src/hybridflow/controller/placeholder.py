@@ -1,5 +1,7 @@
-"""`PlaceholderBackend`: workers that compute nothing. A call checks what it is given and returns synthetic columns, of
-the shapes and types of the glossary: a program can be run, and its dataflow seen, before a device is touched.
+"""`PlaceholderBackend`: workers that compute nothing.
+
+A call checks its arguments and returns synthetic columns, with the shapes and types of the glossary. A program can be
+run, and its dataflow inspected, before a device is used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from hybridflow.protocol import FIELDS, DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
 
 PROMPT_LEN, RESPONSE_LEN = 2, 3
-"""Of synthetic columns."""
+"""Prompt and response length of synthetic columns, in tokens."""
 
 _LENGTHS = {
     "prompt_len": PROMPT_LEN,
@@ -33,14 +35,14 @@ _DICTIONARIES = ("extra_infos", "reward_extras")
 
 
 class PlaceholderWorker:
-    """A name and a class, of which there is no object."""
+    """The name, rank and class of a worker that is never constructed."""
 
     def __init__(self, name: str, rank: int, cls: type) -> None:
         self.name, self.rank, self.cls = name, rank, cls
 
 
 class PlaceholderBackend:
-    """As a backend, but nothing runs. `lengths` are those of axes that the glossary alone does not fix."""
+    """A backend that runs no worker. `lengths`: sizes of axes that the glossary does not fix, by axis name."""
 
     def __init__(self, lengths: Mapping[str, int] | None = None) -> None:
         self.trace = Trace()
@@ -48,11 +50,12 @@ class PlaceholderBackend:
         self._outputs: dict[tuple[str, int], DataProto] = {}
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
-        """Anything fits."""
+        """Accept all pools."""
 
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool
     ) -> dict[str, list[PlaceholderWorker]]:
+        """Return a placeholder for each rank of each class."""
         ranks = range(resource_pool.world_size)
         return {
             name: [PlaceholderWorker(f"{name}/{rank}", rank, cls_with_init.cls) for rank in ranks]
@@ -62,7 +65,7 @@ class PlaceholderBackend:
     def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[LocalHandle]:
-        """As `Backend.call_all`; arguments are not read: their columns are known, and the others are synthetic."""
+        """Return synthetic outputs; the arguments are not read, as their columns are known."""
         handles = []
         for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True):
             assert isinstance(worker, PlaceholderWorker)
@@ -74,15 +77,15 @@ class PlaceholderBackend:
         return handles
 
     def _output(self, where: str, terms: CallTerms, values: Sequence[Any], rank: int) -> DataProto | None:
-        """Return synthetic columns; the ranks of a call share them, as private copies are what is read."""
+        """Return synthetic columns; the ranks of a call share them, as readers get private copies."""
         values = [value.get() if isinstance(value, LocalHandle) else value for value in values]
         batches = [value for value in values if isinstance(value, DataProto | DataProtoFuture)]
         if not batches or terms.columns is None:
             return None
         if terms.columns.writes is None:
             raise FieldError(
-                f"{where} does not declare what it returns, so nothing can be put in its place; add writes=(...) to "
-                f"its @register."
+                f"{where} does not declare the columns it returns, so no synthetic output can be made; add "
+                f"writes=(...) to its @register."
             )
         factor = terms.columns.rows_per_row
         num_rows = 1 if factor is None else factor * (terms.num_rows or len(batches[0]))
@@ -93,29 +96,35 @@ class PlaceholderBackend:
         return self._outputs[where, num_rows] if terms.is_read else None
 
     def put(self, value: Any) -> LocalHandle:
+        """Return a handle of the value."""
         return LocalHandle(value, "", self.trace)
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
+        """Return a private copy of each value, in order."""
         return [handle.get() for handle in handles]
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Nothing runs."""
+        """Return at once: nothing runs."""
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Nothing is kept."""
+        """Do nothing: values are shared by the calls."""
 
     def is_alive(self, worker: WorkerRef) -> bool:
+        """Return True."""
         return True
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
 
 def synthetic_batch(columns: Sequence[str], num_rows: int, lengths: Mapping[str, int] | None = None) -> DataProto:
-    """Rows of the named columns, shaped and typed as the glossary has them; one that it lacks is a number a row."""
+    """Return rows with the named columns, in the shapes and types of the glossary.
+
+    A column that the glossary lacks gets one float32 number per row. `lengths`: sizes of axes, by axis name.
+    """
     tensors, arrays = {}, {}
     lengths = {**_LENGTHS, **(lengths or {})}
     for name in columns:

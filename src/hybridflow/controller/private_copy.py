@@ -1,6 +1,4 @@
-"""The copy a worker, or a caller, gets of what crosses the border between them: writing in place on one side is
-never seen on the other.
-"""
+"""Private copies of arguments and results: in-place writes by a worker are not visible to the caller, or vice versa."""
 
 import copy
 import dataclasses
@@ -16,10 +14,10 @@ from hybridflow.protocol.handle import HeldBatch
 
 
 def private_copy(value: Any, what: str) -> Any:
-    """`value` with its own memory: only the rows it shows, even where it is a view of more; tensors are detached.
+    """Return a copy of `value` with its own memory; tensors are detached, and a view is copied without its base.
 
-    Functions and classes are shared; of a future, what is read is copied when it is read. `what` names the value in the
-    DispatchError raised for something that cannot be copied, such as a lock or an open file.
+    Functions and classes are shared; the contents of a future are copied when they are read. `what` names the value in
+    the DispatchError raised for an object that cannot be copied, such as a lock or an open file.
     """
     if isinstance(value, DataProto):
         batch = None if value.batch is None else value.batch.detach().clone()
@@ -47,13 +45,13 @@ def private_copy(value: Any, what: str) -> Any:
         return copy.deepcopy(value)
     except (TypeError, RuntimeError, copy.Error) as error:
         raise DispatchError(
-            f"{what} is a {type(value).__name__}, which cannot be copied ({error}); pass data, and build such an "
-            f"object inside the worker."
+            f"{what} is a {type(value).__name__}, which cannot be copied ({error}); pass data, and build the object "
+            f"inside the worker."
         ) from error
 
 
 def copy_of_objects(batch: DataProto) -> DataProto:
-    """Return the batch with its own objects and meta_info; tensors and arrays of numbers are shared."""
+    """Return the batch with copied objects and meta_info; tensors and arrays of numbers are shared."""
     arrays = {
         name: private_copy(array, name) if array.dtype.hasobject else array
         for name, array in batch.non_tensor_batch.items()
@@ -62,5 +60,5 @@ def copy_of_objects(batch: DataProto) -> DataProto:
 
 
 def _own_held(handle: Any, what: str) -> Any:
-    """Return a handle whose contents belong to the reader: other handles copy what is read of them."""
+    """Return a handle whose contents belong to the reader; handles other than HeldBatch copy when they are read."""
     return HeldBatch(private_copy(handle.batch, what)) if isinstance(handle, HeldBatch) else handle

@@ -1,5 +1,6 @@
-"""`@register`: declares that a worker method may be called on the whole group, and how. It only attaches the
-declaration: the method itself stays as written, so a debugger steps straight into it.
+"""`@register`: declares that a worker method can be called on the whole group, and how.
+
+It only attaches the declaration. The method is not wrapped, so a debugger steps straight into it.
 """
 
 import inspect
@@ -18,19 +19,19 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Execute(Enum):
-    """Which ranks run a call, and in which order."""
+    """The ranks that run a call, and their order."""
 
     ALL = "all"
-    """All ranks, at the same time where the backend has a process for each."""
+    """All ranks, at the same time if the backend has one process per rank."""
     RANK_ZERO = "rank_zero"
     """Rank 0 alone; the call returns its result, not a list."""
     SEQUENTIAL = "sequential"
-    """All ranks, each after the one before has finished."""
+    """All ranks, each after the previous rank has finished."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What `@register` was told about a method."""
+    """The arguments of `@register` for a method."""
 
     dispatch_mode: DispatchMode
     execute_mode: Execute
@@ -54,22 +55,22 @@ def register(
     keep_groups: str | None = None,
     parts: PartsOf | Callable[[Any], PartsOf] = "equal",
 ) -> Callable[[_Method], _Method]:
-    """Make a worker method a call on the whole group.
+    """Make a worker method callable on the whole group.
 
     - `dispatch_mode`: how arguments are split and results collected: `Dispatch.X`, the name of a registered mode,
-      or what `make_nd_compute_dataproto_dispatch_fn` returns.
+      or a mode from `make_nd_compute_dataproto_dispatch_fn`.
     - `blocking=False`: the call returns a `DataProtoFuture`, as `.remote(...)` always does.
-    - `materialize_futures=False`: a future given as argument is not read by the controller; the worker gets a
+    - `materialize_futures=False`: a future passed as an argument is not read before the method runs; the method gets a
       `DataProtoFuture` of its part and reads it itself.
-    - `reads`, `writes`: the columns the method needs and makes, or a function of the configuration that returns
-      them, resolved when the method is bound. None: everything is shipped, the result is not checked.
-    - `rows`: rows out per row in: "same", a number, a function of the configuration; "one": the result does not
-      have the rows of the batch (metrics only, or one row for each part).
-    - `keep_groups`: a column, "group_ids" for one, whose equal values stay on one rank; padding is by whole groups.
-    - `parts`: "equal", or "measured": a rank that was slower in the last calls gets fewer rows; or a function of the
-      configuration. For methods whose rows do not depend on each other.
+    - `reads`, `writes`: the columns that the method needs and returns, or a function of the configuration that returns
+      them, resolved when the method is bound. None: all columns are sent, the result is not checked.
+    - `rows`: output rows per input row: "same", a number, or a function of the configuration; "one": the result does
+      not have the rows of the batch (metrics only, or one row for each part).
+    - `keep_groups`: a column, e.g. "group_ids"; rows with equal values stay on one rank, and padding adds whole groups.
+    - `parts`: "equal", "measured" (a rank that was slower in recent calls gets fewer rows), or a function of the
+      configuration. "measured" is for methods whose rows do not depend on each other.
 
-    Raises DispatchError if the declaration contradicts itself.
+    Raises DispatchError if the declaration is contradictory.
     """
     if inspect.isfunction(dispatch_mode):
         raise DispatchError(f"@register on {dispatch_mode.__qualname__}: write @register() with parentheses.")
@@ -78,19 +79,25 @@ def register(
         execute_mode = Execute.RANK_ZERO
     if execute_mode is Execute.RANK_ZERO and mode.num_parts is not None:
         raise DispatchError(
-            f"{mode.name} splits a batch over all ranks, Execute.RANK_ZERO would run one part of it only; "
-            f"use Dispatch.RANK_ZERO or Dispatch.ONE_TO_ALL, which hand rank 0 the whole batch."
+            f"execute_mode=Execute.RANK_ZERO is not supported with {mode.name}, which splits a batch over all ranks: "
+            f"only one part would run; use Dispatch.RANK_ZERO or Dispatch.ONE_TO_ALL to send rank 0 the whole batch."
         )
     if keep_groups is not None and mode.num_parts is None:
         raise DispatchError(
-            f"keep_groups={keep_groups!r}: {mode.name} splits no batch, so there are no groups to keep."
+            f"keep_groups={keep_groups!r} is not supported with {mode.name}, which does not split batches; use a mode "
+            f"that splits batches, or remove keep_groups."
         )
     if parts != "equal" and mode.part_of_rank is None:
-        raise DispatchError(f"parts={parts!r}: {mode.name} makes its parts itself; use a mode that splits batches.")
+        raise DispatchError(
+            f"parts={parts!r} is not supported with {mode.name}, which makes its parts itself; use a mode that splits "
+            f"batches."
+        )
     if not callable(parts):
         check_parts("parts", parts)
     if not isinstance(execute_mode, Execute):
-        raise DispatchError(f"execute_mode={execute_mode!r}; use Execute.ALL, Execute.RANK_ZERO or Execute.SEQUENTIAL.")
+        raise DispatchError(
+            f"execute_mode={execute_mode!r} is invalid: use Execute.ALL, Execute.RANK_ZERO or Execute.SEQUENTIAL."
+        )
     for name, columns in (("reads", reads), ("writes", writes)):
         if not callable(columns):
             check_columns(name, columns)
@@ -100,7 +107,7 @@ def register(
     def attach(method: _Method) -> _Method:
         where = getattr(method, "__qualname__", repr(method))
         if not inspect.isfunction(method):
-            raise DispatchError(f"@register on {where}: needs a plain method, got {type(method).__name__}.")
+            raise DispatchError(f"@register on {where}: expected a plain method, got {type(method).__name__}.")
         if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
             raise DispatchError(
                 f"@register on {where}: workers are synchronous; write a plain def that returns its result."
@@ -115,18 +122,20 @@ def register(
 
 
 def check_parts(what: str, parts: Any) -> PartsOf:
-    """`parts` if it is one of the two kinds; DispatchError if not."""
+    """Return `parts`. Raises DispatchError unless it is "equal" or "measured"; `what` names it in the error."""
     if parts not in PARTS:
-        raise DispatchError(f"{what}={parts!r}: needs 'equal', 'measured', or a function of the configuration.")
+        raise DispatchError(
+            f"{what}={parts!r} is invalid: expected 'equal', 'measured', or a function of the configuration."
+        )
     return parts
 
 
 def registration_of(method: Any) -> Registration | None:
-    """What a method was registered with; None if it was not."""
+    """Return the registration of a method; None if it is not registered."""
     return getattr(method, _ATTRIBUTE, None) if inspect.isfunction(method) else None
 
 
 def registered_methods(cls: type) -> dict[str, Registration]:
-    """All registered methods of a worker class, inherited ones too, by name."""
+    """Return the registrations of all registered methods of a worker class, including inherited ones, by name."""
     found = {name: registration_of(inspect.getattr_static(cls, name)) for name in dir(cls)}
     return {name: registration for name, registration in found.items() if registration is not None}

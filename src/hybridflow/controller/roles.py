@@ -1,10 +1,10 @@
-"""The roles a worker group can play in a run; a resource pool is assigned to each (see `ResourcePoolManager`)."""
+"""The roles of worker groups in a run; each is assigned a resource pool (see `ResourcePoolManager`)."""
 
 from enum import Enum
 
 
 class Role(Enum):
-    """What a worker group is for. The value is the name shown in logs and errors."""
+    """The role of a worker group. The value is the name shown in logs and errors."""
 
     Actor = "actor"
     Rollout = "rollout"

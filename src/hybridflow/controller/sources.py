@@ -1,4 +1,4 @@
-"""Who made the columns that a call reads: the edges of the dataflow, by the handles that its arguments hold."""
+"""The producers of the columns that a call reads, from the handles in its arguments: the edges of the dataflow."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,9 +9,9 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 
 
 def sources_of(values: Iterable[Any]) -> Sources:
-    """Return (producer, columns) of arguments, in the order in which they are met.
+    """Return (producer, columns) pairs of the arguments, in order of first occurrence.
 
-    An argument is a batch of the controller, a future that was narrowed, a handle, a list of these, or anything else.
+    An argument is a batch of the controller, a narrowed future, a handle, a list of these, or another value (ignored).
     """
     found: dict[str, dict[str, None]] = {}
     for value in values:
@@ -35,5 +35,5 @@ def _producers(value: Any) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def produced_columns(value: Any) -> tuple[str, ...]:
-    """Return the columns of a value that is kept, if it is a batch."""
+    """Return the columns of a value; empty if it is not a batch."""
     return tuple(columns_of(value)) if isinstance(value, DataProto) else ()

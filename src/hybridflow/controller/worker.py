@@ -1,5 +1,6 @@
-"""`Worker`: one rank of an SPMD program. It learns who it is from the standard environment variables and
-knows nothing of groups, dispatch or the backend that runs it.
+"""`Worker`: one rank of an SPMD program.
+
+It reads its rank from the standard environment variables. It does not know groups, dispatch modes or its backend.
 """
 
 import os
@@ -8,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from hybridflow.errors import DispatchError, WorkerError
 
-# Set by a backend that runs several ranks of a group in one process, one after another.
+# A backend sets it if it runs several ranks of a group in one process, one after another.
 RANKS_TAKE_TURNS = "HYBRIDFLOW_RANKS_TAKE_TURNS"
 
 
@@ -17,10 +18,10 @@ class Worker:
 
     Outside a worker group and outside `torchrun`, a worker is rank 0 of 1.
 
-    `concurrent_calls`: how many calls a process of the class runs at the same time, where the backend has a process for
-    each rank. With the usual 1 they run on the main thread, one after another, as collectives need it. A class that
-    mostly waits for others (rewards from a service, a server) may set more: each call has a thread of its own, the
-    class must bear that, and its ranks cannot meet in collectives.
+    `concurrent_calls`: how many calls a process of the class runs at the same time, on a backend with one process per
+    rank. With the default 1, calls run on the main thread, one after another, as collectives require. A class that
+    mostly waits for I/O (rewards from a service, a server) may set more: each call then runs in its own thread, so the
+    class must be thread-safe and cannot use collectives.
     """
 
     concurrent_calls: ClassVar[int] = 1
@@ -32,6 +33,7 @@ class Worker:
     _ranks_take_turns: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create the worker and set its rank from the environment variables."""
         if cls.__init__ is object.__init__ and (args or kwargs):
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
@@ -44,44 +46,43 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """This worker's number in its group, 0 to world_size - 1."""
+        """The rank of this worker in its group, 0 to world_size - 1."""
         return self._rank
 
     @property
     def world_size(self) -> int:
-        """Workers in the group."""
+        """The number of workers in the group."""
         return self._world_size
 
     @property
     def local_rank(self) -> int:
-        """This worker's number on its node: the device it uses."""
+        """The index of this worker on its node, and of the device it uses."""
         return self._local_rank
 
     @property
     def local_world_size(self) -> int:
-        """Workers of the group on this node."""
+        """The number of workers of the group on this node."""
         return self._local_world_size
 
     @property
     def has_collectives(self) -> bool:
-        """Whether the ranks of the group can meet: not where they take turns in a process, or calls are concurrent."""
+        """Whether the ranks of the group can use collectives: one process per rank, and no concurrent calls."""
         return not self._ranks_take_turns and self.concurrent_calls == 1
 
     def require_collectives(self, reason: str) -> None:
-        """Call this before the first collective of a method (or of the constructor).
+        """Raise WorkerError if collectives are unavailable; call it before the first collective of a method.
 
-        Raises WorkerError where ranks cannot meet because they take turns in one process (the local backend
-        with several ranks) or because calls run in threads: the collective would wait for ever, or meet the wrong one.
-        `reason` says what it is for.
+        They are unavailable if several ranks run one after another in one process (the local backend), or if calls run
+        in threads: the collective would block forever or match the wrong call. `reason`: the purpose of the collective.
         """
         if self.concurrent_calls != 1:
             why = (
-                f"runs {self.concurrent_calls} calls at the same time, in no order that the ranks share; use "
+                f"runs {self.concurrent_calls} calls at the same time, in an order that differs between ranks; use "
                 f"concurrent_calls = 1."
             )
         elif self._ranks_take_turns:
             why = (
-                "the local backend runs ranks one after another, so they cannot meet; use one worker "
+                "the local backend runs ranks one after another, so a collective would block forever; use one worker "
                 "(process_on_nodes=[1]), or a backend with one process per rank."
             )
         else:
@@ -94,14 +95,17 @@ class Worker:
 
 
 def concurrent_calls_of(classes: Mapping[str, type]) -> int:
-    """Of a process that holds these roles. Raises DispatchError for roles that cannot share one."""
-    wanted = {name: getattr(cls, "concurrent_calls", 1) for name, cls in classes.items()}
-    for name, calls in wanted.items():
+    """Return the `concurrent_calls` of a process with these roles. Raises DispatchError if they cannot share one."""
+    declared = {name: getattr(cls, "concurrent_calls", 1) for name, cls in classes.items()}
+    for name, calls in declared.items():
         if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
-            raise DispatchError(f"{classes[name].__name__}.concurrent_calls={calls!r}: needs an integer of 1 or more.")
-        if calls > 1 and len(wanted) > 1:
             raise DispatchError(
-                f"{name!r} runs {calls} calls at the same time and {', '.join(repr(n) for n in wanted if n != name)} "
-                f"would share its process, whose calls must take turns; give {name!r} a pool of its own."
+                f"{classes[name].__name__}.concurrent_calls={calls!r} is invalid: expected an integer of 1 or more."
             )
-    return max(wanted.values(), default=1)
+        if calls > 1 and len(declared) > 1:
+            raise DispatchError(
+                f"{name!r} runs {calls} calls at the same time, so it cannot share a process with "
+                f"{', '.join(repr(n) for n in declared if n != name)}, whose calls run one after another; give "
+                f"{name!r} a separate pool."
+            )
+    return max(declared.values(), default=1)

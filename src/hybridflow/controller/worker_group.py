@@ -1,5 +1,7 @@
-"""`WorkerGroup`: many workers behind one object. Its methods are those its worker class registered; it knows
-neither what they compute nor where they run (that is the backend's).
+"""`WorkerGroup`: the workers of one role behind one object.
+
+Its methods are the registered methods of the worker class. It does not know what they compute, nor where they run,
+which the backend decides.
 """
 
 from __future__ import annotations
@@ -23,15 +25,14 @@ from hybridflow.protocol import Handle
 
 
 class WorkerGroup:
-    """One worker for each rank of the pool. Every registered method of the class is a method of the group.
+    """A group with one worker per rank of the pool. Every registered method of the class is a method of the group.
 
     `backend`: where the workers run, by default this process. `name`: shown in errors and worker names, by default
-    the name of the class. `meshes`: named grids of the ranks, e.g. {"default": {"data": 2, "tensor": 4}}; "default"
-    is {"data": world_size} unless given. `workers`: those of the backend that are there already, by rank; otherwise
-    they are started.
+    the name of the class. `meshes`: named device meshes, e.g. {"default": {"data": 2, "tensor": 4}}; "default" is
+    {"data": world_size} unless given. `workers`: existing workers of the backend, by rank; None starts new ones.
 
-    Raises DispatchError, before a worker is started, if a mesh does not have as many ranks as the pool or a method
-    cannot be bound.
+    Raises DispatchError, before a worker is started, if the size of a mesh differs from the pool's world size or a
+    method cannot be bound.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class WorkerGroup:
         self._measured_parts: dict[str, MeasuredParts] = {}
         self._workers = list(workers or self._start_workers())
 
-    # ------------------------------------------------------------------------------------------ who
+    # ------------------------------------------------------------------------------------------ workers and methods
 
     @property
     def world_size(self) -> int:
-        """Workers in the group."""
+        """The number of workers in the group."""
         return self._world_size
 
     @property
     def workers(self) -> list[WorkerRef]:
-        """The backend's references of the workers, by rank."""
+        """The backend's references to the workers, by rank."""
         return list(self._workers)
 
     @property
@@ -76,13 +77,13 @@ class WorkerGroup:
         return {name: BoundMethod(self, name, *declared) for name, declared in self._declared.items()}
 
     def mesh(self, name: str = "default") -> Mesh:
-        """One of the group's meshes. Raises DispatchError if there is none of that name."""
+        """Return a mesh of the group by name. Raises DispatchError if it is not defined."""
         if name not in self._meshes:
             raise DispatchError(f"{self!r} has no mesh {name!r}; its meshes are {list(self._meshes.values())}.")
         return self._meshes[name]
 
     def measured_parts(self, method_name: str, num_parts: int) -> MeasuredParts:
-        """What is known of the speed of the ranks in calls of a method."""
+        """Return the measured speeds of the ranks in calls of a method."""
         return self._measured_parts.setdefault(method_name, MeasuredParts(num_parts))
 
     def __getattr__(self, name: str) -> BoundMethod:
@@ -108,32 +109,34 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ calls by name
 
     def execute_all(self, method_name: str, *args: Any, **kwargs: Any) -> list[Handle]:
-        """The same as `execute_all_async`."""
+        """Call `execute_all_async`."""
         return self.execute_all_async(method_name, *args, **kwargs)
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> list[Handle]:
-        """Call a registered method on all ranks, without its dispatch mode: a list or tuple holds one argument for
-        each rank, anything else goes to all. A handle with `get()` for each rank."""
+        """Call a registered method on all ranks, without its dispatch mode; return a handle with `get()` for each.
+
+        A list or tuple must hold one argument for each rank; other values go to all ranks.
+        """
         self._check_callable(method_name)
         split_args, split_kwargs = dispatch_all_to_all(self, *args, **kwargs)
         per_rank = arguments_by_rank(split_args, split_kwargs, self._world_size)
         return self._call(method_name, per_rank, Execute.ALL)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `execute_all_async`, but the results themselves."""
+        """Call `execute_all_async` and return the results."""
         return self._read(self.execute_all_async(method_name, *args, **kwargs))
 
     def execute_rank_zero(self, method_name: str, *args: Any, **kwargs: Any) -> Handle:
-        """The same as `execute_rank_zero_async`."""
+        """Call `execute_rank_zero_async`."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Handle:
-        """Call a registered method on rank 0 with the arguments as they are; a handle with `get()`."""
+        """Call a registered method on rank 0 with unchanged arguments; return a handle with `get()`."""
         self._check_callable(method_name)
         return self._call(method_name, [(args, kwargs)], Execute.RANK_ZERO)[0]
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """As `execute_rank_zero_async`, but the result itself."""
+        """Call `execute_rank_zero_async` and return the result."""
         return self._read([self.execute_rank_zero_async(method_name, *args, **kwargs)])[0]
 
     def _call(self, method_name: str, per_rank: list[Arguments], mode: Execute) -> list[Handle]:
@@ -145,21 +148,21 @@ class WorkerGroup:
         finally:
             self.backend.release(handles)
 
-    # ------------------------------------------------------------------------------------------ life
+    # ------------------------------------------------------------------------------------------ lifetime
 
     def is_alive(self) -> bool:
-        """Whether every worker can take calls."""
+        """Return whether every worker can take calls."""
         return self._is_open and all(self.backend.is_alive(worker) for worker in self._workers)
 
     def shutdown(self) -> None:
-        """Stop the workers; calls on the group are errors from then on. Leaving `with group:` does it."""
+        """Stop the workers; later calls on the group raise DispatchError. Leaving `with group:` calls it."""
         self._is_open = False
         self.backend.shutdown(self._workers)
 
     def check_open(self, where: str) -> None:
-        """Raises DispatchError if the group was shut down."""
+        """Raise DispatchError if the group was shut down."""
         if not self._is_open:
-            raise DispatchError(f"{where} was called on {self!r}, which was shut down; build a new group.")
+            raise DispatchError(f"{where} was called on {self!r}, which was shut down; create a new group.")
 
     def __enter__(self) -> Self:
         return self
@@ -174,8 +177,8 @@ class WorkerGroup:
         for mesh in built.values():
             if mesh.size != self._world_size:
                 raise DispatchError(
-                    f"{mesh} has {mesh.size} ranks, but {self!r} has {self._world_size}; make the product of the axes "
-                    f"equal to the processes of the resource pool."
+                    f"{mesh} has {mesh.size} ranks, but {self!r} has {self._world_size}; the product of the mesh axes "
+                    f"must equal the number of processes of the resource pool."
                 )
         return built
 
@@ -188,7 +191,7 @@ class WorkerGroup:
         for name in registrations:
             if hasattr(WorkerGroup, name) or name in self.__dict__:
                 raise DispatchError(
-                    f"{cls.__name__}.{name} cannot be bound: WorkerGroup.{name} exists; rename the method."
+                    f"{cls.__name__}.{name} cannot be bound: WorkerGroup already defines {name}; rename the method."
                 )
         config = self.cls_with_init.config
         return {
@@ -199,23 +202,23 @@ class WorkerGroup:
     def _check_callable(self, method_name: str) -> None:
         self.check_open(f"{self.cls_with_init.cls.__name__}.{method_name}")
         if method_name not in self._declared:
-            getattr(self, method_name)  # raises the error that says what is wrong
+            getattr(self, method_name)  # raises the error
 
 
 def _with_parts(where: str, registered: Registration, config: Any) -> Registration:
-    """With `parts` resolved, as `reads` is, against the configuration of the worker."""
+    """Return the registration with `parts` resolved with the configuration of the worker, as `reads` is."""
     if not callable(registered.parts):
         return registered
     if config is None:
         raise DispatchError(
-            f"{where} declares parts as a function of the configuration, but its worker is built without one; give "
-            f"ClassWithInitArgs the keyword argument config=..."
+            f"{where} declares parts as a function of the configuration, but its worker is built without config; pass "
+            f"config=... to ClassWithInitArgs."
         )
     return replace(registered, parts=check_parts(f"{where}: parts", registered.parts(config)))
 
 
 def columns_of_methods(cls_with_init: ClassWithInitArgs) -> dict[str, MethodColumns]:
-    """What each registered method reads and writes under its configuration; nothing is started for it."""
+    """Return the columns that each registered method reads and writes with its configuration; starts no worker."""
     cls = cls_with_init.cls
     return {
         name: resolve_columns(
