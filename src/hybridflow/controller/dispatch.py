@@ -115,7 +115,7 @@ def _data_parallel(
 
 
 class _LookUp(type):
-    """A metaclass that looks up undefined attributes in `DISPATCH_MODES`, so that `Dispatch.MINE` finds a registered mode."""
+    """A metaclass that looks up undefined attributes in `DISPATCH_MODES`: `Dispatch.MINE` finds a registered mode."""
 
     def __getattr__(cls, name: str) -> DispatchMode:
         if name not in DISPATCH_MODES:

@@ -1,4 +1,4 @@
-"""Worker groups on a Ray cluster: pools of its resources, processes on its nodes, batches in its stores."""
+"""Worker groups on a Ray cluster: pools of its resources, processes on its nodes, batches in its object stores."""
 
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool

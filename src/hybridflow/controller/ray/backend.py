@@ -1,7 +1,7 @@
-"""`RayBackend`: every rank in a process of its own, on the nodes of a Ray cluster.
+"""`RayBackend`: runs every rank in a separate process, on the nodes of a Ray cluster.
 
 group.method(batch) -> parts packed, put into the store of this node -> actor call on each rank
-future, DataProto  <- status of each rank (small)  ..  batches stay in the stores until somebody reads them
+future, DataProto  <- status of each rank (small)  ..  batches stay in the stores until they are read
 """
 
 import os
@@ -25,7 +25,7 @@ from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, pickled_class, thaw
-from hybridflow.controller.ray.waiting import FULL, SLICE_S, Waiting
+from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
@@ -37,20 +37,21 @@ from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
 
 START_TIMEOUT_S = 300.0
-"""The least deadline of the start of a process, which is Ray's affair and waits for the machine."""
+"""The shortest deadline for the start of a process, in seconds; Ray may be slow to start one."""
 
 NAMESPACE = "hybridflow"
-"""Where detached workers have their names."""
+"""The Ray namespace of detached workers."""
 
 
 class RayBackend:
-    """Worker groups on a Ray cluster.
+    """A backend that runs workers on a Ray cluster.
 
-    `address`: of a running cluster; "" for the one this process is connected to, or, if there is none, one on this
-    machine that starts with the first group and stops with `close()` or the end of the process. `num_cpus`, `num_gpus`:
-    logical resources of that one, by default what the first pool asks for. `call_timeout_s`: the deadline of every
-    call, None for no deadline. `threads`: of each rank, 0 for its share of the physical cores. `compress`: zstd on what
-    is sent. Use it as a context, or call `close()`.
+    `address`: address of a running cluster; "" uses the cluster that this process is connected to, or otherwise starts
+    a local cluster with the first group, which stops with `close()` or at the end of the process. `num_cpus`,
+    `num_gpus`, `object_store_bytes`: logical resources and shared memory of that local cluster; by default, the
+    resources that the first pool requests, and Ray's choice of memory. `call_timeout_s`: the deadline of every call in
+    seconds; None: no deadline. `threads`: CPU threads of each rank; 0: its share of the physical cores. `compress`:
+    compress sent data with zstd. Use the backend as a context, or call `close()`.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class RayBackend:
         compress: bool = False,
     ) -> None:
         if call_timeout_s is not None and not call_timeout_s > 0:
-            raise ConfigError(f"call_timeout_s={call_timeout_s}: needs seconds above 0, or None for no deadline.")
+            raise ConfigError(
+                f"call_timeout_s={call_timeout_s} is invalid: expected a number of seconds above 0, or None for no "
+                f"deadline."
+            )
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
@@ -77,13 +81,14 @@ class RayBackend:
 
     @property
     def trace(self) -> Trace:
-        """As `Backend.trace`."""
-        self._waiting.note_ended()
+        """The calls and transfers that are known to have finished."""
+        self._waiting.collect_finished()
         return self._trace
 
     # ------------------------------------------------------------------------------------------ workers
 
     def check_fit(self, resource_pools: Sequence[ResourcePool]) -> None:
+        """Connect to the cluster and raise ConfigError, within seconds, unless all pools together fit."""
         pools = [self._as_ray_pool(pool) for pool in resource_pools]
         if pools:
             self._connection.open(pools)
@@ -92,7 +97,10 @@ class RayBackend:
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool, detached_as: str = ""
     ) -> dict[str, list[RayWorker]]:
-        """As `Backend.spawn`. `detached_as`: a name; the processes then outlive this one, see `find_detached`."""
+        """Start the processes of a group, as specified by `Backend.spawn`.
+
+        `detached_as`: if not empty, the processes outlive this one; `find_detached` finds them by this name.
+        """
         concurrent_calls = concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
         pool = self._as_ray_pool(resource_pool)
         self._connection.open([pool])
@@ -128,9 +136,9 @@ class RayBackend:
         }
 
     def measure_nodes(self, processes: Sequence[RayProcess] | None = None, again: bool = True) -> None:
-        """Measure latency and bandwidth of each node that has a process of ours, for the trace and `transfer_report`.
+        """Measure latency and bandwidth of each node with a worker process, for the trace and `transfer_report`.
 
-        A node is measured when its first process starts, and when this is called.
+        A node is measured when its first process starts, and when this method is called.
         """
         first_on: dict[str, RayProcess] = {}
         for process in self._processes if processes is None else processes:
@@ -140,7 +148,7 @@ class RayBackend:
         self._measured_nodes.update(first_on)
 
     def _as_ray_pool(self, pool: ResourcePool) -> RayResourcePool:
-        """A plain pool becomes one of Ray's, the same one each time it is used."""
+        """Return the pool, or the one RayResourcePool that stands for a plain pool."""
         if not isinstance(pool, RayResourcePool):
             own = self._own_pools.get(id(pool))
             if own is None:
@@ -151,28 +159,30 @@ class RayBackend:
         return pool
 
     def _check_detached(self, name: str) -> None:
-        """Raise ConfigError if processes of that name could not outlive this one."""
+        """Raise ConfigError if the cluster ends with this process or already has a detached group of that name."""
         if self._connection.ends_with_us:
             raise ConfigError(
-                f"detached group {name!r}: it is to outlive this process, but the cluster ends with it; start a "
-                f"cluster with `ray start --head` and give RayBackend its address."
+                f"detached group {name!r} cannot outlive this process, because its local cluster stops with it; start "
+                f"a cluster with `ray start --head` and pass its address to RayBackend."
             )
         if _find_actor(f"{name}/0") is not None:
             raise ConfigError(
-                f"a detached group {name!r} is on the cluster already; take it over by RayWorkerGroup.attach({name!r}, "
-                f"...), end it by shutdown() of what attach returns, or choose another name."
+                f"a detached group {name!r} already exists on the cluster; use it with RayWorkerGroup.attach({name!r}, "
+                f"...), stop it with shutdown() of the attached group, or choose another name."
             )
 
     def find_detached(self, name: str, cls_with_init: ClassWithInitArgs) -> tuple[RayResourcePool, list[RayWorker]]:
-        """The pool and the workers of a detached group. Raises WorkerError if there is none of that name, or if one of
-        its ranks is gone."""
+        """Return the pool and the workers of a detached group.
+
+        Raises WorkerError if there is no group of that name, or if one of its ranks is gone.
+        """
         concurrent_calls = concurrent_calls_of({name: cls_with_init.cls})
         self._connection.open([RayResourcePool([1])])
         actors = [actor for actor in [_find_actor(f"{name}/0")] if actor is not None]
         if not actors:
             raise WorkerError(
-                f"no detached worker group {name!r} is on the cluster, or its rank 0 is gone; was it built with "
-                f"detached=True, on this cluster?"
+                f"no detached worker group {name!r} was found on the cluster, or its rank 0 is gone; check that it was "
+                f"created with detached=True, on this cluster."
             )
         processes = [RayProcess(actors[0], f"{name}/0", 0, {name})]
         (world_size,) = self._ask(processes, "world_size")
@@ -180,9 +190,9 @@ class RayBackend:
             actor = _find_actor(f"{name}/{rank}")
             if actor is None:
                 raise WorkerError(
-                    f"rank {rank} of the {world_size} of the detached worker group {name!r} is gone, and the others "
-                    f"would wait for it; end each of them, ray.kill(ray.get_actor('{name}/0', "
-                    f"namespace={NAMESPACE!r})) is the first, and build the group again.",
+                    f"rank {rank} of the {world_size} ranks of the detached worker group {name!r} is gone, and the "
+                    f"others would wait for it; stop each of them, e.g. rank 0 with ray.kill(ray.get_actor('{name}/0', "
+                    f"namespace={NAMESPACE!r})), and create the group again.",
                     role=name,
                     rank=rank,
                 )
@@ -200,7 +210,7 @@ class RayBackend:
         return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
 
     def _find_homes(self, processes: Sequence[RayProcess]) -> None:
-        """Wait until the processes have started, and note where they are."""
+        """Wait until the processes have started, and store their homes."""
         timeout_s = self.call_timeout_s and max(self.call_timeout_s, START_TIMEOUT_S)
         for process, home in zip(processes, self._ask(processes, "home", timeout_s=timeout_s), strict=True):
             process.home = home
@@ -223,7 +233,7 @@ class RayBackend:
         return ray.remote(WorkerProcess).options(**options).remote(label, _importable_paths(), os.getcwd())
 
     def _build(self, processes: Sequence[RayProcess], classes: Mapping[str, ClassWithInitArgs]) -> None:
-        """Construct the objects of all ranks at the same time: constructors may meet in collectives."""
+        """Construct the objects of all ranks at the same time, as constructors may use collectives."""
         packed = {}
         for name, cls_with_init in classes.items():
             outgoing, where = Outgoing(), f"{cls_with_init.cls.__name__}.__init__"
@@ -261,7 +271,7 @@ class RayBackend:
         where: str = "",
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method of the processes themselves, on all of them at the same time."""
+        """Call a method of `WorkerProcess` on all processes at the same time and return the results."""
         calls = []
         for index, process in enumerate(processes):
             ref = getattr(process.actor, method).remote(*(arguments[index] if arguments else ()))
@@ -272,25 +282,27 @@ class RayBackend:
         return [ray.get(call.done) for call in calls]
 
     def is_alive(self, worker: WorkerRef) -> bool:
+        """Return whether the process of the worker runs, even if it is busy."""
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
             return False
         try:
-            ready, _ = ray.wait([worker.process.actor.__ray_ready__.remote()], timeout=SLICE_S)
+            ready, _ = ray.wait([worker.process.actor.__ray_ready__.remote()], timeout=POLL_INTERVAL_S)
             for ref in ready:
                 ray.get(ref)
         except RayActorError:
             return False
-        return True  # busy, if it has not answered: the dead answer at once
+        return True  # an unanswered request means busy: Ray reports a dead actor at once
 
     def shutdown(self, workers: Sequence[WorkerRef]) -> None:
-        gone = []
+        """Stop the workers; a process ends when all its roles are stopped."""
+        unused = []
         for worker in workers:
             if isinstance(worker, RayWorker) and not worker.is_stopped:
                 worker.is_stopped = True
                 worker.process.roles.discard(worker.role)
                 if not worker.process.roles:
-                    gone.append(worker.process)
-        self._stop(gone)
+                    unused.append(worker.process)
+        self._stop(unused)
 
     def _stop(self, processes: Sequence[RayProcess]) -> None:
         for process in processes:
@@ -305,7 +317,7 @@ class RayBackend:
                 process.on_last_stop()
 
     def close(self) -> None:
-        """Stop every worker, give back what was reserved, and stop the cluster if it was started by this backend."""
+        """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
         self._stop([process for process in self._processes if not process.is_detached])
         self._own_pools.clear()
         self._connection.close()
@@ -321,7 +333,7 @@ class RayBackend:
     def call_all(
         self, workers: Sequence[WorkerRef], method_name: str, per_rank: PerRank, terms: Sequence[CallTerms]
     ) -> list[RayHandle]:
-        """As `Backend.call_all`: the arguments of every rank are packed before the first one is called."""
+        """Call the workers, as specified by `Backend.call_all`; all arguments are packed before the first call."""
         messages = [
             self._pack(worker, method_name, args, kwargs, own_terms)
             for worker, (args, kwargs), own_terms in zip(workers, per_rank, terms, strict=True)
@@ -332,7 +344,7 @@ class RayBackend:
             remote = worker.process.remote_call(2 if is_read else 1)
             try:
                 refs = remote.remote(frozen, *outgoing.refs)
-            except FULL as error:
+            except STORE_FULL as error:
                 raise WorkerError(
                     f"the arguments of {where} for worker {worker.name}, {outgoing.num_bytes} bytes, fit neither into "
                     f"the shared memory of this node nor on its disk ({type(error).__name__}); use smaller batches, a "
@@ -353,52 +365,60 @@ class RayBackend:
         self, worker: WorkerRef, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any], terms: CallTerms
     ) -> "_Message":
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:
-            raise self._gone(worker, method_name)
+            raise self._stopped_error(worker, method_name)
         where, calls_read, opens = f"{worker.class_name}.{method_name}", _CallsRead(), terms.opens_futures
         outgoing = Outgoing(calls_read, self.compress)
         own_args = [outgoing.pack(value, f"argument {index} of {where}", opens) for index, value in enumerate(args)]
         own_kwargs = {key: outgoing.pack(value, f"argument {key} of {where}", opens) for key, value in kwargs.items()}
-        outgoing.also_wait_for(calls_read.silent)
+        outgoing.also_wait_for(calls_read.unread)
         frozen = _frozen((pack_header(worker.role, method_name, terms), own_args, own_kwargs), outgoing, where)
         return _Message(worker, where, terms.is_read, frozen, outgoing, calls_read.unfinished())
 
-    def _gone(self, worker: WorkerRef, method_name: str) -> WorkerError:
+    def _stopped_error(self, worker: WorkerRef, method_name: str) -> WorkerError:
         if not isinstance(worker, RayWorker):
-            return WorkerError(f"worker {worker.name} is not of this backend; {method_name} cannot be called on it.")
-        fate = worker.process.fate
-        because = f"has ended ({str(fate).partition(chr(10))[0]})" if fate else "was shut down"
-        kind = LostWorkerError if fate else WorkerError
+            return WorkerError(
+                f"worker {worker.name} belongs to another backend; {method_name} cannot be called on it by this one."
+            )
+        cause = worker.process.exit_error
+        state = f"has exited ({str(cause).partition(chr(10))[0]})" if cause else "was shut down"
+        kind = LostWorkerError if cause else WorkerError
         return kind(
-            f"worker {worker.name} {because}; {method_name} cannot be called on it.",
+            f"worker {worker.name} {state}; {method_name} cannot be called on it.",
             role=worker.role,
             rank=worker.rank,
             node=worker.process.node,
         )
 
     def put(self, value: Any) -> RayHandle:
+        """Store a value in the object store of this node."""
         outgoing = Outgoing(compress=self.compress)
         packed = outgoing.pack(value, "a value to put")
         frozen = _frozen(packed, outgoing, "put")
         return RayHandle(self, ray.put(frozen), produced=produced_columns(value))
 
     def get(self, handles: Sequence[Handle]) -> list[Any]:
+        """Wait for all values and return them in order."""
         self.wait(handles)
         return [handle.get() for handle in handles]
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """As `Backend.wait`: raises the first error there is, at once, and WorkerTimeoutError past a deadline."""
+        """Wait until the calls have finished.
+
+        Raises the first error that occurs, at once, and WorkerTimeoutError for a call over its deadline.
+        """
         calls = [handle.call for handle in handles if isinstance(handle, RayHandle) and handle.call is not None]
         if not all(call.is_finished for call in calls):
             self._require_connection()
         self._waiting.wait(calls)
 
     def release(self, handles: Sequence[Handle]) -> None:
+        """Release the values."""
         for handle in handles:
             if isinstance(handle, RayHandle):
                 handle.release()
 
     def note_read(self, handle: RayHandle, start: float, contents: Any) -> None:
-        """The controller has read contents since `start`."""
+        """Record in the trace that the controller read `contents`, starting at time `start`."""
         if columns := produced_columns(contents):
             name, sources = handle.call.worker.name if handle.call else "", ((handle.where, columns),)
             size, end = batch_bytes(contents), time.time()
@@ -407,28 +427,26 @@ class RayBackend:
             )
 
     def fetch(self, handle: RayHandle) -> Any:
-        """The packed value of a call that has ended: mapped from the store of this node, brought there if need be."""
+        """Return the packed value of a finished call, mapped from this node's store; fetch it there first if needed."""
         if handle.ref is None:
-            raise WorkerError(
-                "this result was released; keep the future, or what its get() returned, instead of the handle."
-            )
+            raise WorkerError("this result was released; keep the future, or the result of get(), not the handle.")
         self._require_connection()
         try:
             if handle.call is not None and handle.call.small_value is not None:
                 return thaw(handle.call.small_value)
             return thaw(ray.get(handle.ref))
-        except RayError as error:  # the call succeeded, but its result could not be kept or brought here
+        except RayError as error:  # the call succeeded, but its result could not be stored or fetched
             if handle.call is None:
                 raise LostWorkerError(f"a value that was put is lost: {error}") from error
             raise self._waiting.failure(handle.call, getattr(error, "cause", error), error) from None
 
     def _require_connection(self) -> None:
-        if not ray.is_initialized():  # asked for an object, Ray would connect to some cluster or start one
-            raise WorkerError("this backend was closed, and the result went with it; read futures before closing.")
+        if not ray.is_initialized():  # ray.get would connect to another cluster or start one
+            raise WorkerError("this backend was closed, and its results are gone; read futures before closing it.")
 
 
 class _Message(NamedTuple):
-    """A call that is packed: `after` are the calls whose results it reads."""
+    """A packed call; `after` are the unfinished calls whose results it reads."""
 
     worker: RayWorker
     where: str
@@ -439,44 +457,44 @@ class _Message(NamedTuple):
 
 
 class _CallsRead:
-    """The stored object behind a handle of this backend; notes the calls that a message waits for."""
+    """A function from a handle of this backend to its stored object, which collects the calls that a message needs."""
 
     def __init__(self) -> None:
         self._calls: list[RayCall] = []
-        self.silent: list[Any] = []
-        """Of replicas whose results nobody reads, which must have succeeded all the same."""
+        self.unread: list[Any] = []
+        """Status objects of replicas whose results are not read but whose calls must have succeeded."""
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, RayHandle):
             return None
         if value.ref is None:
-            raise WorkerError("this result was released; keep the future instead of the handle.")
+            raise WorkerError("this result was released; keep the future, not the handle.")
         others = [other.call for other in value.others if isinstance(other, RayHandle) and other.call is not None]
         self._calls += others
-        self.silent += [call.done for call in others]
+        self.unread += [call.done for call in others]
         if value.call is not None:
             self._calls.append(value.call)
         return value.ref
 
     def unfinished(self) -> list[RayCall]:
-        """Those that may not have ended."""
+        """Return the calls that are not known to have finished."""
         return [call for call in self._calls if not call.is_finished]
 
 
 def _frozen(value: Any, outgoing: Outgoing, where: str) -> Any:
-    """As `freeze`. Raises DispatchError for what cannot be sent."""
+    """Freeze a message (see `freeze`). Raises DispatchError if it cannot be pickled."""
     try:
         return freeze(value, outgoing.num_bytes_in_all, outgoing.is_plain)
     except RecursionError:
-        raise  # of a future: the caller knows better
+        raise  # caused by a deeply nested future; the caller handles it
     except Exception as error:  # whatever an object raises when it is pickled
         raise DispatchError(
-            f"an argument of {where} cannot be sent to another process ({described(error)}); pass data."
+            f"an argument of {where} cannot be sent to another process ({described(error)}); pass plain data."
         ) from error
 
 
 def _find_actor(name: str) -> Any:
-    """A detached process by its name; None if there is none."""
+    """Return a detached process by its name; None if it does not exist."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

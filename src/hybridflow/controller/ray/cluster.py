@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: one that runs, or one on this machine for as long as it is needed."""
+"""The connection to a Ray cluster: a running one, or a local one that is started and stopped by the connection."""
 
 import os
 import socket
@@ -17,14 +17,15 @@ logger = get_logger(__name__)
 
 
 class Connection:
-    """See `RayBackend` for the arguments."""
+    """A connection of this process to a Ray cluster; the arguments are those of `RayBackend`."""
 
     def __init__(self, address: str, num_cpus: float, num_gpus: int, object_store_bytes: int | None) -> None:
         if address.startswith("ray://"):
             raise ConfigError(
-                f"address={address!r} is of a Ray Client, through which every byte would travel twice and no store can "
-                f"be shared; run the program on a node of the cluster (`ray job submit`, or log in there) with "
-                f"address='auto' or the address of its head, '{address.removeprefix('ray://').partition(':')[0]}:6379'."
+                f"address={address!r} is a Ray Client address, which is not supported: data would be sent twice, and "
+                f"the object store could not be shared; run the program on a node of the cluster (`ray job submit`, or "
+                f"log in there) with address='auto' or the address of its head node, "
+                f"'{address.removeprefix('ray://').partition(':')[0]}:6379'."
             )
         self._address, self._num_cpus, self._num_gpus = address, num_cpus, num_gpus
         self._object_store_bytes = object_store_bytes
@@ -32,26 +33,25 @@ class Connection:
         self._is_ours = False
 
     def open(self, pools: Sequence[RayResourcePool]) -> None:
-        """Connect, if this process is not connected. Raises ConfigError, within seconds, if nobody answers."""
+        """Connect unless this process is connected. Raises ConfigError, within seconds, if no cluster answers."""
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # each error is raised where its result is read
         if ray.is_initialized():
             return
         if self._address:
-            _require_answer(self._address)
+            _require_reachable(self._address)
             try:
                 ray.init(self._address, log_to_driver=True, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"no Ray cluster answers at address={self._address!r} ({error}); start one with "
-                    f"`ray start --head`, or leave the address empty for a cluster on this machine that starts and "
-                    f"stops with the run."
+                    f"`ray start --head`, or leave the address empty to start a local cluster with the run."
                 ) from error
             self._is_ours = True
             return
         processes, cores = sum(pool.world_size for pool in pools), os.cpu_count() or 1
         if processes > cores:
             logger.warning(
-                "%d worker processes for the %d cores of this machine: they will wait in turn", processes, cores
+                "%d worker processes share the %d CPU cores of this machine and slow each other down", processes, cores
             )
         num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
         num_gpus = self._num_gpus or sum(pool.world_size for pool in pools if pool.use_gpu)
@@ -60,11 +60,11 @@ class Connection:
 
     @property
     def ends_with_us(self) -> bool:
-        """Whether the cluster is one that this connection started."""
+        """Whether this connection started the cluster, which therefore stops with this process."""
         return self._local is not None
 
     def close(self) -> None:
-        """Disconnect from what `open` connected to."""
+        """Disconnect, and stop the cluster if `open` started it."""
         if self._local is not None:
             self._local.stop()
             self._local = None
@@ -73,27 +73,27 @@ class Connection:
         self._is_ours = False
 
 
-def _require_answer(address: str) -> None:
-    """Raise ConfigError unless somebody listens at HOST:PORT; Ray would try for minutes."""
+def _require_reachable(address: str) -> None:
+    """Raise ConfigError unless HOST:PORT accepts connections; Ray would retry for minutes."""
     found = _found_by_ray() if address == "auto" else address
     host, _, port = found.rpartition(":")
     if not port.isdigit():
-        return  # whatever is wrong with it, Ray says so at once
+        return  # Ray rejects an invalid address at once
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        last = f", which was the last one started here, {found}: `ray stop` forgets it" if address == "auto" else ""
+        last = f", the last cluster started here: {found} (`ray stop` clears it)" if address == "auto" else ""
         raise ConfigError(
             f"no Ray cluster answers at address={address!r}{last} ({error}); start one with `ray start --head`, or "
-            f"leave the address empty for a cluster on this machine that starts and stops with the run."
+            f"leave the address empty to start a local cluster with the run."
         ) from error
 
 
 def _found_by_ray() -> str:
-    """Where "auto" leads: RAY_ADDRESS, or the cluster that was last started on this machine; "" if there is none."""
+    """Return the address that "auto" stands for: RAY_ADDRESS, or the last cluster started here; "" if there is none."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
         return canonicalize_bootstrap_address("auto") or ""
-    except (ConnectionError, ValueError):  # said again, with what is wrong, by whoever connects
+    except (ConnectionError, ValueError):  # connecting raises it again, with the reason
         return ""

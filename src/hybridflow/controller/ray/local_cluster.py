@@ -1,10 +1,10 @@
-"""A Ray cluster on this machine for one run, which leaves nothing behind. Knows nothing of workers.
+"""A local Ray cluster for one run, removed completely when the run ends. It does not know workers.
 
-    driver ── ray.init ──> gcs, raylet ──> agents, actors ──> their children      all carry the session's token
-       └──── pipe ───────> reaper: when the pipe ends, ends all that carry it and removes the directory
+    driver ── ray.init ──> gcs, raylet ──> agents, actors ──> their children      all have the session's token
+       └──── pipe ───────> reaper: when the pipe closes, stops all processes with the token, removes the directory
 
-Ray ends its own processes when the driver calls `ray.shutdown`, but not all of them when the driver is killed, and
-never removes its directory. The reaper does, and it cannot be missed: the pipe ends however the driver ends.
+Ray stops its own processes when the driver calls `ray.shutdown`, but not all of them when the driver is killed, and
+never removes its directory. The reaper does both: its pipe closes even if the driver is killed.
 """
 
 import atexit
@@ -33,38 +33,39 @@ _NICENESS = "RAY_worker_niceness"
 _LONGEST_TEMPORARY_DIRECTORY = 13
 
 _pipes: set[int] = set()
-"""The ends that the reapers of this process wait for."""
+"""The write ends of the pipes to the reapers of this process."""
 
 
 class LocalCluster:
     """A Ray cluster with these logical resources, from `start()` to `stop()`, or in a `with` block.
 
-    `num_cpus` is rounded up and may exceed the cores of the machine. `object_store_bytes` is shared memory for
-    values, by default what Ray chooses. All sockets listen on the loopback interface, and a token of the run's own
-    keeps other users of the machine out. Nothing is written outside `directory`, and nothing is asked of the network.
-    Workers have the priority of this process, unless the variable RAY_worker_niceness says more (Ray's default is 15).
+    `num_cpus` is rounded up and may exceed the cores of the machine. `object_store_bytes`: shared memory for values,
+    by default Ray's choice. All sockets listen on the loopback interface, and a token of the run denies access to other
+    users of the machine. No file is written outside `directory`, and no network request is made. Workers have the
+    priority of this process, unless the variable RAY_worker_niceness is set (Ray's default is 15).
 
-    Call `start` in a thread that lives as long as the cluster: the kernel ends Ray's processes with the thread that
-    started them. Without /proc (macOS), what `ray.shutdown` does not end stays; the directory is removed there too.
+    Call `start` in a thread that lives as long as the cluster: the kernel stops Ray's processes when the thread that
+    started them ends. Without /proc (macOS), processes that `ray.shutdown` does not stop remain; the directory is
+    removed there too.
     """
 
     def __init__(self, num_cpus: float, num_gpus: int = 0, object_store_bytes: int | None = None) -> None:
         if not 0 < num_cpus < math.inf:
-            raise ConfigError(f"A Ray cluster with num_cpus={num_cpus} cannot run a worker; use a positive number.")
+            raise ConfigError(f"num_cpus={num_cpus} is invalid for a Ray cluster: expected a finite positive number.")
         if num_gpus < 0:
             raise ConfigError(f"num_gpus={num_gpus} is negative; use 0 for a Ray cluster without GPUs.")
         if object_store_bytes is not None and object_store_bytes < _MIN_OBJECT_STORE_BYTES:
             raise ConfigError(
-                f"object_store_bytes={object_store_bytes} is less than Ray can use; "
+                f"object_store_bytes={object_store_bytes} is below Ray's minimum; "
                 f"use at least {_MIN_OBJECT_STORE_BYTES}, or None for Ray's choice."
             )
         self.num_cpus = math.ceil(num_cpus)
         self.num_gpus = num_gpus
         self.object_store_bytes = object_store_bytes
         self.session: str | None = None
-        """The token of the last start: `cluster_processes(session)` are its processes."""
+        """The token of the last start; `cluster_processes(session)` returns its processes."""
         self.directory: Path | None = None
-        """Where Ray keeps sockets, logs and what does not fit into shared memory; it exists while the cluster does."""
+        """The directory of Ray's sockets, logs and spilled objects; it exists as long as the cluster."""
         self._undo: contextlib.ExitStack | None = None
         self._driver_pid = 0
 
@@ -76,16 +77,17 @@ class LocalCluster:
         self.stop()
 
     def start(self) -> None:
-        """Raises ConfigError if this process has a Ray cluster already, WorkerError if Ray does not start.
+        """Start the cluster and connect to it.
 
-        Nothing is left of a start that failed.
+        Raises ConfigError if this process already has a Ray cluster, WorkerError if Ray does not start. A failed start
+        is cleaned up.
         """
         if self._undo is not None:
-            raise ConfigError("This Ray cluster has been started already; call stop() before starting it again.")
+            raise ConfigError("this Ray cluster is already started; call stop() before starting it again.")
         loaded_ray = sys.modules.get("ray")
         if loaded_ray is not None and loaded_ray.is_initialized():
             raise ConfigError(
-                "Ray is initialized in this process already; call ray.shutdown(), or stop the cluster that did it."
+                "Ray is already initialized in this process; call ray.shutdown(), or stop the LocalCluster in use."
             )
         session = secrets.token_hex(16)
         with contextlib.ExitStack() as undo:
@@ -97,30 +99,30 @@ class LocalCluster:
             directory = undo.enter_context(_reaped_directory(session))
             undo.callback(_shut_down)
             try:
-                # What the driver itself starts later is not the cluster's, and must not carry the session's token.
+                # Processes that the driver starts later do not belong to the cluster and must not have its token.
                 with _variables({SESSION_VARIABLE: session}), _own_sigterm_and_breakpoint():
                     ray.init(
-                        address="local",  # whatever RAY_ADDRESS says
+                        address="local",  # ignores RAY_ADDRESS
                         num_cpus=self.num_cpus,
                         num_gpus=self.num_gpus,
                         object_store_memory=self.object_store_bytes,
                         include_dashboard=False,
                         log_to_driver=True,
                         configure_logging=False,
-                        # Ray opens its directory to everybody, so it has to lie in one that is open to us alone.
+                        # Ray makes its directory accessible to all users, so it is put into a private one.
                         _temp_dir=str(directory / "r"),
                     )
             except Exception as error:
-                raise WorkerError(f"Ray did not start: {str(error) or type(error).__name__}") from error
+                raise WorkerError(f"Ray failed to start: {str(error) or type(error).__name__}") from error
             atexit.register(self.stop)
             undo.callback(atexit.unregister, self.stop)
             self.session, self.directory, self._driver_pid = session, directory, os.getpid()
             self._undo = undo.pop_all()
 
     def stop(self) -> None:
-        """End all processes of the cluster and remove its files; nothing is left when this returns.
+        """Stop all processes of the cluster and remove its files before returning.
 
-        Stopping twice is no error. Raises WorkerError if a process cannot be ended.
+        Stopping twice is allowed. Raises WorkerError if a process cannot be stopped.
         """
         if self._undo is None or self._driver_pid != os.getpid():  # a forked child has a copy of this object
             return
@@ -131,19 +133,19 @@ class LocalCluster:
 def _variables_of_run() -> dict[str, str]:
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray makes one and writes it into the home directory
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray creates one and writes it into the home directory
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_CLIENT_MODE": "0",  # Ray sets it on import
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # not a cluster of machines: listen on the loopback interface
-        # By default Ray's worker processes are of the lowest priority but four: any other program's starve the ranks.
+        # By default Ray runs workers at niceness 15, so that other programs starve the ranks.
         _NICENESS: os.environ.get(_NICENESS, "0"),
-        "SPT_NOENV": "1",  # Ray's processes rename themselves, and the new name would overwrite the session's token
+        "SPT_NOENV": "1",  # Ray's processes rename themselves, which would overwrite the token in their environment
     }
 
 
 @contextlib.contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables, and on leaving what was there before."""
+    """Set environment variables; restore the previous values on exit."""
     previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -165,7 +167,7 @@ def _import_ray() -> Any:
 
 
 def _let_ray_read_variables() -> None:
-    """Ray keeps the authentication mode and token of its import, or of the cluster before."""
+    """Make Ray read the authentication mode and token again; it keeps those of its import or of the last cluster."""
     if "ray" in sys.modules:
         from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -175,16 +177,16 @@ def _let_ray_read_variables() -> None:
 
 @contextlib.contextmanager
 def _ray_settings() -> Iterator[None]:
-    """What Ray decides by module attributes, some of them read from the environment on import."""
+    """Set Ray's options that are module attributes, some of them read from the environment on import."""
     from ray._private import node, ray_constants, services
 
     settings = (
-        # A signal to the driver's process group, as a scheduler sends it, is for the driver to answer.
+        # Only the driver handles a signal to its process group, as a scheduler sends it.
         (services, "ConsolePopen", functools.partial(services.ConsolePopen, start_new_session=True)),
         (ray_constants, "ENABLE_RAY_CLUSTER", False),
-        # Under `uv run` Ray would copy the working directory and build an environment for the workers.
+        # Under `uv run`, Ray would copy the working directory and build an environment for the workers.
         (ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", False),
-        # Without a dashboard this process only asks the network which cloud it is in, for the usage statistics.
+        # Without a dashboard, this process only detects the cloud provider over the network, for usage statistics.
         (node.Node, "start_api_server", lambda self, **_: None),
     )
     with contextlib.ExitStack() as undo:
@@ -196,7 +198,7 @@ def _ray_settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_sigterm_and_breakpoint() -> Iterator[None]:
-    """`ray.init` takes SIGTERM and `breakpoint()` for itself, but what they do in the driver is for the run to say."""
+    """Keep the run's own SIGTERM handler and `breakpoint()`, which `ray.init` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _variables({"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT", "")}):
@@ -219,24 +221,24 @@ def _shut_down() -> None:
     try:
         ray.shutdown()
     finally:
-        # At exit Ray would take up a shutdown that was interrupted, and make directories anew that are gone by then.
+        # At exit, Ray would resume an interrupted shutdown and create removed directories again.
         ray._private.worker._global_node = None
 
 
 @contextlib.contextmanager
 def _reaped_directory(session: str) -> Iterator[Path]:
-    """A new directory, which is gone on leaving, as is every process of the session, also if the driver is killed."""
+    """Create a directory; remove it and all processes of the session on exit, even if the driver is killed."""
     read_end, write_end = os.pipe()
     _pipes.add(write_end)
     try:
         directory = _directory_of(session)
         reaper = _start_reaper(session, directory, read_end)
-        directory.mkdir(mode=0o700)  # after the start of the one that removes it
+        directory.mkdir(mode=0o700)  # after the start of the reaper that removes it
     except OSError as error:
         _close(write_end)
         raise WorkerError(
-            f"A Ray cluster needs a directory with a short path, and a process that removes it: {error}; "
-            f"let TMPDIR be a directory you may write to with at most {_LONGEST_TEMPORARY_DIRECTORY} characters."
+            f"the directory of the Ray cluster or its reaper could not be created: {error}; set TMPDIR to a writable "
+            f"directory with a path of at most {_LONGEST_TEMPORARY_DIRECTORY} characters."
         ) from error
     except BaseException:
         _close(write_end)
@@ -248,12 +250,12 @@ def _reaped_directory(session: str) -> Iterator[Path]:
     finally:
         _close(write_end)
         _wait(reaper, session)
-        if reaper.returncode != 0:  # somebody has killed it; another one finds its work ready
+        if reaper.returncode != 0:  # it was killed; a new reaper completes its work
             _wait(_start_reaper(session, directory, subprocess.DEVNULL), session)
 
 
 def _start_reaper(session: str, directory: Path, stdin: int) -> subprocess.Popen[bytes]:
-    # In a cluster's actor this process carries that cluster's token, and its reaper must not end ours.
+    # In an actor of another cluster, this process has that cluster's token, and its reaper must not stop ours.
     environment = {name: value for name, value in os.environ.items() if name != SESSION_VARIABLE}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_REAPER), session, str(directory)],
@@ -271,19 +273,19 @@ def _wait(reaper: subprocess.Popen[bytes], session: str) -> None:
         reaper.wait(_REAPER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise WorkerError(
-            f"Ray's processes {cluster_processes(session)} are still there after {_REAPER_TIMEOUT_S:.0f} s of being "
-            f"killed; process {reaper.pid} goes on trying. See what they wait for with `ps -o pid,stat,wchan,args`."
+            f"Ray's processes {cluster_processes(session)} still run {_REAPER_TIMEOUT_S:.0f} s after they were killed; "
+            f"the reaper, process {reaper.pid}, continues. Inspect them with `ps -o pid,stat,wchan,args`."
         ) from None
 
 
 def _close(write_end: int) -> None:
-    if write_end in _pipes:  # in a forked child the number may be another file's by now
+    if write_end in _pipes:  # in a forked child, the descriptor may belong to another file by now
         _pipes.remove(write_end)
         os.close(write_end)
 
 
 def _close_pipes_in_forked_child() -> None:
-    # A child that outlives the driver would keep the reapers waiting.
+    # An open copy in a child that outlives the driver would keep the reapers waiting.
     while _pipes:
         os.close(_pipes.pop())
 

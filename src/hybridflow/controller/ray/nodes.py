@@ -1,4 +1,4 @@
-"""Which nodes the processes of a pool go to. Pure: numbers in, numbers out; Ray is asked and told elsewhere."""
+"""The choice of nodes for the processes of a pool: pure functions, without calls to Ray."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,12 +8,12 @@ from hybridflow.errors import ConfigError
 Resources = Mapping[str, float]
 
 EPSILON = 1e-6
-"""Ray counts shares of a CPU in ten-thousandths."""
+"""Tolerance when resources are compared; Ray counts CPU shares in units of 1e-4."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster. `free` is what nobody has reserved, `total` what it has."""
+    """A node of the cluster. `free`: resources that are not reserved. `total`: all its resources."""
 
     node_id: str
     address: str
@@ -21,18 +21,18 @@ class Node:
     total: Resources
 
     def holds(self, processes: int, share: Resources, *, empty: bool = False) -> bool:
-        """Whether so many processes of that share fit; `empty`: if nobody else were there."""
+        """Return whether `processes` with this share each fit; `empty`: on an otherwise empty node."""
         have = self.total if empty else self.free
         return all(have.get(name, 0.0) + EPSILON >= processes * amount for name, amount in share.items())
 
     def without(self, processes: int, share: Resources) -> "Node":
-        """The node when so many processes of that share are there."""
+        """Return the node with the resources of `processes`, each with this share, taken from `free`."""
         free = {name: amount - processes * share.get(name, 0.0) for name, amount in self.free.items()}
         return replace(self, free=free)
 
 
 def sorted_nodes(nodes: Sequence[Node]) -> list[Node]:
-    """By address, IPv4 as numbers: the same order after a restart of the cluster, whatever the ids of its nodes."""
+    """Return the nodes sorted by address, IPv4 by number, so that a restart of the cluster keeps their order."""
     return sorted(nodes, key=lambda node: (_numbers(node.address), node.address, node.node_id))
 
 
@@ -44,8 +44,11 @@ def _numbers(address: str) -> list[int]:
 def choose_nodes(
     process_on_nodes: Sequence[int], share: Resources, nodes: Sequence[Node], *, empty: bool = False
 ) -> list[Node] | None:
-    """A node of its own for each entry: the first in order that leaves a place for every later entry; None if they do
-    not fit. `share` is what one process asks for."""
+    """Return a separate node for each entry of `process_on_nodes`; None if they do not fit.
+
+    Each entry gets the first node, in order of addresses, that leaves a node for every later entry. `share`: the
+    resources of one process.
+    """
     chosen: list[Node] = []
     left = sorted_nodes(nodes)
     for index, processes in enumerate(process_on_nodes):
@@ -62,10 +65,10 @@ def choose_nodes(
 
 
 def _all_fit(process_on_nodes: Sequence[int], share: Resources, nodes: Sequence[Node], empty: bool) -> bool:
-    """Nodes are worse or better alike for all entries, so the largest entry may take the best node, and so on."""
+    """Return whether each entry fits a separate node: match the largest entry with the largest node, and so on."""
     capacity = sorted((_capacity(node, share, empty) for node in nodes), reverse=True)
-    wishes = sorted(process_on_nodes, reverse=True)
-    return len(wishes) <= len(capacity) and all(c >= w for c, w in zip(capacity, wishes, strict=False))
+    requested = sorted(process_on_nodes, reverse=True)
+    return len(requested) <= len(capacity) and all(c >= r for c, r in zip(capacity, requested, strict=False))
 
 
 def _capacity(node: Node, share: Resources, empty: bool) -> int:
@@ -76,16 +79,16 @@ def _capacity(node: Node, share: Resources, empty: bool) -> int:
 
 
 def does_not_fit(what: str, process_on_nodes: Sequence[int], share: Resources, nodes: Sequence[Node]) -> ConfigError:
-    """The error that says what was asked and what there is."""
-    asked = ", ".join(f"{amount:g} {name}" for name, amount in share.items() if amount)
-    there = "; ".join(
+    """Return the error of a pool that does not fit, with the requested and the available resources."""
+    requested = ", ".join(f"{amount:g} {name}" for name, amount in share.items() if amount)
+    available = "; ".join(
         f"{node.address}: "
         + ", ".join(f"{node.free.get(n, 0.0):g} of {node.total.get(n, 0.0):g} {n} free" for n in share)
         for node in sorted_nodes(nodes)
     )
     return ConfigError(
-        f"{what} does not fit the cluster: asked for processes on {len(process_on_nodes)} node(s), "
-        f"{list(process_on_nodes)} of them, each with {asked or 'nothing'}; the cluster has {len(nodes)} node(s): "
-        f"{there or 'none'}. Ask for fewer processes or a smaller share (controller.cpus_per_worker; cpus_per_process "
-        f"of a pool), add nodes, or wait until others release theirs (shutdown() of a group)."
+        f"{what} does not fit the cluster: requested {list(process_on_nodes)} processes on {len(process_on_nodes)} "
+        f"node(s), each with {requested or 'no resources'}; the cluster has {len(nodes)} node(s): "
+        f"{available or 'none'}. Use fewer processes or a smaller share (controller.cpus_per_worker; cpus_per_process "
+        f"of a pool), add nodes, or wait until other groups release resources (shutdown() of a group)."
     )

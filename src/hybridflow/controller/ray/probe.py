@@ -1,4 +1,4 @@
-"""How far a node is from the driver: a call there and back, and the bytes a second that reach a worker."""
+"""Latency and bandwidth between the driver and each node: round trips of a call, and the transfer of an object."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +16,11 @@ WHERE = "WorkerProcess.take"
 
 
 def probe_nodes(processes: Sequence[RayProcess], ask: Callable[..., list[Any]], trace: Trace) -> None:
-    """Measure the node of each of these processes, one after another, so that none is in the way of another.
+    """Measure the node of each process, one after another so that measurements do not disturb each other.
 
-    The trace gets events of the kind "probe": without bytes a call there and back, as the driver sees it; with bytes an
-    object of the driver's store, until the worker has a copy. `ask(processes, method, arguments)` calls them.
+    The trace gets events of the kind "probe". Without bytes: a call's round trip as the driver sees it. With bytes: the
+    transfer of an object from the driver's store until the worker has a copy. `ask(processes, method, arguments)` calls
+    a method of the processes.
     """
     for process in processes:
         node = process.home.hostname if process.home else ""
@@ -28,5 +29,5 @@ def probe_nodes(processes: Sequence[RayProcess], ask: Callable[..., list[Any]], 
             ask([process], "take", [([],)])
             trace.record(TraceEvent("probe", WHERE, process.label, node, start, time.time()))
         content = ray.put(np.zeros(PROBE_BYTES, np.uint8))
-        ((start, end),) = ask([process], "take", [([content],)])  # in a list, Ray leaves the object where it is
+        ((start, end),) = ask([process], "take", [([content],)])  # Ray does not transfer an object inside a list
         trace.record(TraceEvent("probe", WHERE, process.label, node, start, end, bytes_in=PROBE_BYTES))

@@ -1,4 +1,4 @@
-"""What the driver holds of a cluster: worker processes, the roles in them, calls, and the values that calls make."""
+"""The driver's view of a cluster: worker processes, the roles in them, calls, and handles of stored values."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +15,11 @@ from hybridflow.protocol.row_index import RowIndex
 
 
 class RayProcess:
-    """One worker process, with the calls that have not ended as far as is known, oldest first.
+    """One worker process.
 
-    It runs the first `concurrent_calls` of them. `home` is None until it has started. `fate` is the error that ended
-    it. `peers` are the processes of all ranks.
+    `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first
+    `concurrent_calls` of them. `home`: None until it has started. `exit_error`: the error for which it was stopped or
+    lost. `peers`: the processes of all ranks.
     """
 
     def __init__(self, actor: Any, label: str, rank: int, roles: set[str]) -> None:
@@ -27,25 +28,25 @@ class RayProcess:
         self.unfinished: list[RayCall] = []
         self.is_stopped = self.is_detached = False
         self.concurrent_calls = 1
-        self.fate: WorkerError | None = None
+        self.exit_error: WorkerError | None = None
         self.peers: list[RayProcess] = [self]
-        self.on_last_stop: Callable[[], None] = _nothing
+        self.on_last_stop: Callable[[], None] = _do_nothing
         self._remote_calls: dict[int, Any] = {}
 
     def remote_call(self, num_returns: int) -> Any:
-        """The actor's method `call` with so many results."""
+        """Return the actor's method `call`, to be called with this number of results."""
         if num_returns not in self._remote_calls:
             self._remote_calls[num_returns] = self.actor.call.options(num_returns=num_returns)
         return self._remote_calls[num_returns]
 
     @property
     def node(self) -> str:
-        """The address of its node."""
+        """The address of the node; "" until the process has started."""
         return self.home.node_address if self.home else ""
 
 
 class RayWorker:
-    """One role in one process."""
+    """A reference to one role in one worker process."""
 
     def __init__(self, name: str, role: str, rank: int, class_name: str, process: RayProcess) -> None:
         self.name, self.role, self.rank, self.class_name, self.process = name, role, rank, class_name, process
@@ -56,8 +57,11 @@ class RayWorker:
 
 
 class RayCall:
-    """A call on its way. `done` is a small object that is there when it has ended; `after` are the calls whose results
-    it reads. It holds nothing of the result, unless that is small: `small_value` is it, frozen."""
+    """A call that was sent to a worker.
+
+    `done`: a small stored object that exists when the call has finished. `after`: the calls whose results it reads.
+    `small_value`: the frozen result if it is small; a large result is not referenced here.
+    """
 
     def __init__(
         self,
@@ -76,29 +80,35 @@ class RayCall:
         self.small_value: bytes | None = None
 
     def awaited(self) -> "RayCall | None":
-        """Return a call whose result it reads and that has not ended, as far as is known; None if it can run."""
+        """Return an unfinished call whose result this call reads; None if it can run."""
         while self._after and self._after[-1].is_finished:
             self._after.pop()
         return self._after[-1] if self._after else None
 
     def forget_unfinished(self) -> None:
-        """It has ended, for its process."""
-        with suppress(ValueError):  # it was not there, or another thread was faster
+        """Remove the call from the unfinished calls of its process."""
+        with suppress(ValueError):  # it is not listed, or another thread has removed it
             self.worker.process.unfinished.remove(self)
 
 
 class Store(Protocol):
-    """Who can open a handle."""
+    """The component that waits for handles and fetches their values."""
 
-    def wait(self, handles: Sequence[Handle]) -> None: ...
+    def wait(self, handles: Sequence[Handle]) -> None:
+        """Wait until the calls of the handles have finished."""
+        ...
 
-    def fetch(self, handle: "RayHandle") -> Any: ...
+    def fetch(self, handle: "RayHandle") -> Any:
+        """Return the packed value of a handle whose call has finished."""
+        ...
 
-    def note_read(self, handle: "RayHandle", start: float, contents: Any) -> None: ...
+    def note_read(self, handle: "RayHandle", start: float, contents: Any) -> None:
+        """Record that `contents` were read, starting at time `start`."""
+        ...
 
 
 class RayHandle:
-    """A value in the cluster's stores: put there, or to be made by a call."""
+    """A handle of a value in the cluster's object stores: a value that was put, or the result of a call."""
 
     others: Sequence[Handle] = ()
 
@@ -108,13 +118,16 @@ class RayHandle:
         self.duration = call.duration if call else Duration()
 
     def get(self) -> Any:
+        """Wait for the value and return it."""
         return self._open(lambda packed: unpack(packed, ()))
 
     def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> Any:
+        """Wait for the value and return the selected columns and rows. Raises BatchError if it is not a batch."""
         return self._open(lambda packed: StoredBatch(packed).read(columns, rows, shared=shared))
 
     @staticmethod
     def wait_for(handles: "Sequence[RayHandle]") -> None:
+        """Wait until the calls of all handles have finished."""
         for store in {id(handle.store): handle.store for handle in handles}.values():
             store.wait([handle for handle in handles if handle.store is store])
 
@@ -126,22 +139,22 @@ class RayHandle:
             contents = unpack_value(self.store.fetch(self))
         except (HybridFlowError, KeyboardInterrupt):
             raise
-        except Exception as error:  # whatever the classes of the value raise where they are not at home
+        except Exception as error:  # classes of the value may raise any error outside their own process
             raise WorkerError(
-                f"what {self.where or 'put()'} returned cannot be opened in this process: {described(error)}"
+                f"the result of {self.where or 'put()'} cannot be unpickled in this process: {described(error)}"
             ) from error
         self.store.note_read(self, start, contents)
         return contents
 
     def release(self) -> None:
-        """Let the value go."""
+        """Release the value."""
         self.value = self.call = None
 
     @property
     def ref(self) -> Any:
-        """The stored object; None if it was let go."""
+        """The stored object; None if it was released."""
         return self.value if self.value is not None or self.call is None else self.call.done
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

@@ -1,8 +1,8 @@
-"""Ends what is left of a Ray cluster when the process it was started for has ended, however that ended.
+"""The reaper: removes the processes and files of a Ray cluster when its driver has exited, even after SIGKILL.
 
-`LocalCluster` runs this file as a process, `reaper.py SESSION DIRECTORY`, with a pipe as its standard input that only
-the driver can write to: the end of the file is the end of the driver. It imports the standard library alone, so that
-it starts at once. Where there is no /proc (macOS) no process can be found, and only the directory is removed.
+`LocalCluster` runs this file as a process, `reaper.py SESSION DIRECTORY`. Its standard input is a pipe that only the
+driver can write to, so end of file means that the driver has exited. It imports only the standard library, so that it
+starts at once. Without /proc (macOS) no process can be found, and only the directory is removed.
 """
 
 import contextlib
@@ -20,16 +20,17 @@ _SHARED_MEMORY = "/dev/shm"
 _GRACE_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-# A process between fork and exec does not show its token yet, so one look that finds nobody is not enough.
-_LOOKS_WITHOUT_PROCESSES = 3
+# A process between fork and exec does not show its token yet, so one empty scan is not enough.
+_EMPTY_SCANS = 3
 
 
 def cluster_processes(session: str) -> list[int]:
-    """The living processes of this user that were started with the session's token, by id."""
-    return [pid for pid in own_processes() if _carries(pid, session)]
+    """Return the ids of this user's living processes that were started with the session's token."""
+    return [pid for pid in own_processes() if _has_token(pid, session)]
 
 
 def main() -> None:
+    """Wait until the driver has exited, then remove the processes, directory and object stores of its cluster."""
     session, directory = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -42,47 +43,47 @@ def main() -> None:
 
 
 def _end_processes(session: str) -> None:
-    """SIGTERM, and SIGKILL after a short while, until nobody carries the token: new ones may be born meanwhile."""
-    asked: set[int] = set()
-    patience_ends_s = time.monotonic() + _GRACE_S
+    """Send SIGTERM, and SIGKILL after `_GRACE_S`, until no process has the token; new ones may start meanwhile."""
+    terminated: set[int] = set()
+    grace_ends_s = time.monotonic() + _GRACE_S
     pause_s = _FIRST_PAUSE_S
-    looks_without_processes = 0
-    while looks_without_processes < _LOOKS_WITHOUT_PROCESSES:
-        # The parent is the driver as long as that lives. It carries the token if it has replaced itself by exec.
+    empty_scans = 0
+    while empty_scans < _EMPTY_SCANS:
+        # While the driver lives, it is the parent. It has the token if it has replaced itself by exec.
         pids = [pid for pid in cluster_processes(session) if pid not in (os.getpid(), os.getppid())]
         for pid in pids:
-            if time.monotonic() >= patience_ends_s:
+            if time.monotonic() >= grace_ends_s:
                 _send(pid, session, signal.SIGKILL)
-            elif pid not in asked:
+            elif pid not in terminated:
                 _send(pid, session, signal.SIGTERM)
-                asked.add(pid)
+                terminated.add(pid)
         if pids:
-            looks_without_processes = 0
+            empty_scans = 0
             pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
         else:
-            looks_without_processes += 1
+            empty_scans += 1
             pause_s = _FIRST_PAUSE_S
         time.sleep(pause_s)
 
 
 def _send(pid: int, session: str, number: signal.Signals) -> None:
-    """Signal the process if it carries the token still; its id may have gone to another one since it was found."""
-    with contextlib.suppress(OSError):  # it has ended by itself
+    """Signal the process if it still has the token; its id may belong to another process by now."""
+    with contextlib.suppress(OSError):  # the process has exited by itself
         if not hasattr(os, "pidfd_open"):
-            if _carries(pid, session):
+            if _has_token(pid, session):
                 os.kill(pid, number)
             return
-        # The descriptor stays with the process that is looked at next, whatever becomes of the number.
+        # The descriptor keeps referring to the process checked below, even if its id is reused.
         descriptor = os.pidfd_open(pid)
         try:
-            if _carries(pid, session):
+            if _has_token(pid, session):
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)
 
 
 def own_processes() -> Iterator[int]:
-    """The processes of this user, by id; none where there is no /proc."""
+    """Yield the ids of this user's processes; none without /proc."""
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -93,7 +94,7 @@ def own_processes() -> Iterator[int]:
                 yield int(name)
 
 
-def _carries(pid: int, session: str) -> bool:
+def _has_token(pid: int, session: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return f"{SESSION_VARIABLE}={session}".encode() in file.read().split(b"\0")
@@ -102,10 +103,10 @@ def _carries(pid: int, session: str) -> bool:
 
 
 def _remove_object_stores(started_s: float) -> None:
-    """Remove files of object stores that nobody has open.
+    """Remove files of object stores that no process has open.
 
-    Ray takes the name away as soon as it has made the file, so one that still has it is of a store that was killed
-    between the two.
+    Ray unlinks the file as soon as it has created it, so a file that still has its name belongs to a store that was
+    killed between the two.
     """
     if not os.path.isdir(_SHARED_MEMORY):
         return
@@ -118,7 +119,7 @@ def _remove_object_stores(started_s: float) -> None:
 
 
 def is_open(status: os.stat_result) -> bool:
-    """Whether a process of this user has the file open."""
+    """Return whether a process of this user has the file open."""
     for pid in own_processes():
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):

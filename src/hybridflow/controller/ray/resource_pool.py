@@ -1,4 +1,4 @@
-"""`RayResourcePool`: the places of a pool on a Ray cluster, reserved as one placement group, all of it or nothing."""
+"""`RayResourcePool`: the places of a pool on a Ray cluster, reserved together as one placement group."""
 
 import time
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, DispatchError
 
 RESERVATION_TIMEOUT_S = 20.0
-"""How long resources may take to be reserved that are free as far as the cluster knows."""
+"""Seconds that the cluster may take to reserve resources that it reports as free."""
 
 SETTLING_S = 5.0
-"""How long the cluster may take to notice that somebody has released resources."""
+"""Seconds that the cluster may take to report released resources as free."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank lives: a bundle of a placement group, and the node it is on."""
+    """The place of one rank: a bundle of a placement group, and its node."""
 
     group: PlacementGroup
     bundle: int
@@ -29,11 +29,11 @@ class Place:
 
 
 class RayResourcePool(ResourcePool):
-    """`process_on_nodes[i]` processes on one node, each entry on a node of its own, in order of the nodes' addresses.
+    """A pool of `process_on_nodes[i]` processes on one node, each entry on a separate node, in order of node addresses.
 
-    `use_gpu`: a GPU for each process. `max_colocate_count`: how many worker groups may have a process at each place.
-    `cpus_per_process`: the share of logical CPUs that each of those takes; a fraction is fine, it reserves and does not
-    limit. `name_prefix` is shown by Ray's tools. Nothing is reserved before the first group is built on the pool.
+    `use_gpu`: reserve a GPU for each place. `max_colocate_count`: how many worker groups may have a process at each
+    place. `cpus_per_process`: logical CPUs reserved for each of these processes; may be a fraction, and does not limit
+    the CPU use. `name_prefix`: shown by Ray's tools. Resources are reserved when the first group is built on the pool.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         super().__init__(process_on_nodes, use_gpu=use_gpu, max_colocate_count=max_colocate_count)
         if not cpus_per_process >= 0:
-            raise ConfigError(f"cpus_per_process={cpus_per_process}: needs a number of logical CPUs, 0 or more.")
+            raise ConfigError(
+                f"cpus_per_process={cpus_per_process} is invalid: expected a number of logical CPUs, 0 or more."
+            )
         self.name_prefix, self.cpus_per_process = name_prefix, cpus_per_process
         self._reserved: list[Place] | None = None
         self._groups: list[PlacementGroup] = []
@@ -55,20 +57,20 @@ class RayResourcePool(ResourcePool):
 
     @property
     def share(self) -> dict[str, float]:
-        """What one place reserves, for all worker groups that may come."""
+        """The resources that one place reserves, for `max_colocate_count` worker groups."""
         share = {"CPU": self.cpus_per_process * self.max_colocate_count}
         return share | {"GPU": 1.0} if self.use_gpu else share
 
     @property
     def share_of_one_group(self) -> dict[str, float]:
-        """What a process of one worker group takes of its place."""
+        """The resources of one place that a process of one worker group uses."""
         share = {"CPU": self.cpus_per_process}
         return share | {"GPU": 1.0 / self.max_colocate_count} if self.use_gpu else share
 
     def places(self) -> list[Place]:
-        """The place of each rank, reserved now if it is not yet.
+        """Return the place of each rank; reserve the places first if needed.
 
-        Raises ConfigError, within seconds, if the pool does not fit what the cluster has free.
+        Raises ConfigError, within seconds, if the pool does not fit the free resources of the cluster.
         """
         if self._reserved is None:
             nodes = self._choose_nodes()
@@ -79,32 +81,32 @@ class RayResourcePool(ResourcePool):
     def take_tenancy(self, detached: bool = False) -> None:
         """Count a worker group that is built on the pool; `detached`: the reservation must outlive this process.
 
-        Raises ConfigError if there is no room for another, or a detached one comes to others.
+        Raises ConfigError if the pool is full, or if detached and other groups would share it.
         """
         owned = self._owned()
         if any(pool._tenants[rank] >= self.max_colocate_count for pool, rank in owned):
             raise ConfigError(
-                f"{self!r} has room for max_colocate_count={self.max_colocate_count} worker group(s), which are there "
-                f"already; raise max_colocate_count, shut one down, or fuse roles with create_colocated_worker_cls."
+                f"{self!r} already has max_colocate_count={self.max_colocate_count} worker group(s); raise "
+                f"max_colocate_count, shut down a group, or fuse roles with create_colocated_worker_cls."
             )
         if any(pool._reserved is not None and pool._is_detached != detached for pool, _ in owned):
             raise ConfigError(
-                f"{self!r} is reserved for groups that {'end with' if detached else 'outlive'} this process; give "
-                f"{'a detached group' if detached else 'others'} a pool of {'its' if detached else 'their'} own."
+                f"{self!r} is reserved for groups that {'end with' if detached else 'outlive'} this process; use a "
+                f"separate pool for {'a detached group' if detached else 'groups that are not detached'}."
             )
         for pool, rank in owned:
             pool._tenants[rank] += 1
             pool._is_detached = detached
 
     def give_up_tenancy(self) -> None:
-        """A worker group has gone; with the last one goes the reservation."""
+        """Count a worker group that was shut down; release the reservation after the last one."""
         for pool, rank in self._owned():
             pool._tenants[rank] -= 1
             if not any(pool._tenants):
                 pool.release()
 
     def release(self) -> None:
-        """Give the resources back to the cluster."""
+        """Release the reserved resources of the pool."""
         self._reserved = None
         while self._groups:
             group = self._groups.pop()
@@ -112,7 +114,7 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(group)
 
     def _owned(self) -> "list[tuple[RayResourcePool, int]]":
-        """Each place, as a rank of the pool that has reserved it."""
+        """Return each place as a rank of the pool that reserves it."""
         return [(self, rank) for rank in range(self.world_size)]
 
     def _choose_nodes(self) -> list[Node]:
@@ -147,7 +149,7 @@ class RayResourcePool(ResourcePool):
 
 
 class _Part(RayResourcePool):
-    """Places that belong to other pools."""
+    """A pool made of places of other pools."""
 
     def __init__(self, process_on_nodes: Sequence[int], parts: Sequence[tuple[RayResourcePool, range]]) -> None:
         first = parts[0][0]
@@ -161,6 +163,7 @@ class _Part(RayResourcePool):
         self._parts = parts
 
     def places(self) -> list[Place]:
+        """Return the places in the other pools, reserved there if needed."""
         return [pool.places()[rank] for pool, ranks in self._parts for rank in ranks]
 
     def _owned(self) -> list[tuple[RayResourcePool, int]]:
@@ -168,9 +171,9 @@ class _Part(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
-    """The pool in parts, by rank: of `split_size` places each, or of as many as each number says.
+    """Split a pool by rank into parts of `split_size` places each, or of the listed sizes.
 
-    The parts share the reservation of the pool. Raises ConfigError if they do not make up the whole.
+    The parts share the reservation of the pool. Raises ConfigError if the sizes do not add up to the whole pool.
     """
     world_size = resource_pool.world_size
     if isinstance(split_size, int):
@@ -179,8 +182,8 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
         sizes = list(split_size)
     if sum(sizes) != world_size or any(size < 1 for size in sizes):
         raise ConfigError(
-            f"split_resource_pool: {split_size!r} does not make up the {world_size} places of {resource_pool!r}; use a "
-            f"divisor of {world_size}, or a list of positive numbers whose sum it is."
+            f"split_size={split_size!r} is invalid for the {world_size} places of {resource_pool!r}; use a divisor of "
+            f"{world_size}, or a list of positive numbers with sum {world_size}."
         )
     parts, start = [], 0
     for size in sizes:
@@ -192,21 +195,21 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 
 
 def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
-    """The places of both pools, those of the first before those of the second; they stay in their reservations.
+    """Return a pool of the places of both pools, those of the first pool first; both reservations remain.
 
-    Raises ConfigError if one has GPUs and the other has not, or their shares differ.
+    Raises ConfigError if only one pool has GPUs, or if their shares differ.
     """
     if (first.share, first.max_colocate_count) != (second.share, second.max_colocate_count):
         raise ConfigError(
-            f"merge_resource_pool: {first!r} has {first.share} for {first.max_colocate_count} group(s) at each place, "
-            f"{second!r} has {second.share} for {second.max_colocate_count}; make them equal."
+            f"merge_resource_pool: {first!r} reserves {first.share} per place for {first.max_colocate_count} group(s), "
+            f"but {second!r} reserves {second.share} for {second.max_colocate_count}; make them equal."
         )
     ranks = [(pool, range(pool.world_size)) for pool in (first, second)]
     return _Part([*first.process_on_nodes, *second.process_on_nodes], ranks)
 
 
 def require_fit(pools: Sequence[RayResourcePool]) -> None:
-    """Raise ConfigError, within seconds, unless all these pools fit the cluster together."""
+    """Raise ConfigError, within seconds, unless all pools together fit the cluster."""
     deadline = time.monotonic() + SETTLING_S
     while True:
         nodes = nodes_of_cluster()
@@ -230,11 +233,13 @@ def _first_problem(pools: Sequence[RayResourcePool], nodes: list[Node], empty: b
 
 
 def nodes_of_cluster() -> list[Node]:
-    """The living nodes of the cluster this process is connected to."""
+    """Return the living nodes of the cluster to which this process is connected."""
     from ray._private.state import available_resources_per_node
 
     if not ray.is_initialized():
-        raise DispatchError("there is no Ray cluster; build the worker group on a RayBackend, or call ray.init first.")
+        raise DispatchError(
+            "this process is not connected to a Ray cluster; build the worker group on a RayBackend, or call ray.init."
+        )
     free: dict[str, Any] = available_resources_per_node()
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], free.get(node["NodeID"], {}), node["Resources"])

@@ -1,7 +1,7 @@
-"""What crosses the border between processes, and back into values that belong to the receiver.
+"""Serialization of values that are sent between processes, and back into values that the receiver owns.
 
-A batch goes as one `PackedBatch`, whose columns are copied once into the store and once out of it, by the rank that
-needs them. A future goes as its plan, with handles in place of contents. Tensors and arrays beside them are packed too.
+A batch is sent as one `PackedBatch`: its columns are copied once into the store, and once out of it by the rank that
+needs them. A future is sent as its plan, with handles in place of contents. Other tensors and arrays are packed too.
 """
 
 import importlib.machinery
@@ -32,23 +32,24 @@ cloudpickle: Any = ray.cloudpickle
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Tensors inside objects travel detached, as all others do."""
+    """A pickler that detaches tensors inside objects, as all other tensors are."""
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduce a tensor that requires gradients to its detached copy, other objects as cloudpickle does."""
         if isinstance(obj, torch.Tensor) and obj.requires_grad:
             return obj.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
 
 def dumps(value: Any) -> bytes:
-    """The value as bytes, functions and classes that no other process could import included."""
+    """Return the pickled value, including functions and classes that other processes cannot import."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
 
 
 class Reply(NamedTuple):
-    """What a call returns at once: what the trace says of it, and its frozen value if that is small."""
+    """The status that a call returns: its trace event, and its frozen value if that is small."""
 
     event: TraceEvent
     value: bytes | None = None
@@ -56,31 +57,31 @@ class Reply(NamedTuple):
 
 @lru_cache(1024)
 def pack_header(role: str, method_name: str, terms: CallTerms) -> bytes:
-    """What is the same in most calls of a method, as the key by which the worker knows it again."""
+    """Return the part of a message that is equal in most calls of a method, as bytes that both sides cache."""
     return pickle.dumps((role, method_name, terms), protocol=5)
 
 
 @lru_cache(1024)
 def open_header(header: bytes) -> tuple[str, str, CallTerms]:
-    """What was packed."""
+    """Return the role, method name and terms of a packed header."""
     return pickle.loads(header)
 
 
 SMALL_BYTES = 64 * 2**10
-"""Up to here an object travels as one string of bytes, which spares Ray most of its work for each object."""
+"""Largest size, in bytes, at which a message is sent as one byte string, which saves most of Ray's work per object."""
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Many bytes that are a value themselves, nothing frozen."""
+    """A large `bytes` value, to be told apart from a frozen one."""
 
     value: bytes
 
 
 def freeze(value: Any, num_bytes: int, is_plain: bool = True) -> Any:
-    """A packed value as Ray gets it: small ones as bytes, others as they are, with their buffers out of band.
+    """Return a packed value in the form passed to Ray: small ones as bytes, others unchanged with out-of-band buffers.
 
-    `is_plain`: whether it is made of what every process can import; otherwise classes and functions go along.
+    `is_plain`: whether every process can import its classes; otherwise classes and functions are pickled with it.
     """
     if num_bytes <= SMALL_BYTES:
         return (pickle.dumps if is_plain else cloudpickle.dumps)(value, protocol=5)
@@ -88,7 +89,7 @@ def freeze(value: Any, num_bytes: int, is_plain: bool = True) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """What was frozen."""
+    """Return the packed value of a frozen one."""
     if type(value) is bytes:
         return pickle.loads(value)
     return value.value if isinstance(value, _Bytes) else value
@@ -96,13 +97,13 @@ def thaw(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for the object that arrives at this place beside the message."""
+    """A placeholder for the object at this index among those that arrive with the message."""
 
     index: int
 
 
 class StoredBatch:
-    """A packed batch as the handle of a future, in the process that has it."""
+    """The handle of a packed batch that has arrived in this process."""
 
     where, produced = "", ()
     others: Sequence[Handle] = ()
@@ -111,24 +112,26 @@ class StoredBatch:
         self.packed, self.duration = packed, Duration()
 
     def get(self) -> Any:
+        """Return the unpacked value."""
         return unpack(self.packed, ())
 
     def read(self, columns: tuple[str, ...] | None, rows: RowIndex, *, shared: bool = False) -> DataProto:
+        """Return the selected columns and rows. Raises BatchError if the value is not a batch."""
         if not isinstance(self.packed, PackedBatch):
             raise BatchError(f"the call returned a {type(self.packed).__name__}, which has no columns; use get().")
         return self.packed.read(columns, rows, shared)
 
     @staticmethod
     def wait_for(handles: Sequence[Handle]) -> None:
-        """They came with the message."""
+        """Return at once: the values arrived with the message."""
 
     def release(self) -> None:
-        """The store lets go of it with the message."""
+        """Do nothing: the store releases the value with the message."""
 
 
 @dataclass(frozen=True)
 class _Pickled:
-    """Anything else, in bytes of its own: what is read of them belongs to the reader."""
+    """A pickled value of any other type; the reader owns what it unpickles."""
 
     raw: bytes
 
@@ -148,10 +151,10 @@ class _SentHandle:
 
 
 class Outgoing:
-    """Packs the values of one message; `refs` are the stored objects that must arrive beside it.
+    """A packer for the values of one message; `refs` are the stored objects that must arrive with it.
 
-    `ref_of_handle` gives the stored object of a value that is a handle. `read` are the batches, futures and handles
-    that were packed. `is_plain`: see `freeze`.
+    `ref_of_handle` returns the stored object of a handle, None for other values. `read`: the batches, futures and
+    handles that were packed. `is_plain`: see `freeze`.
     """
 
     def __init__(self, ref_of_handle: Any = None, compress: bool = False) -> None:
@@ -163,7 +166,7 @@ class Outgoing:
         self._slots: dict[int, Slot] = {}
 
     def pack(self, value: Any, what: str, opens_futures: bool = True) -> Any:
-        """The value as it is sent. Raises DispatchError or BatchError for what cannot be sent, with its name."""
+        """Return the value in packed form. Raises DispatchError or BatchError, naming `what`, if it cannot be sent."""
         if isinstance(value, DataProto):
             try:
                 packed = PackedBatch.pack(value, dumps, self._compress)
@@ -176,8 +179,8 @@ class Outgoing:
         if isinstance(value, DataProtoFuture):
             if not value.has_whole_shards:
                 raise DispatchError(
-                    f"{what} is a future that only this process can read, as its method does not declare what it "
-                    f"writes; declare writes=(...), or read it (future.get()) and pass the batch."
+                    f"{what} is a future that only this process can read, because its method does not declare the "
+                    f"columns it writes; declare writes=(...), or read it (future.get()) and pass the batch."
                 )
             return self._pack_future(value.narrow(), opens_futures)
         if (ref := self._ref_of_handle(value)) is not None:
@@ -216,7 +219,7 @@ class Outgoing:
 
     @property
     def num_bytes_in_all(self) -> int:
-        """Bytes of the message, of batches and of what is beside them."""
+        """The size of the message in bytes: batches and all other values."""
         return self.num_bytes + self.num_bytes_beside
 
     def _send_handle(self, handle: Any) -> Any:
@@ -234,7 +237,7 @@ class Outgoing:
         return self._slot(ref)
 
     def also_wait_for(self, refs: Iterable[Any]) -> None:
-        """Objects that must be there, without being read: calls that have to succeed before the message arrives."""
+        """Add objects that are not read but must exist: calls that must succeed before the message arrives."""
         for ref in refs:
             self._slot(ref)
 
@@ -254,7 +257,7 @@ def _no_ref(value: Any) -> None:
 
 
 def unpack(value: Any, beside: Sequence[Any]) -> Any:
-    """A packed value as one that belongs to the receiver; `beside` are the objects that came with the message."""
+    """Return a value that the receiver owns from a packed one; `beside` are the objects that came with the message."""
     if isinstance(value, PackedBatch):
         return value.read()
     if isinstance(value, PackedColumn):
@@ -277,15 +280,15 @@ def unpack(value: Any, beside: Sequence[Any]) -> Any:
 
 
 def pickled_class(cls: type) -> bytes:
-    """A class by its name, or as a whole where no other process could import it: a notebook's, a test's."""
+    """Pickle a class by its name, or by value if other processes cannot import it, e.g. from a notebook or a test."""
     module = sys.modules.get(cls.__module__)
     if module is not None and cls.__module__ != "__main__" and not _is_importable(cls.__module__):
-        cloudpickle.register_pickle_by_value(module)  # for good: objects of the class may be arguments
+        cloudpickle.register_pickle_by_value(module)  # permanently: later arguments may be objects of the class
     return cloudpickle.dumps(cls)
 
 
 def _is_importable(name: str) -> bool:
-    """Whether a process with the same path finds the module by its name."""
+    """Return whether a process with the same `sys.path` can import the module by its name."""
     if name in sys.builtin_module_names or importlib.machinery.FrozenImporter.find_spec(name) is not None:
         return True
     path = None
@@ -300,17 +303,17 @@ def _is_importable(name: str) -> bool:
 def _dumps(value: Any, what: str) -> bytes:
     try:
         if isinstance(value, io.IOBase):
-            raise TypeError("an open file")  # of one for reading, pickle would send the contents
+            raise TypeError("an open file")  # pickle would send the contents of a file open for reading
         return dumps(value)
-    except Exception as error:  # whatever the object raises
+    except Exception as error:  # the object's own code may raise any error
         raise DispatchError(
             f"{what} is a {type(value).__name__}, which cannot be sent to another process ({error}); pass data, and "
-            f"build such an object inside the worker."
+            f"build the object inside the worker."
         ) from error
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another process, as the cause of its error."""
+    """The traceback of an error in another process, attached as its cause."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -321,8 +324,10 @@ class RemoteTraceback(Exception):
 
 
 class CallFailed(Exception):
-    """Carries the error of a worker to whoever reads the result, as bytes, with who it was and a text for the case that
-    they cannot be read here."""
+    """The error of a worker in pickled form, with the worker's role, rank and node.
+
+    `text` describes the error if it cannot be unpickled by the reader of the result.
+    """
 
     def __init__(self, packed: bytes, text: str, role: str, rank: int, node: str) -> None:
         super().__init__(packed, text, role, rank, node)
@@ -332,15 +337,15 @@ class CallFailed(Exception):
         return self.text
 
     def error(self) -> BaseException:
-        """The error itself: with its notes, and the remote traceback as the end of its chain of causes."""
+        """Return the original error with its notes, and with the remote traceback at the end of its chain of causes."""
         try:
             return _loaded(self.packed)
-        except Exception:  # whatever the error's own class raises where it is not at home
+        except Exception:  # the error's class may raise any error outside its own process
             return WorkerError(self.text, role=self.role, rank=self.rank, node=self.node)
 
 
 def pack_error(error: BaseException, where: str, role: str, rank: int, node: str) -> CallFailed:
-    """What to raise in the worker; an error that does not survive pickling becomes a WorkerError of its text."""
+    """Return the CallFailed to raise in the worker; an error that cannot be pickled becomes a WorkerError."""
     first = error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error
     text = f"{where} failed on worker {role}/{rank}: {described(first)}"
     try:
@@ -349,10 +354,10 @@ def pack_error(error: BaseException, where: str, role: str, rank: int, node: str
         trace = "".join(traceback.format_tb(error.__traceback__))
     try:
         if not isinstance(error, Exception):
-            raise TypeError("an interrupt of the worker is none of the driver")
+            raise TypeError("worker interrupts must not be re-raised in the driver")
         packed = _dumped(error, trace)
         str(_loaded(packed))
-    except Exception:  # whatever the error's own class raises
+    except Exception:  # the error's class may raise any error
         packed = _dumped(WorkerError(text, role=role, rank=rank, node=node), trace)
     return CallFailed(packed, text, role, rank, node)
 

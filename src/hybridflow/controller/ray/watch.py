@@ -1,4 +1,4 @@
-"""What can be seen of a worker process from outside, from its own node or by somebody sent there."""
+"""Reports of a worker process from outside, made on this node or by a Ray task on the node of the process."""
 
 import contextlib
 import socket
@@ -12,11 +12,11 @@ from hybridflow.runtime.process_address import ProcessAddress
 from hybridflow.runtime.process_report import report_process
 
 OBSERVER_TIMEOUT_S = 20.0
-"""How long an observer on another node may take to start and to answer."""
+"""Seconds for a report from another node, including the start of its task."""
 
 
 def observe(home: Home) -> str:
-    """A report of the process, as text; if nobody can look at it, why not."""
+    """Return a report of the process as text, or the reason why it could not be collected."""
     if home.hostname == socket.gethostname():
         return _without_markers(str(report_process(home.address)))
     try:
@@ -24,16 +24,15 @@ def observe(home: Home) -> str:
         remote: Any = ray.remote(num_cpus=0, max_retries=0)(_report)
         ref = remote.options(scheduling_strategy=strategy).remote(home.address)
         return _without_markers(ray.get(ref, timeout=OBSERVER_TIMEOUT_S))
-    except Exception as error:  # the node itself may be what is wrong; the error that is being told matters more
+    except Exception as error:  # the node may have failed; the report must not hide the caller's error
         with contextlib.suppress(Exception):
-            return f"  nobody could look at it on node {home.node_address}: {type(error).__name__}: {error}".split(
-                "\n"
-            )[0]
-        return "  nobody could look at it"
+            reason = f"{type(error).__name__}: {error}"
+            return f"  could not collect a process report on node {home.node_address}: {reason}".split("\n")[0]
+        return "  could not collect a process report"
 
 
 def _without_markers(text: str) -> str:
-    """Without the lines by which Ray finds its way in a log."""
+    """Remove the marker lines that Ray writes into logs."""
     return "\n".join(line for line in text.splitlines() if not line.strip().startswith((":job_id:", ":actor_name:")))
 
 

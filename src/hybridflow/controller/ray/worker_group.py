@@ -1,4 +1,4 @@
-"""`RayWorkerGroup`: a worker group on a Ray cluster, with the names and arguments of the founding design."""
+"""`RayWorkerGroup`: a worker group on a Ray cluster, with the names and arguments of the original HybridFlow design."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Meshes = Mapping[str, Mapping[str, int]]
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class and its arguments; `cls` may also be what `ray.remote` made of a class."""
+    """A worker class and its arguments; `cls` may also be a class decorated with `ray.remote`."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         metadata = getattr(cls, "__ray_metadata__", None)
@@ -25,22 +25,22 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True)
 class FusedClasses:
-    """Classes whose objects share a process on each rank; by the prefix that names each one's group."""
+    """The classes whose objects share one process per rank, by the prefix that names the group of each."""
 
     classes: Mapping[str, ClassWithInitArgs]
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> FusedClasses:
-    """One process for several roles: give the result to `RayWorkerGroup`, and call its `spawn`."""
+    """Fuse several roles into one process per rank: pass the result to `RayWorkerGroup`, and call its `spawn`."""
     check_names(class_dict)
     return FusedClasses(dict(class_dict))
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A `WorkerGroup` on Ray; of fused classes, the processes whose roles `spawn` shows one by one.
+    """A `WorkerGroup` on Ray. With fused classes, it holds the processes, and `spawn` returns a group for each role.
 
-    `backend`: by default one for the whole process, on the cluster it is connected to, or on this machine. `detached`:
-    the workers outlive this process, and `RayWorkerGroup.attach` finds them by `name_prefix`.
+    `backend`: by default one backend shared in this process, on the connected cluster or a local one. `detached`: the
+    workers outlive this process, and `RayWorkerGroup.attach` finds them by `name_prefix`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _start_workers(self) -> list[WorkerRef]:
         if self._detached and not self.name:
-            raise DispatchError("a detached group needs a name by which others find it; give name_prefix.")
+            raise DispatchError("name_prefix='' is invalid for a detached group, which is found by its name; set it.")
         backend: Any = self.backend
         classes = self._fused or {self.name: self.cls_with_init}
         spawned = backend.spawn(classes, self.resource_pool, detached_as=self.name if self._detached else "")
@@ -75,14 +75,15 @@ class RayWorkerGroup(WorkerGroup):
     def spawn(
         self, prefix_set: Iterable[str], meshes: Mapping[str, Meshes] | None = None
     ) -> "dict[str, RayWorkerGroup]":
-        """A group for each of these roles, in the processes of this one. Raises DispatchError for an unknown role."""
+        """Return a group for each of these roles, in the processes of this group.
+
+        Raises DispatchError for an unknown role.
+        """
         groups = {}
         for prefix in prefix_set:
             if prefix not in self._fused:
-                raise DispatchError(
-                    f"spawn: {self!r} has no role {prefix!r}; it has {', '.join(self._fused) or 'none: give it what '}"
-                    f"{'' if self._fused else 'create_colocated_worker_cls returns'}."
-                )
+                roles = ", ".join(self._fused) or "none; build the group with create_colocated_worker_cls"
+                raise DispatchError(f"spawn: {self!r} has no role {prefix!r}; its roles: {roles}.")
             groups[prefix] = RayWorkerGroup(
                 self.resource_pool,  # pyright: ignore[reportArgumentType]
                 self._fused[prefix],
@@ -102,9 +103,9 @@ class RayWorkerGroup(WorkerGroup):
         backend: RayBackend | None = None,
         meshes: Meshes | None = None,
     ) -> "RayWorkerGroup":
-        """The detached group of that name, started by another process of the cluster, as it is.
+        """Return the detached group of that name, which another process of the cluster has started.
 
-        `ray_cls_with_init` declares its methods; nothing is constructed. Raises WorkerError if there is no such group.
+        `ray_cls_with_init` declares its methods; no worker is constructed. Raises WorkerError if there is no such group.
         """
         require_init_args(ray_cls_with_init)
         backend = backend or default_backend()
@@ -112,6 +113,7 @@ class RayWorkerGroup(WorkerGroup):
         return cls(pool, ray_cls_with_init, name_prefix, backend=backend, meshes=meshes, workers=list(workers))
 
     def shutdown(self) -> None:
+        """Stop the workers, including those of all groups from `spawn`."""
         super().shutdown()
         for workers in self._workers_of.values():
             self.backend.shutdown(workers)
@@ -121,7 +123,7 @@ _default_backend: RayBackend | None = None
 
 
 def default_backend() -> RayBackend:
-    """The backend of groups that are not given one: the cluster this process is connected to, or one of its own."""
+    """Return the shared backend for groups without one: on the connected cluster, or on a local one."""
     global _default_backend
     if _default_backend is None:
         _default_backend = RayBackend()

@@ -1,7 +1,7 @@
-"""`WorkerProcess`: one rank as a Ray actor. In it live the objects of one or several roles; each call names its own.
+"""`WorkerProcess`: one rank as a Ray actor. It holds the objects of one or several roles; each call names its role.
 
-Its methods run on the main thread, one after another, as collectives want it. Of a class with more concurrent calls,
-each call has a thread of its own.
+Its methods run on the main thread, one after another, as collectives require. If the class allows concurrent calls,
+each call runs in its own thread.
 """
 
 import os
@@ -33,12 +33,12 @@ from hybridflow.runtime import count_physical_cores, keep_freed_memory
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 
 MEMORY_EVERY_S = 0.1
-"""How often memory is looked at: reading it takes longer than a small call."""
+"""Minimum seconds between reads of the memory in use; a read takes longer than a small call."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a worker process lives. `gpu_ids`: those that Ray gave it."""
+    """The node and the process address of a worker. `gpu_ids`: the GPUs that Ray assigned to it."""
 
     node_id: str
     node_address: str
@@ -48,7 +48,7 @@ class Home:
 
 
 class WorkerProcess:
-    """`label` is how the process is named in logs and errors: roles, "/", rank."""
+    """The Ray actor of one rank. `label`: its name in logs and errors: roles, "/", rank."""
 
     def __init__(self, label: str, driver_path: list[str], working_directory: str) -> None:
         self.label = label
@@ -56,18 +56,18 @@ class WorkerProcess:
         self._node = socket.gethostname()
         self._memory = 0.0, 0
         self._rank, self._threads, self._compress = 0, 1, False
-        # What the driver can import, a worker can: its script's directory is on the path, as if it ran there.
+        # A worker can import what the driver can, e.g. modules beside the driver's script.
         sys.path.extend(path for path in driver_path if path not in sys.path)
         if os.path.isdir(working_directory):  # so that relative paths of a recipe mean the same on every node
             os.chdir(working_directory)
-        # Ctrl-C in a terminal reaches every process of the run, but what it means is for the driver to say.
+        # Ctrl-C in a terminal reaches every process of the run; only the driver handles it.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         keep_freed_memory()
         allow_observers()
 
     def home(self) -> Home:
-        """Where the process is, and how to look at it from outside."""
+        """Return the node of the process, and its address for reports from outside."""
         import ray
 
         context = ray.get_runtime_context()
@@ -75,23 +75,23 @@ class WorkerProcess:
         return Home(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), own_address(), gpu_ids)
 
     def placement_group(self) -> Any:
-        """The reservation that it lives in."""
+        """Return the placement group of the process."""
         import ray
 
         return ray.util.get_current_placement_group()
 
     def world_size(self) -> int:
-        """Ranks of its group."""
+        """Return the number of ranks of the group."""
         return int(os.environ["WORLD_SIZE"])
 
     def free_port(self) -> int:
-        """A port that nobody on the node uses."""
+        """Return a free port of the node."""
         with socket.socket() as sock:
             sock.bind(("", 0))
             return sock.getsockname()[1]
 
     def take(self, refs: list[Any]) -> tuple[float, float]:
-        """Copy stored arrays into this process, for the time that takes; when it began and ended."""
+        """Copy stored arrays into this process; return the times at which the copy began and ended, in seconds."""
         import ray
 
         start = time.time()
@@ -100,11 +100,11 @@ class WorkerProcess:
         return start, time.time()
 
     def build(self, packed_classes: Any, environment: Mapping[str, str], threads: int, compress: bool) -> None:
-        """Construct the object of each role, with the environment variables of an SPMD rank."""
+        """Construct the object of each role, with the environment variables of an SPMD rank set."""
         self._compress = compress
         os.environ.update(environment)
         if environment["MASTER_ADDR"].startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens where the name of the machine leads
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the interface of the host name
         self._rank = int(environment["RANK"])
         self._threads = threads or max(1, count_physical_cores() // int(environment["LOCAL_WORLD_SIZE"]))
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
@@ -117,20 +117,21 @@ class WorkerProcess:
                     self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
             except SystemExit:
                 raise
-            except BaseException as error:  # a constructor may raise anything; the driver is told
+            except BaseException as error:  # a constructor may raise any error; it is sent to the driver
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
 
     def call(self, message: Any, *beside: Any) -> Any:
-        """Run a method: `message` is a header (role, method, terms) and the arguments, `beside` are the objects that
-        these refer to. Two results: a `Reply`, and the value; of what nobody reads, the `Reply` alone.
+        """Run a method and return a `Reply` and the value, or the `Reply` alone if the value will not be read.
+
+        `message`: a header (role, method, terms) and the arguments. `beside`: the objects that the arguments refer to.
         """
         started = time.time()
         if threading.current_thread() is not threading.main_thread():
-            torch.set_num_threads(self._threads)  # each thread has a number of its own
+            torch.set_num_threads(self._threads)  # the setting is per thread
         try:
             header, packed_args, packed_kwargs = thaw(message)
             role, method_name, terms = open_header(header)
-        except Exception as error:  # classes of the arguments may be missing here, or raise anything
+        except Exception as error:  # classes of the arguments may be missing here, or raise any error
             label = self.label.rpartition("/")[0]
             raise pack_error(error, "reading the arguments of a call", label, self._rank, self._node) from None
         instance = self._instances.get(role)
@@ -149,7 +150,7 @@ class WorkerProcess:
                 frozen = freeze(value, outgoing.num_bytes_in_all, outgoing.is_plain)
         except SystemExit:
             raise
-        except BaseException as error:  # a method may raise anything; the driver is told
+        except BaseException as error:  # a method may raise any error; it is sent to the driver
             raise pack_error(error, where, role, self._rank, self._node) from None
         event = TraceEvent(
             kind="call",
@@ -168,13 +169,13 @@ class WorkerProcess:
         return freeze(Reply(event), 0)
 
     def _resident_bytes(self, now: float) -> int:
-        """Resident memory, as of a moment ago at most."""
+        """Return the resident memory in bytes, at most `MEMORY_EVERY_S` old."""
         if now - self._memory[0] > MEMORY_EVERY_S:
             self._memory = now, memory_bytes().get("resident", 0)
         return self._memory[1]
 
     def drop(self, role: str) -> int:
-        """Let the object of a role go; how many are left."""
+        """Drop the object of a role; return the number of remaining roles."""
         self._instances.pop(role, None)
         return len(self._instances)
 
