@@ -1,4 +1,4 @@
-"""The roles: actor, rollout, both, critic, reference, teacher, reward, and those of offline training."""
+"""The workers of each role: actor, rollout, both, critic, reference, teacher, reward, and offline training."""
 
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.actor_rollout import ActorRolloutWorker

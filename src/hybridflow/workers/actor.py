@@ -1,4 +1,4 @@
-"""The policy that learns: log-probs of what was generated, updates, and its weights for rollout engines."""
+"""The trained policy: log-probs of responses, updates, and weight sync to rollout engines."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class ActorWorker(ModelWorker):
-    """Computes log-probs of what was generated, and learns from it. It generates nothing."""
+    """A worker that computes log-probs of responses and trains the policy on them. It does not generate."""
 
     component = "actor"
     role = "actor_rollout"
@@ -45,7 +45,7 @@ class ActorWorker(ModelWorker):
         parts=lambda config: config.controller.parts,
     )
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the policy before the update, and its entropies."""
+        """Compute log-probs of the responses and entropies under the policy before the update."""
         outputs = self.engine.forward(
             batch,
             with_entropy=True,
@@ -62,7 +62,7 @@ class ActorWorker(ModelWorker):
         parts=lambda config: config.controller.parts,
     )
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the model that the adapters started from (lora.rank)."""
+        """Compute log-probs of the responses under the base model, without its adapters (lora.rank)."""
         with self.engine.without_adapters():
             outputs = self.engine.forward(batch, temperature=self.config.rollout.temperature)
         return DataProto.from_dict({"ref_log_probs": outputs["log_probs"]})
@@ -70,12 +70,11 @@ class ActorWorker(ModelWorker):
     @register(
         TO_REPLICAS,
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
-        writes=("num_tokens", "entropy_sum", "drift_sum", "drift_max", "drift_kl_sum", "drift_share_sum"),
+        writes=("num_tokens", "entropy_sum", "mismatch_sum", "mismatch_max", "mismatch_kl_sum", "mismatch_share_sum"),
         rows="one",
     )
     def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
-        """One row for this rank's tokens: their number, the sum of entropies, and how far old log-probs are from the
-        rollout's."""
+        """Return one row of sums over this rank's tokens: their number, entropies, and log-prob mismatch."""
         columns = batch.batch
         mask = columns["response_mask"].bool() & (columns["row_ids"] >= 0)[:, None]
         mismatch = {
@@ -85,10 +84,10 @@ class ActorWorker(ModelWorker):
         sums = {
             "num_tokens": mask.sum(),
             "entropy_sum": columns["entropies"][mask].double().sum(),
-            "drift_sum": mismatch[MEAN].sum(),
-            "drift_max": mismatch[MEAN].max(),
-            "drift_kl_sum": mismatch[KL].sum(),
-            "drift_share_sum": mismatch[SHARE].sum(),
+            "mismatch_sum": mismatch[MEAN].sum(),
+            "mismatch_max": mismatch[MEAN].max(),
+            "mismatch_kl_sum": mismatch[KL].sum(),
+            "mismatch_share_sum": mismatch[SHARE].sum(),
         }
         return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 
@@ -99,7 +98,7 @@ class ActorWorker(ModelWorker):
         rows="one",
     )
     def update_actor(self, batch: DataProto) -> DataProto:
-        """One optimizer step for each mini-batch; `meta_info["kl_coef"]` weighs the KL in the loss."""
+        """Run one optimizer step for each mini-batch; `meta_info["kl_coef"]` is the weight of the KL in the loss."""
         self.require_collectives("sum gradients")
         config, engine, meta_info = self.config, self.engine, batch.meta_info
         return run_updates(
@@ -114,5 +113,5 @@ class ActorWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Do one step of a sync to another pool: a method of `WeightSender`, with its arguments."""
+        """Run one step of a weight sync to another pool: a method of `WeightSender`, with its arguments."""
         return step(self.weight_sender, *args)

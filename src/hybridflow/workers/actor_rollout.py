@@ -1,4 +1,4 @@
-"""The hybrid worker: the policy that learns and the engine that generates with its weights, in one process."""
+"""The hybrid worker: the trained policy and the rollout engine that generates with its weights, in one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from hybridflow.workers.rollout_engine import build_rollout_engine
 
 
 class ActorRolloutWorker(GeneratingWorker, ActorWorker):
-    """Generates, computes log-probs of what was generated, and learns from it.
+    """A worker that generates responses, computes their log-probs, and trains the policy on them.
 
-    An engine with weights of its own sleeps while the policy learns. Waking it, its weights come first: keys and
-    values get what memory is left once the trainer's have been gathered.
+    A rollout engine with a separate copy of the weights sleeps while the policy trains. On waking, its weights are
+    allocated first; the KV cache gets the memory that is left after the trainer's weights have been gathered.
     """
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
@@ -33,30 +33,34 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         )
         self.weight_sender = WeightSender(self.engine, config, InProcess)
         self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())
-        self._version: int | None = None  # of the weights that were given to the engine
+        self._version: int | None = None  # version of the weights that the rollout engine has received
         self._is_awake = True
         self._sleep()
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
+        """Load the actor's state; the next `sync_weights` sends the loaded weights to the rollout engine."""
         super().load(directory)
         self._version = None
 
     @register(Dispatch.ONE_TO_ALL)
     def sync_weights(self) -> dict[str, float]:
-        """Have the engine awake, with the weights of now; metrics of what was done. It sleeps after generating."""
+        """Wake the rollout engine and sync the current weights into it; return metrics of the sync.
+
+        Without new weights, or with shared ones, there are no metrics. The engine sleeps again after generating.
+        """
         if self._shares_weights:
             self._share_weights()
             return {}
         if not self._is_awake:
-            free_cached_memory()  # what training held, for the engine
+            free_cached_memory()  # memory of training, for the rollout engine
             self.rollout.wake("weights")
         version, num_bytes = self.engine.num_updates, 0
         if is_new := (self._version, self.rollout.version) != (version, version):
             self._version = None
             num_bytes = hand_over(self.weight_sender, self.weight_receiver)
         if not self._is_awake:
-            free_cached_memory()  # what was gathered
+            free_cached_memory()  # memory of the gathered weights
             self.rollout.wake("kv_cache")
         self._is_awake = True
         if not is_new:
@@ -67,10 +71,11 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
 
     @contextmanager
     def ready_to_generate(self) -> Iterator[None]:
+        """Sync the weights on entry, let the rollout engine sleep on exit."""
         self.sync_weights()
         try:
             if self._shares_weights:
-                with self.engine.on_device():  # they are the rollout engine's own
+                with self.engine.on_device():  # the rollout engine uses the trainer's weights
                     yield
             else:
                 yield

@@ -1,7 +1,7 @@
-"""The functions that a configuration names: an advantage estimator and a policy loss, of the tables or of the user's.
+"""The advantage estimator and the policy loss of a configuration, from the tables or from the user's code.
 
-A function's signature is the declaration of what it reads: columns are keyword arguments named as in the glossary of
-batch fields; everything else is a parameter, named as its configuration key or given in the `_kwargs` beside its name.
+The signature of a function declares its inputs: columns are keyword arguments named as in the glossary of batch fields;
+all other arguments are parameters, named like their configuration key or given in the `_kwargs` key of the function.
 """
 
 import inspect
@@ -18,54 +18,57 @@ from hybridflow.errors import ConfigError
 from hybridflow.protocol import FIELDS
 from hybridflow.runtime import load_user_function
 
-MADE_FOR_SELECTION = ("covariances", "seed")
-MADE_BY_LOSS = ("log_probs",)
-"""What a policy loss is given beside the columns of its batch: the log-probs that are learned."""
+SELECTION_INPUTS = ("covariances", "seed")
+"""Arguments that the worker computes for a token selection."""
+
+LOSS_INPUTS = ("log_probs",)
+"""Arguments that the worker computes for a policy loss, in addition to batch columns: the current log-probs."""
 
 
 @dataclass(frozen=True)
 class AlgorithmFunction:
-    """A function with the batch columns that it takes and the values of its parameters."""
+    """A function with the batch columns that it reads and the values of its parameters."""
 
     function: Callable[..., Any]
     columns: tuple[str, ...]
     parameters: Mapping[str, Any]
 
     def __call__(self, **columns: Any) -> Any:
+        """Call the function with these columns and its parameters."""
         return self.function(**columns, **self.parameters)
 
 
 def advantage_estimator(config: Config) -> AlgorithmFunction:
-    """What `algorithm.advantage` names. Raises ConfigError if it is no function, or its kwargs do not fit."""
+    """Return the function of `algorithm.advantage`. Raises ConfigError if it is not found or its kwargs do not fit."""
     algorithm = config.algorithm
-    return _resolved(
+    return _resolve(
         ("algorithm", "advantage"),
         algorithm,
         ADVANTAGES,
-        given={"component_weights": tuple(config.reward.weights.values())},
-        made=(),
+        values={"component_weights": tuple(config.reward.weights.values())},
+        inputs=(),
     )
 
 
 def policy_loss(config: Config) -> AlgorithmFunction:
-    """What `actor.policy_loss` names. Raises ConfigError if it is no function, or its kwargs do not fit."""
-    return _resolved(
+    """Return the function of `actor.policy_loss`. Raises ConfigError if it is not found or its kwargs do not fit."""
+    return _resolve(
         ("actor", "policy_loss"),
         config.actor,
         POLICY_LOSSES,
-        given={},
-        made=MADE_BY_LOSS,
-        elsewhere=_parameters_of_selection(config),
+        values={},
+        inputs=LOSS_INPUTS,
+        selection_parameters=_parameters_of_selection(config),
     )
 
 
 def reads_column(config: Config, column: str) -> bool:
-    """Whether the advantage estimator or the policy loss reads a column."""
+    """Return whether the advantage estimator or the policy loss reads a column."""
     return column in advantage_estimator(config).columns or column in policy_loss(config).columns
 
 
 def token_selection(config: Config) -> Callable[..., Tensor] | None:
-    """What selects tokens for the policy loss, given `covariances` and `seed`; None where it selects none."""
+    """Return the token selection of the policy loss, a function of `covariances` and `seed`; None if it has none."""
     select = SELECTIONS.get(config.actor.policy_loss)
     if select is None:
         return None
@@ -76,48 +79,53 @@ def token_selection(config: Config) -> Callable[..., Tensor] | None:
 def _parameters_of_selection(config: Config) -> tuple[str, ...]:
     select = SELECTIONS.get(config.actor.policy_loss)
     names = inspect.signature(select).parameters if select else ()
-    return tuple(name for name in names if name not in MADE_FOR_SELECTION)
+    return tuple(name for name in names if name not in SELECTION_INPUTS)
 
 
-def _resolved(
+def _resolve(
     key: tuple[str, str],
     section: Section,
     table: Mapping[str, Callable[..., Any]],
-    given: Mapping[str, Any],
-    made: tuple[str, ...],
-    elsewhere: tuple[str, ...] = (),
+    values: Mapping[str, Any],
+    inputs: tuple[str, ...],
+    selection_parameters: tuple[str, ...] = (),
 ) -> AlgorithmFunction:
+    """Return the function named by a configuration key, with its columns and parameters.
+
+    `values`: values for arguments that are not configuration keys. `inputs`: arguments that the worker computes.
+    `selection_parameters`: kwargs of the token selection, which the function does not receive.
+    """
     section_name, leaf = key
     name, kwargs = getattr(section, leaf), getattr(section, f"{leaf}_kwargs")
-    function = table.get(name) or _of_user(name, f"{section_name}.{leaf}")
+    function = table.get(name) or _user_function(name, f"{section_name}.{leaf}")
     signature = inspect.signature(function).parameters
     columns = tuple(argument for argument in signature if argument in FIELDS)
     keys = {argument for argument in signature if argument in type(section).model_fields}
-    free = [argument for argument in signature if argument not in {*columns, *made, *keys, *given}]
+    free = [argument for argument in signature if argument not in {*columns, *inputs, *keys, *values}]
     what = f"{section_name}.{leaf}={name!r}"
     for argument in kwargs:
         if argument in keys:
             raise ConfigError(
-                f"{section_name}.{leaf}_kwargs.{argument} is a key of its own; set {section_name}.{argument}."
+                f"{section_name}.{leaf}_kwargs.{argument} is a separate key; set {section_name}.{argument}."
             )
-        if argument not in (*free, *elsewhere):
-            valid = ", ".join([*free, *elsewhere]) or "none"
+        if argument not in (*free, *selection_parameters):
+            valid = ", ".join([*free, *selection_parameters]) or "none"
             raise ConfigError(
-                f"{section_name}.{leaf}_kwargs.{argument}: {what} has no such parameter; it has: {valid}."
+                f"{section_name}.{leaf}_kwargs.{argument} is not a parameter of {what}; its parameters: {valid}."
             )
     required = [a for a in free if signature[a].default is inspect.Parameter.empty and a not in kwargs]
     if required:
         raise ConfigError(
             f"{what} takes {', '.join(required)}, which is neither a column of the batch nor a key of "
             f"[{section_name}]; "
-            f"give it in {section_name}.{leaf}_kwargs. Columns are {', '.join(sorted(FIELDS))}."
+            f"set it in {section_name}.{leaf}_kwargs. Columns are {', '.join(sorted(FIELDS))}."
         )
     parameters = {argument: getattr(section, argument) for argument in sorted(keys)}
-    parameters |= {argument: value for argument, value in given.items() if argument in signature}
-    parameters |= {argument: value for argument, value in kwargs.items() if argument not in elsewhere}
+    parameters |= {argument: value for argument, value in values.items() if argument in signature}
+    parameters |= {argument: value for argument, value in kwargs.items() if argument not in selection_parameters}
     return AlgorithmFunction(function, columns, parameters)
 
 
 @cache
-def _of_user(name: str, key: str) -> Callable[..., Any]:
+def _user_function(name: str, key: str) -> Callable[..., Any]:
     return load_user_function(name, key, ConfigError)

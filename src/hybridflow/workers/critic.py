@@ -1,4 +1,4 @@
-"""The critic: values of response tokens, learned from returns."""
+"""The critic: values of response tokens, trained on returns."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -10,7 +10,7 @@ from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class CriticWorker(ModelWorker):
-    """A model with a scalar head; the value at a response token is read before that token is seen."""
+    """A worker with a model and a scalar head; the value of a response token is computed before that token is seen."""
 
     component = "critic"
     role = "critic"
@@ -24,12 +24,12 @@ class CriticWorker(ModelWorker):
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("values",), parts=lambda config: config.controller.parts)
     def compute_values(self, batch: DataProto) -> DataProto:
-        """The critic's estimate of the return at every response token."""
+        """Compute the estimated return at every response token."""
         return DataProto.from_dict(self.engine.forward(batch))
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "values", "returns"), writes=(), rows="one")
     def update_critic(self, batch: DataProto) -> DataProto:
-        """One optimizer step for each mini-batch."""
+        """Run one optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")
         return run_updates(
             self.engine,

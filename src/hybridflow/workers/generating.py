@@ -1,4 +1,4 @@
-"""What a worker with a rollout engine does for prompts, whether or not its process learns too."""
+"""Generation for workers with a rollout engine, with or without training in the same process."""
 
 from contextlib import AbstractContextManager
 
@@ -14,10 +14,10 @@ from hybridflow.rollout import Request, RolloutEngine, SamplingParams, generate
 from hybridflow.workers.rollout_batch import rollout_batch
 
 ROLLOUT_MESH = "rollout"
-"""The grid of a group's ranks as its rollout engines have them: engines, and the ranks that share one."""
+"""Name of the mesh of a group's rollout engines: axes for the engines and for the ranks that share an engine."""
 
 TO_ENGINES = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH, name="TO_ENGINES")
-"""Prompts are split over the engines; the ranks that share one get the same, and one of them answers."""
+"""Dispatch mode that splits prompts over the rollout engines; ranks of one engine get the same, one is collected."""
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "group_ids")
 ROLLOUT_COLUMNS = (
@@ -28,7 +28,7 @@ GREEDY = ValidationConfig(temperature=0.0, group_size=1)
 
 
 class GeneratingWorker(Worker):
-    """Serves prompts with `rollout`, within `ready_to_generate()`."""
+    """A base class of workers that generate with the engine `rollout`, inside `ready_to_generate()`."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ class GeneratingWorker(Worker):
     rollout: RolloutEngine
 
     def ready_to_generate(self) -> AbstractContextManager[None]:
-        """A context in which the engine has weights and memory."""
+        """Return a context in which the rollout engine has its weights and memory."""
         raise NotImplementedError
 
     @register(
@@ -47,12 +47,12 @@ class GeneratingWorker(Worker):
         parts=lambda config: config.controller.parts,
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """`rollout.group_size` responses for each prompt, in order."""
+        """Generate `rollout.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.rollout)
 
     @register(TO_ENGINES, reads=PROMPT_COLUMNS, writes=ROLLOUT_COLUMNS)
     def generate_greedy_sequences(self, prompts: DataProto) -> DataProto:
-        """The one response to each prompt whose every token is the likeliest, in order."""
+        """Generate one response for each prompt by greedy decoding, in order."""
         return self._generate(prompts, GREEDY)
 
     @register(
@@ -62,29 +62,29 @@ class GeneratingWorker(Worker):
         rows=lambda config: config.validation.group_size,
     )
     def generate_validation_sequences(self, prompts: DataProto) -> DataProto:
-        """`validation.group_size` responses for each prompt, in order."""
+        """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
-    def _generate(self, prompts: DataProto, how: RolloutConfig | ValidationConfig) -> DataProto:
+    def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
         sampling = SamplingParams(
             max_new_tokens=self.config.data.max_response_length,
-            temperature=how.temperature,
-            top_k=how.top_k if isinstance(how, RolloutConfig) else 0,
-            top_p=how.top_p if isinstance(how, RolloutConfig) else 1.0,
+            temperature=settings.temperature,
+            top_k=settings.top_k if isinstance(settings, RolloutConfig) else 0,
+            top_p=settings.top_p if isinstance(settings, RolloutConfig) else 1.0,
             stop_token_ids=self.stop_ids,
             stop_strings=self.config.rollout.stop_strings,
         )
         noise = tuple(prompts.meta_info["noise_key"])
         columns = prompts.batch
         requests = [
-            Request(i, ids[mask].tolist(), sampling, how.group_size, (*noise, int(group)))
+            Request(i, ids[mask].tolist(), sampling, settings.group_size, (*noise, int(group)))
             for i, (ids, mask, group) in enumerate(
                 zip(columns["prompts"], columns["prompt_mask"].bool(), columns["group_ids"], strict=True)
             )
         ]
         with self.ready_to_generate():
             completions = generate(self.rollout, requests)
-        source = torch.arange(len(prompts)).repeat_interleave(how.group_size)
+        source = torch.arange(len(prompts)).repeat_interleave(settings.group_size)
         batch = rollout_batch(
             columns["prompts"][source],
             columns["prompt_mask"][source],

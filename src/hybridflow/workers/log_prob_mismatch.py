@@ -1,11 +1,13 @@
-"""Log-prob mismatch: how far the trainer's log-probs are from those that the rollout engine sampled with. On equal
-weights it is rounding; other numerics, stale weights and a wrong sync show here first."""
+"""Log-prob mismatch: the difference between the log-probs of the trainer and of the rollout engine.
+
+With equal weights it is rounding; different numerics, stale weights and a wrong weight sync increase it.
+"""
 
 import torch
 from torch import Tensor
 
 MISMATCH_BOUND = 0.1
-"""A token whose log-probs differ by more counts in `rollout/log_prob_drift_share`."""
+"""Absolute log-prob difference above which a token counts in the metric SHARE."""
 
 MEAN, LARGEST, KL, SHARE = (
     *("rollout/log_prob_drift", "rollout/log_prob_drift_max"),
@@ -14,10 +16,10 @@ MEAN, LARGEST, KL, SHARE = (
 
 
 def log_prob_mismatch_of(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
-    """Return what is averaged over tokens, by the name of the metric; all (rows, response_len).
+    """Return the values of each token by metric name, all (rows, response_len), to be averaged over tokens.
 
-    The KL of the rollout's distribution to the trainer's is estimated by k3 (Schulman, 2020): the tokens are the
-    rollout's.
+    The KL from the rollout's distribution to the trainer's is estimated by k3 (Schulman, 2020), as the tokens were
+    sampled by the rollout engine.
     """
     difference = log_probs - rollout_log_probs
     size = difference.abs()

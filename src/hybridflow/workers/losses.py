@@ -1,4 +1,7 @@
-"""The losses of actor and critic as the engine wants them: this part's share of the loss, and metrics that add up."""
+"""The losses of actor, critic and offline training, as the engine needs them.
+
+Each returns the share of this part of a mini-batch in the loss, and metrics that add up over the parts.
+"""
 
 from typing import Any
 
@@ -14,9 +17,9 @@ from hybridflow.workers.log_prob_mismatch import LARGEST, MEAN, log_prob_mismatc
 
 
 def actor_columns(config: Config) -> tuple[str, ...]:
-    """What `actor_loss` reads of a batch under a configuration."""
+    """Return the batch columns that `actor_loss` reads with a configuration."""
     columns = {"response_mask", "rollout_log_probs", "old_log_probs", *policy_loss(config).columns}
-    columns.discard("selected_tokens")  # the worker's own
+    columns.discard("selected_tokens")  # the worker computes it
     if config.is_on_policy:
         columns.discard("old_log_probs")
     if config.corrects_rollouts:
@@ -29,10 +32,10 @@ def actor_columns(config: Config) -> tuple[str, ...]:
 
 
 def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: int) -> LossFunction:
-    """Policy loss - entropy_coef * entropy + kl_coef * KL + teacher.coef * KL to the teacher.
+    """Return the loss: policy loss - entropy_coef * entropy + kl_coef * KL + teacher.coef * KL to the teacher.
 
-    Each is divided by the global counts of the mini-batch. When the update is on-policy, the old log-probs are the new
-    ones held constant: the ratio is exactly 1.
+    Each term is divided by the global counts of the mini-batch. If the update is on-policy, the old log-probs are the
+    detached new ones: the ratio is exactly 1.
     """
     function = policy_loss(config)
     names = {"old_log_probs", *function.columns}
@@ -44,9 +47,9 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
         if config.is_on_policy:
             columns["old_log_probs"] = log_probs.detach()
         policy = function(log_probs=log_probs, **{name: columns[name] for name in function.columns})
-        if isinstance(policy, Tensor):  # a function of the user's may say no more than the losses
-            nowhere = torch.zeros_like(mask)
-            policy = PolicyLoss(policy, nowhere, nowhere, torch.ones_like(policy))
+        if isinstance(policy, Tensor):  # a user's function may return the token losses alone
+            not_clipped = torch.zeros_like(mask)
+            policy = PolicyLoss(policy, not_clipped, not_clipped, torch.ones_like(policy))
         token_losses = policy.token_losses
         if config.corrects_rollouts:
             token_losses = token_losses * _column(rows, "rollout_weights")
@@ -100,7 +103,7 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
 
 
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunction:
-    """The clipped value loss against the global counts of the mini-batch."""
+    """Return the clipped value loss, divided by the global counts of the mini-batch."""
 
     def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
         mask = _column(rows, "response_mask")
@@ -124,7 +127,7 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunc
 
 
 def sft_loss(num_tokens: int) -> LossFunction:
-    """Cross-entropy of each response token, averaged over the tokens of the whole batch."""
+    """Return the cross-entropy of the response tokens, averaged over the tokens of the whole mini-batch."""
 
     def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
         mask = _column(rows, "response_mask")
@@ -137,7 +140,10 @@ def sft_loss(num_tokens: int) -> LossFunction:
 
 
 def slope_loss(output: str) -> LossFunction:
-    """`loss_slopes` times the sum of each row's output: its gradient is that of the loss which has these slopes."""
+    """Return a linear loss: the sum over rows of `loss_slopes` times the summed output of the row.
+
+    Its gradient equals that of a loss whose derivatives by the row sums are `loss_slopes`.
+    """
 
     def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
         sums = torch.where(_column(rows, "response_mask"), outputs[output], 0.0).sum(-1)

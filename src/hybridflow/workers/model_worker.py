@@ -1,4 +1,4 @@
-"""What every worker with a model does alike: building, saving and loading its engine."""
+"""`ModelWorker`: the common part of all workers with a model: building, saving and loading their engine."""
 
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,17 @@ from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_di
 from hybridflow.engines import TorchEngine, TrainEngine
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
-"""Rows are split over the replicas of the data; the ranks that share a replica's layers or sequences get the same."""
+"""Dispatch mode that splits rows over the data-parallel replicas; the ranks of one replica get the same rows."""
 
 ADAPTED_ROLES = ("actor_rollout", "actor")
-"""Roles whose models learn by adapters where lora.rank is set."""
+"""Roles whose models train adapters if lora.rank is set."""
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
-"""What any model reads of a rollout batch."""
+"""Columns of a rollout batch that every model reads."""
 
 
 class ModelWorker(Worker):
-    """A worker around one engine; `component` names its files in a checkpoint."""
+    """A worker with one train engine; `component` names its files in a checkpoint."""
 
     component: str
     role: RoleName
@@ -46,7 +46,7 @@ class ModelWorker(Worker):
         optimizer: OptimizerConfig | None = None,
         total_updates: int = 1,
     ) -> TrainEngine:
-        """Build the engine of this role. No other code of the workers knows which engine it is."""
+        """Build the engine of this role; all other code of the workers uses only the `TrainEngine` Protocol."""
         return TorchEngine(
             path,
             head,
@@ -62,20 +62,19 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def find_token_budget(self, prompt_len: int, response_len: int) -> int:
-        """As `TrainEngine.find_token_budget`, for as many processes as this node has."""
+        """Return `TrainEngine.find_token_budget` for the number of processes on this node."""
         return self.engine.find_token_budget(prompt_len, response_len, self.local_world_size)
 
     @register(Dispatch.ONE_TO_ALL)
     def set_token_budget(self, max_tokens: int) -> None:
-        """Compute at most so many tokens in a micro-batch."""
+        """Set the maximum number of tokens in a micro-batch."""
         self.engine.max_tokens = max_tokens
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> None:
-        """Write the engine's state into a checkpoint directory, each rank its shards; where all hold the same, rank 0
-        writes.
+        """Write the engine's state into a checkpoint directory: each rank its shards, or rank 0 an unsharded state.
 
-        `in_background`: the state of now is copied, and written until `finish_save` returns.
+        `in_background`: copy the state now and write it in a thread; `finish_save` waits for it.
         """
         path, state = Path(directory) / self.component, self.engine.state_dict()
         state = copy_state(state) if in_background else state
@@ -92,21 +91,21 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_save(self) -> None:
-        """Wait for the save in the background, if there is one. Raises CheckpointError if it failed."""
+        """Wait for a pending background save. Raises CheckpointError if it failed."""
         save, self._save = self._save, None
         if save is not None:
             save.finish()
 
     def _group_for_saves(self) -> dist.ProcessGroup:
-        """Ranks meet there for saves only, while they meet for training elsewhere."""
+        """Return a process group used only for saves, so that they run beside the collectives of training."""
         group = self._save_group or dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+        assert isinstance(group, dist.ProcessGroup), "the group contains every rank"
         self._save_group = group
         return group
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
-        """Continue from the state that `save` wrote, on as many ranks as there were or not."""
+        """Load the state that `save` wrote, on the same or a different number of ranks."""
         path = Path(directory) / self.component
         if self.engine.is_sharded:
             self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))

@@ -1,4 +1,4 @@
-"""The policy of offline training: it imitates responses, or prefers some to others."""
+"""The policy of offline training: supervised fine-tuning (SFT) and preference optimization (DPO)."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -10,7 +10,7 @@ from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class OfflinePolicyWorker(ModelWorker):
-    """Shares the actor's component name: what it saves is a policy."""
+    """A worker that trains a policy offline; its checkpoint has the actor's component name, as it holds a policy."""
 
     component = "actor"
     role = "actor"
@@ -21,25 +21,25 @@ class OfflinePolicyWorker(ModelWorker):
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids"), writes=(), rows="one")
     def update_sft(self, batch: DataProto) -> DataProto:
-        """One optimizer step for each mini-batch."""
+        """Run one optimizer step for each mini-batch."""
         self.require_collectives("sum gradients")
         figures = ("loss", *FIGURES_WITHOUT_LOSS)
         return run_updates(self.engine, batch, lambda step: sft_loss(step.num_tokens), "sft", figures=figures)
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one")
     def update_dpo(self, batch: DataProto) -> DataProto:
-        """One optimizer step for each mini-batch, on `loss_slopes` times the log-probability of each response."""
+        """Run one optimizer step per mini-batch on the sum of `loss_slopes` times the log-prob of each response."""
         self.require_collectives("sum gradients")
         loss = slope_loss("log_probs")
         return run_updates(self.engine, batch, lambda _: loss, "dpo", figures=FIGURES_WITHOUT_LOSS)
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("old_log_probs",))
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the policy before the update."""
+        """Compute log-probs of the responses under the policy before the update."""
         return DataProto.from_dict({"old_log_probs": self.engine.forward(batch)["log_probs"]})
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("ref_log_probs",))
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the model that the adapters started from (lora.rank)."""
+        """Compute log-probs of the responses under the base model, without its adapters (lora.rank)."""
         with self.engine.without_adapters():
             return DataProto.from_dict({"ref_log_probs": self.engine.forward(batch)["log_probs"]})

@@ -1,4 +1,4 @@
-"""The reward model that learns from preferences; `RewardModelWorker` scores with what it has become."""
+"""Training of a reward model from preferences; `RewardModelWorker` scores with the trained model."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -10,7 +10,10 @@ from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class PreferenceModelWorker(ModelWorker):
-    """A scalar head, zero at first, on the body of model.path: a conversation's score is read at its last token."""
+    """A worker that trains a reward model: a zero-initialized scalar head on the body of model.path.
+
+    The score of a conversation is the value at its last token.
+    """
 
     component = "reward_model"
     role = "actor"
@@ -21,12 +24,12 @@ class PreferenceModelWorker(ModelWorker):
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",))
     def compute_scores(self, batch: DataProto) -> DataProto:
-        """The score of each conversation, (batch,)."""
+        """Compute the score of each conversation, (batch,)."""
         return DataProto.from_dict({"scores": self.engine.forward(batch)["values"][:, 0]})
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one")
     def update_reward_model(self, batch: DataProto) -> DataProto:
-        """One optimizer step for each mini-batch, on `loss_slopes` times the score of each conversation."""
+        """Run one optimizer step per mini-batch on the sum of `loss_slopes` times the score of each conversation."""
         self.require_collectives("sum gradients")
         loss = slope_loss("values")
         return run_updates(self.engine, batch, lambda _: loss, "reward_model", figures=FIGURES_WITHOUT_LOSS)

@@ -1,4 +1,4 @@
-"""The reference policy: a frozen model whose log-probs the KL terms compare with."""
+"""The reference policy: a frozen model whose log-probs are used by the KL terms."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -8,7 +8,7 @@ from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class ReferenceWorker(ModelWorker):
-    """Computes; never learns, so it is not part of a checkpoint."""
+    """A worker that computes log-probs of the frozen reference policy. It is not part of a checkpoint."""
 
     component = "reference"
     role = "reference"
@@ -27,6 +27,6 @@ class ReferenceWorker(ModelWorker):
         parts=lambda config: config.controller.parts,
     )
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the reference, at the temperature of the rollouts if no other was given."""
+        """Compute log-probs of the responses under the reference policy, by default at the rollout temperature."""
         outputs = self.engine.forward(batch, temperature=self.temperature)
         return DataProto.from_dict({"ref_log_probs": outputs["log_probs"]})

@@ -1,4 +1,4 @@
-"""The reward worker: scores responses by rule, one score for each row."""
+"""The reward worker: scores responses with reward functions, one score for each row."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ SCORE_COLUMNS = ("scores", "reward_failed", "reward_timed_out", "reward_extras")
 
 
 def score_columns(config: Config) -> tuple[str, ...]:
-    """What `score` makes: with weights of several rewards, these too."""
+    """Return the columns that `score` computes; with `reward.weights`, also `reward_components`."""
     return (*SCORE_COLUMNS, "reward_components") if config.reward.weights else SCORE_COLUMNS
 
 
 def build_runner(config: Config) -> RewardRunner | None:
-    """Processes for reward.function, or for those of the table that may take long; None where it is called here."""
+    """Build the processes for reward.function, or for slow functions of the table; None to call it in this process."""
     reward = config.reward
     source, _, name = reward.function.rpartition(":")
     is_quick = source.startswith("hybridflow.") and name in {function.__name__ for function in QUICK}
@@ -46,15 +46,15 @@ def build_runner(config: Config) -> RewardRunner | None:
 
 
 class RewardWorker(Worker):
-    """Runs `reward.function`, or the function that each row's data source names."""
+    """A worker that scores with `reward.function`, or with the function of each row's data source."""
 
     def __init__(self, config: Config) -> None:
-        if self.rank == 0 or self.has_collectives:  # a process of its own; where ranks share one, the first speaks
+        if self.rank == 0 or self.has_collectives:  # ranks that share a process are seeded once, by rank 0
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
         self.config, reward = config, config.reward
         self.runner, self.journal = build_runner(config), None
         if self.runner and reward.function:
-            self.runner.start()  # what is wrong with the function shows now
+            self.runner.start()  # raises errors of the function's module now
         if self.runner and config.trainer.run_dir:
             self.journal = RewardJournal(
                 Path(config.trainer.run_dir) / "rewards",
@@ -82,7 +82,7 @@ class RewardWorker(Worker):
         parts=lambda config: config.controller.parts,
     )
     def score(self, batch: DataProto) -> DataProto:
-        """`scores`, which rows' function failed, and the further numbers it returned for each row."""
+        """Compute `scores`, flags of failed and timed-out rows, and the extra values returned for each row."""
         noise_key = batch.meta_info.get("noise_key")
         return self._score(batch, step=noise_key[-1] if noise_key else None)[0]
 
@@ -92,7 +92,7 @@ class RewardWorker(Worker):
         writes=lambda config: (*score_columns(config), "answers"),
     )
     def score_validation(self, batch: DataProto) -> DataProto:
-        """As `score`, and `answers`, for responses that nothing is learned from: random numbers are as before."""
+        """Compute the columns of `score` and `answers` for validation, without changing the random state."""
         with unchanged_random_state():
             scored, answers = self._score(batch)
         return scored.union(DataProto.from_dict({}, {"answers": answers}))
@@ -123,7 +123,7 @@ class RewardWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> None:
-        """Write the random state, which a reward function may draw from, into a checkpoint directory; at once."""
+        """Write the random state, which reward functions may use, into a checkpoint directory, in the foreground."""
         save_state({"random": capture_random_state()}, self._state_file(directory))
         if self.journal and self.rank == 0:
             checkpoints = CheckpointStore(Path(self.config.trainer.run_dir) / "checkpoints").list()
@@ -131,11 +131,11 @@ class RewardWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_save(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: `save` has written everything."""
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
-        """Continue from the random state that `save` wrote. A rank that was not there then starts from its seed."""
+        """Restore the random state that `save` wrote; a rank without a saved state starts from its seed."""
         file = self._state_file(directory)
         if file.with_suffix(".json").exists():
             restore_random_state(load_state(file)["random"])

@@ -1,4 +1,4 @@
-"""The reward model: a model with a scalar head that scores whole conversations, as the reward worker scores by rule."""
+"""The reward model: a model with a scalar head that scores conversations, instead of a reward function."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +22,10 @@ TEXT_COLUMNS = ("solution_texts", "raw_prompts")
 
 
 class RewardModelWorker(ModelWorker):
-    """Scores the prompt and the response together, by its own tokenizer and chat template: the value at the last token.
+    """A worker that scores a prompt and its response together: the score is the value at the last token.
 
-    `reward.model_path` is the directory of a sequence classifier with one label. It never learns, so it is not part of
-    a checkpoint.
+    `reward.model_path` is the directory of a sequence classifier with one label; its tokenizer and chat template are
+    used. The model is frozen, so it is not part of a checkpoint.
     """
 
     component = "reward_model"
@@ -39,14 +39,14 @@ class RewardModelWorker(ModelWorker):
             labels = stored.shape(head)[0] if head else 0
         if labels != 1:
             has = f"a head of {labels} labels" if labels else "no weights of a head (score.weight)"
-            raise ModelError(f"reward.model_path='{path}' has {has}; give a sequence classifier with one label.")
+            raise ModelError(f"reward.model_path='{path}' has {has}; use a sequence classifier with one label.")
         self.tokenizer = load_tokenizer(path)
         self.encoder = PromptEncoder(self.tokenizer, chat_template=True)
         self.engine = self.build_engine(config, path, "value")
 
     @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=SCORE_COLUMNS, parts=lambda config: config.controller.parts)
     def score(self, batch: DataProto) -> DataProto:
-        """`scores` of the rows, (batch,); none of them fails, and there are no further numbers."""
+        """Compute `scores`, (batch,); no row fails, and `reward_extras` are empty."""
         columns = batch.non_tensor_batch
         ids = self._encode(columns["raw_prompts"].tolist(), columns["solution_texts"].tolist())
         values = self.engine.forward(collate_conversations(ids))["values"][:, 0].float()
@@ -58,25 +58,25 @@ class RewardModelWorker(ModelWorker):
 
     @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=(*SCORE_COLUMNS, "answers"))
     def score_validation(self, batch: DataProto) -> DataProto:
-        """As `score`; what a response answers a reward model does not know."""
+        """Compute the columns of `score`, and `answers`, which are None: a reward model extracts no answers."""
         return self.score(batch).union(DataProto.from_dict({}, {"answers": np.full(len(batch), None, dtype=object)}))
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> None:
-        """Nothing: it stays as it is."""
+        """Do nothing: the model is frozen."""
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
-        """Nothing: it stays as it is."""
+        """Do nothing: the model is frozen."""
 
     def _encode(self, prompts: Sequence[Any], responses: Sequence[str]) -> list[list[int]]:
-        """Token ids of each conversation."""
+        """Return the token ids of each conversation. Raises RewardError if one exceeds the model's positions."""
         ids = encode_conversations(self.encoder, prompts, responses, [f"response {i}" for i in range(len(responses))])
         longest = max(range(len(ids)), key=lambda row: len(ids[row]))
         positions = self.engine.num_positions
         if positions is not None and len(ids[longest]) >= positions:
             raise RewardError(
-                f"response {longest} and its prompt have {len(ids[longest])} tokens for the reward model, which has "
+                f"response {longest} and its prompt have {len(ids[longest])} tokens, but the reward model has only "
                 f"{positions} positions; lower data.max_prompt_length or data.max_response_length."
             )
         return ids

@@ -1,4 +1,4 @@
-"""Generation in a pool of its own: the engine's weights come from the pool that learns."""
+"""Generation in a separate resource pool: the rollout engine receives its weights from the training pool."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from hybridflow.workers.worker_process import prepare_worker_process
 
 
 class RolloutWorker(GeneratingWorker):
-    """Generates with the weights that it received last."""
+    """A worker that generates with the weights of the last weight sync."""
 
     def __init__(self, config: Config) -> None:
         prepare_worker_process(self, config)
@@ -36,11 +36,12 @@ class RolloutWorker(GeneratingWorker):
 
     @contextmanager
     def ready_to_generate(self) -> Iterator[None]:
+        """Raise RolloutError if the engine has no weights yet."""
         if self.rollout.version is None:
-            raise RolloutError("the rollout engine has received no weights yet; synchronise them before generating.")
+            raise RolloutError("the rollout engine has no weights yet; sync weights before generating.")
         yield
 
     @register(Dispatch.ONE_TO_ALL)
     def receive_weights(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Do one step of a sync from the pool that learns: a method of `WeightReceiver`, with its arguments."""
+        """Run one step of a weight sync from the training pool: a method of `WeightReceiver`, with its arguments."""
         return step(self.weight_receiver, *args)

@@ -17,15 +17,15 @@ def rollout_batch(
     pad_token_id: int,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """The columns of `ROLLOUT_COLUMNS` that are tensors, one row for each completion.
+    """Return the tensor columns of `ROLLOUT_COLUMNS`, one row for each completion.
 
-    prompts, prompt_mask: (batch, prompt_len), one row for each completion. `dtype` is that of the
-    log-probs. Raises BatchError if there is no completion.
+    prompts, prompt_mask: (batch, prompt_len), one row for each completion. `dtype`: dtype of the log-probs. Raises
+    BatchError if there is no completion, or if prompts and completions differ in number.
     """
     if not completions or len(completions) != len(prompts):
         raise BatchError(
-            f"{len(completions)} completions for {len(prompts)} prompt rows; give one row for each completion, "
-            "at least one."
+            f"got {len(completions)} completions for {len(prompts)} prompt rows; pass one prompt row for each "
+            "completion, at least one."
         )
 
     def pad(values: list[list[int]] | list[list[float]], fill: float, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The rollout engine that a configuration names."""
+"""Construction of the rollout engine from the configuration."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ def build_rollout_engine(
     shares_model: bool = False,
     in_group: bool = False,
 ) -> RolloutEngine:
-    """Build it, where it has weights of its own without any.
+    """Build the rollout engine; an engine with a separate copy of the weights starts without weights.
 
-    `model` is what the embedded engine generates with, the trainer's own if `shares_model`. `in_group`: the process
-    has joined the others of its worker group.
+    `model`: the model of the embedded engine, the trainer's own if `shares_model`. `in_group`: the process has joined
+    the process group of its worker group.
     """
     rollout = config.rollout
     if rollout.backend == "embedded":
-        assert model is not None, "the embedded engine generates with a model"
+        assert model is not None, "the embedded engine requires a model"
         return EmbeddedRollout(
             model,
             max_running_sequences=rollout.max_running_sequences,
@@ -49,7 +49,7 @@ def build_rollout_engine(
 
 
 def _max_model_len(config: Config) -> int:
-    """Of the longest prompt and response that the data may have, as far as the model has positions for them."""
+    """Return the length of the longest prompt and response allowed by the data, at most the model's positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     settings = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
     return min(longest, settings.get("max_position_embeddings", longest))

@@ -1,4 +1,4 @@
-"""Tokens that a policy loss singles out among all of a mini-batch: a pass of its own before the optimizer step."""
+"""Token selection for policy losses that need it: a separate pass over a mini-batch before its optimizer step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,10 +16,10 @@ from hybridflow.workers.algorithm_functions import token_selection
 def with_selected_tokens(
     config: Config, engine: TrainEngine, rows: DataProto, meta_info: Mapping[str, Any], number: int
 ) -> DataProto:
-    """This rank's rows of a mini-batch with `selected_tokens`; as they are where the policy loss selects none.
+    """Add the column `selected_tokens` to this rank's rows of a mini-batch, if the policy loss selects tokens.
 
-    Every rank sees the covariances of all tokens, by row and place, so that the choice is the same on any number of
-    ranks. What is drawn is drawn by `meta_info["seed_keys"]` and the `number` of the optimizer step.
+    Every rank sees the covariances of all tokens, sorted by row and position, so that the selection is the same on any
+    number of ranks. `meta_info["seed_keys"]` and the `number` of the optimizer step seed random selections.
     """
     select = token_selection(config)
     if select is None:
@@ -27,9 +27,9 @@ def with_selected_tokens(
     columns = rows.batch
     mask = columns["response_mask"].bool()
     log_probs = engine.forward(rows, temperature=config.rollout.temperature)["log_probs"]
-    row, place = mask.nonzero(as_tuple=True)
+    row, position = mask.nonzero(as_tuple=True)
     own = (
-        columns["row_ids"][row] * config.data.max_response_length + place,  # ranks may have rows of other widths
+        columns["row_ids"][row] * config.data.max_response_length + position,  # widths may differ between ranks
         log_probs[mask],
         columns["advantages"].expand(mask.shape)[mask],
     )

@@ -1,4 +1,4 @@
-"""The teacher: a frozen policy that says what it would have written where the student wrote."""
+"""The teacher of distillation: a frozen policy that computes log-probs of the student's responses."""
 
 from hybridflow.config import Config
 from hybridflow.controller import register
@@ -11,12 +11,12 @@ CANDIDATES = ("candidate_ids", "teacher_candidate_log_probs")
 
 
 def teacher_columns(config: Config) -> tuple[str, ...]:
-    """What the teacher makes: its most likely tokens only where a loss compares with them."""
+    """Return the columns that the teacher computes; its most likely tokens only if `teacher.loss` uses them."""
     return ("teacher_log_probs", *(CANDIDATES if config.teacher.loss != "none" else ()))
 
 
 class TeacherWorker(ModelWorker):
-    """Computes; never learns, so it is not part of a checkpoint."""
+    """A worker that computes log-probs of the frozen teacher. It is not part of a checkpoint."""
 
     component = "teacher"
     role = "teacher"
@@ -25,12 +25,14 @@ class TeacherWorker(ModelWorker):
         prepare_worker_process(self, config)
         self.config = config
         self.engine = self.build_engine(config, config.teacher.model_path, "policy")
-        self.num_tokens = vocabulary_size(config.model.path)  # a larger model of a family may have more, as padding
+        self.num_tokens = vocabulary_size(config.model.path)  # a larger model of the family may have more, as padding
 
     @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=teacher_columns, parts=lambda config: config.controller.parts)
     def compute_teacher_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probs of the responses under the teacher, at the temperature of the rollouts, and of the tokens that it
-        finds most likely at each place."""
+        """Compute log-probs of the responses under the teacher, at the rollout temperature.
+
+        If `teacher.loss` is set, also the ids and log-probs of its `teacher.top_k` most likely tokens at each position.
+        """
         top_k = self.config.teacher.top_k if self.config.teacher.loss != "none" else 0
         outputs = self.engine.forward(
             batch, top_k=top_k, top_k_below=self.num_tokens, temperature=self.config.rollout.temperature

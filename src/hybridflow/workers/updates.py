@@ -1,7 +1,7 @@
-"""The optimizer steps of one update call: one for each mini-batch, whatever the loss.
+"""The optimizer steps of one update call: one for each mini-batch, for any loss.
 
-The controller names the rows of each mini-batch by global row id in `meta_info["mini_batches"]`; a rank takes those
-it holds. Padded copies have row id -1 and belong to none.
+The controller lists the rows of each mini-batch by global row id in `meta_info["mini_batches"]`; a rank uses those
+that it holds. Padded copies have row id -1 and belong to no mini-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +22,9 @@ FIGURES_WITHOUT_LOSS: tuple[Figure, ...] = ("grad_norm", "lr", "padding_computed
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's rows of one optimizer step, with the response tokens and the sequences of all ranks.
+    """This rank's rows of one optimizer step, with the number of response tokens and sequences of all ranks.
 
-    `number` is that of the step in its call.
+    `number`: index of the step in its call.
     """
 
     number: int
@@ -44,18 +44,18 @@ def run_updates(
     with_entropy: bool = False,
     temperature: float = 1.0,
 ) -> DataProto:
-    """Do one optimizer step for each mini-batch of `batch.meta_info["mini_batches"]`.
+    """Run one optimizer step for each mini-batch of `batch.meta_info["mini_batches"]`.
 
-    Returns `meta_info["metrics"]`: `figures` as `<name>/<figure>`, and the metrics of the loss, by `mean_metrics`.
-    `rows_of` adds columns to the rows of a mini-batch before its step.
+    Returns `meta_info["metrics"]`: `figures` as `<name>/<figure>`, and the metrics of the loss, combined over the steps
+    by `mean_metrics`. `rows_of` adds columns to the rows of a mini-batch before its step.
     """
     steps = []
     with engine.on_device():
         for mini_batch in mini_batches_of(batch, engine):
             rows = rows_of(mini_batch) if rows_of else mini_batch.rows
             result = engine.update(rows, loss_of(mini_batch), with_entropy=with_entropy, temperature=temperature)
-            known = _figures_of(result)
-            steps.append({f"{name}/{figure}": known[figure] for figure in figures} | result.metrics)
+            values = _figures_of(result)
+            steps.append({f"{name}/{figure}": values[figure] for figure in figures} | result.metrics)
     return DataProto(meta_info={"metrics": mean_metrics(steps)})
 
 
@@ -72,18 +72,18 @@ def _figures_of(result: UpdateResult) -> dict[Figure, float]:
 def mini_batches_of(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch]:
     """Yield the mini-batches of `batch.meta_info["mini_batches"]` in order, each with its rows in the batch's order.
 
-    Raises BatchError if the batch names none, or names rows that no rank holds, or that several do.
+    Raises BatchError if there are no mini-batches, or if a listed row is missing or held more than once.
     """
     memberships = batch.meta_info.get("mini_batches")
     if not memberships:
-        raise BatchError("an update needs meta_info['mini_batches'], a list of row ids for each optimizer step.")
+        raise BatchError("an update needs meta_info['mini_batches']: a list of row ids for each optimizer step.")
     row_ids = batch.batch["row_ids"]
     for number, members in enumerate(memberships):
         rows = batch.select_idxs(torch.isin(row_ids, torch.as_tensor(members)))
         if (num_rows := engine.all_reduce_sum(len(rows))) != len(members):
             raise BatchError(
-                f"a mini-batch names {len(members)} rows, but {num_rows} of the batch carry their row_ids; "
-                "each must be there exactly once."
+                f"a mini-batch lists {len(members)} rows, but {num_rows} rows of the batch have these row_ids; "
+                "each row must occur exactly once."
             )
         lengths = rows.batch["response_mask"].sum(-1)
         yield MiniBatch(
@@ -92,12 +92,12 @@ def mini_batches_of(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over optimizer steps of each metric; a learning rate is that of the last step, a `_max` the largest."""
+    """Return the mean of each metric over optimizer steps; the last value of `/lr`, the largest of `_max`."""
 
-    def joined(name: str) -> float:
+    def combine(name: str) -> float:
         values = [step[name] for step in steps]
         if name.endswith("/lr"):
             return values[-1]
         return max(values) if name.endswith("_max") else sum(values) / len(values)
 
-    return {name: joined(name) for name in steps[-1]}
+    return {name: combine(name) for name in steps[-1]}

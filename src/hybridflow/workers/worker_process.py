@@ -1,4 +1,4 @@
-"""What a process is prepared with before a model is built in it: results depend on it."""
+"""Settings of a worker process that must be made before a model is built, because results depend on them."""
 
 import os
 
@@ -16,7 +16,7 @@ from hybridflow.runtime import (
 
 
 def prepare_worker_process(worker: Worker, config: Config) -> None:
-    """Memory, threads, kernels and the other ranks of the worker's process."""
+    """Set memory options, threads, kernels and determinism of the process, and join the group's process group."""
     keep_freed_memory()
     bound_shape_caches()
     set_num_threads(config.controller.threads or max(1, count_physical_cores() // worker.local_world_size))

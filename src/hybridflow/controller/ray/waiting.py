@@ -190,7 +190,7 @@ class Waiting:
         place = f" on node {process.node}, pid {process.home.address.pid}" if process.home else ""
         report = f"\nReport of the process:\n{observe(process.home)}" if process.home else ""
         died = WorkerDiedError(
-            f"worker {process.label}{place} died during a wait for {where}: {_exit_reason(error)}{report}",
+            f"worker {process.label}{place} died before {where} finished: {_exit_reason(error)}{report}",
             role=process.label.rpartition("/")[0],
             rank=process.rank,
             node=process.node,

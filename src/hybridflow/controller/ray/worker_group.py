@@ -105,7 +105,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> "RayWorkerGroup":
         """Return the detached group of that name, which another process of the cluster has started.
 
-        `ray_cls_with_init` declares its methods; no worker is constructed. Raises WorkerError if there is no such group.
+        `ray_cls_with_init` declares its methods; no worker is constructed. Raises WorkerError if the group is missing.
         """
         require_init_args(ray_cls_with_init)
         backend = backend or default_backend()
