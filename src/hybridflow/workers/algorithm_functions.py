@@ -45,8 +45,8 @@ def advantage_estimator(config: Config) -> AlgorithmFunction:
         ("algorithm", "advantage"),
         algorithm,
         ADVANTAGES,
-        values={"component_weights": tuple(config.reward.weights.values())},
-        inputs=(),
+        given={"component_weights": tuple(config.reward.weights.values())},
+        made=(),
     )
 
 
@@ -56,9 +56,9 @@ def policy_loss(config: Config) -> AlgorithmFunction:
         ("actor", "policy_loss"),
         config.actor,
         POLICY_LOSSES,
-        values={},
-        inputs=LOSS_INPUTS,
-        selection_parameters=_parameters_of_selection(config),
+        given={},
+        made=LOSS_INPUTS,
+        elsewhere=_parameters_of_selection(config),
     )
 
 
@@ -86,14 +86,14 @@ def _resolve(
     key: tuple[str, str],
     section: Section,
     table: Mapping[str, Callable[..., Any]],
-    values: Mapping[str, Any],
-    inputs: tuple[str, ...],
-    selection_parameters: tuple[str, ...] = (),
+    given: Mapping[str, Any],
+    made: tuple[str, ...],
+    elsewhere: tuple[str, ...] = (),
 ) -> AlgorithmFunction:
     """Return the function named by a configuration key, with its columns and parameters.
 
-    `values`: values for arguments that are not configuration keys. `inputs`: arguments that the worker computes.
-    `selection_parameters`: kwargs of the token selection, which the function does not receive.
+    `given`: values of arguments that are not configuration keys. `made`: arguments that the worker computes.
+    `elsewhere`: kwargs of the token selection, which the function does not receive.
     """
     section_name, leaf = key
     name, kwargs = getattr(section, leaf), getattr(section, f"{leaf}_kwargs")
@@ -101,28 +101,28 @@ def _resolve(
     signature = inspect.signature(function).parameters
     columns = tuple(argument for argument in signature if argument in FIELDS)
     keys = {argument for argument in signature if argument in type(section).model_fields}
-    free = [argument for argument in signature if argument not in {*columns, *inputs, *keys, *values}]
+    free = [argument for argument in signature if argument not in {*columns, *made, *keys, *given}]
     what = f"{section_name}.{leaf}={name!r}"
     for argument in kwargs:
         if argument in keys:
             raise ConfigError(
                 f"{section_name}.{leaf}_kwargs.{argument} is a separate key; set {section_name}.{argument}."
             )
-        if argument not in (*free, *selection_parameters):
-            valid = ", ".join([*free, *selection_parameters]) or "none"
+        if argument not in (*free, *elsewhere):
+            valid = ", ".join([*free, *elsewhere]) or "none"
             raise ConfigError(
-                f"{section_name}.{leaf}_kwargs.{argument} is not a parameter of {what}; its parameters: {valid}."
+                f"{section_name}.{leaf}_kwargs.{argument}: {what} has no such parameter; it has: {valid}."
             )
     required = [a for a in free if signature[a].default is inspect.Parameter.empty and a not in kwargs]
     if required:
         raise ConfigError(
             f"{what} takes {', '.join(required)}, which is neither a column of the batch nor a key of "
             f"[{section_name}]; "
-            f"set it in {section_name}.{leaf}_kwargs. Columns are {', '.join(sorted(FIELDS))}."
+            f"give it in {section_name}.{leaf}_kwargs. Columns are {', '.join(sorted(FIELDS))}."
         )
     parameters = {argument: getattr(section, argument) for argument in sorted(keys)}
-    parameters |= {argument: value for argument, value in values.items() if argument in signature}
-    parameters |= {argument: value for argument, value in kwargs.items() if argument not in selection_parameters}
+    parameters |= {argument: value for argument, value in given.items() if argument in signature}
+    parameters |= {argument: value for argument, value in kwargs.items() if argument not in elsewhere}
     return AlgorithmFunction(function, columns, parameters)
 
 
