@@ -1,4 +1,4 @@
-"""The contract of a backend, run on every backend there is, and what is special about the local one."""
+"""The contract of a backend, tested on every backend, and properties of the local backend."""
 
 import gc
 import logging
@@ -64,7 +64,7 @@ _running = {}
 
 
 def spawn(backend, num_ranks, *args, **kwargs):
-    """Recorders; where they are processes, those of an earlier test that asked for the same."""
+    """Return recorders; if they are processes, reuse those of an earlier test with the same arguments."""
     if isinstance(backend, LocalBackend):
         return spawn_anew(backend, [num_ranks], *args, **kwargs)
     key = f"{num_ranks} {args} {kwargs}"
@@ -92,16 +92,16 @@ def test_workers_are_named_by_group_and_rank(backend):
     assert [worker.name for worker in spawn(backend, 2)] == ["recorder/0", "recorder/1"]
 
 
-def test_each_worker_knows_its_place(backend):
+def test_workers_know_their_rank_and_local_rank(backend):
     assert [call(backend, worker, "ranks") for worker in spawn(backend, 2)] == [(0, 2, 0, 2), (1, 2, 1, 2)]
 
 
-def test_local_ranks_count_on_each_node():
+def test_local_rank_counts_per_node():
     workers = spawn_anew(backend := LocalBackend(), [2, 1])
     assert [call(backend, worker, "ranks") for worker in workers] == [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]
 
 
-def test_each_worker_has_the_spmd_variables_while_built_and_called(backend):
+def test_spmd_variables_are_set_during_construction_and_calls(backend):
     workers = spawn(backend, 2)
     ports = set()
     for rank, worker in enumerate(workers):
@@ -116,7 +116,7 @@ def test_each_worker_has_the_spmd_variables_while_built_and_called(backend):
     assert 1024 <= int(ports.pop()) < 65536
 
 
-def test_a_worker_owns_what_it_receives(backend):
+def test_arguments_are_private_copies_of_the_worker(backend):
     (worker,) = spawn(backend, 1)
     sent = torch.zeros(3)
     assert call(backend, worker, "add_one", sent).tolist() == [1, 1, 1]
@@ -125,14 +125,14 @@ def test_a_worker_owns_what_it_receives(backend):
     assert call(backend, worker, "last").tolist() == [1, 1, 1]
 
 
-def test_a_caller_owns_what_it_gets(backend):
+def test_results_are_private_copies_of_the_caller(backend):
     (worker,) = spawn(backend, 1)
     result = call(backend, worker, "add_one", np.zeros(3))
     result[:] = 9
     assert call(backend, worker, "last").tolist() == [1, 1, 1]
 
 
-def test_a_result_stays_what_it_was_when_the_worker_writes_on(backend):
+def test_later_writes_by_the_worker_do_not_change_a_result(backend):
     (worker,) = spawn(backend, 1)
     handle = start(backend, worker, "add_one", (torch.zeros(2),))
     kept = start(backend, worker, "last", ())
@@ -140,7 +140,7 @@ def test_a_result_stays_what_it_was_when_the_worker_writes_on(backend):
     assert handle.get().tolist() == [1, 1]
 
 
-def test_every_rank_is_built_with_its_own_arguments(backend):
+def test_every_rank_gets_its_own_copy_of_constructor_arguments(backend):
     start = {"sizes": [1]}
     first, second = spawn(backend, 2, start)
     call(backend, first, "start_value")["sizes"].append(2)
@@ -149,7 +149,7 @@ def test_every_rank_is_built_with_its_own_arguments(backend):
     assert call(backend, first, "start_value") == {"sizes": [1]}
 
 
-def test_an_argument_that_is_a_handle_arrives_as_its_value(backend):
+def test_a_handle_argument_arrives_as_its_value(backend):
     first, second = spawn(backend, 2)
     shared = backend.put(torch.zeros(2))
     assert call(backend, first, "add_one", shared).tolist() == [1, 1]
@@ -157,13 +157,13 @@ def test_an_argument_that_is_a_handle_arrives_as_its_value(backend):
     assert shared.get().tolist() == [0, 0]
 
 
-def test_getting_twice_gives_two_copies(backend):
+def test_getting_twice_returns_two_copies(backend):
     handle = backend.put(torch.zeros(2))
     handle.get().fill_(5)
     assert handle.get().tolist() == [0, 0]
 
 
-def test_a_released_value_is_gone(backend):
+def test_a_released_value_cannot_be_read(backend):
     handle = backend.put(1)
     backend.release([handle])
     backend.release([handle])
@@ -171,7 +171,7 @@ def test_a_released_value_is_gone(backend):
         handle.get()
 
 
-def test_a_stopped_worker_takes_no_calls(backend):
+def test_calling_a_stopped_worker_raises(backend):
     first, second = spawn_anew(backend, [2])
     assert backend.is_alive(first)
     backend.shutdown([first])
@@ -182,14 +182,14 @@ def test_a_stopped_worker_takes_no_calls(backend):
         call(backend, first, "ranks")
 
 
-def test_an_error_of_our_own_keeps_its_type(backend):
+def test_a_hybridflow_error_keeps_its_type(backend):
     (worker,) = spawn(backend, 1)
     with pytest.raises(FieldError, match="needs 'values'") as caught:
         call(backend, worker, "missing_column")
     assert caught.value.__notes__ == ["in Recorder.missing_column, worker recorder/0"]
 
 
-def test_any_other_error_becomes_a_worker_error_that_says_who(backend):
+def test_other_errors_become_worker_errors_that_name_the_worker(backend):
     worker = spawn(backend, 2)[1]
     with pytest.raises(WorkerError) as caught:
         call(backend, worker, "divide_by_zero")
@@ -201,12 +201,12 @@ def test_any_other_error_becomes_a_worker_error_that_says_who(backend):
     assert pickle.loads(pickle.dumps(caught.value)).rank == 1
 
 
-def test_a_constructor_that_raises_on_one_rank_fails_the_group(backend):
+def test_a_failing_constructor_on_one_rank_fails_the_group(backend):
     with pytest.raises(WorkerError, match=r"Recorder\.__init__ failed on worker recorder/1: ValueError: no such file"):
         spawn(backend, 2, fail_on=1)
 
 
-def test_an_argument_that_cannot_be_copied_is_named(backend):
+def test_error_names_an_argument_that_cannot_be_copied(backend):
     (worker,) = spawn(backend, 1)
     with pytest.raises(DispatchError, match=r"argument 1 of Recorder\.echo is a generator"):
         call(backend, worker, "echo", 1, (n for n in [1]))
@@ -215,7 +215,7 @@ def test_an_argument_that_cannot_be_copied_is_named(backend):
 # The local backend
 
 
-def test_the_environment_is_as_before_after_a_call_and_after_an_error(monkeypatch):
+def test_environment_is_restored_after_calls_and_errors(monkeypatch):
     monkeypatch.setenv("RANK", "77")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     before = dict(os.environ)
@@ -229,7 +229,7 @@ def test_the_environment_is_as_before_after_a_call_and_after_an_error(monkeypatc
     assert dict(os.environ) == before
 
 
-def test_a_traceback_ends_at_the_line_that_failed():
+def test_traceback_ends_at_the_failing_line():
     backend = LocalBackend()
     (worker,) = spawn(backend, 1)
     with pytest.raises(WorkerError) as caught:
@@ -240,7 +240,7 @@ def test_a_traceback_ends_at_the_line_that_failed():
     assert (last.filename, last.name, last.line) == (__file__, "divide_by_zero", "return 1 / 0")
 
 
-def test_collectives_need_one_rank():
+def test_local_backend_allows_collectives_only_for_one_rank():
     backend = LocalBackend()
     first, _ = spawn(backend, 2)
     with pytest.raises(WorkerError, match="ranks one after another"):
@@ -259,13 +259,13 @@ class Group(Worker):
         return total
 
 
-def test_torch_distributed_starts_by_itself_in_a_single_rank():
+def test_torch_distributed_initializes_in_a_single_rank():
     backend = LocalBackend()
     (worker,) = backend.spawn({"group": ClassWithInitArgs(Group)}, ResourcePool([1]))["group"]
     assert call(backend, worker, "sum").tolist() == [1, 1]
 
 
-def test_nothing_is_kept_when_nobody_holds_a_handle():
+def test_values_without_handles_are_released():
     backend = LocalBackend()
     (worker,) = spawn(backend, 1)
     handles = [start(backend, worker, "echo", (torch.zeros(10),)), backend.put(1)]
@@ -280,7 +280,7 @@ def test_nothing_is_kept_when_nobody_holds_a_handle():
     assert backend.num_objects == 0
 
 
-def test_a_part_of_a_batch_is_sent_without_the_rest():
+def test_a_slice_is_sent_without_the_rest_of_its_batch():
     backend = LocalBackend()
     (worker,) = spawn(backend, 1)
     part = DataProto.from_dict(tensors={"x": torch.zeros(1000, 4)}).slice(0, 10)

@@ -1,4 +1,4 @@
-"""Whole calls: what is sent to which rank, what comes back, on a group of ranks in this process."""
+"""Complete calls on a group of ranks in this process: what each rank receives, and what the caller gets."""
 
 import os
 import traceback
@@ -152,7 +152,7 @@ def test_rows_are_split_over_the_ranks_and_collected_in_order():
     assert received(group) == [[1, 2], [3, 4]]
 
 
-def test_an_uneven_batch_is_padded_from_the_start_and_the_padding_removed():
+def test_an_uneven_batch_is_padded_with_first_rows_and_unpadded():
     group = make_group(4)
     batch = batch_of(1, 2, 3, 4, 5, 6, non_tensors={"names": list("abcdef")})
     result = group.echo(batch)
@@ -162,13 +162,13 @@ def test_an_uneven_batch_is_padded_from_the_start_and_the_padding_removed():
     assert len(batch) == 6
 
 
-def test_fewer_rows_than_ranks_are_padded_in_cycles():
+def test_fewer_rows_than_ranks_are_padded_cyclically():
     group = make_group(5)
     assert group.double(batch_of(1, 2)).batch["doubled"].tolist() == [2, 4]
     assert received(group) == [[1], [2], [1], [2], [1]]
 
 
-def test_padded_copies_are_marked():
+def test_padded_copies_have_row_id_minus_one():
     group = make_group(2)
     batch = DataProto.from_dict(tensors={"row_ids": torch.tensor([7, 8, 9])})
     assert group.echo(batch).batch["row_ids"].tolist() == [7, 8, 9]
@@ -184,7 +184,7 @@ def test_padding_is_removed_from_a_future_too():
     assert future.get().batch["doubled"].tolist() == [2, 4, 6]
 
 
-def test_several_rows_for_each_row_are_unpadded_together():
+def test_unpadding_handles_several_output_rows_per_input_row():
     group = make_group(2)
     assert group.twice(batch_of(1, 2, 3)).batch["x"].tolist() == [1, 1, 2, 2, 3, 3]
     future = group.twice.remote(batch_of(1, 2, 3))
@@ -198,17 +198,17 @@ def test_padding_is_removed_from_a_list_of_results():
     assert [part.batch["x"].tolist() for part in parts] == [[1, 2], [3, 4], [5], []]
 
 
-def test_results_that_are_metrics_alone_need_no_unpadding():
+def test_metrics_only_results_need_no_unpadding():
     group = make_group(2)
     assert group.update(batch_of(1, 2, 3)).meta_info == {"metrics": {"loss": [3.0, 4.0]}}
     assert group.update.remote(batch_of(1, 2, 3)).get().meta_info == {"metrics": {"loss": [3.0, 4.0]}}
 
 
-def test_a_method_may_return_nothing():
+def test_a_method_may_return_none():
     assert make_group(2).silent_update(batch_of(1, 2, 3)) is None
 
 
-def test_the_batch_of_the_caller_stays_as_it_is():
+def test_the_batch_of_the_caller_is_not_changed():
     batch = batch_of(1, 2, 3, meta_info={"step": 1})
     group = make_group(2)
     group.echo(batch).batch["x"].fill_(9)
@@ -216,7 +216,7 @@ def test_the_batch_of_the_caller_stays_as_it_is():
     assert batch.meta_info == {"step": 1}
 
 
-def test_two_batches_are_split_together():
+def test_two_batches_are_split_alike():
     second = DataProto.from_dict(tensors={"y": torch.tensor([10, 20, 30])})
     group = make_group(2)
     assert group.add(batch_of(1, 2, 3), second).batch["sum"].tolist() == [11, 22, 33]
@@ -228,14 +228,14 @@ def test_batches_of_different_lengths_are_an_error():
         make_group(2).add(batch_of(1, 2, 3), batch_of(1, 2))
 
 
-def test_a_batch_without_rows_is_an_error():
+def test_an_empty_batch_is_an_error():
     with pytest.raises(DispatchError, match=r"Model\.echo was called with a batch of 0 rows"):
         make_group(2).echo(batch_of())
     with pytest.raises(DispatchError, match="0 rows"):
         make_group(2).echo(DataProto(meta_info={"step": 1}))
 
 
-def test_arguments_without_a_batch_are_an_error_that_names_the_method():
+def test_error_for_arguments_without_a_batch_names_the_method():
     with pytest.raises(DispatchError, match=r"Model\.echo: this mode splits a DataProto.*the arguments are dict"):
         make_group(2).echo({"x": 1})
 
@@ -249,7 +249,7 @@ def test_keywords_and_other_arguments_reach_every_rank():
     assert make_group(2).double(batch_of(1, 2), 5).batch["doubled"].tolist() == [5, 10]
 
 
-def test_metrics_come_as_a_list():
+def test_metrics_are_collected_in_a_list():
     assert make_group(2).metric(batch_of(1, 2, 3, 4)) == [3.0, 7.0]
 
 
@@ -257,7 +257,7 @@ def test_a_function_goes_to_every_rank():
     assert make_group(2).apply(lambda x: x + 1, batch_of(1, 2, 3)).batch["x"].tolist() == [2, 3, 4]
 
 
-def test_what_cannot_be_concatenated_is_an_error_that_names_the_method():
+def test_error_for_failed_concatenation_names_the_method():
     with pytest.raises(DispatchError, match=r"Model\.total: output 0 of 2 is float"):
         make_group(2).total(batch_of(1, 2))
 
@@ -265,7 +265,7 @@ def test_what_cannot_be_concatenated_is_an_error_that_names_the_method():
 # Columns
 
 
-def test_only_the_columns_that_are_read_are_sent():
+def test_only_columns_in_reads_are_sent():
     group = make_group(2)
     batch = DataProto.from_dict(
         tensors={"x": torch.tensor([1, 2]), "logits": torch.zeros(2, 100)},
@@ -279,14 +279,14 @@ def test_only_the_columns_that_are_read_are_sent():
         assert part.meta_info == {"temperature": 0.5}
 
 
-def test_a_missing_column_is_an_error_before_anything_is_sent():
+def test_a_missing_column_is_an_error_before_sending():
     group = make_group(2)
     with pytest.raises(FieldError, match=r"Model\.double needs 'x', but the batch has y"):
         group.double(batch_of(1, 2).rename("x", "y"))
     assert group.num_received() == [0, 0]
 
 
-def test_a_method_that_reads_no_column_still_gets_its_share_of_rows_and_meta_info():
+def test_a_method_that_reads_no_column_gets_its_rows_and_meta_info():
     class Counter(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, reads=())
         def count(self, batch):
@@ -298,12 +298,12 @@ def test_a_method_that_reads_no_column_still_gets_its_share_of_rows_and_meta_inf
     assert [meta_info for _, meta_info in group.count(texts)] == [{"step": 1}, {"step": 1}]
 
 
-def test_a_wrong_number_of_rows_names_method_and_rank():
+def test_error_for_wrong_number_of_rows_names_method_and_rank():
     with pytest.raises(DispatchError, match=r"Model\.drop_a_row on rank 0 returned 1 rows for 2"):
         make_group(2).drop_a_row(batch_of(1, 2, 3, 4))
 
 
-def test_different_columns_on_two_ranks_are_an_error_that_names_the_method():
+def test_error_for_different_columns_on_ranks_names_the_method():
     with pytest.raises(FieldError) as caught:
         make_group(2).other_columns_on_rank_one(batch_of(1, 2))
     assert caught.value.__notes__ == ["while collecting the results of Model.other_columns_on_rank_one"]
@@ -312,7 +312,7 @@ def test_different_columns_on_two_ranks_are_an_error_that_names_the_method():
 # Other modes
 
 
-def test_every_rank_gets_its_own_copy_of_what_is_broadcast():
+def test_every_rank_gets_its_own_copy_of_a_broadcast_value():
     group = make_group(2)
     assert group.broadcast([1, 2]) == [(0, [1, 2]), (1, [1, 2])]
     batch = batch_of(1, 2)
@@ -321,7 +321,7 @@ def test_every_rank_gets_its_own_copy_of_what_is_broadcast():
     assert second.batch["x"].tolist() == batch.batch["x"].tolist() == [1, 2]
 
 
-def test_rank_zero_gets_its_argument_and_not_a_list():
+def test_rank_zero_calls_return_a_value_instead_of_a_list():
     group = make_group(2)
     assert group.on_rank_zero([1, 2], key="k") == (0, [1, 2], "k")
     assert group.on_rank_zero.remote([1, 2]).get() == (0, [1, 2], None)
@@ -329,7 +329,7 @@ def test_rank_zero_gets_its_argument_and_not_a_list():
     assert group.num_received() == [1, 0]
 
 
-def test_ranks_of_a_replica_get_the_same_rows_and_one_of_them_answers():
+def test_ranks_of_a_replica_get_the_same_rows_and_one_is_collected():
     group = make_group(4, meshes={"train": {"data": 2, "tensor": 2}})
     assert group.on_mesh(batch_of(1, 2, 3)).batch["x"].tolist() == [10, 20, 32]
     assert received(group) == [[1, 2], [1, 2], [3, 1], [3, 1]]
@@ -344,16 +344,16 @@ def test_ranks_of_a_replica_do_not_share_memory():
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_a_mode_of_a_mesh_that_the_group_lacks_is_an_error():
+def test_a_mode_for_an_unknown_mesh_is_an_error():
     with pytest.raises(DispatchError, match="no mesh 'train'"):
         make_group(2).on_mesh(batch_of(1, 2))
 
 
-def test_sequential_calls_go_from_rank_to_rank():
+def test_sequential_calls_run_in_rank_order():
     assert make_group(3).in_turn() == [0, 1, 2]
 
 
-def test_a_registered_mode_reorders_what_it_likes_and_is_padded_where_it_says_so():
+def test_a_registered_mode_may_reorder_parts_and_request_padding():
     def dispatch_reversed(group, batch):
         return [batch.chunk(group.world_size)[::-1]], {}
 
@@ -376,27 +376,27 @@ def test_a_registered_mode_reorders_what_it_likes_and_is_padded_where_it_says_so
         del DISPATCH_MODES["REVERSED"]
 
 
-def test_a_mode_that_does_not_make_one_argument_for_each_rank_is_an_error():
+def test_dispatch_fn_must_return_one_argument_for_each_rank():
     class Own(Worker):
         @register(dispatch_mode={"dispatch_fn": lambda group, x: ([[x]], {}), "collect_fn": lambda group, out: out})
         def run(self, x):
             return x
 
     group = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Own))
-    with pytest.raises(DispatchError, match=r"Own\.run: .* of argument 0; .* one element for each of the 2 ranks"):
+    with pytest.raises(DispatchError, match=r"Own\.run: .* for argument 0; .* one element for each of the 2 ranks"):
         group.run(1)
 
 
 # Futures
 
 
-def test_a_method_can_be_non_blocking_by_declaration():
+def test_blocking_false_returns_a_future():
     future = make_group(2).double_later(batch_of(1, 2, 3))
     assert isinstance(future, DataProtoFuture)
     assert future.get().batch["doubled"].tolist() == [2, 4, 6]
 
 
-def test_a_future_feeds_the_next_group():
+def test_a_future_is_an_argument_of_another_group():
     first, second = make_group(2), make_group(3)
     future = first.double.remote(batch_of(1, 2, 3, 4))
     assert second.double(future.rename("doubled", "x")).batch["doubled"].tolist() == [4, 8, 12, 16]
@@ -405,28 +405,28 @@ def test_a_future_feeds_the_next_group():
     assert [len(part) for part in parts] == [4, 4, 4]
 
 
-def test_futures_concatenate_and_are_split_again():
+def test_concatenated_futures_are_split_again():
     group = make_group(2)
     future = DataProtoFuture.concat([group.double.remote(batch_of(1, 2, 3)), group.double.remote(batch_of(4))])
     assert len(future) == 4
     assert group.echo(future).batch["doubled"].tolist() == [2, 4, 6, 8]
 
 
-def test_a_future_can_reach_the_worker_unread():
+def test_a_worker_can_receive_an_unread_future():
     group = make_group(2)
     future = group.double.remote(batch_of(1, 2, 3))
     assert group.read_future(future).batch["doubled"].tolist() == [2, 4, 7]
     assert future.get().batch["doubled"].tolist() == [2, 4, 6]
 
 
-def test_a_column_that_an_unread_future_lacks_is_an_error_when_the_worker_reads_it():
+def test_a_missing_column_of_an_unread_future_is_an_error():
     group = make_group(2)
     future = group.twice.remote(batch_of(1, 2))
     with pytest.raises(FieldError, match=r"Model\.read_future needs 'doubled', but the batch has x"):
         group.read_future(future)
 
 
-def test_a_result_without_declared_columns_goes_on_by_whole_shards():
+def test_a_result_with_undeclared_columns_is_passed_by_whole_shards():
     group = make_group(2)
     undeclared = group.echo.remote(batch_of(1, 2, 3, 4).rename("x", "doubled"))
     assert (undeclared.columns, undeclared.is_table) == (None, False)
@@ -436,7 +436,7 @@ def test_a_result_without_declared_columns_goes_on_by_whole_shards():
     assert group.double(group.echo.remote(batch_of(1, 2, 3))).batch["doubled"].tolist() == [2, 4, 6]
 
 
-def test_metrics_alone_can_be_read_from_a_future_of_an_undeclared_method():
+def test_metrics_are_readable_from_a_future_without_declared_columns():
     class Undeclared(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def update(self, batch):
@@ -446,7 +446,7 @@ def test_metrics_alone_can_be_read_from_a_future_of_an_undeclared_method():
     assert group.update.remote(batch_of(1, 2, 3)).get().meta_info == {"metrics": {"loss": [1.0, 1.0]}}
 
 
-def test_results_are_computed_at_once_and_kept_until_the_future_goes():
+def test_local_results_are_computed_at_once_and_kept_by_the_future():
     backend = LocalBackend()
     group = make_group(2, backend=backend)
     future = group.double.remote(batch_of(1, 2))
@@ -457,7 +457,7 @@ def test_results_are_computed_at_once_and_kept_until_the_future_goes():
     assert backend.num_objects == 0
 
 
-def test_blocking_calls_leave_nothing_behind():
+def test_blocking_calls_release_all_values():
     backend = LocalBackend()
     group = make_group(4, backend=backend, meshes={"train": {"data": 2, "tensor": 2}})
     for _ in range(3):
@@ -475,7 +475,7 @@ def test_blocking_calls_leave_nothing_behind():
 # The path of a call, as docs/architecture.md shows it
 
 
-def test_a_call_is_nested_three_deep_between_its_caller_and_the_worker():
+def test_a_call_has_three_frames_between_caller_and_worker():
     class Deep(Worker):
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("x",))
         def compute(self, batch):
@@ -492,13 +492,13 @@ def test_a_call_is_nested_three_deep_between_its_caller_and_the_worker():
 # Failures
 
 
-def test_an_error_names_the_rank_and_keeps_its_cause():
+def test_error_names_the_rank_and_keeps_its_cause():
     with pytest.raises(WorkerError, match=r"Model\.fail_on_rank_one failed on worker model/1: ValueError") as caught:
         make_group(2).fail_on_rank_one(batch_of(1, 2))
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_the_error_of_a_non_blocking_local_call_is_raised_at_once():
+def test_a_non_blocking_local_call_raises_its_error_at_once():
     with pytest.raises(WorkerError, match="rank 1 is unlucky"):
         make_group(2).fail_on_rank_one.remote(batch_of(1, 2))
 
@@ -517,11 +517,11 @@ def test_a_worker_may_call_another_group():
     assert outer.run(lambda: inner.in_turn()) == (("0", "1"), [0, 1], ("0", "1"))
 
 
-# A backend whose calls run later, as those of other processes do
+# A backend whose calls run later, as in other processes
 
 
 class Deferred:
-    """A handle that makes its call when somebody waits for it."""
+    """A handle that runs its call at the first wait for it."""
 
     where, produced, others = "", (), ()
 
@@ -551,7 +551,7 @@ class Deferred:
 
 
 class DeferredBackend(LocalBackend):
-    """Runs calls when they are waited for, and notes what it was asked to do."""
+    """A backend that runs calls when they are waited for, and logs its own calls."""
 
     def __init__(self):
         super().__init__()
@@ -578,7 +578,7 @@ class DeferredBackend(LocalBackend):
         super().release([handle.handle for handle in handles if handle.handle is not None])
 
 
-def test_all_ranks_are_started_before_one_is_waited_for():
+def test_all_ranks_start_before_the_first_wait():
     backend = DeferredBackend()
     group = make_group(2, backend=backend)
     assert group.double(batch_of(1, 2, 3)).batch["doubled"].tolist() == [2, 4, 6]
@@ -586,14 +586,14 @@ def test_all_ranks_are_started_before_one_is_waited_for():
     assert backend.num_objects == 0
 
 
-def test_sequential_ranks_are_started_one_after_another_without_reading_results():
+def test_sequential_execution_waits_for_each_rank_without_reading():
     backend = DeferredBackend()
     group = make_group(2, backend=backend)
     group.in_turn()
     assert backend.log[:4] == ["call model/0", "wait for 1", "call model/1", "wait for 1"]
 
 
-def test_a_batch_for_several_ranks_is_put_once():
+def test_a_batch_sent_to_several_ranks_is_put_once():
     backend = DeferredBackend()
     group = make_group(4, backend=backend, meshes={"train": {"data": 2, "tensor": 2}})
     group.on_mesh(batch_of(1, 2))
@@ -612,7 +612,7 @@ def test_only_one_rank_of_a_replica_is_read():
     assert backend.log[-4:] == ["wait for 4", "get", "get", "release 4"]
 
 
-def test_a_non_blocking_call_waits_for_nothing_and_fails_when_it_is_read():
+def test_a_non_blocking_call_returns_at_once_and_raises_on_read():
     backend = DeferredBackend()
     group = make_group(2, backend=backend)
     future = group.fail_on_rank_one.remote(batch_of(1, 2))
@@ -621,7 +621,7 @@ def test_a_non_blocking_call_waits_for_nothing_and_fails_when_it_is_read():
         future.get()
 
 
-def test_a_rank_that_is_not_read_must_succeed_too():
+def test_errors_of_uncollected_ranks_are_raised():
     class Replica(Worker):
         @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
         def run(self, batch):
@@ -638,7 +638,7 @@ def test_a_rank_that_is_not_read_must_succeed_too():
         future.get()
 
 
-def test_a_failing_blocking_call_releases_what_was_computed():
+def test_a_failed_blocking_call_releases_its_results():
     backend = DeferredBackend()
     group = make_group(2, backend=backend)
     with pytest.raises(WorkerError, match="rank 1 is unlucky"):

@@ -14,20 +14,20 @@ def test_the_config_is_found_by_keyword_and_by_position():
     assert ClassWithInitArgs(Model, "c", 2).config == "c"
 
 
-def test_a_class_without_config_has_none():
+def test_config_is_none_for_a_class_without_config():
     class Plain:
         pass
 
     assert ClassWithInitArgs(Plain).config is None
 
 
-def test_arguments_that_the_constructor_does_not_take_are_refused_before_it_is_called():
+def test_wrong_constructor_arguments_raise_before_the_constructor_runs():
     with pytest.raises(DispatchError, match=r"Model\.__init__\(self, config.*missing a required argument: 'config'"):
         ClassWithInitArgs(Model)
     with pytest.raises(DispatchError, match="unexpected keyword argument 'siez'"):
         ClassWithInitArgs(Model, "c", siez=2)
 
 
-def test_an_instance_is_refused():
+def test_an_instance_instead_of_a_class_is_an_error():
     with pytest.raises(DispatchError, match="needs a worker class"):
         ClassWithInitArgs(Model("c"))  # pyright: ignore[reportArgumentType]

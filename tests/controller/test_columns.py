@@ -21,25 +21,25 @@ def returning(writes: tuple[str, ...] | None, rows_per_row: int | None = 1):
     return MethodColumns("Actor.update", None, writes, rows_per_row)
 
 
-def test_a_declaration_is_resolved_against_the_configuration():
+def test_a_declaration_is_resolved_with_the_configuration():
     columns = resolve_columns("Actor.update", lambda kl: ("a", "b") if kl else ("a",), None, lambda kl: 2, True)
     assert columns == MethodColumns("Actor.update", ("a", "b"), None, 2)
     assert resolve_columns("Actor.update", ["a"], (), "one", None).rows_per_row is None  # pyright: ignore[reportArgumentType]
 
 
-def test_a_function_of_a_configuration_that_is_not_there_is_an_error():
+def test_a_function_of_a_missing_configuration_is_an_error():
     with pytest.raises(DispatchError, match=r"Actor\.update declares reads as a function.*config="):
         resolve_columns("Actor.update", lambda config: ("a",), None, "same", None)
 
 
-def test_a_function_that_returns_no_declaration_is_an_error():
+def test_a_function_that_returns_an_invalid_declaration_is_an_error():
     with pytest.raises(DispatchError, match=r"Actor\.update: reads='a'"):
         resolve_columns("Actor.update", lambda config: "a", None, "same", 1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DispatchError, match=r"Actor\.update: rows=-1"):
         resolve_columns("Actor.update", None, None, lambda config: -1, 1)
 
 
-def test_only_what_is_read_is_kept_and_meta_info_always_is():
+def test_selection_keeps_columns_in_reads_and_meta_info():
     reduced = reading("responses", "texts").select_reads(BATCH)
     assert list(reduced.batch.keys()) == ["responses"]
     assert list(reduced.non_tensor_batch) == ["texts"]
@@ -47,17 +47,17 @@ def test_only_what_is_read_is_kept_and_meta_info_always_is():
     assert set(BATCH.batch.keys()) == {"responses", "advantages"}
 
 
-def test_without_a_declaration_everything_is_kept():
+def test_undeclared_reads_keep_all_columns():
     assert MethodColumns("Actor.update", None, None, 1).select_reads(BATCH) is BATCH
 
 
-def test_a_batch_for_each_rank_is_reduced_too():
+def test_selection_applies_to_a_list_of_batches():
     reduced = reading("responses").select_reads([BATCH, BATCH])
     assert [list(part.batch.keys()) for part in reduced] == [["responses"], ["responses"]]
     assert reading("responses").select_reads([1, "responses"]) == [1, "responses"]
 
 
-def test_a_missing_column_names_method_column_batch_and_producer():
+def test_error_names_method_missing_column_batch_and_producer():
     with pytest.raises(
         FieldError,
         match=r"Actor\.update needs 'ref_log_probs', but the batch has advantages, responses, texts\. "
@@ -66,7 +66,7 @@ def test_a_missing_column_names_method_column_batch_and_producer():
         reading("responses", "ref_log_probs").check_reads([BATCH])
 
 
-def test_the_batches_of_one_call_complete_each_other():
+def test_columns_may_come_from_any_batch_of_a_call():
     other = DataProto.from_dict(tensors={"values": torch.zeros(4)})
     reading("responses", "values").check_reads([BATCH, 0.5, other])
     reading("responses", "values").check_reads([[BATCH, BATCH], other])
@@ -74,7 +74,7 @@ def test_the_batches_of_one_call_complete_each_other():
         reading("responses").check_reads([[BATCH, other]])
 
 
-def test_a_result_has_exactly_the_declared_columns():
+def test_a_result_must_have_exactly_the_declared_columns():
     returning(("responses", "advantages", "texts")).check_output(BATCH, 0, 4)
     with pytest.raises(FieldError, match="missing values; not declared advantages, texts"):
         returning(("responses", "values")).check_output(BATCH, 0, 4)
@@ -82,14 +82,14 @@ def test_a_result_has_exactly_the_declared_columns():
         returning(()).check_output(BATCH, 2, 4)
 
 
-def test_a_result_that_is_no_batch_is_an_error_where_columns_are_declared():
+def test_a_method_with_declared_columns_must_return_a_batch():
     with pytest.raises(DispatchError, match="on rank 0 returned NoneType, but declares writes"):
         returning(("values",)).check_output(None, 0, 4)
     returning(()).check_output(None, 0, 4)
     returning(None).check_output(3.5, 0, 4)
 
 
-def test_a_result_has_the_declared_number_of_rows():
+def test_a_result_must_have_the_declared_number_of_rows():
     returning(None, 2).check_output(BATCH, 0, 2)
     with pytest.raises(DispatchError, match=r"on rank 1 returned 4 rows for 2, but declares 1 for each.*return 2 rows"):
         returning(None, 1).check_output(BATCH, 1, 2)
@@ -97,6 +97,6 @@ def test_a_result_has_the_declared_number_of_rows():
         returning(None, None).check_output(BATCH, 0, 4)
 
 
-def test_metrics_alone_have_no_rows_to_count():
+def test_metrics_only_results_have_no_rows_to_check():
     returning(None, 1).check_output(DataProto(meta_info={"metrics": {"loss": 1.0}}), 0, 4)
     returning((), None).check_output(DataProto(meta_info={"metrics": {"loss": 1.0}}), 0, 4)

@@ -17,7 +17,7 @@ from hybridflow.protocol import DataProto
 
 
 class Ranks:
-    """A group that is only a number of ranks and a mesh."""
+    """A minimal group: a number of ranks and a mesh."""
 
     def __init__(self, **axes):
         self._mesh = Mesh(axes)
@@ -41,70 +41,70 @@ def values_of(parts):
     return [part.batch["x"].tolist() for part in parts]
 
 
-def test_one_to_all_gives_every_rank_the_same():
+def test_one_to_all_sends_every_rank_the_same_arguments():
     assert Dispatch.ONE_TO_ALL.dispatch_fn(Ranks(data=2), [1, 2, 3], key="k") == (
         ([[1, 2, 3]] * 2,),
         {"key": ["k", "k"]},
     )
 
 
-def test_all_to_all_takes_one_element_for_each_rank_from_a_list():
+def test_all_to_all_sends_each_rank_one_element_of_a_list():
     args, kwargs = Dispatch.ALL_TO_ALL.dispatch_fn(Ranks(data=2), [1, 2], "all", key=(3, 4))
     assert args == ([1, 2], ["all", "all"])
     assert kwargs == {"key": [3, 4]}
 
 
 @pytest.mark.parametrize("mode", ["ALL_TO_ALL", "DP_COMPUTE", "MEGATRON_COMPUTE"])
-def test_a_list_of_another_length_than_ranks_is_an_error(mode):
-    with pytest.raises(DispatchError, match=r"a list of 3 for 2 .*use Dispatch\.ONE_TO_ALL"):
+def test_a_list_must_have_one_element_for_each_rank(mode):
+    with pytest.raises(DispatchError, match=r"a list of 3 elements cannot be split over 2 .*use Dispatch\.ONE_TO_ALL"):
         DISPATCH_MODES[mode].dispatch_fn(Ranks(data=2), [1, 2, 3])
 
 
 @pytest.mark.parametrize("mode", ["DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC"])
-def test_dp_modes_split_batches_and_broadcast_the_rest(mode):
+def test_dp_modes_split_batches_and_broadcast_other_arguments(mode):
     args, kwargs = DISPATCH_MODES[mode].dispatch_fn(Ranks(data=2), batch_of(1, 2, 3, 4), 0.5, more=batch_of(5, 6))
     assert values_of(args[0]) == [[1, 2], [3, 4]]
     assert args[1] == [0.5, 0.5]
     assert values_of(kwargs["more"]) == [[5], [6]]
 
 
-def test_dp_compute_takes_one_element_for_each_rank_from_a_list():
+def test_dp_compute_sends_each_rank_one_element_of_a_list():
     assert Dispatch.DP_COMPUTE.dispatch_fn(Ranks(data=2), ["a", "b"]) == ((["a", "b"],), {})
 
 
-def test_a_list_is_broadcast_where_batches_are_split():
+def test_proto_modes_broadcast_lists():
     args, _ = Dispatch.DP_COMPUTE_PROTO.dispatch_fn(Ranks(data=2), batch_of(1, 2), [7, 8, 9])
     assert args[1] == [[7, 8, 9], [7, 8, 9]]
 
 
 @pytest.mark.parametrize("mode", ["DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC", "TP_FORWARD", "MEGATRON_COMPUTE_PROTO"])
-def test_arguments_without_a_batch_are_an_error_where_a_batch_is_split(mode):
+def test_proto_modes_require_a_batch(mode):
     with pytest.raises(DispatchError, match=r"the arguments are dict, int; use DataProto\.from_dict"):
         DISPATCH_MODES[mode].dispatch_fn(Ranks(data=2), {"x": 1}, n=3)
 
 
-def test_a_function_comes_first_where_the_mode_says_so():
+def test_the_with_func_mode_requires_a_function_as_first_argument():
     mode = Dispatch.DP_COMPUTE_PROTO_WITH_FUNC
     args, _ = mode.dispatch_fn(Ranks(data=2), max, batch_of(1, 2))
     assert args[0] == [max, max]
     assert values_of(args[1]) == [[1], [2]]
-    with pytest.raises(DispatchError, match="needs a function as first argument, got DataProto"):
+    with pytest.raises(DispatchError, match="WITH_FUNC must be a function, got DataProto"):
         mode.dispatch_fn(Ranks(data=2), batch_of(1, 2))
 
 
 @pytest.mark.parametrize("mode", ["MEGATRON_COMPUTE", "MEGATRON_COMPUTE_PROTO", "TP_FORWARD"])
-def test_mesh_modes_split_along_data_and_replicate_along_the_rest(mode):
+def test_mesh_modes_split_along_data_and_replicate_along_other_axes(mode):
     args, _ = DISPATCH_MODES[mode].dispatch_fn(Ranks(data=2, tensor=2), batch_of(1, 2, 3, 4))
     assert values_of(args[0]) == [[1, 2], [1, 2], [3, 4], [3, 4]]
     assert args[0][0] is args[0][1]
 
 
-def test_megatron_compute_takes_one_element_for_each_data_rank():
+def test_megatron_compute_sends_each_data_rank_one_element_of_a_list():
     args, _ = Dispatch.MEGATRON_COMPUTE.dispatch_fn(Ranks(tensor=2, data=2), ["a", "b"])
     assert args == (["a", "b", "a", "b"],)
 
 
-def test_a_mode_can_be_made_for_any_axes_of_any_mesh():
+def test_a_mesh_mode_splits_along_the_given_axes():
     mode = make_nd_compute_dataproto_dispatch_fn(mesh_name="train", split_axes=("replicate", "shard"))
     group = Ranks(replicate=2, shard=1, sequence=2)
     assert mode.num_parts is not None
@@ -115,7 +115,7 @@ def test_a_mode_can_be_made_for_any_axes_of_any_mesh():
     assert values_of(args[0]) == [[1], [1], [2], [2]]
 
 
-def test_batches_are_concatenated_in_order_and_none_stays_none():
+def test_collect_concatenates_in_order_and_keeps_none():
     collect = Dispatch.DP_COMPUTE_PROTO.collect_fn
     assert collect(Ranks(data=2), [batch_of(1), batch_of(2)]).batch["x"].tolist() == [1, 2]
     assert collect(Ranks(data=2), [None, None]) is None
@@ -123,7 +123,7 @@ def test_batches_are_concatenated_in_order_and_none_stays_none():
         collect(Ranks(data=2), [batch_of(1), None])
 
 
-def test_a_columnless_batch_goes_to_every_part_as_it_is():
+def test_a_batch_without_columns_goes_to_every_part_unchanged():
     nothing = DataProto(meta_info={"step": 1})
     args, _ = Dispatch.DP_COMPUTE_PROTO.dispatch_fn(Ranks(data=2), nothing)
     assert args == ([nothing, nothing],)
@@ -145,12 +145,12 @@ def test_a_registered_mode_is_found_by_its_name(own_mode):
 
 
 @pytest.mark.parametrize("name", ["LAST_RANK_FIRST", "DP_COMPUTE"])
-def test_a_name_that_is_taken_is_an_error(own_mode, name):
+def test_a_registered_name_cannot_be_reused(own_mode, name):
     with pytest.raises(DispatchError, match=f"'{name}' is already registered"):
         register_dispatch_mode(name, max, max)
 
 
-def test_a_mode_needs_a_name_and_two_functions():
+def test_a_mode_requires_a_name_and_two_functions():
     with pytest.raises(DispatchError, match="must be an identifier"):
         register_dispatch_mode("by length", max, max)
     with pytest.raises(DispatchError, match="collect_fn must be a function, got 3"):
@@ -164,16 +164,16 @@ def test_a_mapping_of_the_two_functions_is_a_mode():
 
 
 def test_an_unknown_mode_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="no dispatch mode 'DP'; there are RANK_ZERO, ONE_TO_ALL"):
+    with pytest.raises(AttributeError, match="'DP' is not a dispatch mode; modes: RANK_ZERO, ONE_TO_ALL"):
         _ = Dispatch.DP
 
 
-def test_modes_of_the_package_are_in_the_table_by_their_names():
+def test_built_in_modes_are_in_the_table_by_name():
     assert [mode.name for mode in MODES_OF_THE_PACKAGE.values()] == list(MODES_OF_THE_PACKAGE)
     assert {name: DISPATCH_MODES[name] for name in MODES_OF_THE_PACKAGE} == MODES_OF_THE_PACKAGE
 
 
-def test_the_documentation_describes_every_mode_of_the_package():
+def test_the_documentation_describes_every_built_in_mode():
     rows = [f"| `{mode.name}` | {mode.description} |" for mode in MODES_OF_THE_PACKAGE.values()]
     table = "\n".join(["", "| mode | what it does |", "|---|---|", *rows, "", ""])
     assert table in (Path(__file__).parents[2] / "docs" / "controller.md").read_text(encoding="utf-8"), table

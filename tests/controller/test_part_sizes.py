@@ -1,4 +1,4 @@
-"""Parts sized by measured load: the arithmetic, and groups whose ranks are not equally fast, on every backend."""
+"""Part sizes by measured speed: the arithmetic, and groups with ranks of different speed, on every backend."""
 
 import time
 
@@ -22,7 +22,7 @@ from hybridflow.protocol.handle import Duration
 
 
 def measured(sizes, *seconds):
-    """`MeasuredParts` after calls of these sizes, whose parts took so long; several ranks of a part in a tuple."""
+    """Return `MeasuredParts` after calls of these sizes and durations; a tuple has the durations of a part's ranks."""
     parts = MeasuredParts(len(sizes))
     for of_call in seconds:
         durations = [
@@ -38,46 +38,46 @@ def lasting(seconds):
     return duration
 
 
-def test_parts_are_equal_as_far_as_that_goes_until_something_was_measured():
+def test_parts_are_as_equal_as_possible_before_a_measurement():
     assert MeasuredParts(3).sizes(6) == [2, 2, 2]
     assert MeasuredParts(3).sizes(8) == [3, 3, 2]
     assert measured([2, 2], [1.0, None]).sizes(4) == [2, 2]
 
 
-def test_parts_are_in_proportion_to_rows_a_second():
+def test_part_sizes_are_proportional_to_rows_per_second():
     assert measured([4, 4], [1.0, 3.0]).sizes(8) == [6, 2]
     assert measured([6, 2], [1.0, 1.0]).sizes(8) == [6, 2]
     assert measured([4, 4, 4], [1.0, 2.0, 4.0]).sizes(14) == [8, 4, 2]
 
 
-def test_a_part_is_as_slow_as_the_slowest_of_its_ranks():
+def test_the_slowest_rank_sets_the_speed_of_a_part():
     assert measured([4, 4], [(1.0, 3.0), (1.0, 1.0)]).sizes(8) == [2, 6]
 
 
-def test_older_calls_count_for_less():
+def test_older_calls_have_less_weight():
     assert measured([4, 4], [1.0, 3.0], [1.0, 1.0]).sizes(100) == [60, 40]  # 4 rows a second, and 4/3 + 4 over 2
 
 
 @pytest.mark.parametrize("num_units", range(3, 40))
-def test_no_part_is_empty_and_all_are_handed_out(num_units):
+def test_no_part_is_empty_and_sizes_add_up(num_units):
     sizes = measured([1, 1, 1], [1.0, 1000.0, 500.0]).sizes(num_units)
     assert min(sizes) >= 1
     assert sum(sizes) == num_units
 
 
-def test_only_the_newest_calls_are_kept_until_they_have_ended():
+def test_only_the_newest_unfinished_calls_are_kept():
     parts = MeasuredParts(1)
     for _ in range(100):
         parts.note([1], [[Duration()]])
     assert len(parts._calls) == MAX_WAITING
 
 
-def test_a_call_that_took_no_time_is_not_counted():
+def test_a_call_of_zero_duration_is_ignored():
     assert measured([4, 4], [0.0, 3.0]).sizes(8) == [4, 4]
 
 
 class Uneven(Worker):
-    """Rank 1 needs five times as long for a row."""
+    """A worker that takes five times as long per row on rank 1."""
 
     def __init__(self, config=None):
         self.received = []
@@ -121,7 +121,7 @@ def group_of(backend, parts="measured", processes=2, **options):
 X = DataProto.from_dict({"x": torch.arange(24)})
 
 
-def test_a_slow_rank_gets_less_and_the_rows_come_back_in_order(backend):
+def test_a_slow_rank_gets_fewer_rows_and_order_is_kept(backend):
     with group_of(backend) as group:
         for _ in range(3):
             assert group.double(X).batch["y"].tolist() == [row * 10 for row in range(24) for _ in "ab"]
@@ -131,7 +131,7 @@ def test_a_slow_rank_gets_less_and_the_rows_come_back_in_order(backend):
     assert [f + s for f, s in zip(fast, slow, strict=True)] == [24] * 3
 
 
-def test_futures_of_unequal_parts_are_read_by_rows_and_passed_on(backend):
+def test_futures_of_unequal_parts_are_sliced_and_passed_on(backend):
     with group_of(backend) as group:
         group.double(X)
         future = group.double.remote(X)
@@ -141,14 +141,14 @@ def test_futures_of_unequal_parts_are_read_by_rows_and_passed_on(backend):
         assert again.batch["y"].tolist() == [row * 100 for row in range(24) for _ in "abcd"]
 
 
-def test_equal_parts_stay_equal():
+def test_parts_equal_ignores_measured_speed():
     with group_of(LocalBackend(), "equal") as group:
         for _ in range(3):
             group.double(X)
         assert group.sizes() == [[12, 12, 12], [12, 12, 12]]
 
 
-def test_whole_groups_go_to_a_rank_whatever_its_speed():
+def test_measured_parts_keep_groups_on_one_rank():
     batch = X.union(DataProto.from_dict({"group_ids": torch.arange(24) // 4}))
     with group_of(LocalBackend()) as group:
         for _ in range(3):
@@ -176,22 +176,22 @@ def test_a_batch_with_fewer_rows_than_ranks_is_padded():
 @pytest.mark.parametrize(
     ("problem", "options"),
     [
-        ("ONE_TO_ALL makes its parts itself", {"dispatch_mode": Dispatch.ONE_TO_ALL, "parts": "measured"}),
-        ("needs 'equal', 'measured'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
+        ("ONE_TO_ALL, which makes its parts itself", {"dispatch_mode": Dispatch.ONE_TO_ALL, "parts": "measured"}),
+        ("expected 'equal', 'measured'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
     ],
 )
-def test_parts_that_cannot_be_are_an_error(problem, options):
+def test_invalid_parts_are_an_error(problem, options):
     with pytest.raises(DispatchError, match=problem):
         register(**options)
 
 
-def test_a_mode_of_a_user_makes_its_own_parts():
+def test_measured_parts_are_not_supported_with_custom_modes():
     mode = register_dispatch_mode("FOR_PARTS", lambda group: ((), {}), lambda group, outputs: outputs, lambda group: 2)
-    with pytest.raises(DispatchError, match="FOR_PARTS makes its parts itself"):
+    with pytest.raises(DispatchError, match="FOR_PARTS, which makes its parts itself"):
         register(mode, parts="measured")
 
 
-def test_parts_as_a_function_need_a_configuration_that_says_something_valid():
+def test_a_parts_function_requires_a_configuration_and_a_valid_value():
     with pytest.raises(DispatchError, match=r"NoConfig\.double declares parts as a function"):
         WorkerGroup(ResourcePool([1]), ClassWithInitArgs(NoConfig))
     with pytest.raises(DispatchError, match=r"Uneven\.double: parts='fair'"):

@@ -18,7 +18,7 @@ def make_batch(num_rows=2):
     )
 
 
-def test_nothing_of_a_batch_is_shared():
+def test_a_copied_batch_shares_no_memory():
     batch = make_batch()
     copied = private_copy(batch, "batch")
     copied.batch["x"][0, 0] = 7.0
@@ -31,7 +31,7 @@ def test_nothing_of_a_batch_is_shared():
     assert batch.meta_info == {"metrics": {"loss": [1.0]}, "step": 4}
 
 
-def test_a_view_is_copied_without_the_rows_it_does_not_show():
+def test_a_view_is_copied_without_its_base():
     part = make_batch(100).slice(0, 2)
     assert private_copy(part, "part").batch["x"].untyped_storage().nbytes() == 2 * 3 * 4
     assert private_copy(torch.zeros(100, 3)[:2], "part").untyped_storage().nbytes() == 2 * 3 * 4
@@ -61,7 +61,7 @@ def test_containers_are_copied_deeply_and_keep_their_types():
     assert type(copied["b"]) is Pair
 
 
-def test_tensors_arrive_without_their_graph():
+def test_tensors_are_detached():
     weight = torch.ones(2, requires_grad=True)
     copied = private_copy({"loss": weight * 2}, "result")
     assert not copied["loss"].requires_grad
@@ -72,12 +72,12 @@ def test_functions_are_shared():
     assert private_copy(make_batch, "f") is make_batch
 
 
-def test_what_cannot_be_copied_is_named():
+def test_error_names_a_value_that_cannot_be_copied():
     with pytest.raises(DispatchError, match=r"argument 0 of A\.b is a lock, which cannot be copied"):
         private_copy(threading.Lock(), "argument 0 of A.b")
 
 
-def test_what_is_read_of_a_future_is_copied():
+def test_contents_read_from_a_future_are_copied():
     batch = make_batch()
     copied = private_copy(DataProtoFuture.of(batch), "future")
     copied.get().batch["x"].add_(1)

@@ -9,12 +9,12 @@ def plain(self):
     return 1
 
 
-def test_the_method_itself_stays_as_written():
+def test_register_does_not_wrap_the_method():
     assert register()(plain) is plain
     assert plain(None) == 1
 
 
-def test_the_defaults_are_those_of_the_founding_design():
+def test_the_defaults_are_those_of_the_original_design():
     registration = registration_of(register()(lambda self: None))
     assert registration is not None
     assert registration.dispatch_mode is Dispatch.ALL_TO_ALL
@@ -24,7 +24,7 @@ def test_the_defaults_are_those_of_the_founding_design():
     assert (registration.reads, registration.writes, registration.rows) == (None, None, "same")
 
 
-def test_registered_methods_are_found_with_inherited_ones_and_without_others():
+def test_registered_methods_include_inherited_ones():
     class Base:
         @register()
         def inherited(self): ...
@@ -43,14 +43,14 @@ def test_registered_methods_are_found_with_inherited_ones_and_without_others():
     assert registered_methods(Derived)["own"].dispatch_mode is Dispatch.ONE_TO_ALL
 
 
-def test_dispatch_rank_zero_runs_on_rank_zero():
+def test_dispatch_rank_zero_executes_on_rank_zero():
     registration = registration_of(register(Dispatch.RANK_ZERO)(lambda self: None))
     assert registration is not None
     assert registration.execute_mode is Execute.RANK_ZERO
 
 
-def test_a_mode_that_splits_cannot_run_on_rank_zero_alone():
-    with pytest.raises(DispatchError, match=r"DP_COMPUTE_PROTO splits a batch.*Dispatch\.RANK_ZERO"):
+def test_a_splitting_mode_cannot_execute_on_rank_zero_alone():
+    with pytest.raises(DispatchError, match=r"DP_COMPUTE_PROTO, which splits a batch.*Dispatch\.RANK_ZERO"):
         register(Dispatch.DP_COMPUTE_PROTO, Execute.RANK_ZERO)
 
 
@@ -59,7 +59,7 @@ def test_register_without_parentheses_is_an_error():
         register(plain)  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_no_plain_method_is_refused():
+def test_only_plain_methods_can_be_registered():
     async def later(self): ...
 
     def several(self):
@@ -68,23 +68,23 @@ def test_what_is_no_plain_method_is_refused():
     for method in (later, several):
         with pytest.raises(DispatchError, match="workers are synchronous"):
             register()(method)
-    with pytest.raises(DispatchError, match="needs a plain method, got staticmethod"):
+    with pytest.raises(DispatchError, match="expected a plain method, got staticmethod"):
         register()(staticmethod(plain))
 
 
 @pytest.mark.parametrize(
     ("declaration", "message"),
     [
-        ({"dispatch_mode": "DP_COMPUT"}, r"dispatch_mode='DP_COMPUT': use one of Dispatch\.RANK_ZERO"),
+        ({"dispatch_mode": "DP_COMPUT"}, r"dispatch_mode='DP_COMPUT' is invalid: use one of Dispatch\.RANK_ZERO"),
         ({"dispatch_mode": 3}, "dispatch_mode=3"),
-        ({"execute_mode": "all"}, r"execute_mode='all'; use Execute\.ALL"),
-        ({"reads": "input_ids"}, r"reads='input_ids': needs a tuple of column names"),
+        ({"execute_mode": "all"}, r"execute_mode='all' is invalid: use Execute\.ALL"),
+        ({"reads": "input_ids"}, r"reads='input_ids' is invalid: expected a tuple of column names"),
         ({"writes": (1, 2)}, r"writes=\(1, 2\)"),
         ({"rows": "two"}, "rows='two'"),
         ({"rows": 0}, "rows=0"),
         ({"rows": True}, "rows=True"),
     ],
 )
-def test_a_wrong_declaration_is_refused_where_it_is_written(declaration, message):
+def test_an_invalid_declaration_raises_at_registration(declaration, message):
     with pytest.raises(DispatchError, match=message):
         register(**declaration)

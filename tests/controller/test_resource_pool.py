@@ -18,7 +18,7 @@ def test_a_pool_without_processes_is_an_error(process_on_nodes):
         ResourcePool(process_on_nodes)
 
 
-def test_a_pool_that_holds_no_group_is_an_error():
+def test_max_colocate_count_must_be_positive():
     with pytest.raises(ConfigError, match="max_colocate_count=0"):
         ResourcePool([1], max_colocate_count=0)
 
@@ -34,15 +34,15 @@ def test_each_role_gets_its_pool():
         manager.get_resource_pool(Role.RewardModel)
 
 
-def test_without_a_mapping_all_roles_share_the_one_pool():
+def test_all_roles_share_a_single_pool_without_a_mapping():
     manager = ResourcePoolManager({"global_pool": [2]})
     assert {manager.get_resource_pool(role).world_size for role in Role} == {2}
-    with pytest.raises(ConfigError, match="no mapping"):
+    with pytest.raises(ConfigError, match="mapping is missing, but there are several pools"):
         ResourcePoolManager({"a": [1], "b": [1]})
 
 
-def test_a_mapping_to_an_unknown_pool_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"Role\.Actor is on pool 'globl_pool'.*did you mean 'global_pool'"):
+def test_error_for_an_unknown_pool_suggests_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"'globl_pool', the pool of Role\.Actor, is not.*did you mean 'global_pool'"):
         ResourcePoolManager({"global_pool": [1]}, {Role.Actor: "globl_pool"})
 
 
@@ -57,9 +57,9 @@ def test_pools_that_fit_the_gpus_are_accepted():
 
 
 @pytest.mark.parametrize("gpus_on_nodes", [[8], [4, 4, 1], [2, 8], []])
-def test_pools_that_do_not_fit_the_gpus_are_refused_with_both_figures(gpus_on_nodes):
+def test_error_names_requested_and_available_gpus(gpus_on_nodes):
     spec, mapping = {"a": [4, 4], "b": [2]}, {Role.Actor: "a", Role.Rollout: "b"}
-    with pytest.raises(ConfigError, match=r"asked for .*a=\[4, 4\], b=\[2\].* there are \["):
+    with pytest.raises(ConfigError, match=r"requested .*a=\[4, 4\], b=\[2\].* the nodes have \["):
         ResourcePoolManager(spec, mapping, use_gpu=True, gpus_on_nodes=gpus_on_nodes)
 
 

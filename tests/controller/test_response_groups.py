@@ -31,20 +31,20 @@ def group():
     return WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Comparing))
 
 
-def test_the_rows_of_a_group_stay_on_one_rank_and_padding_is_by_whole_groups(group):
+def test_groups_stay_on_one_rank_and_padding_adds_whole_groups(group):
     means = group.compare(batch_of(7, 7, 7, 8, 8, 8, 9, 9, 9)).batch["mean"]
     assert group.last_received() == [[7, 7, 7, 8, 8, 8], [9, 9, 9, 7, 7, 7]]
     assert means.tolist() == [1, 1, 1, 4, 4, 4, 7, 7, 7]
 
 
-def test_a_future_is_read_for_its_groups_alone(group):
+def test_only_the_group_column_of_a_future_is_read(group):
     future = group.compare.remote(batch_of(1, 1, 2, 2)).union(batch_of(1, 1, 2, 2))
     assert group.compare(future).batch["mean"].tolist() == [0.5, 0.5, 2.5, 2.5]
 
 
 @pytest.mark.parametrize("group_ids", [(1, 1, 2), (1, 2, 1, 2)], ids=["of different size", "apart"])
-def test_groups_that_cannot_be_kept_together_are_an_error(group, group_ids):
-    with pytest.raises(DispatchError, match="needs groups of equal size whose rows follow each other"):
+def test_uneven_or_scattered_groups_are_an_error(group, group_ids):
+    with pytest.raises(DispatchError, match="requires groups of equal size with adjacent rows"):
         group.compare(batch_of(*group_ids))
 
 
@@ -53,6 +53,6 @@ def test_a_batch_without_the_column_is_an_error(group):
         group.compare(DataProto.from_dict({"x": torch.zeros(4)}))
 
 
-def test_a_mode_that_splits_nothing_keeps_no_groups():
-    with pytest.raises(DispatchError, match="ONE_TO_ALL splits no batch"):
+def test_keep_groups_requires_a_mode_that_splits():
+    with pytest.raises(DispatchError, match="ONE_TO_ALL, which does not split batches"):
         register(Dispatch.ONE_TO_ALL, keep_groups="group_ids")

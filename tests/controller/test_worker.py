@@ -17,13 +17,13 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def test_outside_a_group_a_worker_is_rank_0_of_1(environment):
+def test_a_worker_outside_a_group_is_rank_0_of_1(environment):
     worker = PlainWorker(3)
     assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (0, 1, 0, 1)
     assert worker.size == 3
 
 
-def test_a_worker_is_who_the_environment_says(environment):
+def test_a_worker_reads_its_rank_from_the_environment(environment):
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
         environment.setenv(name, value)
     worker = PlainWorker()
@@ -31,7 +31,7 @@ def test_a_worker_is_who_the_environment_says(environment):
     assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (5, 8, 1, 4)
 
 
-def test_arguments_for_a_worker_without_constructor_are_refused(environment):
+def test_a_worker_without_constructor_accepts_no_arguments(environment):
     class Bare(Worker):
         pass
 
@@ -39,12 +39,12 @@ def test_arguments_for_a_worker_without_constructor_are_refused(environment):
         Bare(1)
 
 
-def test_collectives_are_possible_where_every_rank_has_its_process(environment):
+def test_collectives_are_available_with_one_process_per_rank(environment):
     environment.setenv("WORLD_SIZE", "8")
     PlainWorker().require_collectives("averaging gradients")
 
 
-def test_collectives_are_an_error_where_ranks_take_turns(environment):
+def test_collectives_raise_if_ranks_take_turns(environment):
     environment.setenv("WORLD_SIZE", "2")
     environment.setenv(RANKS_TAKE_TURNS, "1")
     with pytest.raises(WorkerError, match=r"PlainWorker .* 2 ranks \(averaging gradients\).*process_on_nodes=\[1\]"):

@@ -42,7 +42,7 @@ def make_group(process_on_nodes=(2,), **kwargs):
     return WorkerGroup(ResourcePool(list(process_on_nodes)), ClassWithInitArgs(Counter), **kwargs)
 
 
-def test_a_group_knows_its_workers():
+def test_a_group_has_a_worker_for_each_rank():
     group = make_group([2, 1], name="counter")
     assert group.world_size == 3
     assert group.worker_names == ["counter/0", "counter/1", "counter/2"]
@@ -62,12 +62,12 @@ def test_registered_methods_are_methods_of_the_group():
     assert hasattr(group, "count")
 
 
-def test_a_method_without_register_says_to_add_it():
+def test_error_for_an_unregistered_method_names_register():
     with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called on a worker group: add @register"):
         make_group().reset()
 
 
-def test_what_the_worker_does_not_have_is_an_attribute_error():
+def test_an_unknown_method_is_an_attribute_error():
     group = make_group()
     assert not hasattr(group, "calls")
     with pytest.raises(AttributeError, match="has no method 'cuont'; Counter registers count, tell"):
@@ -76,17 +76,17 @@ def test_what_the_worker_does_not_have_is_an_attribute_error():
         _ = group.limit
 
 
-def test_execute_all_gives_each_rank_its_element_of_a_list():
+def test_execute_all_sends_each_rank_one_element_of_a_list():
     group = make_group()
     assert group.execute_all_sync("tell", [10, 20], "all", key=(1, 2)) == [
         (0, (10, "all"), {"key": 1}),
         (1, (20, "all"), {"key": 2}),
     ]
-    with pytest.raises(DispatchError, match="a list of 3 for 2 ranks"):
+    with pytest.raises(DispatchError, match="a list of 3 elements cannot be split over 2 ranks"):
         group.execute_all_sync("tell", [1, 2, 3])
 
 
-def test_execute_rank_zero_hands_over_the_arguments_as_they_are():
+def test_execute_rank_zero_passes_arguments_unchanged():
     group = make_group()
     assert group.execute_rank_zero_sync("tell", [10, 20], key=(1, 2)) == (0, ([10, 20],), {"key": (1, 2)})
     assert group.count() == [1, 1]
@@ -100,7 +100,7 @@ def test_asynchronous_execution_returns_handles():
     assert group.execute_rank_zero_async("count").get() == 4
 
 
-def test_execute_refuses_what_is_not_registered():
+def test_execute_requires_a_registered_method():
     group = make_group()
     with pytest.raises(DispatchError, match=r"Counter\.reset cannot be called"):
         group.execute_all_sync("reset")
@@ -108,7 +108,7 @@ def test_execute_refuses_what_is_not_registered():
         group.execute_rank_zero_async("nothing")
 
 
-def test_a_closed_group_takes_no_calls():
+def test_calls_on_a_closed_group_raise():
     with make_group() as group:
         count = group.count
         assert group.count() == [1, 1]
@@ -135,7 +135,7 @@ def test_groups_can_share_a_backend():
     assert second.count() == [1, 1]
 
 
-def test_a_group_that_nobody_holds_goes_with_its_workers():
+def test_an_unreferenced_group_is_freed_with_its_workers():
     group = make_group()
     group.count()
     gone = weakref.ref(group)
@@ -151,7 +151,7 @@ def test_the_default_mesh_is_the_data_axis_over_all_ranks():
     assert make_group([3]).mesh().axes == {"data": 3}
 
 
-def test_meshes_are_found_by_name():
+def test_meshes_are_looked_up_by_name():
     group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}})
     assert group.mesh("rollout").axes == {"data": 2, "tensor": 2}
     assert group.mesh().axes == {"data": 4}
@@ -159,21 +159,21 @@ def test_meshes_are_found_by_name():
         group.mesh("train")
 
 
-def test_a_mesh_of_another_size_than_the_pool_is_an_error():
+def test_the_mesh_size_must_equal_the_pool_size():
     with pytest.raises(DispatchError, match=r"has 6 ranks, but .* has 4"):
         make_group([4], meshes={"default": {"data": 3, "tensor": 2}})
 
 
-def test_a_method_named_like_one_of_the_group_is_an_error():
+def test_a_method_named_like_a_group_method_is_an_error():
     class Clash(Worker):
         @register()
         def shutdown(self): ...
 
-    with pytest.raises(DispatchError, match=r"Clash\.shutdown cannot be bound: WorkerGroup\.shutdown exists"):
+    with pytest.raises(DispatchError, match=r"Clash\.shutdown cannot be bound: WorkerGroup already defines shutdown"):
         WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Clash))
 
 
-def test_what_methods_read_follows_from_the_configuration_without_starting_anything():
+def test_columns_of_methods_are_resolved_without_starting_workers():
     class Broken(Critic):
         def __init__(self, config):
             raise RuntimeError("started")
@@ -184,6 +184,6 @@ def test_what_methods_read_follows_from_the_configuration_without_starting_anyth
     assert make_group().count.columns.reads is None
 
 
-def test_a_declaration_that_needs_a_configuration_fails_before_a_worker_is_started():
+def test_a_missing_configuration_raises_before_workers_start():
     with pytest.raises(DispatchError, match=r"Critic\.update declares reads as a function of the configuration"):
         WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Critic))

@@ -14,7 +14,7 @@ class Echo(Worker):
 
 
 @pytest.mark.slow
-def test_compressed_batches_arrive_as_they_were_and_are_smaller_on_the_way_there_and_back(ray_backend):
+def test_compressed_batches_are_smaller_and_arrive_unchanged(ray_backend):
     from hybridflow.controller.ray import RayBackend, RayResourcePool
 
     batch = DataProto.from_dict(

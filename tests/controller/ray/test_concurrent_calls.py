@@ -1,4 +1,4 @@
-"""Workers that run several calls at the same time, each in a thread."""
+"""Workers that run several calls at the same time, each in its own thread."""
 
 import threading
 import time
@@ -56,7 +56,7 @@ def batch_of(number):
 
 
 @pytest.mark.ray
-def test_as_many_calls_run_at_the_same_time_as_the_class_says(ray_backend):
+def test_concurrent_calls_sets_the_number_of_simultaneous_calls(ray_backend):
     with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), ray_backend, "judge") as group:
         group.judge(batch_of(0))
         start = time.monotonic()
@@ -69,30 +69,30 @@ def test_as_many_calls_run_at_the_same_time_as_the_class_says(ray_backend):
 
 
 @pytest.mark.ray
-def test_a_result_can_be_read_while_an_older_call_is_still_running(ray_backend):
+def test_a_result_is_readable_while_an_older_call_runs(ray_backend):
     from hybridflow.controller.ray import RayBackend
 
     with RayBackend(call_timeout_s=1.0) as backend:
         group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), backend, "judge")
         hanging = group.hang.remote()
         assert int(group.judge(batch_of(1)).batch["y"]) == 2
-        with pytest.raises(WorkerTimeoutError, match=r"Judge\.hang on judge, rank 0, is running for"):
+        with pytest.raises(WorkerTimeoutError, match=r"Judge\.hang on judge, rank 0, has been running for"):
             hanging.get()
 
 
-def test_on_the_local_backend_calls_run_at_once_as_all_do():
+def test_the_local_backend_runs_concurrent_workers_at_once():
     with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), LocalBackend(), "judge") as group:
         assert int(group.judge.remote(batch_of(4)).get().batch["y"]) == 5
-        with pytest.raises(WorkerError, match="runs 4 calls at the same time, in no order that the ranks share"):
+        with pytest.raises(WorkerError, match="runs 4 calls at the same time, in an order that differs between ranks"):
             group.meet()
 
 
-def test_roles_of_one_process_take_turns_so_none_of_them_can_be_concurrent():
+def test_roles_that_share_a_process_cannot_be_concurrent():
     classes = {"judge": ClassWithInitArgs(Judge), "plain": ClassWithInitArgs(Plain)}
-    with pytest.raises(DispatchError, match=r"'plain' would share its process.*give 'judge' a pool of its own"):
+    with pytest.raises(DispatchError, match=r"cannot share a process with 'plain'.*give 'judge' a separate pool"):
         spawn_colocated(ResourcePool([1]), classes, LocalBackend())
 
 
-def test_no_call_at_a_time_is_an_error():
-    with pytest.raises(DispatchError, match=r"Zero\.concurrent_calls=0: needs an integer of 1 or more"):
+def test_concurrent_calls_must_be_positive():
+    with pytest.raises(DispatchError, match=r"Zero\.concurrent_calls=0 is invalid: expected an integer of 1 or more"):
         WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Zero))

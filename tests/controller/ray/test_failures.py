@@ -1,4 +1,4 @@
-"""What goes wrong on a cluster: each error says who, where and what to do, comes soon, and leaves nothing behind."""
+"""Failures on a cluster: each error names the worker, the call and a fix, is raised quickly and leaves no process."""
 
 import ctypes
 import gc
@@ -36,15 +36,15 @@ class CannotBeUnpickled(Exception):
         super().__init__(f"{first} and {second}")
 
 
-class CanBeReadByWorkersOnly(Exception):
+class UnpicklableOutsideWorkers(Exception):
     def __reduce__(self):
         return rebuild_in_a_worker, ()
 
 
 def rebuild_in_a_worker():
     if "RANK" not in os.environ:
-        raise OSError("this is no worker")
-    return CanBeReadByWorkersOnly("of a worker")
+        raise OSError("not a worker")
+    return UnpicklableOutsideWorkers("of a worker")
 
 
 class HasALock(Exception):
@@ -137,7 +137,7 @@ class Unlucky(Worker):
             return threading.Lock()
         errors = {
             "cannot be unpickled": lambda: CannotBeUnpickled(1, 2),
-            "can be read by workers only": lambda: CanBeReadByWorkersOnly("of a worker"),
+            "can be read by workers only": lambda: UnpicklableOutsideWorkers("of a worker"),
             "has a lock": HasALock,
             "has no text": HasNoText,
             "is huge": lambda: ValueError("h" * 5_000_000),
@@ -183,7 +183,7 @@ def wait_until_gone(pids, timeout_s=15.0):
 
 @contextmanager
 def within(seconds):
-    """Soon enough, on a machine that is three times as slow or busy as this one was."""
+    """Limit the time of a block, with a factor of three for a slow or busy machine."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < 3 * seconds
@@ -191,7 +191,7 @@ def within(seconds):
 
 @contextmanager
 def running(backend):
-    """A function that starts groups of two; they are ended and their pools given back at the end."""
+    """Yield a function that starts groups of two ranks; shut them down and release their pools at the end."""
     from hybridflow.controller.ray import RayResourcePool
 
     pools, groups = [], []
@@ -210,7 +210,7 @@ def running(backend):
 
 @pytest.fixture
 def start(ray_backend):
-    """`start("name", "how the constructor fails", backend=...)`: a group that the test may destroy."""
+    """Yield `start("name", "how the constructor fails", backend=...)`; a test may destroy the groups it returns."""
     from hybridflow.controller.ray import RayResourcePool
 
     ray_backend.check_fit([RayResourcePool([1])])  # starts the cluster, before another backend does
@@ -220,7 +220,7 @@ def start(ray_backend):
 
 @pytest.fixture(scope="module")
 def group(ray_backend):
-    """A group that every test leaves alive."""
+    """Yield a group that every test must leave alive."""
     with running(ray_backend) as start:
         yield start("actor")
 
@@ -233,7 +233,7 @@ def other(ray_backend):
 
 @pytest.fixture
 def impatient(ray_backend):
-    """A second backend on the same cluster; a test shortens its deadline once its groups are there."""
+    """Yield a second backend on the same cluster; a test shortens its deadline after it has started its groups."""
     from hybridflow.controller.ray import RayBackend
 
     with RayBackend(call_timeout_s=60) as backend:
@@ -243,17 +243,17 @@ def impatient(ray_backend):
 # ------------------------------------------------------------------------------------------ pools
 
 
-def test_a_pool_larger_than_the_cluster_is_refused_at_once(ray_backend):
+def test_a_pool_larger_than_the_cluster_is_an_error_at_once(ray_backend):
     with within(5), pytest.raises(ConfigError) as caught:
         ray_backend.check_fit([ResourcePool([1000])])
-    assert "asked for processes on 1 node(s), [1000] of them, each with 1 CPU" in str(caught.value)
+    assert "requested [1000] processes on 1 node(s), each with 1 CPU" in str(caught.value)
     assert "the cluster has 1 node(s): 127.0.0.1: " in str(caught.value)
-    assert " of 64 CPU free. Ask for fewer processes" in str(caught.value)
-    with within(5), pytest.raises(ConfigError, match=r"\[1, 1\] of them"):
+    assert " of 64 CPU free. Use fewer processes" in str(caught.value)
+    with within(5), pytest.raises(ConfigError, match=r"requested \[1, 1\] processes"):
         ray_backend.check_fit([ResourcePool([1, 1])])
 
 
-def test_a_pool_that_did_not_fit_is_refused_for_the_same_reason_when_tried_again(ray_backend):
+def test_a_second_attempt_with_a_too_large_pool_gives_the_same_error(ray_backend):
     from hybridflow.controller.ray import RayResourcePool
 
     pool = RayResourcePool([1000])
@@ -262,27 +262,27 @@ def test_a_pool_that_did_not_fit_is_refused_for_the_same_reason_when_tried_again
             WorkerGroup(pool, ClassWithInitArgs(Unlucky), ray_backend)
 
 
-def test_pools_that_fit_one_by_one_but_not_together_are_refused(ray_backend):
+def test_pools_must_fit_the_cluster_together(ray_backend):
     ray_backend.check_fit([ResourcePool([20])])
     with within(5), pytest.raises(ConfigError, match=r"process_on_nodes=\[40\].* does not fit the cluster"):
         ray_backend.check_fit([ResourcePool([30]), ResourcePool([40])])
 
 
-def test_a_pool_that_fits_only_while_another_is_not_there_says_what_is_free(ray_backend, group):
+def test_error_for_an_occupied_cluster_names_free_cpus(ray_backend, group):
     from hybridflow.controller.ray import RayResourcePool
 
     pool = RayResourcePool([63], cpus_per_process=1.0)
     with within(15), pytest.raises(ConfigError) as caught:
         pool.places()
     assert " of 64 CPU free." in str(caught.value)
-    assert "wait until others release theirs" in str(caught.value)
+    assert "wait until other groups release resources" in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------ constructors
 
 
 @pytest.mark.parametrize("how", ["raise", "raise while rank 0 waits"])
-def test_a_constructor_that_raises_on_one_rank_ends_all_of_them(start, ray_backend, how):
+def test_a_failing_constructor_on_one_rank_stops_all_ranks(start, ray_backend, how):
     before = list(ray_backend._processes)
     with within(30), pytest.raises(WorkerError) as caught:
         start("actor", how)
@@ -295,13 +295,13 @@ def test_a_constructor_that_raises_on_one_rank_ends_all_of_them(start, ray_backe
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "os._exit", "segmentation fault"])
-def test_a_constructor_that_kills_its_process_is_a_death_with_its_log(start, ray_backend, how):
+def test_a_constructor_that_kills_its_process_is_a_worker_died_error(start, ray_backend, how):
     before = list(ray_backend._processes)
     with within(30), pytest.raises(WorkerDiedError) as caught:
         start("actor", how)
     error = caught.value
     assert str(error).startswith("worker actor/1 on node 127.0.0.1, pid ")
-    assert "died while Unlucky.__init__ was waited for: " in str(error)
+    assert "died before Unlucky.__init__ finished: " in str(error)
     assert (error.role, error.rank, error.node) == ("actor", 1, "127.0.0.1")
     assert ("Fatal Python error: Segmentation fault" in str(error)) == (how == "segmentation fault")
     assert ray_backend._processes == before
@@ -335,21 +335,21 @@ def test_a_ray_worker_group_with_a_wrong_mesh_starts_no_worker(ray_backend):
     ],
 )
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_a_result_that_was_not_declared_names_method_and_rank(group, how, kind, says, is_remote):
+def test_error_for_an_undeclared_result_names_method_and_rank(group, how, kind, says, is_remote):
     with within(10), pytest.raises(kind, match=rf"^Unlucky\.compute on rank \d {says}") as caught:
         group.compute.remote(rows(), how).get() if is_remote else group.compute(rows(), how)
     assert "in Unlucky.compute, worker actor/" in caught.value.__notes__[0]
     assert len(group.compute(rows())) == 4
 
 
-def test_ranks_that_return_different_columns_without_declaring_any_are_told_by_the_call(group):
+def test_error_for_different_undeclared_columns_names_the_method(group):
     for call in (group.compute_undeclared, lambda batch: group.compute_undeclared.remote(batch).get()):
         with within(10), pytest.raises(HybridFlowError, match=r"part 0 has \['y'\].* part 1 has \['z'\]") as caught:
             call(rows())
         assert caught.value.__notes__ == ["while collecting the results of Unlucky.compute_undeclared"]
 
 
-def test_a_result_that_cannot_be_sent_names_method_and_type(group):
+def test_error_for_an_unpicklable_result_names_method_and_type(group):
     with within(10), pytest.raises(DispatchError, match=r"the result of Unlucky\.fail is a lock, which cannot be sent"):
         group.fail("a lock is returned")
 
@@ -363,7 +363,7 @@ def a_generator():
 
 @pytest.mark.parametrize("make", [threading.Lock, a_generator])
 @pytest.mark.parametrize("nest", ["alone", "in a list", "in a dict", "in an object column"])
-def test_an_argument_that_cannot_be_sent_names_method_argument_and_type(group, make, nest):
+def test_error_for_an_unpicklable_argument_names_method_and_type(group, make, nest):
     kind = type(make()).__name__
     if nest == "in an object column":
         objects = np.empty(4, dtype=object)
@@ -392,20 +392,20 @@ def test_a_file_open_for_reading_cannot_be_sent_either(group, tmp_path):
         group.count_calls(value=file)
 
 
-def test_no_rank_is_called_if_the_argument_of_one_cannot_be_sent(group):
+def test_no_rank_is_called_if_one_argument_cannot_be_sent(group):
     before = group.count_calls()
     with pytest.raises(DispatchError):
         group.count_calls([1, threading.Lock()])
     assert group.count_calls() == [count + 1 for count in before]
 
 
-def test_a_method_that_does_not_exist_lists_those_that_do(group):
+def test_error_for_an_unknown_method_lists_registered_methods(group):
     for call in (lambda: group.nothing(), lambda: group.execute_all_sync("nothing")):
         with pytest.raises(AttributeError, match=r"'actor'.* has no method 'nothing'; Unlucky registers .*pid"):
             call()
 
 
-def test_a_released_handle_says_what_to_keep_instead(group):
+def test_error_for_a_released_handle_says_to_keep_the_future(group):
     handle = group.execute_rank_zero("pid")
     handle.get()
     group.backend.release([handle])
@@ -422,7 +422,7 @@ def test_a_released_handle_says_what_to_keep_instead(group):
     ("how", "text"),
     [("cannot be unpickled", "CannotBeUnpickled: 1 and 2"), ("has a lock", "HasALock: locked")],
 )
-def test_an_error_that_cannot_travel_arrives_as_its_text(group, how, text):
+def test_an_unpicklable_error_arrives_as_its_text(group, how, text):
     with within(10), pytest.raises(WorkerError) as caught:
         group.fail(how)
     error = caught.value
@@ -432,12 +432,12 @@ def test_an_error_that_cannot_travel_arrives_as_its_text(group, how, text):
     assert len(group.compute(rows())) == 4
 
 
-def test_an_error_that_only_workers_can_unpickle_arrives_as_its_text(group):
-    with within(10), pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: CanBeReadByWorkersOnly"):
+def test_an_error_unpicklable_in_the_driver_arrives_as_its_text(group):
+    with within(10), pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: UnpicklableOutside"):
         group.fail("can be read by workers only")
 
 
-def test_an_error_that_has_no_text_is_still_named(group):
+def test_an_error_without_text_is_named_by_its_type(group):
     with within(10), pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: HasNoText"):
         group.fail("has no text")
 
@@ -447,42 +447,42 @@ def test_an_error_of_five_megabytes_arrives(group):
         group.fail("is huge")
 
 
-def test_a_keyboard_interrupt_in_a_method_is_an_error_of_the_worker_and_not_of_the_driver(group):
+def test_a_keyboard_interrupt_in_a_method_is_a_worker_error(group):
     with within(10), pytest.raises(WorkerError) as caught:
         group.fail("KeyboardInterrupt")
     assert str(caught.value).startswith("Unlucky.fail failed on worker actor/1: ")
     assert group.is_alive()
 
 
-def test_a_keyboard_interrupt_in_a_method_is_called_by_its_name(group):
+def test_worker_error_names_a_keyboard_interrupt(group):
     with within(10), pytest.raises(WorkerError, match=r"worker actor/1: KeyboardInterrupt: by the test$"):
         group.fail("KeyboardInterrupt")
 
 
-def test_system_exit_in_a_method_is_a_death_with_its_exit_code(start):
+def test_system_exit_in_a_method_is_a_death_with_exit_code(start):
     doomed = start("actor")
     pids = doomed.pid()
     with within(15), pytest.raises(WorkerDiedError) as caught:
         doomed.fail("SystemExit")
     assert caught.value.rank == 1
-    assert "died while Unlucky.fail was waited for" in str(caught.value)
+    assert "died before Unlucky.fail finished" in str(caught.value)
     assert "exit code 3" in str(caught.value)
     wait_until_gone(pids)
 
 
-def test_the_error_of_a_call_that_nobody_reads_does_not_disturb_the_next_call(group):
+def test_an_unread_error_does_not_affect_the_next_call(group):
     future = group.compute.remote(rows(), "raises")
     assert len(group.compute(rows())) == 4
     with pytest.raises(WorkerError, match="worker actor/1: ValueError: no luck"):
         future.get()
     with pytest.raises(WorkerError, match="worker actor/1: ValueError: no luck"):
         future.get("y")
-    group.compute.remote(rows(), "raises")  # gone with its future
+    group.compute.remote(rows(), "raises")  # the call is released with its future
     gc.collect()
     assert len(group.compute(rows())) == 4
 
 
-def test_the_error_of_a_call_reaches_whoever_reads_what_was_made_of_its_future(group, other):
+def test_an_error_reaches_the_reader_of_a_derived_future(group, other):
     future = other.pass_on.remote(group.compute.remote(rows(), "raises", seconds=0.3))
     with (
         within(10),
@@ -497,30 +497,30 @@ def test_the_error_of_a_call_reaches_whoever_reads_what_was_made_of_its_future(g
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "os._exit", "segmentation fault"])
-def test_a_death_in_a_call_is_told_at_once_and_ends_the_group(start, how):
+def test_a_death_in_a_call_raises_at_once_and_stops_the_group(start, how):
     doomed = start("actor")
     pids = doomed.pid()
     with within(15), pytest.raises(WorkerDiedError) as caught:
         doomed.compute(rows(), how, seconds=0.3)
     error = caught.value
-    assert str(error).startswith(f"worker actor/1 on node 127.0.0.1, pid {pids[1]} died while Unlucky.compute was ")
+    assert str(error).startswith(f"worker actor/1 on node 127.0.0.1, pid {pids[1]} died before Unlucky.compute ")
     assert (error.role, error.rank, error.node) == ("actor", 1, "127.0.0.1")
     assert f"-{pids[1]}.err" in str(error)
     if how == "segmentation fault":
         assert "Fatal Python error: Segmentation fault" in str(error)
         assert "in die" in str(error)
     if how == "SIGKILL":
-        assert "It ended without a word: killed by a signal" in str(error)
+        assert "It exited without an error message; likely a signal" in str(error)
     wait_until_gone(pids)
     assert not doomed.is_alive()
-    with within(5), pytest.raises(WorkerError, match=r"worker actor/0 has ended \(worker actor/1 .* died while .*"):
+    with within(5), pytest.raises(WorkerError, match=r"worker actor/0 has exited \(worker actor/1 .* died before .*"):
         doomed.pid()
     doomed.shutdown()
-    with within(5), pytest.raises(DispatchError, match=r"Unlucky.pid was called on .* shut down; build a new group"):
+    with within(5), pytest.raises(DispatchError, match=r"Unlucky.pid was called on .* shut down; create a new group"):
         doomed.pid()
 
 
-def test_a_death_between_calls_is_told_by_the_next_one(start):
+def test_a_death_between_calls_is_raised_by_the_next_call(start):
     doomed = start("actor")
     pids = doomed.pid()
     os.kill(pids[0], signal.SIGKILL)
@@ -528,11 +528,11 @@ def test_a_death_between_calls_is_told_by_the_next_one(start):
     with within(15), pytest.raises(WorkerDiedError) as caught:
         doomed.compute(rows())
     assert caught.value.rank == 0
-    assert "died while Unlucky.compute was waited for" in str(caught.value)
+    assert "died before Unlucky.compute finished" in str(caught.value)
     wait_until_gone(pids)
 
 
-def test_a_death_is_told_as_a_death_although_another_rank_fails_in_a_collective_because_of_it(start):
+def test_a_death_in_a_collective_is_raised_instead_of_its_consequences(start):
     doomed = start("actor")
     doomed.meet()
     with within(15), pytest.raises(WorkerDiedError) as caught:
@@ -540,7 +540,7 @@ def test_a_death_is_told_as_a_death_although_another_rank_fails_in_a_collective_
     assert caught.value.rank == 1
 
 
-def test_a_death_in_the_group_that_the_awaited_group_waits_for_names_the_dead(start, other):
+def test_a_death_in_an_upstream_group_names_the_dead_worker(start, other):
     doomed = start("actor")
     pids = doomed.pid()
     future = doomed.compute.remote(rows(), "SIGKILL", seconds=0.5)
@@ -557,29 +557,29 @@ def test_a_death_in_the_group_that_the_awaited_group_waits_for_names_the_dead(st
         assert len(other.compute(rows())) == 4
 
 
-def test_the_group_that_waited_for_a_dead_one_goes_on(start, other):
+def test_a_downstream_group_survives_a_death_upstream(start, other):
     doomed = start("actor")
     with within(15), pytest.raises(WorkerError):
         other.pass_on(doomed.compute.remote(rows(), "SIGKILL", seconds=0.3))
     assert len(other.compute(rows())) == 4
-    with within(15), pytest.raises(WorkerError, match=r"has ended \(worker actor/1 on node"):
+    with within(15), pytest.raises(WorkerError, match=r"has exited \(worker actor/1 on node"):
         doomed.pid()
 
 
-def test_a_group_lives_on_after_an_unread_call_that_reads_from_a_dead_one(start, other):
+def test_a_group_survives_an_unread_call_that_reads_from_a_dead_group(start, other):
     doomed = start("actor")
     lost = doomed.compute.remote(rows(), "SIGKILL", seconds=0.3)
     passed_on = other.pass_on.remote(lost)
     with within(15), pytest.raises(WorkerDiedError, match="worker actor/1"):
         lost.get()
-    assert len(other.compute(rows(), seconds=1.0)) == 4  # a wait that is long enough to look at other calls
+    assert len(other.compute(rows(), seconds=1.0)) == 4  # a wait that is long enough to check other calls
     assert other.is_alive()
     with pytest.raises(WorkerDiedError, match="worker actor/1"):
         passed_on.get()
     assert len(other.compute(rows())) == 4
 
 
-def test_a_future_read_after_its_group_was_shut_down_says_so(start):
+def test_error_for_a_future_of_a_closed_group_names_the_shutdown(start):
     closed = start("actor")
     finished, unfinished = closed.pid.remote(), closed.sleep.remote(0.5)
     assert len(finished.get()) == 2
@@ -592,30 +592,30 @@ def test_a_future_read_after_its_group_was_shut_down_says_so(start):
 # ------------------------------------------------------------------------------------------ deadlines
 
 
-def test_a_deadline_names_the_call_and_what_it_does_and_ends_the_group(start, impatient):
+def test_deadline_error_reports_the_call_and_stops_the_group(start, impatient):
     slow = start("actor", backend=impatient)
     pids = slow.pid()
     impatient.call_timeout_s = 2.0
     with within(20), pytest.raises(WorkerTimeoutError) as caught:
         slow.sleep(600)
     error, text = caught.value, str(caught.value)
-    assert text.startswith("Unlucky.sleep on actor, rank 0, 1, is running for 2.")
+    assert text.startswith("Unlucky.sleep on actor, rank 0, 1, has been running for 2.")
     assert "longer than its deadline of 2 s (controller.call_timeout_s)." in text
     for rank, pid in enumerate(pids):
         assert f"actor/{rank}:\nProcess {pid} on " in text
     assert " in Unlucky.sleep\n" in text
     assert "The controller itself waits here:" in text
-    assert "in test_a_deadline_names_the_call_and_what_it_does_and_ends_the_group" in text
+    assert "in test_deadline_error_reports_the_call_and_stops_the_group" in text
     assert (error.role, error.rank, error.node) == ("actor", 0, "127.0.0.1")
     wait_until_gone(pids)
     with (
         within(5),
-        pytest.raises(WorkerError, match=r"worker actor/0 has ended .Unlucky.sleep on actor, rank 0, 1"),
+        pytest.raises(WorkerError, match=r"worker actor/0 has exited .Unlucky.sleep on actor, rank 0, 1"),
     ):
         slow.pid()
 
 
-def test_a_deadline_names_the_chain_and_ends_only_who_is_late(start, other, impatient):
+def test_deadline_error_names_the_chain_and_stops_only_late_workers(start, other, impatient):
     slow, waits = start("actor", backend=impatient), start("reference", backend=impatient)
     slow_pids, pids = slow.pid(), waits.pid()
     impatient.call_timeout_s = 2.0
@@ -623,24 +623,24 @@ def test_a_deadline_names_the_chain_and_ends_only_who_is_late(start, other, impa
     with within(20), pytest.raises(WorkerTimeoutError) as caught:
         future.get()
     assert str(caught.value).startswith("Unlucky.compute on actor, rank 0,")
-    assert "The controller waits for Unlucky.pass_on on reference/0, which waits for it." in str(caught.value)
+    assert "The controller waits for Unlucky.pass_on on reference/0, which waits for this call." in str(caught.value)
     wait_until_gone(slow_pids)
     assert waits.pid() == pids
 
 
-def test_a_deadline_names_an_earlier_call_that_nobody_reads(start, impatient):
+def test_deadline_error_names_an_earlier_unread_call(start, impatient):
     slow = start("actor", backend=impatient)
     pids = slow.pid()
     impatient.call_timeout_s = 2.0
     future = slow.sleep.remote(600)
     with within(20), pytest.raises(WorkerTimeoutError, match=r"^Unlucky.sleep on actor, rank 0, 1,") as caught:
         slow.pid()
-    assert "The controller waits for Unlucky.pid on actor/0, which waits for it." in str(caught.value)
+    assert "The controller waits for Unlucky.pid on actor/0, which waits for this call." in str(caught.value)
     wait_until_gone(pids)
     del future
 
 
-def test_a_rank_left_in_a_collective_by_an_error_is_named_by_the_call_it_is_in(start, impatient):
+def test_deadline_error_names_a_rank_left_in_a_collective(start, impatient):
     group = start("actor", backend=impatient)
     group.meet()
     impatient.call_timeout_s = 2.0
@@ -650,10 +650,10 @@ def test_a_rank_left_in_a_collective_by_an_error_is_named_by_the_call_it_is_in(s
         group.pid()
 
 
-# ------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------ released resources
 
 
-def test_results_that_were_passed_on_and_never_read_are_let_go(group, other):
+def test_unread_results_that_were_passed_on_are_released(group, other):
     import ray
     from ray._private.internal_api import memory_summary
 
@@ -673,7 +673,7 @@ def test_results_that_were_passed_on_and_never_read_are_let_go(group, other):
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_a_pool_whose_group_was_shut_down_and_that_nobody_has_any_more_is_free_again(ray_backend, is_plain):
+def test_an_unreferenced_pool_without_groups_is_released(ray_backend, is_plain):
     import ray
 
     from hybridflow.controller.ray import RayResourcePool
@@ -722,7 +722,7 @@ def test_two_threads_call_two_groups_at_the_same_time(group, other):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_that_ends_leaves_the_groups_of_its_parent_alone(group):
+def test_exit_of_a_forked_child_does_not_affect_the_groups(group):
     pids = group.pid()
     child = os.fork()
     if child == 0:
@@ -731,7 +731,7 @@ def test_a_forked_child_that_ends_leaves_the_groups_of_its_parent_alone(group):
     assert group.pid() == pids
 
 
-def test_a_client_address_is_refused_with_the_address_to_use():
+def test_error_for_a_ray_client_address_names_the_address_to_use():
     from hybridflow.controller.ray import RayBackend
 
     with within(2), pytest.raises(ConfigError, match=r"'ray://head:10001' .*address='auto' .* 'head:6379'"):
@@ -739,10 +739,10 @@ def test_a_client_address_is_refused_with_the_address_to_use():
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-def test_a_deadline_needs_seconds(timeout_s):
+def test_call_timeout_must_be_positive_seconds(timeout_s):
     from hybridflow.controller.ray import RayBackend
 
-    with pytest.raises(ConfigError, match="needs seconds above 0, or None for no deadline"):
+    with pytest.raises(ConfigError, match="expected a number of seconds above 0, or None for no deadline"):
         RayBackend(call_timeout_s=timeout_s)
 
 
@@ -752,7 +752,7 @@ def run_script(script, timeout_s, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "", **environment},  # a line is one write: Ray writes in between
+        env={**os.environ, "PYTHONUNBUFFERED": "", **environment},  # each line is one write, because Ray also writes
     )
     try:
         return process.communicate(timeout=timeout_s)[0]
@@ -761,7 +761,7 @@ def run_script(script, timeout_s, **environment):
         return f"still there after {timeout_s} s: {process.communicate()[0]}"
 
 
-NOBODY = """
+NO_CLUSTER = """
 from hybridflow.controller import ResourcePool
 from hybridflow.controller.ray import RayBackend
 from hybridflow.errors import ConfigError
@@ -773,8 +773,8 @@ except ConfigError as error:
 """
 
 
-def test_an_address_where_nobody_answers_is_refused_soon():
-    output = run_script(NOBODY, 30)
+def test_an_unreachable_address_is_an_error_within_seconds():
+    output = run_script(NO_CLUSTER, 30)
     assert "refused: no Ray cluster answers at address='127.0.0.1:9'" in output
 
 
@@ -805,7 +805,7 @@ def attempt(call):
     try:
         print(call())
     except WorkerError as error:
-        print("told:", error)
+        print("WorkerError:", error)
     except BaseException as error:
         print("raised:", type(error).__name__, error)
 
@@ -827,21 +827,21 @@ def closed():
     return run_script(CLOSED, 120).splitlines()
 
 
-def test_closing_twice_is_no_error_and_leaves_nothing(closed):
+def test_closing_a_backend_twice_is_allowed_and_leaves_no_process(closed):
     assert closed[0] == "[2]"
     assert closed[1] == "left [] False"
 
 
-def test_a_group_of_a_closed_backend_says_that_it_was_shut_down(closed):
-    assert closed[2] == "told: worker Echo/0 was shut down; echo cannot be called on it."
+def test_calls_on_a_group_of_a_closed_backend_raise(closed):
+    assert closed[2] == "WorkerError: worker Echo/0 was shut down; echo cannot be called on it."
 
 
-def test_a_closed_backend_may_be_used_again(closed):
+def test_a_closed_backend_can_be_used_again(closed):
     assert closed[3] == "[4]"
 
 
-def test_a_future_read_after_the_backend_was_closed_is_told_as_an_error_of_ours(closed):
-    assert closed[4].startswith("told: ")
+def test_reading_a_future_of_a_closed_backend_is_a_worker_error(closed):
+    assert closed[4].startswith("WorkerError: ")
 
 
 # ------------------------------------------------------------------------------------------ the store
@@ -868,7 +868,7 @@ def attempt(name, call):
     try:
         print(name, call(), flush=True)
     except HybridFlowError as error:
-        print(name, "told:", type(error).__name__, str(error)[:2000].replace(chr(10), " "), flush=True)
+        print(name, "error:", type(error).__name__, str(error)[:2000].replace(chr(10), " "), flush=True)
     except BaseException as error:
         print(name, "raised:", repr(error)[:300].replace(chr(10), " "), flush=True)
     if time.monotonic() - start > 20:
@@ -900,7 +900,7 @@ def test_results_and_arguments_larger_than_the_object_store_arrive():
 
 @pytest.fixture(scope="module")
 def store_on_a_small_disk():
-    """What the script prints where the disk that objects are spilled to has 64 MiB."""
+    """Yield the output of the script with a 64 MiB disk for spilled objects."""
     directory = Path(f"/tmp/hf{os.getpid() % 10**6}")
     directory.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", directory], capture_output=True)
@@ -915,16 +915,16 @@ def store_on_a_small_disk():
 
 
 @pytest.mark.parametrize("what", ["result", "passed on", "argument", "kept"])
-def test_what_fits_neither_memory_nor_disk_is_an_error_of_ours_that_comes_soon(store_on_a_small_disk, what):
+def test_a_full_store_and_disk_raise_a_hybridflow_error_soon(store_on_a_small_disk, what):
     lines = [line for line in store_on_a_small_disk.splitlines() if line.startswith(what)]
     assert len(lines) == 1, store_on_a_small_disk
-    assert lines[0].startswith(f"{what} told: "), store_on_a_small_disk
+    assert lines[0].startswith(f"{what} error: "), store_on_a_small_disk
 
 
-def test_a_result_that_did_not_fit_is_told_of_the_call_that_made_it(store_on_a_small_disk):
+def test_error_for_a_full_store_names_the_call_that_made_the_result(store_on_a_small_disk):
     (line,) = (line for line in store_on_a_small_disk.splitlines() if line.startswith("passed on"))
     assert "a result of Big.make fits neither into the shared memory of its node nor on its disk" in line
 
 
-def test_a_group_goes_on_after_something_did_not_fit(store_on_a_small_disk):
+def test_a_group_survives_a_full_store(store_on_a_small_disk):
     assert "small [3.0, 3.0]" in store_on_a_small_disk.splitlines(), store_on_a_small_disk

@@ -1,4 +1,4 @@
-"""Real clusters, each in a process of its own; what a test looks at is what the kernel says is left."""
+"""Real clusters, each in a separate process; tests check in /proc and /dev/shm that nothing is left."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from hybridflow.errors import ConfigError
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.skipif(not os.path.isdir("/proc"), reason="what is left of a cluster is found in /proc"),
+    pytest.mark.skipif(not os.path.isdir("/proc"), reason="the tests find processes of a cluster in /proc"),
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +40,7 @@ actor = AnActorWithANameThatIsLongerThanTheCommandLineOfItsProcess.remote()
 actor_pid, child_pid = ray.get(actor.start_child.remote())
 """
 
-# A start that fails, then two clusters one after the other; every observation goes into one JSON object at the end.
+# A failed start, then two clusters one after the other; all observations are printed as one JSON object at the end.
 TWO_CYCLES = """
 import json, os, signal, stat, subprocess, warnings
 from pathlib import Path
@@ -79,7 +79,7 @@ environment = dict(os.environ)
 handler = signal.getsignal(signal.SIGTERM)
 too_large = LocalCluster(1, object_store_bytes=10**15)
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ResourceWarning)  # Ray lets go of the processes it had started without waiting
+    warnings.simplefilter("ignore", ResourceWarning)  # Ray does not wait for the processes it had started
     seen["too large"] = message(WorkerError, too_large.start)
 seen["restored after the failure"] = dict(os.environ) == environment
 
@@ -149,7 +149,7 @@ def run_driver(script: str, *arguments: str, **environment: str) -> "subprocess.
 
 
 def ignores_signals(pid: int) -> bool:
-    """Whether the reaper is past its first lines: SIGHUP is the last signal that it ignores."""
+    """Return whether the reaper has set its signal handlers; SIGHUP is the last signal that it ignores."""
     status = Path(f"/proc/{pid}/status").read_text()
     ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
     return bool(ignored >> (signal.SIGHUP - 1) & 1)
@@ -163,7 +163,7 @@ def wait_until(condition, timeout_s=30.0):
 
 
 def stores_left() -> set[str]:
-    """Object stores that no process has open; those of other clusters are."""
+    """Return the object stores that no process has open, which excludes those of running clusters."""
     left = set()
     for path in SHARED_MEMORY.glob("plasma*"):
         with contextlib.suppress(FileNotFoundError):
@@ -185,7 +185,7 @@ def two_cycles(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_a_stop(two_cycles):
+def test_stop_removes_processes_stores_and_files(two_cycles):
     assert two_cycles["processes"] == []
     assert not two_cycles["directory exists"]
     assert two_cycles["stores"] == set()
@@ -201,7 +201,7 @@ def test_workers_have_the_priority_of_the_driver(two_cycles):
 
 
 @pytest.mark.slow
-def test_all_processes_carry_the_token_also_those_that_rename_themselves_and_children_of_actors(two_cycles):
+def test_renamed_processes_and_children_of_actors_have_the_token(two_cycles):
     assert two_cycles["actor"]
     assert two_cycles["child"]
     titles = " ".join(two_cycles["all titles"])
@@ -210,7 +210,7 @@ def test_all_processes_carry_the_token_also_those_that_rename_themselves_and_chi
 
 
 @pytest.mark.slow
-def test_what_the_driver_starts_itself_is_not_ended(two_cycles):
+def test_stop_does_not_end_other_children_of_the_driver(two_cycles):
     assert two_cycles["the driver's own child lives"]
 
 
@@ -222,12 +222,12 @@ def test_the_cluster_listens_on_the_loopback_interface_only(two_cycles):
 
 
 @pytest.mark.slow
-def test_its_directory_is_open_to_this_user_only(two_cycles):
+def test_the_directory_is_accessible_to_this_user_only(two_cycles):
     assert two_cycles["mode"] == 0o700
 
 
 @pytest.mark.slow
-def test_processors_are_rounded_up(two_cycles):
+def test_num_cpus_is_rounded_up(two_cycles):
     assert two_cycles["num_cpus"] == 3
 
 
@@ -240,24 +240,24 @@ def test_environment_and_signal_handler_are_restored(two_cycles):
 
 @pytest.mark.slow
 def test_starting_twice_is_an_error(two_cycles):
-    assert "has been started already; call stop()" in two_cycles["started again"]
-    assert "Ray is initialized in this process already; call ray.shutdown()" in two_cycles["another started"]
+    assert "is already started; call stop()" in two_cycles["started again"]
+    assert "Ray is already initialized in this process; call ray.shutdown()" in two_cycles["another started"]
 
 
 @pytest.mark.slow
-def test_a_start_that_fails_says_why_and_can_be_followed_by_another(two_cycles):
-    assert two_cycles["too large"].startswith("Ray did not start: ")
+def test_a_failed_start_names_the_reason_and_can_be_retried(two_cycles):
+    assert two_cycles["too large"].startswith("Ray failed to start: ")
     assert "object store" in two_cycles["too large"]
 
 
 @pytest.mark.slow
-def test_a_second_cycle_has_its_own_session_and_leaves_few_descriptors_more(two_cycles):
+def test_a_restart_has_a_new_session_and_leaks_few_descriptors(two_cycles):
     assert two_cycles["another session"]
-    assert two_cycles["new descriptors"] <= 4  # Ray itself forgets one or two
+    assert two_cycles["new descriptors"] <= 4  # Ray itself leaks one or two
 
 
 @pytest.mark.slow
-def test_a_reaper_that_was_killed_is_replaced(two_cycles):
+def test_a_killed_reaper_is_replaced(two_cycles):
     assert two_cycles["processes without reaper"] == []
     assert not two_cycles["directory exists without reaper"]
 
@@ -269,7 +269,7 @@ def test_nothing_is_printed(two_cycles):
 
 
 @pytest.mark.slow
-def test_a_killed_driver_leaves_nothing_though_an_actor_is_frozen_and_a_forked_child_lives_on():
+def test_the_reaper_cleans_up_after_a_killed_driver():
     stores = stores_left()
     driver = run_driver(DRIVER, "sleep")
     seen = json.loads(driver.stdout.readline())
@@ -289,9 +289,9 @@ def test_a_killed_driver_leaves_nothing_though_an_actor_is_frozen_and_a_forked_c
 
 
 @pytest.mark.slow
-def test_a_driver_that_raises_leaves_nothing():
+def test_a_driver_that_raises_leaves_no_process_and_no_directory():
     driver = run_driver(DRIVER, "raise")
-    output, errors = driver.communicate(timeout=60)  # ends when nobody holds the driver's output any more
+    output, errors = driver.communicate(timeout=60)  # returns when no process has the driver's output open
     seen = json.loads(output.splitlines()[0])
     assert driver.returncode == 1
     assert errors.strip().endswith("ZeroDivisionError: on purpose")
@@ -301,7 +301,7 @@ def test_a_driver_that_raises_leaves_nothing():
 
 @pytest.fixture
 def session_process():
-    """`session_process("token")` is a process that sleeps and carries this token."""
+    """Yield `session_process("token")`, which starts a sleeping process with this token."""
     processes = []
 
     def start(session: str) -> "subprocess.Popen[bytes]":
@@ -318,7 +318,7 @@ def start_reaper(session: str, directory: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-I", reaper.__file__, session, directory], stdin=subprocess.PIPE)
 
 
-def test_the_reaper_waits_for_the_end_of_the_pipe_whatever_the_terminal_sends(tmp_path, session_process):
+def test_the_reaper_ignores_terminal_signals_until_the_pipe_closes(tmp_path, session_process):
     directory = tmp_path / "cluster"
     (directory / "logs").mkdir(parents=True)
     frozen, other = session_process("frozen"), session_process("other")
@@ -333,20 +333,20 @@ def test_the_reaper_waits_for_the_end_of_the_pipe_whatever_the_terminal_sends(tm
 
     process.communicate(timeout=30)
     assert process.returncode == 0
-    assert frozen.wait() == -signal.SIGKILL  # a frozen process cannot act on SIGTERM
+    assert frozen.wait() == -signal.SIGKILL  # a frozen process cannot handle SIGTERM
     assert other.poll() is None
     assert not directory.exists()
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
-def test_the_reaper_removes_object_stores_that_nobody_has_open_and_no_other_file(tmp_path):
+def test_the_reaper_removes_only_object_stores_that_are_not_open(tmp_path):
     directory = tmp_path / "cluster"
     directory.mkdir()
     earlier = make_store()
     time.sleep(0.1)
-    process = start_reaper("nobody", directory)
+    process = start_reaper("no_process", directory)
     wait_until(lambda: ignores_signals(process.pid))
-    time.sleep(0.1)  # the times of files are of a coarser clock
+    time.sleep(0.1)  # file times have a coarser resolution
     abandoned, in_use, foreign = make_store(), make_store(), make_store("no_plasma")
     try:
         with open(in_use):
@@ -368,19 +368,19 @@ def make_store(prefix: str = "plasma") -> Path:
 
 
 @pytest.mark.parametrize("num_cpus", [0, -1, math.inf, math.nan])
-def test_a_cluster_needs_processors(num_cpus):
-    with pytest.raises(ConfigError, match="use a positive number"):
+def test_num_cpus_must_be_positive_and_finite(num_cpus):
+    with pytest.raises(ConfigError, match="expected a finite positive number"):
         LocalCluster(num_cpus)
 
 
-def test_impossible_resources_are_refused_before_anything_starts():
+def test_impossible_resources_raise_before_the_cluster_starts():
     with pytest.raises(ConfigError, match="num_gpus=-1 is negative"):
         LocalCluster(1, num_gpus=-1)
-    with pytest.raises(ConfigError, match="object_store_bytes=1000 is less than Ray can use; use at least 78643200"):
+    with pytest.raises(ConfigError, match="object_store_bytes=1000 is below Ray's minimum; use at least 78643200"):
         LocalCluster(1, object_store_bytes=1000)
 
 
-def test_the_directory_is_short_enough_for_sockets_also_if_the_temporary_directory_is_not(monkeypatch, tmp_path):
+def test_the_directory_path_is_short_enough_for_sockets(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

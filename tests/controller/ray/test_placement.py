@@ -1,4 +1,4 @@
-"""Where ranks live: by pure numbers, on one node, on unequal nodes, and beyond the life of a driver."""
+"""Placement of ranks: the choice of nodes, one node, unequal nodes, and groups that outlive their driver."""
 
 import json
 import os
@@ -29,22 +29,22 @@ def addresses(nodes):
     return None if nodes is None else [node.address for node in nodes]
 
 
-# ------------------------------------------------------------------------------------------ which nodes: numbers only
+# ------------------------------------------------------------------------------------------ choice of nodes
 
 
-def test_nodes_are_in_the_order_of_their_addresses_as_numbers_whatever_their_ids():
+def test_nodes_are_sorted_by_numeric_address():
     nodes = [node("10.0.0.10", 1, node_id="a"), node("9.0.0.1", 1, node_id="c"), node("10.0.0.9", 1, node_id="b")]
     assert addresses(sorted_nodes(nodes)) == ["9.0.0.1", "10.0.0.9", "10.0.0.10"]
 
 
 @pytest.mark.parametrize("names", [["node1", "node2"], ["fd00::1", "fd00::2"]])
-def test_nodes_with_names_or_long_addresses_have_an_order_that_survives_a_restart(names):
+def test_nodes_with_other_addresses_have_a_stable_order(names):
     first = sorted_nodes([node(names[0], 1, node_id="a"), node(names[1], 1, node_id="b")])
     second = sorted_nodes([node(names[0], 1, node_id="b"), node(names[1], 1, node_id="a")])
     assert addresses(first) == addresses(second)
 
 
-def test_each_entry_takes_the_first_node_that_leaves_room_for_the_later_ones():
+def test_each_entry_takes_the_first_node_that_leaves_room_for_others():
     nodes = [node("10.0.0.1", 4), node("10.0.0.2", 2), node("10.0.0.3", 4)]
     assert addresses(choose_nodes([2], ONE_CPU, nodes)) == ["10.0.0.1"]
     assert addresses(choose_nodes([2, 2], ONE_CPU, nodes)) == ["10.0.0.1", "10.0.0.2"]
@@ -53,13 +53,13 @@ def test_each_entry_takes_the_first_node_that_leaves_room_for_the_later_ones():
     assert addresses(choose_nodes([4, 2, 4], ONE_CPU, nodes)) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
 
-def test_each_entry_has_a_node_of_its_own_even_if_one_would_hold_all():
+def test_each_entry_gets_a_separate_node():
     assert choose_nodes([1, 1], ONE_CPU, [node("10.0.0.1", 64)]) is None
     assert choose_nodes([4, 4], ONE_CPU, [node("10.0.0.1", 4), node("10.0.0.2", 3)]) is None
     assert choose_nodes([1], ONE_CPU, []) is None
 
 
-def test_only_what_is_free_counts_unless_the_cluster_is_taken_as_empty():
+def test_only_free_resources_count_unless_empty_is_set():
     nodes = [node("10.0.0.1", 4, free=1), node("10.0.0.2", 4)]
     assert addresses(choose_nodes([2], ONE_CPU, nodes)) == ["10.0.0.2"]
     assert addresses(choose_nodes([2], ONE_CPU, nodes, empty=True)) == ["10.0.0.1"]
@@ -79,7 +79,7 @@ def test_shares_are_counted_without_rounding_errors():
     assert choose_nodes([1], {"CPU": 0.1}, [left]) is None
 
 
-def test_every_resource_of_a_share_must_be_there():
+def test_every_resource_of_a_share_must_be_available():
     share = {"CPU": 1.0, "GPU": 1.0}
     nodes = [node("10.0.0.1", 64), node("10.0.0.2", 2, gpus=8), node("10.0.0.3", 8, gpus=2)]
     assert addresses(choose_nodes([2], share, nodes)) == ["10.0.0.2"]
@@ -87,7 +87,7 @@ def test_every_resource_of_a_share_must_be_there():
     assert choose_nodes([3], share, nodes) is None
 
 
-def test_the_choice_never_misses_one_that_exists():
+def test_choose_nodes_finds_a_choice_if_one_exists():
     import itertools
 
     for cpus in itertools.product(range(4), repeat=3):
@@ -104,7 +104,7 @@ def test_the_choice_never_misses_one_that_exists():
                 assert all(n.holds(wish, ONE_CPU) for n, wish in zip(chosen, wishes, strict=True))
 
 
-def test_the_error_says_what_was_asked_and_what_each_node_has():
+def test_error_names_the_request_and_the_resources_of_each_node():
     nodes = [node("10.0.0.10", 4, free=0.5), node("10.0.0.9", 8)]
     assert str(does_not_fit("the pool", [9, 1], ONE_CPU, nodes)) == (
         "the pool does not fit the cluster: asked for processes on 2 node(s), [9, 1] of them, each with 1 CPU; the "
@@ -163,7 +163,7 @@ def free_cpus():
 
 
 def settled_cpus():
-    """What is free when the cluster has noticed what the tests before have given back."""
+    """Return the free CPUs after the cluster has processed the resources released by earlier tests."""
     seen = [free_cpus()]
     while len(seen) < 15 or len(set(seen[-15:])) > 1:
         time.sleep(0.1)
@@ -173,7 +173,7 @@ def settled_cpus():
 
 @pytest.fixture
 def cluster(ray_backend):
-    """The backend, on a cluster that is there."""
+    """Return the backend, connected to a running cluster."""
     from hybridflow.controller.ray import RayResourcePool
 
     ray_backend.check_fit([RayResourcePool([1])])
@@ -181,12 +181,12 @@ def cluster(ray_backend):
 
 
 @pytest.mark.slow
-def test_a_share_of_a_cpu_is_reserved_and_given_back_and_the_pool_can_be_used_again(cluster):
+def test_fractional_cpus_are_reserved_released_and_reserved_again(cluster):
     from hybridflow.controller.ray import RayResourcePool
 
     before = settled_cpus()
     pool = RayResourcePool([2], cpus_per_process=0.25)
-    assert free_cpus() == before  # a pool is a plan
+    assert free_cpus() == before  # a pool without a group reserves nothing
     with build_group(pool, cluster, "first") as group:
         assert [ranks[:4] for ranks in group.environment()] == [["0", "2", "0", "2"], ["1", "2", "1", "2"]]
         assert group.total() == [3, 3]
@@ -195,11 +195,11 @@ def test_a_share_of_a_cpu_is_reserved_and_given_back_and_the_pool_can_be_used_ag
         assert group.total() == [3, 3]
     pool.release()
     wait_until(lambda: free_cpus() == before)
-    pool.release()  # twice is no error
+    pool.release()  # releasing twice is allowed
 
 
 @pytest.mark.slow
-def test_groups_share_a_pool_up_to_its_count_and_the_next_one_is_refused_with_the_fix(cluster):
+def test_groups_share_a_pool_up_to_max_colocate_count(cluster):
     from hybridflow.controller.ray import RayResourcePool
 
     before = settled_cpus()
@@ -207,13 +207,13 @@ def test_groups_share_a_pool_up_to_its_count_and_the_next_one_is_refused_with_th
     groups = [build_group(pool, cluster, name) for name in ("actor", "critic")]
     wait_until(lambda: free_cpus() == before - 1.0)
     start = time.monotonic()
-    with pytest.raises(ConfigError, match=r"'shared'.*has room for max_colocate_count=2 worker.*raise max_colocate_co"):
+    with pytest.raises(ConfigError, match=r"'shared'.*already has max_colocate_count=2 worker.*raise max_colocate_co"):
         build_group(pool, cluster, "third")
     assert time.monotonic() - start < 2
     groups[0].shutdown()
-    groups[0].shutdown()  # twice makes no room for two
+    groups[0].shutdown()  # a second shutdown frees no second place
     groups[0] = build_group(pool, cluster, "third")
-    with pytest.raises(ConfigError, match="has room for max_colocate_count=2"):
+    with pytest.raises(ConfigError, match="already has max_colocate_count=2"):
         build_group(pool, cluster, "fourth")
     assert [group.total() for group in groups] == [[1], [1]]
     for group in groups:
@@ -223,7 +223,7 @@ def test_groups_share_a_pool_up_to_its_count_and_the_next_one_is_refused_with_th
 
 
 @pytest.mark.slow
-def test_parts_of_a_pool_and_their_union_run_groups_at_the_same_time(cluster):
+def test_split_and_merged_pools_run_groups_at_the_same_time(cluster):
     from hybridflow.controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
 
     before = settled_cpus()
@@ -246,14 +246,14 @@ def test_parts_of_a_pool_and_their_union_run_groups_at_the_same_time(cluster):
     wait_until(lambda: free_cpus() == before)
 
 
-def test_parts_that_do_not_make_up_the_pool_are_refused():
+def test_split_sizes_must_add_up_to_the_pool():
     from hybridflow.controller.ray import RayResourcePool, merge_resource_pool, split_resource_pool
 
     pool = RayResourcePool([2, 2])
     assert [part.process_on_nodes for part in split_resource_pool(pool, 2)] == [[2], [2]]
     assert [part.process_on_nodes for part in split_resource_pool(pool, [1, 3])] == [[1], [1, 2]]
     for size in (3, 0, -1, [1, 1], [5], [4, 0], []):
-        with pytest.raises(ConfigError, match=r"does not make up the 4 places of .*; use a divisor of 4, or a list"):
+        with pytest.raises(ConfigError, match=r"is invalid for the 4 places of .*; use a divisor of 4, or a list"):
             split_resource_pool(pool, size)
     with pytest.raises(ConfigError, match="make them equal"):
         merge_resource_pool(pool, RayResourcePool([1], cpus_per_process=0.5))
@@ -262,7 +262,7 @@ def test_parts_that_do_not_make_up_the_pool_are_refused():
 
 
 @pytest.mark.slow
-def test_a_group_on_a_part_of_a_full_pool_is_refused_at_once(cluster):
+def test_a_group_on_a_part_of_a_full_pool_is_an_error_at_once(cluster):
     from hybridflow.controller.ray import RayBackend, RayResourcePool, split_resource_pool
 
     pool = RayResourcePool([1], cpus_per_process=0.25)
@@ -270,7 +270,7 @@ def test_a_group_on_a_part_of_a_full_pool_is_refused_at_once(cluster):
     try:
         with build_group(pool, cluster, "whole"), RayBackend(call_timeout_s=4) as backend:
             start = time.monotonic()
-            with pytest.raises(ConfigError, match=r"has room for max_colocate_count=1"):
+            with pytest.raises(ConfigError, match=r"already has max_colocate_count=1"):
                 build_group(part, backend, "part")
             assert time.monotonic() - start < 2
     finally:
@@ -278,7 +278,7 @@ def test_a_group_on_a_part_of_a_full_pool_is_refused_at_once(cluster):
 
 
 @pytest.mark.slow
-def test_closing_a_backend_gives_back_what_was_reserved_through_a_part(cluster):
+def test_closing_a_backend_releases_places_reserved_through_a_part(cluster):
     from hybridflow.controller.ray import RayBackend, RayResourcePool, split_resource_pool
 
     before, pool = settled_cpus(), RayResourcePool([1], cpus_per_process=0.25)
@@ -373,7 +373,7 @@ seen["here"], seen["there"] = here.environment(), there.environment()
 backend.trace.take()
 backend.measure_nodes()
 seen["measured"] = [event.worker for event in backend.trace.take() if event.kind == "probe" and event.bytes_in]
-future = here.add_one.remote(DataProto.from_dict({"x": torch.arange(2**20)}))  # 4 MiB a rank: through the stores
+future = here.add_one.remote(DataProto.from_dict({"x": torch.arange(2**20)}))  # 4 MiB per rank, sent through the stores
 future = there.add_one.remote(future.rename("y", "x"))
 result = here.add_one(future.rename("y", "x")).batch["y"]
 seen["passed on"] = [len(result), bool((result == torch.arange(2**20) + 3).all())]
@@ -463,7 +463,7 @@ print(json.dumps(seen))
 
 
 def run_cluster(script):
-    """The JSON that the script prints at last, in a process of its own, with Ray's files in a directory of its own."""
+    """Return the JSON that the script prints last; it runs in a separate process with a separate Ray directory."""
     directory = Path(f"/tmp/hfp{os.getpid() % 10**6}")
     directory.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -486,7 +486,7 @@ def run_cluster(script):
         return json.loads(output.splitlines()[-1])
     finally:
         if process.poll() is None:
-            process.terminate()  # Ray's own handlers end its processes
+            process.terminate()  # Ray's own handlers stop its processes
             process.communicate()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -498,7 +498,7 @@ def unequal():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["first", "second"])
-def test_ranks_know_their_place_on_unequal_nodes_and_come_back_to_it(unequal, start):
+def test_ranks_return_to_their_nodes_after_a_restart(unequal, start):
     assert unequal[f"2, 1 {start}"] == [
         ["0", "3", "0", "2", "127.0.0.2", "127.0.0.2"],
         ["1", "3", "1", "2", "127.0.0.2", "127.0.0.2"],
@@ -512,12 +512,12 @@ def test_ranks_know_their_place_on_unequal_nodes_and_come_back_to_it(unequal, st
 
 
 @pytest.mark.slow
-def test_nodes_are_taken_in_the_order_of_their_addresses_as_numbers(unequal):
+def test_nodes_are_used_in_order_of_numeric_address(unequal):
     assert [ranks[5] for ranks in unequal["2, 2 first"]] == ["127.0.0.2", "127.0.0.2", "127.0.0.10", "127.0.0.10"]
 
 
 @pytest.mark.slow
-def test_a_process_group_over_nodes_needs_nothing_but_its_backend(unequal):
+def test_a_process_group_over_nodes_needs_only_its_backend(unequal):
     assert unequal["2, 1 first total"] == unequal["1, 2 second total"] == [6, 6, 6]
     assert unequal["2, 2 first total"] == [10, 10, 10, 10]
 
@@ -529,17 +529,15 @@ def test_batches_pass_between_groups_on_different_nodes(unequal):
 
 
 @pytest.mark.slow
-def test_every_node_is_measured_by_one_of_its_processes(unequal):
+def test_each_node_is_measured_by_one_process(unequal):
     assert unequal["measured"] == ["here/0", "there/0"]
 
 
 @pytest.mark.slow
-def test_a_pool_with_more_or_larger_nodes_than_there_are_is_refused_at_once(unequal):
+def test_a_pool_with_too_many_or_too_large_nodes_is_an_error_at_once(unequal):
     text, seconds = unequal["too many nodes"]
     assert seconds < 2
-    assert (
-        "asked for processes on 4 node(s), [1, 1, 1, 1] of them, each with 1 CPU; the cluster has 3 node(s): " in text
-    )
+    assert "requested [1, 1, 1, 1] processes on 4 node(s), each with 1 CPU; the cluster has 3 node(s): " in text
     text, seconds = unequal["too large"]
     assert seconds < 2
     assert "127.0.0.1: " in text
@@ -553,7 +551,7 @@ def detached():
 
 
 @pytest.mark.slow
-def test_a_detached_group_is_found_by_a_second_driver_as_the_first_one_left_it(detached):
+def test_a_second_driver_attaches_to_a_detached_group(detached):
     first, second = detached["first"], detached["second"]
     assert first["value"] == [5, 5, 5]
     assert second["value"] == [7, 7, 7]
@@ -564,43 +562,43 @@ def test_a_detached_group_is_found_by_a_second_driver_as_the_first_one_left_it(d
 
 
 @pytest.mark.slow
-def test_a_driver_that_shuts_an_attached_group_down_gives_its_reservation_back(detached):
+def test_shutdown_of_an_attached_group_releases_its_reservation(detached):
     second = detached["second"]
     assert (
-        "a detached group 'kept' is on the cluster already; take it over by RayWorkerGroup.attach('kept'"
+        "a detached group 'kept' already exists on the cluster; use it with RayWorkerGroup.attach('kept'"
         in second["taken"]
     )
     assert second["free"] == 3
     assert second["free after"] == 6
-    assert second["gone"].startswith("no detached worker group 'kept' is on the cluster, or its rank 0 is gone; was it")
+    assert second["gone"].startswith("no detached worker group 'kept' was found on the cluster, or its rank 0 is gone;")
 
 
 @pytest.mark.slow
-def test_a_driver_that_shuts_its_own_detached_group_down_gives_its_reservation_back(detached):
+def test_shutdown_of_a_detached_group_releases_its_reservation(detached):
     assert detached["own shutdown"] == {"free after": 6}
 
 
 @pytest.mark.slow
-def test_a_detached_group_of_which_a_rank_is_gone_is_not_taken_for_a_smaller_one(detached):
+def test_attaching_to_a_group_with_a_lost_rank_is_an_error(detached):
     refused = detached["hole"]["refused"]
-    assert refused.startswith("rank 1 of the 3 of the detached worker group 'hole' is gone")
+    assert refused.startswith("rank 1 of the 3 ranks of the detached worker group 'hole' is gone")
     assert "ray.kill(ray.get_actor('hole/0', namespace='hybridflow'))" in refused
 
 
 @pytest.mark.slow
-def test_a_detached_group_is_refused_on_the_pool_of_groups_that_end_with_their_driver(detached):
-    assert "give a detached group a pool of its own" in detached["shared pool"]["refused"]
+def test_detached_and_other_groups_cannot_share_a_pool(detached):
+    assert "use a separate pool for a detached group" in detached["shared pool"]["refused"]
 
 
 @pytest.mark.slow
-def test_a_node_is_measured_when_its_first_process_starts_and_when_asked(cluster):
+def test_a_node_is_measured_at_its_first_process_and_on_request(cluster):
     from hybridflow.controller.ray import RayResourcePool
     from hybridflow.observability import transfer_report
 
     with build_group(RayResourcePool([2], cpus_per_process=0.25), cluster, "measured"):
         cluster.trace.take()
         with build_group(RayResourcePool([1], cpus_per_process=0.25), cluster, "later"):
-            assert not transfer_report(cluster.trace.take())["nodes"]  # it is known
+            assert not transfer_report(cluster.trace.take())["nodes"]  # the node is already measured
         cluster.measure_nodes()
         (link,) = transfer_report(cluster.trace.take())["nodes"].values()
     assert 1e-5 < link["latency"] < 1.0

@@ -1,7 +1,7 @@
-"""The private parts of Ray that are used or patched, and the versions of Ray in which they were tested.
+"""The private attributes of Ray that are used or patched, and the versions of Ray for which they were tested.
 
-After Ray's bound in pyproject.toml is raised, a failure here names the part that has gone or changed. What environment
-variables do (RAY_worker_niceness, RAY_AUTH_MODE and others) test_local_cluster.py asks of a running cluster.
+If they change after Ray's bound in pyproject.toml is raised, a failure here names the attribute. test_local_cluster.py
+tests the environment variables (RAY_worker_niceness, RAY_AUTH_MODE and others) on a running cluster.
 """
 
 import ast
@@ -26,7 +26,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 class Part(NamedTuple):
-    """An attribute of Ray without a promise: what uses it, and what has to be true of it."""
+    """A private attribute of Ray, the file that uses it, and the property that it must have."""
 
     module: str
     path: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def takes(*arguments: Any, **keywords: Any) -> Callable[[Any], bool]:
-    """Whether a function can be called like this."""
+    """Return a check whether a function accepts these arguments."""
 
     def check(function: Any) -> bool:
         try:
@@ -49,7 +49,7 @@ def takes(*arguments: Any, **keywords: Any) -> Callable[[Any], bool]:
 
 
 def rays_own(found: Any) -> Any:
-    """Ray's own class; while a cluster of this process runs, local_cluster.py has put a partial in its place."""
+    """Return Ray's own class, which local_cluster.py replaces by a partial while this process runs a cluster."""
     return found.func if isinstance(found, functools.partial) else found
 
 
@@ -96,7 +96,7 @@ PARTS = [
         "ray._private.node",
         "Node.start_api_server",
         "local_cluster.py",
-        "a method that takes keywords alone",
+        "a method that accepts keywords alone",
         takes(None, include_dashboard=False, raise_on_failure=False),
     ),
     Part(
@@ -113,7 +113,13 @@ PARTS = [
         "ray.init with the keyword _temp_dir",
         lambda found: "_temp_dir" in inspect.getsource(found),
     ),
-    Part("ray._private.state", "available_resources_per_node", "resource_pool.py", "a function of nothing", takes()),
+    Part(
+        "ray._private.state",
+        "available_resources_per_node",
+        "resource_pool.py",
+        "a function without arguments",
+        takes(),
+    ),
     Part(
         "ray.actor",
         "ActorHandle._actor_id",
@@ -125,7 +131,7 @@ PARTS = [
         "ray.actor",
         "ActorClass",
         "worker_group.py",
-        "what ray.remote makes of a class, with __ray_metadata__.modified_class",
+        "the result of ray.remote on a class, with __ray_metadata__.modified_class",
         lambda found: "__ray_metadata__" in inspect.getsource(found) and "modified_class" in inspect.getsource(found),
     ),
     Part(
@@ -139,43 +145,45 @@ PARTS = [
 
 
 def require(part: Part) -> None:
-    """Fail with what to do unless the installed Ray has the part as it is expected."""
+    """Fail, with advice, unless the installed Ray has the attribute with the expected property."""
     import ray
 
-    where = f"{part.module}.{part.path} of ray {ray.__version__}, which controller/ray/{part.used_by} uses,"
+    where = f"{part.module}.{part.path} of ray {ray.__version__}, used by controller/ray/{part.used_by},"
     advice = f"Adapt {part.used_by} and PARTS, run tests/controller/ray, or lower the bound of ray in pyproject.toml."
     try:
         found = functools.reduce(getattr, part.path.split("."), importlib.import_module(part.module))
     except (ImportError, AttributeError) as error:
-        pytest.fail(f"{where} is gone ({error}). {advice}")
+        pytest.fail(f"{where} does not exist ({error}). {advice}")
     if not part.is_as_expected(found):
         pytest.fail(f"{where} is not {part.expects}: {found!r}. {advice}")
 
 
 def require_tested_version(version: str) -> None:
-    """Fail with what to do if this version of Ray is outside of the bounds in pyproject.toml."""
+    """Fail, with advice, if this version of Ray is outside the bounds in pyproject.toml."""
     listed = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
     (ray,) = [requirement for requirement in map(Requirement, listed) if requirement.name == "ray"]
-    assert any(bound.operator == "<" for bound in ray.specifier), "ray needs an upper bound: private parts are used"
+    assert any(bound.operator == "<" for bound in ray.specifier), (
+        "ray needs an upper bound: private attributes are used"
+    )
     if version not in ray.specifier:
         pytest.fail(
-            f"ray {version} is outside of ray{ray.specifier} in pyproject.toml. Install a tested version, or run "
+            f"ray {version} is outside ray{ray.specifier} in pyproject.toml. Install a tested version, or run "
             "tests/controller/ray with this one and raise the bound to just above it."
         )
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.module}.{part.path}")
-def test_a_private_part_of_ray_is_as_it_was_tested(part):
+def test_private_attributes_of_ray_have_the_expected_properties(part):
     require(part)
 
 
-def test_the_installed_ray_is_one_that_was_tested():
+def test_the_installed_ray_version_is_tested():
     import ray
 
     require_tested_version(ray.__version__)
 
 
-def test_a_part_that_is_gone_or_changed_is_named_with_what_to_do(monkeypatch):
+def test_failure_for_a_changed_attribute_names_it_and_the_fix(monkeypatch):
     import ray
     from ray._private import services, state
 
@@ -184,21 +192,21 @@ def test_a_part_that_is_gone_or_changed_is_named_with_what_to_do(monkeypatch):
     with pytest.raises(pytest.fail.Exception) as gone:
         require(by_name["ConsolePopen"])
     name = f"ray._private.services.ConsolePopen of ray {ray.__version__}"
-    assert str(gone.value).startswith(f"{name}, which controller/ray/local_cluster.py uses, is gone (")
+    assert str(gone.value).startswith(f"{name}, used by controller/ray/local_cluster.py, does not exist (")
     assert str(gone.value).endswith("or lower the bound of ray in pyproject.toml.")
     monkeypatch.setattr(state, "available_resources_per_node", lambda job: {})
-    with pytest.raises(pytest.fail.Exception, match=r"_per_node of .* is not a function of nothing: "):
+    with pytest.raises(pytest.fail.Exception, match=r"_per_node of .* is not a function without arguments: "):
         require(by_name["available_resources_per_node"])
 
 
 @pytest.mark.parametrize("version", ["2.59.0", "2.61.0", "3.0.0"])
-def test_a_version_outside_of_the_bound_is_named_with_what_to_do(version):
-    with pytest.raises(pytest.fail.Exception, match=rf"ray {version} is outside of ray.* raise the bound"):
+def test_failure_for_an_untested_version_names_it_and_the_fix(version):
+    with pytest.raises(pytest.fail.Exception, match=rf"ray {version} is outside ray.* raise the bound"):
         require_tested_version(version)
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Names with an underscore that are imported, read from an object, or given to a function as a keyword."""
+    """Return names with a leading underscore that are imported, read from an object, or passed as a keyword."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -215,8 +223,8 @@ def private_names(tree: ast.AST) -> set[str]:
 
 
 def own_names(tree: ast.AST) -> set[str]:
-    """Names that are defined here: functions, classes, variables and attributes that are set."""
-    names = {"_replace"}  # of named tuples
+    """Return the names defined in a file: functions, classes, variables and attributes that are set."""
+    names = {"_replace"}  # a method of named tuples
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -228,7 +236,7 @@ def own_names(tree: ast.AST) -> set[str]:
     return names
 
 
-def test_no_private_part_of_ray_is_used_that_is_not_listed_here():
+def test_all_used_private_attributes_of_ray_are_listed():
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     own = set().union(*(own_names(ast.parse(path.read_text())) for path in SOURCES[0].parents[1].rglob("*.py")))
     used = set().union(*map(private_names, trees)) - own
@@ -247,4 +255,4 @@ def test_no_private_part_of_ray_is_used_that_is_not_listed_here():
         "_actor_id",
         "__ray_metadata__",
         "__ray_ready__",
-    }, "test the part that is new in PARTS, and add its name here"
+    }, "add a test of the new attribute to PARTS, and add its name here"

@@ -1,4 +1,4 @@
-"""The same calls on the processes of a Ray cluster and on the ranks of this process: equal results, byte for byte.
+"""Equivalence of Ray and local backend: the same calls return results that are equal byte for byte.
 
 Four ranks hold two roles of the same class, `model` and `twin`; two other ranks are `pair`.
 """
@@ -47,7 +47,7 @@ last_part_first = register_dispatch_mode(
     collect_fn=lambda group, outputs: DataProto.concat(outputs[::-1]),
     num_parts=lambda group: group.world_size,
 )
-del DISPATCH_MODES["LAST_PART_FIRST_ON_RAY"]  # other modules look at the table
+del DISPATCH_MODES["LAST_PART_FIRST_ON_RAY"]  # other tests read the table
 
 
 class Model(Worker):
@@ -77,7 +77,7 @@ class Model(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("responses", "response_mask", "names"))
     def respond(self, batch):
-        """Responses of one token on rank 0, of two on rank 1, ..."""
+        """Return responses of one token on rank 0, two tokens on rank 1, ..."""
         tokens = batch.batch["x"][:, None].expand(-1, self.rank + 1)
         names = [str(value) for value in batch.batch["x"].tolist()]
         return DataProto.from_dict({"responses": tokens, "response_mask": tokens > 0}, {"names": names})
@@ -196,7 +196,7 @@ class Model(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def scribble(self, batch, value=None):
-        """Writes into everything it received, and shows it."""
+        """Write into all received values in place, and return them."""
         for name in batch.batch.keys():  # noqa: SIM118 (a TensorDict)
             batch.batch[name].zero_()
         for column in batch.non_tensor_batch.values():
@@ -264,7 +264,7 @@ def both(ray_backend) -> Iterator[Both]:
 
 
 def canonical(value: Any) -> Any:
-    """A value as types, shapes and bytes, so that two are equal if nobody could tell them apart."""
+    """Return a value as types, shapes and bytes, which are equal only for indistinguishable values."""
     if isinstance(value, DataProto):
         tensors = None if value.batch is None else canonical(dict(value.batch.items()))
         arrays, meta_info = canonical(value.non_tensor_batch), canonical(value.meta_info)
@@ -274,7 +274,7 @@ def canonical(value: Any) -> Any:
         raw = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
         return type(value), value.dtype, value.requires_grad, tuple(value.shape), raw
     if isinstance(value, np.ndarray):
-        entries = value.dtype.hasobject or value.dtype.fields  # between fields there may be bytes that mean nothing
+        entries = value.dtype.hasobject or value.dtype.fields  # padding bytes between fields are undefined
         raw = [canonical(entry) for entry in value.flat] if entries else value.tobytes()
         return type(value), value.dtype, value.shape, raw
     if isinstance(value, dict):
@@ -285,7 +285,7 @@ def canonical(value: Any) -> Any:
 
 
 def same_on_both(both: Both, program: Callable[[Groups], Any]) -> Any:
-    """What the program returns on Ray, if that is what it returns here; ranks have received nothing before."""
+    """Check that the program returns the same on Ray and locally, and return it; received values are cleared first."""
     for group in (both.local.model, both.local.twin, both.local.pair, both.ray.model, both.ray.twin, both.ray.pair):
         group.forget()
     here, there = program(both.local), program(both.ray)
@@ -294,7 +294,7 @@ def same_on_both(both: Both, program: Callable[[Groups], Any]) -> Any:
 
 
 def rich_batch(num_rows: int) -> DataProto:
-    """Columns of every kind; what is written into it is seen by nobody else, as every call makes a new one."""
+    """Return a new batch with columns of every kind."""
     x = torch.arange(1, num_rows + 1)
     return DataProto.from_dict(
         {
@@ -359,7 +359,7 @@ CALLS: dict[str, Callable[[Callable[[str], Callable], DataProto], Any]] = {
 
 @pytest.mark.parametrize("num_rows", [8, 7, 1])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_gives_the_same_blocking_and_remote_on_both_backends(both, name, num_rows):
+def test_blocking_and_remote_calls_return_the_same_on_both_backends(both, name, num_rows):
     batch = rich_batch(num_rows)
 
     def program(groups):
@@ -374,7 +374,7 @@ def test_a_call_gives_the_same_blocking_and_remote_on_both_backends(both, name, 
     assert canonical(batch) == canonical(rich_batch(num_rows))
 
 
-def test_the_numbers_are_those_that_the_modes_promise(both):
+def test_dispatch_modes_return_the_documented_numbers(both):
     model, batch = both.ray.model, batch_of(1, 2, 3, 4, 5)
     assert model.double(batch, plus=1).batch["doubled"].tolist() == [3, 5, 7, 9, 11]
     assert model.on_grid(batch).batch["x"].tolist() == [10, 20, 30, 42, 52]
@@ -388,7 +388,7 @@ def test_the_numbers_are_those_that_the_modes_promise(both):
     assert both.ray.pair.double(batch).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
 
 
-def test_a_method_that_does_not_block_gives_a_future_on_both_backends(both):
+def test_a_non_blocking_method_returns_a_future_on_both_backends(both):
     result = same_on_both(both, lambda groups: groups.model.double_later(batch_of(1, 2, 3)).get())
     assert result.batch["doubled"].tolist() == [2, 4, 6]
 
@@ -435,12 +435,12 @@ def test_a_masked_array_keeps_its_mask_on_both_backends(both):
     assert result[0].sum() == 4
 
 
-def test_a_conjugated_column_travels_on_both_backends(both):
+def test_a_conjugated_column_is_sent_on_both_backends(both):
     batch = DataProto.from_dict({"waves": torch.tensor([1 + 2j, 3 - 1j]).conj()})
     same_on_both(both, lambda groups: groups.pair.echo(batch))
 
 
-def test_one_row_of_an_expanded_column_travels_on_both_backends(both):
+def test_rows_of_an_expanded_column_are_sent_on_both_backends(both):
     batch = DataProto.from_dict({"temperatures": torch.tensor(0.5).expand(2)})
     same_on_both(both, lambda groups: groups.pair.echo(batch))
 
@@ -488,7 +488,7 @@ def _echo_declared(groups: Groups, records: np.ndarray) -> DataProto:
         lambda groups: groups.model.double(batch_of(1, 2), torch.zeros(2)),
     ],
 )
-def test_an_error_has_the_same_type_and_words_on_both_backends(both, attempt):
+def test_errors_have_the_same_type_and_text_on_both_backends(both, attempt):
     errors = []
     for groups in (both.local, both.ray):
         with pytest.raises(HybridFlowError) as caught:
@@ -497,14 +497,14 @@ def test_an_error_has_the_same_type_and_words_on_both_backends(both, attempt):
     assert errors[0] == errors[1]
 
 
-def test_an_undeclared_column_is_noted_with_its_worker_on_both_backends(both):
+def test_error_note_names_the_worker_of_an_undeclared_column(both):
     for groups in (both.local, both.ray):
         with pytest.raises(FieldError) as caught:
             groups.model.wrong_columns(batch_of(1, 2))
         assert getattr(caught.value, "__notes__", []) == ["in Model.wrong_columns, worker model/0"]
 
 
-def test_the_groups_work_on_after_errors(both):
+def test_groups_keep_working_after_errors(both):
     result = same_on_both(both, lambda groups: groups.model.double(batch_of(1)))
     assert result.batch["doubled"].tolist() == [2]
 
@@ -513,7 +513,7 @@ def test_the_groups_work_on_after_errors(both):
 
 
 @pytest.mark.parametrize("num_rows", [8, 5, 1])
-def test_a_future_feeds_groups_of_the_same_and_of_another_size(both, num_rows):
+def test_a_future_is_passed_to_groups_of_equal_and_other_size(both, num_rows):
     batch = batch_of(*range(1, num_rows + 1))
 
     def program(groups):
@@ -528,7 +528,7 @@ def test_a_future_feeds_groups_of_the_same_and_of_another_size(both, num_rows):
 
 
 @pytest.mark.parametrize("num_rows", [6, 5])
-def test_futures_of_two_groups_and_a_batch_of_the_controller_stand_side_by_side(both, num_rows):
+def test_futures_of_two_groups_are_united_with_a_controller_batch(both, num_rows):
     batch = batch_of(*range(1, num_rows + 1))
     extra = DataProto.from_dict(
         {"row_ids": torch.arange(num_rows), "old_log_probs": torch.full((num_rows, 5), 0.5)},
@@ -560,7 +560,7 @@ def test_futures_of_two_groups_and_a_batch_of_the_controller_stand_side_by_side(
     assert results[0].batch["responses"].shape == (num_rows, 5)
 
 
-def test_padded_copies_are_marked_where_a_future_is_split(both):
+def test_padded_copies_of_a_split_future_have_row_id_minus_one(both):
     numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8, 9])})
 
     def program(groups):
@@ -574,7 +574,7 @@ def test_padded_copies_are_marked_where_a_future_is_split(both):
     assert padded.batch["row_ids"].tolist() == [7, 8, 9, -1]
 
 
-def test_one_column_of_a_future_is_read_alone(both):
+def test_a_single_column_of_a_future_can_be_read(both):
     def program(groups):
         future = groups.model.describe.remote(batch_of(1, 2, 3, 4, 5))
         return future.get("x"), future.get(["x", "infos"]), future.slice(1, 4).get("ranks")
@@ -583,7 +583,7 @@ def test_one_column_of_a_future_is_read_alone(both):
     assert results[2].batch["ranks"].tolist() == [0, 1, 1]
 
 
-def test_a_concat_of_selected_futures_feeds_a_method_that_reads_one_column(both):
+def test_concatenated_selections_of_futures_are_arguments(both):
     def program(groups):
         parts = [groups.model.describe.remote(batch_of(*values)) for values in ((1, 2, 3), (4, 5))]
         future = DataProtoFuture.concat([part.select_columns(["x", "ranks"]) for part in parts])
@@ -593,7 +593,7 @@ def test_a_concat_of_selected_futures_feeds_a_method_that_reads_one_column(both)
 
 
 @pytest.mark.parametrize("name", ["local", "ray"])
-def test_a_worker_gets_the_meta_info_of_a_future_as_it_gets_that_of_a_batch(both, name):
+def test_a_worker_gets_the_same_meta_info_from_a_future_and_a_batch(both, name):
     groups = getattr(both, name)
     extra = DataProto.from_dict({"row_ids": torch.arange(2)}, meta_info={"temperature": 0.5})
     future = groups.pair.describe.remote(batch_of(1, 2)).union(extra)
@@ -606,11 +606,11 @@ def test_a_worker_gets_the_meta_info_of_a_future_as_it_gets_that_of_a_batch(both
     assert received[1] == received[0]
 
 
-def test_an_object_column_of_a_future_read_alone_is_the_same_on_both_backends(both):
+def test_reading_an_object_column_is_the_same_on_both_backends(both):
     same_on_both(both, lambda groups: groups.model.describe.remote(batch_of(1, 2, 3)).get("infos"))
 
 
-def test_a_future_reaches_a_worker_unread(both):
+def test_a_worker_can_receive_an_unread_future(both):
     def program(groups):
         future = groups.model.double.remote(batch_of(1, 2, 3, 4, 5))
         wide = future.union(groups.pair.thrice.remote(batch_of(1, 2, 3, 4, 5)).slice(0, 5))
@@ -622,7 +622,7 @@ def test_a_future_reaches_a_worker_unread(both):
     assert results[3].batch["doubled"].tolist() == [2, 4, 6, 8, 10]
 
 
-def test_a_worker_may_ask_for_the_length_of_a_future_on_both_backends(both):
+def test_a_worker_can_read_the_length_of_a_future_on_both_backends(both):
     def program(groups):
         return groups.pair.length_of_future(groups.model.double.remote(batch_of(1, 2, 3, 4)))
 
@@ -634,7 +634,7 @@ def test_an_undeclared_future_cannot_be_sent_unread(both):
         both.ray.pair.read_whole_future(both.ray.model.echo.remote(batch_of(1, 2)))
 
 
-def test_handles_put_together_reach_a_worker_unread_on_both_backends(both):
+def test_a_worker_can_receive_unread_concatenated_handles(both):
     def program(groups):
         handles = groups.pair.execute_all("echo", [batch_of(1, 2), batch_of(3)])
         return groups.pair.read_whole_future(DataProtoFuture.concat(handles))
@@ -642,7 +642,7 @@ def test_handles_put_together_reach_a_worker_unread_on_both_backends(both):
     same_on_both(both, program)
 
 
-def test_handles_put_together_feed_the_next_call(both):
+def test_concatenated_handles_are_an_argument_of_the_next_call(both):
     def program(groups):
         handles = groups.pair.execute_all("echo", [batch_of(1, 2), batch_of(3)])
         result = groups.model.broadcast(DataProtoFuture.concat(handles))
@@ -661,13 +661,13 @@ def test_a_future_inside_a_dict_arrives_the_same_on_both_backends(both):
     same_on_both(both, program)
 
 
-def test_a_failed_replica_is_noticed_where_its_future_is_passed_on(both):
+def test_passing_on_a_future_raises_the_error_of_a_failed_replica(both):
     for groups in (both.local, both.ray):
         with pytest.raises(HybridFlowError, match="rank 1 is unlucky"):
             groups.pair.echo(groups.model.fail_on_rank_one.remote(batch_of(1, 2)))
 
 
-def test_a_future_of_objects_alone_is_split_for_a_method_that_reads_no_column(both):
+def test_an_object_future_is_split_for_a_method_that_reads_no_column(both):
     def program(groups):
         part = groups.backend.put(DataProto.from_dict(non_tensors={"texts": ["a", "b", "c"]}, meta_info={"step": 1}))
         future = DataProtoFuture(DataProto.concat, [part], num_rows=3, columns=("texts",), part_rows=[3])
@@ -676,7 +676,7 @@ def test_a_future_of_objects_alone_is_split_for_a_method_that_reads_no_column(bo
     same_on_both(both, program)
 
 
-# Nobody notices what somebody else writes
+# In-place writes are private
 
 
 @pytest.fixture(params=["local", "ray"])
@@ -684,7 +684,7 @@ def groups(both, request) -> Groups:
     return getattr(both, request.param)
 
 
-def test_ranks_write_into_what_they_received_unnoticed(groups):
+def test_writes_of_ranks_into_arguments_are_private(groups):
     batch = DataProto.from_dict({"x": torch.tensor([1, 2])}, {"infos": [{"numbers": [1]}, {"numbers": [2]}]})
     value = {"array": np.arange(3), "tensor": torch.ones(2), "list": [1]}
     for group in (groups.model, groups.twin, groups.pair):
@@ -704,7 +704,7 @@ def test_ranks_write_into_what_they_received_unnoticed(groups):
     assert value["list"] == [1]
 
 
-def test_ranks_write_into_a_future_they_received_unnoticed(groups):
+def test_writes_of_ranks_into_future_arguments_are_private(groups):
     future = groups.model.describe.remote(batch_of(1, 2, 3))
     for part in (future, future.select_columns(["x", "infos"]), future.slice(0, 1)):
         for written, _ in groups.pair.scribble(part):
@@ -715,7 +715,7 @@ def test_ranks_write_into_a_future_they_received_unnoticed(groups):
     assert [entry["numbers"] for entry in future.get().non_tensor_batch["infos"]] == [[0], [1], [2]]
 
 
-def test_callers_write_into_the_tensors_they_got_unnoticed(groups):
+def test_writes_of_callers_into_result_tensors_are_private(groups):
     future = groups.model.describe.remote(batch_of(1, 2, 3, 4, 5))
     for part in (future, future.slice(0, 2), future.slice(1, 2), future.slice(2, 5)):
         got = part.get()
@@ -726,13 +726,13 @@ def test_callers_write_into_the_tensors_they_got_unnoticed(groups):
     assert groups.pair.echo(future).batch["x"].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_callers_write_into_the_objects_they_got_unnoticed(groups):
+def test_writes_of_callers_into_result_objects_are_private(groups):
     future = groups.model.describe.remote(batch_of(1, 2, 3))
     future.get().non_tensor_batch["infos"][1]["numbers"].append("written")
     assert future.get().non_tensor_batch["infos"][1] == {"name": "name 2", "numbers": [1]}
 
 
-def test_callers_write_into_what_a_blocking_call_returned_unnoticed(groups):
+def test_writes_of_callers_into_blocking_results_are_private(groups):
     batch = rich_batch(4)
     groups.model.forget()
     result = groups.model.echo(batch)
@@ -749,7 +749,7 @@ def test_callers_write_into_what_a_blocking_call_returned_unnoticed(groups):
 # Colocated roles
 
 
-def test_roles_of_one_process_with_equal_method_names_keep_apart(both):
+def test_colocated_roles_with_equal_method_names_are_separate(both):
     def program(groups):
         groups.model.double(batch_of(1, 2, 3, 4))
         groups.twin.double(batch_of(5, 6, 7, 8))
@@ -767,7 +767,7 @@ def test_roles_of_one_process_with_equal_method_names_keep_apart(both):
 
 
 def store_mib() -> float:
-    """MiB in use in the object store of this machine."""
+    """Return the memory in use in the object store of this machine, in MiB."""
     import ray
     from ray._private.internal_api import memory_summary
 
@@ -777,14 +777,14 @@ def store_mib() -> float:
 
 
 def wait_for_store(limit_mib: float) -> float:
-    """What is in use, once that is no more than `limit_mib` or some seconds have passed."""
+    """Return the memory in use as soon as it is at most `limit_mib`, or after 20 s, in MiB."""
     deadline = time.monotonic() + 20
     while (used := store_mib()) > limit_mib and time.monotonic() < deadline:
         time.sleep(0.1)
     return used
 
 
-def test_results_leave_the_object_store_with_the_last_future_of_them(both):
+def test_results_are_released_with_their_last_future(both):
     before, model, pair = store_mib(), both.ray.model, both.ray.pair
     future = model.enlarge.remote(batch_of(*range(8)))
     got = future.get("large")
@@ -799,7 +799,7 @@ def test_results_leave_the_object_store_with_the_last_future_of_them(both):
     assert (got.batch["large"].sum().item(), read.batch["x"].sum().item()) == (8 * 256 * 1024, 4 * 256 * 1024)
 
 
-def test_blocking_calls_and_errors_leave_nothing_in_the_object_store(both):
+def test_blocking_calls_and_errors_release_the_object_store(both):
     before, model = store_mib(), both.ray.model
     large = DataProto.from_dict({"x": torch.ones(8, 256, 1024)})
     for _ in range(2):
@@ -813,7 +813,7 @@ def test_blocking_calls_and_errors_leave_nothing_in_the_object_store(both):
 
 
 def peak_while_napping(model: WorkerGroup, value: Any) -> float:
-    """How much more is in the store while every rank has the value and sleeps, in MiB."""
+    """Return the additional store memory while every rank holds the value and sleeps, in MiB."""
     before = store_mib()
     future = model.nap.remote(value, seconds=1.0)
     peak, deadline = 0.0, time.monotonic() + 0.8
@@ -823,10 +823,10 @@ def peak_while_napping(model: WorkerGroup, value: Any) -> float:
     return peak
 
 
-def test_a_batch_that_several_ranks_get_is_put_once(both):
+def test_a_batch_sent_to_several_ranks_is_put_once(both):
     large = DataProto.from_dict({"x": torch.ones(4, 256, 1024)})
     assert 3.5 < peak_while_napping(both.ray.model, large) < 7
 
 
-def test_an_array_that_several_ranks_get_is_put_once(both):
+def test_an_array_sent_to_several_ranks_is_put_once(both):
     assert 3.5 < peak_while_napping(both.ray.model, np.ones((4, 256, 1024), np.float32)) < 7

@@ -1,4 +1,4 @@
-"""A call over its deadline: what its error could see of the worker, what it could not, and that nothing is left."""
+"""A call over its deadline: its error reports the worker, names what is unknown, and leaves no process."""
 
 import ctypes
 import os
@@ -63,7 +63,7 @@ def wait_until_gone(pids, timeout_s=20.0):
 
 @pytest.fixture
 def overdue(ray_backend):
-    """`overdue("method", ...)`: the error of a call over its deadline of 3 s, the process ids, and the group."""
+    """Yield `overdue("method", ...)`, which returns a 3 s deadline's error, the process ids, and the group."""
     from hybridflow.controller.ray import RayBackend, RayResourcePool
 
     ray_backend.check_fit([RayResourcePool([1])])  # starts the cluster, before another backend does
@@ -89,7 +89,7 @@ def overdue(ray_backend):
 
 
 def paragraphs(error):
-    """What is said of each worker, by its name; of the controller under "controller"."""
+    """Return the text of the error for each worker, by name, and for the controller as "controller"."""
     found = {"": ""}
     name = ""
     for line in str(error).splitlines():
@@ -101,10 +101,10 @@ def paragraphs(error):
     return found
 
 
-def test_of_a_worker_in_an_all_reduce_that_another_rank_never_joins_the_line_is_told(overdue):
+def test_report_shows_the_line_of_a_worker_blocked_in_all_reduce(overdue):
     error, pids, group = overdue("reduce_without_rank_1")
     said = paragraphs(error)
-    assert said[""].startswith("Stuck.reduce_without_rank_1 on actor, rank 0, is running for 3.")
+    assert said[""].startswith("Stuck.reduce_without_rank_1 on actor, rank 0, has been running for 3.")
     assert "longer than its deadline of 3 s (controller.call_timeout_s)." in said[""]
     assert f"Process {pids[0]} on " in said["actor/0"]
     assert re.search(r" is blocked; it uses \d+% of a core, it has \d+ MiB in memory", said["actor/0"])
@@ -114,19 +114,19 @@ def test_of_a_worker_in_an_all_reduce_that_another_rank_never_joins_the_line_is_
     assert "in all_reduce\n" in said["actor/0"]
     assert "Not seen:\n  - Frames below Python (C, C++, CUDA)" in said["actor/0"]
     assert "actor/1" not in said  # it has answered
-    assert "test_of_a_worker_in_an_all_reduce_that_another_rank_never_joins" in said["controller"]
+    assert "test_report_shows_the_line_of_a_worker_blocked_in_all_reduce" in said["controller"]
     assert (error.role, error.rank, error.node) == ("actor", 0, "127.0.0.1")
     wait_until_gone(pids)
     assert not group.is_alive()
-    with pytest.raises(WorkerError, match="worker actor/1 has ended"):
+    with pytest.raises(WorkerError, match="worker actor/1 has exited"):
         group.backend.call_all(group.workers[1:2], "pid", [((), {})], [NO_TERMS])
 
 
 @pytest.mark.parametrize(("how", "says"), [("computes", "while the process runs"), ("waits", "and waits with it")])
-def test_of_a_worker_in_c_with_the_interpreter_lock_the_line_and_the_lock_are_told(overdue, how, says):
+def test_report_shows_a_worker_that_holds_the_interpreter_lock(overdue, how, says):
     error, pids, group = overdue("hold_the_lock", how)
     said = paragraphs(error)
-    assert said[""].startswith("Stuck.hold_the_lock on actor, rank 1, is running for 3.")
+    assert said[""].startswith("Stuck.hold_the_lock on actor, rank 1, has been running for 3.")
     assert f"Process {pids[1]} on " in said["actor/1"]
     (finding,) = [line for line in said["actor/1"].splitlines() if line.startswith("Thread MainThread held ")]
     assert says in finding
@@ -138,13 +138,13 @@ def test_of_a_worker_in_c_with_the_interpreter_lock_the_line_and_the_lock_are_to
     assert not group.is_alive()
 
 
-def test_of_a_stopped_worker_the_line_is_told_and_that_it_is_stopped(overdue):
+def test_report_shows_the_line_of_a_stopped_worker(overdue):
     error, pids, group = overdue("stop_rank_1")
     said = paragraphs(error)
-    assert said[""].startswith("Stuck.stop_rank_1 on actor, rank 1, is running for 3.")
+    assert said[""].startswith("Stuck.stop_rank_1 on actor, rank 1, has been running for 3.")
     assert f"Process {pids[1]} on " in said["actor/1"]
     assert " is stopped; it uses 0% of a core" in said["actor/1"]
     assert "It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on." in said["actor/1"]
     assert " in Stuck.stop_rank_1\n" in said["actor/1"]
-    wait_until_gone(pids)  # Ray kills after some seconds what does not end by itself
+    wait_until_gone(pids)  # after some seconds, Ray kills processes that do not exit
     assert not group.is_alive()

@@ -1,4 +1,4 @@
-"""What comes back and goes along beyond plain batches: bytes, classes of a script, futures, odd errors."""
+"""Arguments and results other than plain batches: bytes, classes of a script, futures, unusual errors."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ LARGE = 300_000
 
 
 class Stopped(BaseException):
-    """Neither an Exception nor an interrupt."""
+    """An error that is neither an Exception nor an interrupt."""
 
 
 class Echo(Worker):
@@ -43,7 +43,7 @@ class Echo(Worker):
 
 
 class OpensIn:
-    """An object that only the process that made it can open."""
+    """An object that can be unpickled only in the process that made it."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -75,14 +75,14 @@ BYTES = [b"", b"abc", pickle.dumps({"not": "opened"}), bytes(range(256)) * (LARG
 
 
 @pytest.mark.parametrize("value", BYTES, ids=["empty", "few", "a pickle", "many"])
-def test_bytes_are_a_value_and_never_opened(group, value):
+def test_bytes_are_sent_unchanged_and_never_unpickled(group, value):
     assert group.echo(value) == [value]
     handle = group.backend.put(value)
     assert handle.get() == value
     assert group.execute_all_sync("echo", handle) == [value]
 
 
-def test_none_and_nested_values_come_back_as_they_are(group):
+def test_none_and_nested_values_return_unchanged(group):
     value = {"a": [None, (1, b"x"), DataProto.from_dict({"x": torch.ones(2)})]}
     (back,) = group.echo(value)
     assert back["a"][:2] == [None, (1, b"x")]
@@ -128,22 +128,22 @@ print("all came back")
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_classes_of_a_script_travel_in_small_and_in_large_messages():
+def test_classes_of_a_script_are_sent_in_small_and_large_messages():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=240, check=False)
     assert "all came back" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.ray
-def test_a_result_that_cannot_be_opened_here_says_whose_it_is(ray_group):
+def test_error_for_an_unreadable_result_names_its_method(ray_group):
     with pytest.raises(
-        WorkerError, match=r"what Echo\.make returned cannot be opened in this process: ValueError: of "
+        WorkerError, match=r"the result of Echo\.make cannot be unpickled in this process: ValueError: of "
     ):
         ray_group.make("opens nowhere else")
     assert ray_group.echo(1) == [1]
 
 
 @pytest.mark.ray
-def test_a_future_of_hundreds_of_operations_is_sent_as_it_is(ray_group):
+def test_a_future_with_hundreds_of_operations_can_be_sent(ray_group):
     future = ray_group.with_large_facts.remote(DataProto.from_dict({"x": torch.arange(2)}))
     for _ in range(600):
         future = future.rename("y", "x").rename("x", "y")
@@ -152,14 +152,14 @@ def test_a_future_of_hundreds_of_operations_is_sent_as_it_is(ray_group):
 
 @pytest.mark.ray
 @pytest.mark.parametrize("kind", ["cancelled", "generator", "own"])
-def test_an_error_that_is_no_exception_is_told_as_any_other(ray_group, kind):
+def test_a_base_exception_of_a_worker_is_a_worker_error(ray_group, kind):
     with pytest.raises(WorkerError, match=r"^Echo\.stop failed on worker echo/0: \w+: enough$"):
         ray_group.stop(kind)
     assert ray_group.echo(1) == [1]
 
 
 @pytest.mark.ray
-def test_what_a_result_says_beside_its_columns_counts_as_its_size(ray_group):
+def test_meta_info_counts_in_the_size_of_a_result(ray_group):
     ray_group.backend.trace.take()
     future = ray_group.with_large_facts.remote(DataProto.from_dict({"x": torch.arange(4)}))
     future.get()
@@ -170,7 +170,7 @@ def test_what_a_result_says_beside_its_columns_counts_as_its_size(ray_group):
 
 
 @pytest.mark.ray
-def test_results_of_calls_that_nobody_waits_for_are_let_go(ray_group):
+def test_results_of_calls_without_a_wait_are_released(ray_group):
     import ray
 
     ray_group.backend.trace.take()
@@ -178,7 +178,7 @@ def test_results_of_calls_that_nobody_waits_for_are_let_go(ray_group):
     ray_group.echo(1)
     assert len(ray_group.workers[0].process.unfinished) < 70
     held = [call.done for call in ray_group.workers[0].process.unfinished]
-    assert all(len(frozen) < 10_000 for frozen in ray.get(held))  # none of them is a result
+    assert all(len(frozen) < 10_000 for frozen in ray.get(held))  # all are status objects, not results
     del values
     gc.collect()
 
@@ -198,7 +198,7 @@ backend = RayBackend(num_cpus=1, object_store_bytes=80 * 2**20)
 try:
     RayWorkerGroup(RayResourcePool([1]), RayClassWithInitArgs(Echo), "kept", backend=backend, detached=True)
 except ConfigError as error:
-    print("refused" if "it is to outlive this process, but the cluster ends with it" in str(error) else error)
+    print("refused" if "cannot outlive this process, because its local cluster stops with it" in str(error) else error)
 group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend, "echo")
 read, unread = group.execute_all("echo", 1), group.execute_all("echo", 2)
 assert backend.get(read) == [1]
@@ -215,7 +215,7 @@ for late in (read, unread):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_nothing_is_connected_to_after_the_end_and_nothing_outlives_its_cluster():
+def test_a_closed_backend_neither_reconnects_nor_detaches_groups():
     done = subprocess.run(
         [sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=60, check=False
     )
@@ -223,47 +223,47 @@ def test_nothing_is_connected_to_after_the_end_and_nothing_outlives_its_cluster(
 
 
 @pytest.mark.ray
-def test_a_class_that_is_no_worker_spoils_nothing(ray_backend):
+def test_a_class_that_is_not_a_worker_does_not_break_the_backend(ray_backend):
     with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(dict), ray_backend, "dict"):
         pass
     with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), ray_backend, "echo") as group:
         assert group.echo(1) == [1]
 
 
-def test_a_class_without_its_arguments_is_a_clear_error():
+def test_a_class_without_init_args_is_an_error():
     with pytest.raises(DispatchError, match=r"ClassWithInitArgs\(Echo\)"):
         WorkerGroup(ResourcePool([1]), Echo)  # pyright: ignore
 
 
 @pytest.mark.ray
-def test_a_class_without_its_arguments_is_a_clear_error_on_ray_too(ray_backend):
+def test_a_class_without_init_args_is_an_error_on_ray(ray_backend):
     from hybridflow.controller.ray import RayResourcePool, RayWorkerGroup
 
     with pytest.raises(DispatchError, match=r"RayClassWithInitArgs\(Echo\)"):
         RayWorkerGroup(RayResourcePool([1]), Echo, backend=ray_backend)
     with pytest.raises(DispatchError, match=r"RayClassWithInitArgs\(Echo\)"):
-        RayWorkerGroup.attach("nobody", Echo, backend=ray_backend)
+        RayWorkerGroup.attach("missing", Echo, backend=ray_backend)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantized_tensor_is_refused_where_only_its_bytes_would_go():
+def test_a_quantized_tensor_cannot_be_a_packed_column():
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
     with pytest.raises(BatchError, match="dequantize"):
         PackedColumn.of_tensor(quantized)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_quantized_tensor_beside_batches_travels_whole(group):
+def test_a_quantized_tensor_argument_is_sent_unchanged(group):
     quantized = torch.quantize_per_tensor(torch.tensor([0.5, 1.0]), 0.1, 0, torch.qint8)
     (back,) = group.echo(quantized)
     assert back.dequantize().tolist() == pytest.approx([0.5, 1.0])
 
 
 @pytest.mark.ray
-def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch):
+def test_connecting_to_a_lost_cluster_is_an_error(monkeypatch):
     from hybridflow.controller.ray.cluster import Connection
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match=r"address='auto', which was the last one started here, 127\.0\.0\.1:1"):
+    with pytest.raises(ConfigError, match=r"address='auto', the last cluster started here: 127\.0\.0\.1:1"):
         Connection("auto", 0, 0, None).open([])
