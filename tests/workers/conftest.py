@@ -11,7 +11,7 @@ from hybridflow.controller import ClassWithInitArgs, ResourcePool, Worker, Worke
 
 @pytest.fixture
 def configure(tiny_model) -> Callable[..., Config]:
-    """A configuration of the tiny model with changes."""
+    """Return `configure("key=value", ...)`, which returns a configuration of the tiny model with these overrides."""
 
     def build(*overrides: str) -> Config:
         defaults = [f"model.path={tiny_model()}", "controller.threads=1", "data.max_response_length=6"]
@@ -22,7 +22,7 @@ def configure(tiny_model) -> Callable[..., Config]:
 
 @pytest.fixture
 def group(configure) -> Iterator[Callable[..., WorkerGroup]]:
-    """`group(ActorRolloutWorker, "rollout.group_size=2", num_workers=3)`; undoes what workers set for the process."""
+    """Yield `group(ActorRolloutWorker, "rollout.group_size=2", num_workers=3)`; restore process settings at the end."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
     def build(cls: type[Worker], *overrides: str, num_workers: int = 1, **arguments: int) -> WorkerGroup:
@@ -39,7 +39,7 @@ def group(configure) -> Iterator[Callable[..., WorkerGroup]]:
 
 @pytest.fixture
 def with_mini_batches() -> Callable[..., object]:
-    """The batch with the rows of each optimizer step, and a weight of the KL."""
+    """Return a function that adds the row ids of each optimizer step, and the KL coefficient, to a batch."""
 
     def build(batch, *steps: Sequence[int], kl_coef: float = 0.0):
         batch = batch.select()

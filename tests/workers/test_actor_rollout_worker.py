@@ -12,7 +12,7 @@ GROUPS = ["rollout.group_size=2", "actor.optimizer.lr=1e-2"]
 
 
 def prompts(*rows, noise_key=(0, 0, 0)):
-    """Prompts of these tokens, padded on the left, each a group of its own."""
+    """Return left-padded prompts of these tokens, each in a separate group."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
@@ -25,7 +25,7 @@ FOUR = prompts([5, 6, 7], [8], [9, 10], [11, 12, 13])
 
 @pytest.fixture
 def learnable(rollout_rows):
-    """Four rows with what an on-policy update reads."""
+    """Return a function that builds four rows with the columns of an on-policy update."""
 
     def build(advantages=(1.0, -1.0, 0.5, -0.5)):
         rows = rollout_rows([2, 3, 1, 2], [3, 1, 4, 2])
@@ -37,7 +37,7 @@ def learnable(rollout_rows):
     return build
 
 
-def test_three_ranks_generate_what_one_generates(group):
+def test_three_ranks_generate_the_same_as_one(group):
     one = group(ActorRolloutWorker, *GROUPS).generate_sequences(FOUR)
     three = group(ActorRolloutWorker, *GROUPS, num_workers=3).generate_sequences(FOUR)
     assert len(one) == 8
@@ -48,7 +48,7 @@ def test_three_ranks_generate_what_one_generates(group):
         assert one.non_tensor_batch[name].tolist() == three.non_tensor_batch[name].tolist()
 
 
-def test_three_ranks_compute_the_log_probs_that_one_computes(group, rollout_rows):
+def test_three_ranks_compute_the_same_log_probs_as_one(group, rollout_rows):
     rows = rollout_rows([2, 3, 1, 2], [3, 1, 4, 2])
     one = group(ActorRolloutWorker).compute_log_probs(rows)
     three = group(ActorRolloutWorker, num_workers=3).compute_log_probs(rows)
@@ -57,7 +57,7 @@ def test_three_ranks_compute_the_log_probs_that_one_computes(group, rollout_rows
         assert (one.batch[name][~rows.batch["response_mask"]] == 0).all()
 
 
-def test_a_response_follows_its_prompt(group):
+def test_input_ids_are_the_prompt_and_its_response(group):
     rows = group(ActorRolloutWorker, *GROUPS).generate_sequences(FOUR)
     batch = FOUR.repeat(2, interleave=True).union(rows).batch
     assert torch.equal(batch["input_ids"][:, :3], batch["prompts"])
@@ -66,14 +66,14 @@ def test_a_response_follows_its_prompt(group):
     assert torch.equal(batch["attention_mask"][:, 3:].bool(), batch["response_mask"])
 
 
-def test_the_log_probs_of_sampling_are_those_of_the_trainer(group):
+def test_sampling_log_probs_equal_those_of_the_trainer(group):
     actor = group(ActorRolloutWorker, *GROUPS, "rollout.temperature=0.7")
     rows = actor.generate_sequences(FOUR)
     computed = actor.compute_log_probs(rows).batch["old_log_probs"]
     torch.testing.assert_close(computed, rows.batch["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-def test_noise_depends_on_its_key_and_place_and_not_on_the_batch(group):
+def test_sampling_noise_depends_on_key_and_group_not_on_the_batch(group):
     actor = group(ActorRolloutWorker, *GROUPS)
     whole = actor.generate_sequences(FOUR).batch["responses"]
     assert torch.equal(actor.generate_sequences(FOUR).batch["responses"], whole)
@@ -83,7 +83,7 @@ def test_noise_depends_on_its_key_and_place_and_not_on_the_batch(group):
     assert not torch.equal(other[:, :3], whole[:2, :3])
 
 
-def test_validation_has_its_own_temperature_and_group_size(group):
+def test_validation_uses_its_own_temperature_and_group_size(group):
     actor = group(ActorRolloutWorker, *GROUPS, "validation.group_size=1", "validation.temperature=0")
     rows = actor.generate_validation_sequences(FOUR)
     assert len(rows) == 4
@@ -91,11 +91,11 @@ def test_validation_has_its_own_temperature_and_group_size(group):
     assert torch.equal(actor.generate_validation_sequences(others).batch["responses"], rows.batch["responses"])
 
 
-def test_every_stop_id_of_the_generation_config_ends_a_response(group, tiny_model, tmp_path):
+def test_each_stop_id_of_the_generation_config_stops_a_response(group, tiny_model, tmp_path):
     shutil.copytree(tiny_model(), tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(20, 24))}))
     rows = group(ActorRolloutWorker, *GROUPS, f"model.path={tmp_path}/model").generate_sequences(FOUR)
-    stops = {1, *range(20, 24)}  # 1 is the tokenizer's own
+    stops = {1, *range(20, 24)}  # 1 is the tokenizer's stop id
     reasons = rows.non_tensor_batch["finish_reasons"].tolist()
     for tokens, mask, reason in zip(rows.batch["responses"], rows.batch["response_mask"], reasons, strict=True):
         written = tokens[mask].tolist()
@@ -105,9 +105,7 @@ def test_every_stop_id_of_the_generation_config_ends_a_response(group, tiny_mode
     assert set(reasons) == {"stop", "length"}
 
 
-def test_an_on_policy_update_has_a_ratio_of_one_and_moves_the_weights_that_generate(
-    group, learnable, with_mini_batches
-):
+def test_an_on_policy_update_has_ratio_one_and_changes_generation(group, learnable, with_mini_batches):
     actor = group(ActorRolloutWorker, *GROUPS)
     before = actor.compute_log_probs(learnable()).batch["old_log_probs"]
     metrics = actor.update_actor(with_mini_batches(learnable(), [0, 1, 2, 3])).meta_info["metrics"]
@@ -126,7 +124,7 @@ def test_an_on_policy_update_has_a_ratio_of_one_and_moves_the_weights_that_gener
     torch.testing.assert_close(computed, rows.batch["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-def test_a_mini_batch_is_one_optimizer_step_with_the_rate_of_the_last(group, learnable, with_mini_batches):
+def test_each_mini_batch_is_one_step_and_the_last_lr_is_reported(group, learnable, with_mini_batches):
     changes = [*GROUPS, "actor.epochs=2", "actor.optimizer.warmup_steps=4"]
     actor = group(ActorRolloutWorker, *changes)
     batch = learnable().union(actor.compute_log_probs(learnable()).select(batch_keys=["old_log_probs"]))
@@ -136,7 +134,7 @@ def test_a_mini_batch_is_one_optimizer_step_with_the_rate_of_the_last(group, lea
     assert versions.max() == 3
 
 
-def test_padded_copies_of_rows_change_no_update(group, learnable, with_mini_batches):
+def test_padded_copies_do_not_change_an_update(group, learnable, with_mini_batches):
     def weights_after(batch):
         actor = group(ActorRolloutWorker, *GROUPS)
         actor.update_actor(with_mini_batches(batch, [0, 1, 2, 3]))
@@ -148,7 +146,7 @@ def test_padded_copies_of_rows_change_no_update(group, learnable, with_mini_batc
     assert torch.equal(weights_after(DataProto.concat([rows, copies])), weights_after(rows))
 
 
-def test_the_kl_in_the_loss_pulls_towards_the_reference(group, learnable, with_mini_batches):
+def test_the_kl_loss_pulls_towards_the_reference(group, learnable, with_mini_batches):
     actor = group(ActorRolloutWorker, *GROUPS, "algorithm.kl_in_loss=true")
     mask = learnable().batch["response_mask"]
     reference = torch.where(mask, -1.0, 0.0)
@@ -159,7 +157,7 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference(group, learnable, with_m
     assert 0 < second["actor/kl_loss"][0] < first["actor/kl_loss"][0]
 
 
-def test_a_column_that_the_loss_needs_is_named_with_where_it_comes_from(group, learnable, with_mini_batches):
+def test_error_for_a_missing_column_names_its_producer(group, learnable, with_mini_batches):
     actor = group(ActorRolloutWorker, *GROUPS, "algorithm.kl_in_loss=true")
     with pytest.raises(
         FieldError, match=r"ActorRolloutWorker\.update_actor needs 'ref_log_probs'.*It comes from: reference"
@@ -167,13 +165,13 @@ def test_a_column_that_the_loss_needs_is_named_with_where_it_comes_from(group, l
         actor.update_actor(with_mini_batches(learnable(), [0, 1, 2, 3]))
 
 
-def test_an_update_on_ranks_that_take_turns_is_refused(group, learnable, with_mini_batches):
+def test_an_update_on_ranks_that_take_turns_raises(group, learnable, with_mini_batches):
     actor = group(ActorRolloutWorker, *GROUPS, num_workers=2)
     with pytest.raises(WorkerError, match=r"needs a collective over its 2 ranks \(sum gradients\)"):
         actor.update_actor(with_mini_batches(learnable(), [0, 1, 2, 3]))
 
 
-def test_what_is_saved_is_loaded_with_its_optimizer(group, learnable, with_mini_batches, tmp_path):
+def test_save_and_load_restore_weights_and_optimizer(group, learnable, with_mini_batches, tmp_path):
     actor = group(ActorRolloutWorker, *GROUPS)
     update = with_mini_batches(learnable(), [0, 1, 2, 3])
     actor.update_actor(update)
@@ -202,7 +200,7 @@ def test_rollout_log_probs_keep_the_precision_of_the_model(group):
     assert (rollouts.batch["rollout_log_probs"] - recomputed)[mask].abs().max() < 1e-6
 
 
-def test_rollouts_are_padded_with_the_same_token_on_any_number_of_ranks(group):
+def test_padding_token_is_the_same_on_any_number_of_ranks(group):
     for num_workers in (1, 3):
         rollouts = group(ActorRolloutWorker, *GROUPS, num_workers=num_workers).generate_sequences(FOUR)
         padding = rollouts.batch["responses"][~rollouts.batch["response_mask"]]

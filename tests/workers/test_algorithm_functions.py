@@ -31,12 +31,12 @@ def with_advantage(name: str, **kwargs) -> Config:
     return Config(algorithm=AlgorithmConfig(advantage=name, advantage_kwargs=kwargs, gamma=0.5))
 
 
-def test_columns_are_the_arguments_that_the_glossary_knows():
+def test_columns_are_the_arguments_in_the_glossary():
     assert advantage_estimator(with_advantage("grpo")).columns == ("scores", "group_ids")
     assert policy_loss(Config()).columns == ("old_log_probs", "advantages", "response_mask")
 
 
-def test_parameters_are_the_arguments_that_are_keys_of_the_section_and_those_given_beside_the_name():
+def test_parameters_are_section_keys_and_kwargs():
     config = Config(actor=ActorConfig(clip_ratio_low=0.1, clip_ratio_dual=5.0))
     assert policy_loss(config).function is ppo_policy_loss
     assert policy_loss(config).parameters == {"clip_ratio_dual": 5.0, "clip_ratio_high": 0.2, "clip_ratio_low": 0.1}
@@ -46,23 +46,23 @@ def test_parameters_are_the_arguments_that_are_keys_of_the_section_and_those_giv
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_every_estimator_of_the_table_needs_columns_and_keys_only(name):
+def test_built_in_estimators_need_only_columns_and_keys(name):
     assert advantage_estimator(with_advantage(name)).columns
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_loss_of_the_table_needs_columns_and_keys_only(name):
+def test_built_in_losses_need_only_columns_and_keys(name):
     assert policy_loss(Config(actor=ActorConfig(policy_loss=name))).columns
 
 
-def test_an_estimator_of_the_users_is_called_with_what_its_signature_names(user_file):
+def test_a_user_estimator_gets_the_arguments_of_its_signature(user_file):
     estimator = advantage_estimator(with_advantage(f"{user_file}:half_the_score", factor=4.0))
     assert estimator.columns == ("scores", "group_ids")
     advantages, _ = estimator(scores=torch.tensor([1.0, 3.0]), group_ids=torch.tensor([0, 0]))
     assert advantages.tolist() == [[2.0], [6.0]]
 
 
-def test_a_loss_of_the_users_is_called_with_what_its_signature_names(user_file):
+def test_a_user_loss_gets_the_arguments_of_its_signature(user_file):
     loss = policy_loss(Config(actor=ActorConfig(policy_loss=f"{user_file}:plain", clip_ratio_low=0.3)))
     assert loss.columns == ("advantages", "response_mask")
     assert loss.parameters == {"clip_ratio_low": 0.3}
@@ -76,12 +76,12 @@ def test_a_loss_of_the_users_is_called_with_what_its_signature_names(user_file):
             {"k": 2},
             "algorithm.advantage_kwargs.k: algorithm.advantage='grpo' has no such parameter; it has: eps",
         ),
-        ("gae", {"gamma": 0.9}, r"advantage_kwargs.gamma is a key of its own; set algorithm.gamma"),
+        ("gae", {"gamma": 0.9}, r"advantage_kwargs.gamma is a separate key; set algorithm.gamma"),
         ("{file}:needs_a_temperature", {}, "takes temperature, which is neither a column .* give it in algorithm.adv"),
         ("{file}:nothing", {}, "has no function 'nothing'; it has half_the_score, needs_a_temperature, plain"),
         ("{file}x:f", {}, "algorithm.advantage .*importing .* failed"),
     ],
 )
-def test_what_does_not_fit_is_said_with_the_key(user_file, name, kwargs, message):
+def test_error_for_a_wrong_function_or_parameter_names_the_key(user_file, name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         advantage_estimator(with_advantage(name.format(file=user_file), **kwargs))

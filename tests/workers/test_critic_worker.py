@@ -8,7 +8,7 @@ from hybridflow.workers import CriticWorker
 
 @pytest.fixture
 def trained(group, rollout_rows, with_mini_batches):
-    """A critic after some steps towards returns of 1, and its rows."""
+    """Return a critic after some steps towards returns of 1, and its rows."""
     rows = rollout_rows([2, 3, 1, 2], [3, 1, 4, 2])
     critic = group(CriticWorker, "critic.optimizer.lr=1e-2", "critic.value_clip=10")
     shape = rows.batch["response_mask"].shape
@@ -20,12 +20,12 @@ def trained(group, rollout_rows, with_mini_batches):
     return critic, rows, losses
 
 
-def test_a_new_critic_values_everything_at_zero(group, rollout_rows):
+def test_a_new_critic_computes_value_zero(group, rollout_rows):
     values = group(CriticWorker).compute_values(rollout_rows([2, 1], [3, 2])).batch["values"]
     assert values.tolist() == [[0.0] * 3] * 2
 
 
-def test_it_learns_the_returns_and_saves_what_it_learned(trained, group, tmp_path):
+def test_the_critic_learns_returns_and_saves_its_weights(trained, group, tmp_path):
     critic, rows, losses = trained
     assert losses[0] == pytest.approx(0.5)  # (0 - 1)^2 / 2
     assert losses == sorted(losses, reverse=True)
@@ -40,7 +40,7 @@ def test_it_learns_the_returns_and_saves_what_it_learned(trained, group, tmp_pat
     assert (one_rank[~mask] == 0).all()
 
 
-def test_the_value_at_a_token_is_read_before_it_is_seen(trained):
+def test_the_value_of_a_token_does_not_depend_on_it(trained):
     critic, rows, _ = trained
     changed = rows[:1]
     last = changed.batch["input_ids"].clone()
@@ -50,14 +50,14 @@ def test_the_value_at_a_token_is_read_before_it_is_seen(trained):
     assert torch.equal(critic.compute_values(changed).batch["values"], critic.compute_values(rows[:1]).batch["values"])
 
 
-def test_it_may_start_from_a_model_of_its_own(group, tiny_model):
+def test_the_critic_can_start_from_a_separate_model(group, tiny_model):
     own = group(CriticWorker, f"critic.model_path={tiny_model('llama', seed=5)}").workers[0].instance.engine
     shared = group(CriticWorker).workers[0].instance.engine
     name = next(name for name in own.parameters if "q_proj" in name)
     assert not torch.equal(own.parameters[name], shared.parameters[name])
 
 
-def test_an_update_on_ranks_that_take_turns_is_refused(trained, group, with_mini_batches):
+def test_an_update_on_ranks_that_take_turns_raises(trained, group, with_mini_batches):
     critic, rows, _ = trained
     batch = rows.union(critic.compute_values(rows))
     batch = batch.union(DataProto.from_dict({"returns": batch.batch["values"].clone()}))

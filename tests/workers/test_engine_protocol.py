@@ -1,4 +1,4 @@
-"""Workers use nothing of an engine beyond `TrainEngine`."""
+"""Workers use only the `TrainEngine` Protocol of an engine."""
 
 import inspect
 import re
@@ -29,7 +29,7 @@ NAMES = {
 
 
 class OnlyTheProtocol:
-    """A TorchEngine of which only the names of the Protocol can be seen."""
+    """A TorchEngine that exposes only the names of the Protocol."""
 
     def __init__(self, *args, **kwargs):
         object.__setattr__(self, "_engine", TorchEngine(*args, **kwargs))
@@ -69,9 +69,7 @@ def learnable(rollout_rows):
         (PreferenceModelWorker, ["compute_scores"], ["update_reward_model"]),
     ],
 )
-def test_a_worker_does_all_its_work_with_the_protocol_alone(
-    group, learnable, with_mini_batches, tmp_path, worker, computes, updates
-):
+def test_workers_use_only_the_engine_protocol(group, learnable, with_mini_batches, tmp_path, worker, computes, updates):
     workers = group(worker, "rollout.group_size=2", "model.dtype=float64")
     assert workers.find_token_budget(2, 2)[0] >= 4
     workers.set_token_budget(512)
@@ -83,7 +81,7 @@ def test_a_worker_does_all_its_work_with_the_protocol_alone(
     workers.load(str(tmp_path))
 
 
-def test_a_policy_with_adapters_generates_with_the_protocol_alone(group, learnable):
+def test_a_policy_with_adapters_uses_only_the_engine_protocol(group, learnable):
     actor = group(ActorRolloutWorker, "lora.rank=2", "rollout.group_size=2")
     actor.compute_ref_log_probs(learnable)
     prompts = {
@@ -94,7 +92,7 @@ def test_a_policy_with_adapters_generates_with_the_protocol_alone(group, learnab
     actor.generate_sequences(DataProto.from_dict(prompts, meta_info={"noise_key": [0, 0, 0]}))
 
 
-def test_one_line_of_the_workers_builds_the_torch_engine():
+def test_only_one_line_of_the_workers_names_the_torch_engine():
     naming = {
         str(file.relative_to(SOURCE)): len(re.findall(r"\bTorchEngine\(", file.read_text(encoding="utf-8")))
         for package in ("workers", "trainers", "cli", "rollout", "weight_sync")

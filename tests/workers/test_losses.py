@@ -33,7 +33,7 @@ def config(actor: dict | None = None, algorithm: dict | None = None) -> Config:
     return Config(actor={"epochs": 2, **(actor or {})}, algorithm=algorithm or {})
 
 
-def test_the_policy_loss_and_its_metrics_are_those_of_the_formulas():
+def test_policy_loss_and_metrics_equal_the_formulas():
     # Ratios 1, e^0.5 (clipped at 1.2), e^0.1; losses -1, -1.2, 2 * e^0.1.
     outputs = policy_outputs()
     loss, metrics = actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)(outputs, policy_rows())
@@ -57,21 +57,21 @@ def test_the_policy_loss_and_its_metrics_are_those_of_the_formulas():
     assert outputs["log_probs"].grad.flatten().tolist() == pytest.approx([-1 / 3, 0, 2 * math.exp(0.1) / 3, 0])
 
 
-def test_on_policy_the_ratio_is_one_and_old_log_probs_are_not_read():
+def test_on_policy_ratio_is_one_without_reading_old_log_probs():
     rows = policy_rows()
     del rows.batch["old_log_probs"]
     on_policy = Config()
     assert "old_log_probs" not in actor_columns(on_policy)
     outputs = policy_outputs()
     loss, metrics = actor_loss(on_policy, 0.0, num_tokens=3, num_sequences=2)(outputs, rows)
-    assert loss.item() == 0.0  # (-1 - 1 + 2) / 3, exactly
+    assert loss.item() == 0.0  # exactly (-1 - 1 + 2) / 3
     assert metrics["actor/ppo_kl"] == 0.0
     loss.backward()
     assert outputs["log_probs"].grad is not None
     assert outputs["log_probs"].grad.flatten().tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3, 0])
 
 
-def test_entropy_is_subtracted_and_kl_added_with_their_weights():
+def test_entropy_is_subtracted_and_kl_added_with_coefficients():
     # k2: half of the squared differences 0.2, 0, 0.
     settings = config({"entropy_coef": 0.1}, {"kl_in_loss": True, "kl_estimator": "k2"})
     outputs = policy_outputs()
@@ -84,7 +84,7 @@ def test_entropy_is_subtracted_and_kl_added_with_their_weights():
     assert outputs["entropies"].grad.flatten().tolist() == pytest.approx([-0.1 / 3, -0.1 / 3, -0.1 / 3, 0])
 
 
-def test_entropy_without_weight_gets_no_gradient():
+def test_entropy_with_zero_coefficient_gets_no_gradient():
     outputs = policy_outputs()
     actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)(outputs, policy_rows())[0].backward()
     assert outputs["entropies"].grad is None
@@ -98,12 +98,12 @@ def test_entropy_without_weight_gets_no_gradient():
         ("seq-mean-token-mean", ((-1 - 1.2) / 2 + 2 * math.exp(0.1)) / 2),
     ],
 )
-def test_the_aggregation_is_the_configured_one(mode, expected):
+def test_the_configured_aggregation_is_used(mode, expected):
     loss = actor_loss(config({"loss_aggregation": mode}), 0.0, num_tokens=3, num_sequences=2)
     assert loss(policy_outputs(), policy_rows())[0].item() == pytest.approx(expected)
 
 
-def test_shares_of_the_parts_add_up_to_the_whole():
+def test_losses_of_parts_add_up_to_the_loss_of_the_whole():
     settings = config({"entropy_coef": 0.1, "loss_aggregation": "seq-mean-token-mean"}, {"kl_in_loss": True})
     loss = actor_loss(settings, 0.25, num_tokens=3, num_sequences=2)
     whole, whole_metrics = loss(policy_outputs(), policy_rows())
@@ -129,7 +129,7 @@ def test_a_part_without_counted_tokens_has_loss_zero_and_gradient_zero():
     assert set(metrics.values()) == {0.0}
 
 
-def test_what_lies_behind_the_mask_never_matters():
+def test_masked_values_do_not_change_loss_or_gradient():
     nan = float("nan")
     rows = policy_rows(
         old_log_probs=[[-1.0, -2.5], [-3.1, nan]],
@@ -147,27 +147,27 @@ def test_what_lies_behind_the_mask_never_matters():
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_an_integer_mask_is_a_mask():
+def test_an_integer_mask_equals_a_bool_mask():
     rows = policy_rows()
     rows.batch["response_mask"] = MASK.long()
     loss = actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)
     assert loss(policy_outputs(), rows)[0].item() == loss(policy_outputs(), policy_rows())[0].item()
 
 
-def test_columns_are_what_the_configuration_needs():
+def test_actor_columns_follow_the_configuration():
     plain = ("advantages", "old_log_probs", "response_mask", "rollout_log_probs")
     assert actor_columns(config()) == plain
     assert actor_columns(config(algorithm={"kl_in_loss": True})) == tuple(sorted((*plain, "ref_log_probs")))
     assert actor_columns(Config()) == ("advantages", "response_mask", "rollout_log_probs")
 
 
-def test_the_losses_read_their_declared_columns_and_no_others():
+def test_losses_read_only_their_declared_columns():
     for settings in (config(), config(algorithm={"kl_in_loss": True}), Config()):
         rows = policy_rows().select(batch_keys=list(actor_columns(settings)))
         actor_loss(settings, 0.1, num_tokens=3, num_sequences=2)(policy_outputs(), rows)
 
 
-def test_the_value_loss_is_the_worse_of_clipped_and_unclipped():
+def test_the_value_loss_is_the_maximum_of_clipped_and_unclipped():
     # value_clip 0.5. Old values 0, new 1, -0.2, 3 (masked: 9); returns 2, 0, 3.
     outputs = {"values": torch.tensor([[1.0, -0.2], [3.0, 9.0]], requires_grad=True)}
     rows = DataProto.from_dict(
@@ -184,7 +184,7 @@ def test_the_value_loss_is_the_worse_of_clipped_and_unclipped():
     assert by_sequence.item() == pytest.approx(loss.item() * 3 / 2)
 
 
-def test_the_supervised_loss_is_the_mean_cross_entropy_of_the_whole_batch():
+def test_sft_loss_is_the_mean_cross_entropy_of_the_mini_batch():
     rows = DataProto.from_dict({"response_mask": MASK})
     loss, metrics = sft_loss(num_tokens=12)({"log_probs": LOG_PROBS}, rows)
     assert loss.item() == pytest.approx((1 + 2 + 3) / 12)

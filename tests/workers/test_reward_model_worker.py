@@ -1,4 +1,4 @@
-"""The reward model's scores are those of the stock classifier on the same conversations."""
+"""The scores of the reward model equal those of the classifier in transformers on the same conversations."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} <eos> {% endfor 
 
 @pytest.fixture
 def reward_model(tiny_model, tmp_path):
-    """A sequence classifier with one label on the tiny llama, with the tokenizer of that directory."""
+    """Return the directory of a sequence classifier with one label, made of the tiny llama and its tokenizer."""
     source, path = tiny_model("llama"), tmp_path / "reward_model"
     torch.manual_seed(3)
     model = LlamaForSequenceClassification.from_pretrained(source, num_labels=1)
@@ -55,7 +55,7 @@ PROMPTS = [
 RESPONSES = ["w8 w9 w10", "", "w11"]
 
 
-def test_scores_are_those_of_the_stock_classifier(reward_model):
+def test_scores_equal_those_of_the_transformers_classifier(reward_model):
     result = RewardModelWorker(config_of(reward_model)).score(batch_of(PROMPTS, RESPONSES))
     texts = [f"{prompt[0]['content']}\n{response}" for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     assert result.batch["scores"].tolist() == pytest.approx(stock_scores(reward_model, texts), rel=1e-4)
@@ -63,7 +63,7 @@ def test_scores_are_those_of_the_stock_classifier(reward_model):
     assert result.non_tensor_batch["reward_extras"].tolist() == [{}, {}, {}]
 
 
-def test_its_own_chat_template_makes_the_text_without_a_generation_prompt(reward_model):
+def test_text_is_rendered_by_its_chat_template_without_generation_prompt(reward_model):
     file = reward_model / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
     result = RewardModelWorker(config_of(reward_model)).score_validation(batch_of(PROMPTS, RESPONSES))
@@ -74,24 +74,24 @@ def test_its_own_chat_template_makes_the_text_without_a_generation_prompt(reward
     assert result.batch["scores"].tolist() == pytest.approx(stock_scores(reward_model, texts), rel=1e-4)
 
 
-def test_a_conversation_that_is_too_long_is_an_error_with_both_numbers(reward_model):
+def test_error_for_a_too_long_conversation_names_both_lengths(reward_model):
     long = batch_of([PROMPTS[0]], [" ".join(["w3"] * 80)])
-    with pytest.raises(RewardError, match=r"response 0 and its prompt have 82 tokens .* 64 positions"):
+    with pytest.raises(RewardError, match=r"response 0 and its prompt have 82 tokens.* 64 positions"):
         RewardModelWorker(config_of(reward_model)).score(long)
 
 
-def test_a_model_without_a_head_is_no_reward_model(tiny_model):
+def test_a_reward_model_requires_a_head(tiny_model):
     with pytest.raises(ModelError, match=r"has no weights of a head \(score\.weight\)"):
         RewardModelWorker(config_of(tiny_model("llama")))
 
 
-def test_a_classifier_with_two_labels_is_no_reward_model(tiny_model, tmp_path):
+def test_a_reward_model_requires_one_label(tiny_model, tmp_path):
     LlamaForSequenceClassification.from_pretrained(tiny_model("llama"), num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has a head of 2 labels; give a sequence classifier with one label"):
+    with pytest.raises(ModelError, match="has a head of 2 labels; use a sequence classifier with one label"):
         RewardModelWorker(config_of(tmp_path))
 
 
-def test_a_function_and_a_model_together_are_refused(reward_model):
+def test_reward_function_and_reward_model_exclude_each_other(reward_model):
     from hybridflow.config import check
 
     with pytest.raises(ConfigError, match=r"reward\.model_path=.* and reward\.function=.* both give the score"):

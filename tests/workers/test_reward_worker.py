@@ -21,14 +21,14 @@ def solutions(*texts, data_source="countdown"):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_a_data_source_names_its_function_on_any_number_of_ranks(group, num_workers):
+def test_a_data_source_selects_its_function_on_any_number_of_ranks(group, num_workers):
     scored = group(RewardWorker, num_workers=num_workers).score(solutions(*ANSWERS))
     scores = scored.batch["scores"].tolist()
     assert scores[0] == 1.0 > scores[1] >= scores[2]
     assert scored.batch["reward_failed"].tolist() == [False] * 3
 
 
-def test_a_function_of_ones_own_returns_further_numbers(group, tmp_path):
+def test_a_user_function_returns_extra_values(group, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -39,6 +39,6 @@ def test_a_function_of_ones_own_returns_further_numbers(group, tmp_path):
     assert scored.non_tensor_batch["reward_extras"].tolist() == [{"index": i, "target": 3} for i in range(3)]
 
 
-def test_an_unknown_data_source_is_the_error_of_rewards(group):
+def test_an_unknown_data_source_is_a_reward_error(group):
     with pytest.raises(RewardError, match="no reward function is known for data_source 'chess'"):
         group(RewardWorker).score(solutions("a", data_source="chess"))

@@ -30,14 +30,14 @@ def test_columns_have_the_dtypes_of_the_glossary():
         assert column.dtype == FIELDS[name].dtype, name
 
 
-def test_a_response_that_was_aborted_at_once_is_an_empty_row():
+def test_an_aborted_response_without_tokens_is_an_empty_row():
     completions = [COMPLETIONS[0], Completion(0, 1, finish_reason="abort")]
     columns = rollout_batch(PROMPTS, PROMPT_MASK, completions, pad_token_id=7)
     assert columns["responses"].tolist() == [[21, 1], [7, 7]]
     assert columns["response_mask"].tolist() == [[True, True], [False, False]]
 
 
-def test_no_response_at_all_is_no_response_column():
+def test_only_empty_responses_give_response_length_zero():
     completions = [Completion(0, index, finish_reason="abort") for index in range(2)]
     columns = rollout_batch(PROMPTS, PROMPT_MASK, completions, pad_token_id=7)
     assert columns["responses"].shape == columns["rollout_log_probs"].shape == (2, 0)
@@ -45,6 +45,6 @@ def test_no_response_at_all_is_no_response_column():
 
 
 @pytest.mark.parametrize("completions", [[], COMPLETIONS[:1]])
-def test_each_prompt_row_needs_its_completion(completions):
+def test_each_prompt_row_needs_one_completion(completions):
     with pytest.raises(BatchError, match=f"{len(completions)} completions for 2 prompt rows"):
         rollout_batch(PROMPTS, PROMPT_MASK, completions, pad_token_id=7)

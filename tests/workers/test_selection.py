@@ -1,4 +1,4 @@
-"""Which tokens of a mini-batch are singled out does not depend on where its rows are."""
+"""The selection of tokens of a mini-batch does not depend on the split of its rows over ranks."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def rows(ids: list[int]) -> DataProto:
 
 
 def engine(others: list[list[int]]) -> SimpleNamespace:
-    """An engine whose log-probs are known; other ranks have the rows `others`."""
+    """Return an engine with known log-probs; other ranks have the rows `others`."""
 
     def gather(own):
         def of(ids):
@@ -42,12 +42,12 @@ def config(name: str, **kwargs) -> Config:
     )
 
 
-def test_other_losses_leave_the_rows_as_they_are():
+def test_losses_without_selection_leave_rows_unchanged():
     batch = rows([0, 1])
     assert with_selected_tokens(config("ppo"), engine([]), batch, {}, 0) is batch
 
 
-def test_the_choice_is_that_of_all_tokens_wherever_the_rows_are():
+def test_selection_is_the_same_for_any_split_of_rows():
     chosen = select_kl_cov(
         covariances=covariances(LOG_PROBS[MASK], ADVANTAGES.expand(4, 3)[MASK]), seed=0, selected_share=0.5
     )
@@ -64,7 +64,7 @@ def test_the_choice_is_that_of_all_tokens_wherever_the_rows_are():
         assert torch.equal(done.batch["selected_tokens"], expected[own])
 
 
-def test_what_is_drawn_follows_the_seed_of_the_step_and_the_optimizer_step():
+def test_random_selection_depends_on_seed_keys_and_optimizer_step():
     how = config("clip-cov", selected_share=0.2, cov_low=-100.0, cov_high=100.0)
 
     def drawn(meta, number):

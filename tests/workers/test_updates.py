@@ -10,14 +10,14 @@ from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, mean_metrics, mini_
 
 
 class OneRank:
-    """The part of an engine that mini-batches use, alone in its group."""
+    """The part of an engine that mini-batches use, with world_size 1."""
 
     def all_reduce_sum(self, value: int) -> int:
         return value
 
 
 class FirstOfTwoRanks:
-    """The other rank holds, of each mini-batch: 1 row, with 5 response tokens in 1 sequence."""
+    """An engine of rank 0 of 2; rank 1 has 1 row of each mini-batch, with 5 response tokens in 1 sequence."""
 
     def __init__(self) -> None:
         self.others = iter([1, 5, 1] * 10)
@@ -39,49 +39,49 @@ def memberships(rows: DataProto, engine) -> list[tuple[list[int], int, int]]:
     ]
 
 
-def test_rows_and_counts_are_those_that_the_ids_name():
+def test_mini_batches_have_the_rows_and_counts_of_their_row_ids():
     rows = batch([7, 2, 4, 9], [[4, 7], [9, 2]])
-    # Row 7 has 3 response tokens, 2 has 2, 9 has 1, and 4 has none, so it is no sequence that counts.
+    # Row 7 has 3 response tokens, 2 has 2, 9 has 1, and 4 has 0, so it does not count as a sequence.
     assert memberships(rows, OneRank()) == [([7, 4], 3, 1), ([2, 9], 3, 2)]
 
 
-def test_an_epoch_more_visits_the_rows_again():
+def test_another_epoch_repeats_the_rows():
     rows = batch([0, 1], [[0, 1], [1], [0]])
     assert [ids for ids, _, _ in memberships(rows, OneRank())] == [[0, 1], [1], [0]]
 
 
-def test_padded_copies_belong_to_no_mini_batch():
+def test_padded_copies_are_in_no_mini_batch():
     rows = batch([3, 5, -1, -1], [[3, 5]])
     assert memberships(rows, OneRank()) == [([3, 5], 4, 2)]
 
 
-def test_counts_are_those_of_all_ranks():
+def test_counts_include_all_ranks():
     rows = batch([3, 5], [[3, 8], [9, 5]])
     assert memberships(rows, FirstOfTwoRanks()) == [([3], 8, 2), ([5], 6, 2)]
 
 
 @pytest.mark.parametrize("mini_batches", [None, []])
-def test_a_batch_that_names_none_is_an_error(mini_batches):
+def test_a_batch_without_mini_batches_is_an_error(mini_batches):
     with pytest.raises(BatchError, match=r"needs meta_info\['mini_batches'\]"):
         memberships(batch([3], mini_batches), OneRank())
 
 
 @pytest.mark.parametrize(
     ("row_ids", "members", "message"),
-    [([3, 5], [3, 6], "names 2 rows, but 1 of the batch"), ([3, 3], [3], "names 1 rows, but 2 of the batch")],
+    [([3, 5], [3, 6], "lists 2 rows, but 1 rows of the batch"), ([3, 3], [3], "lists 1 rows, but 2 rows of the batch")],
 )
-def test_a_row_that_is_missing_or_there_twice_is_an_error(row_ids, members, message):
+def test_a_missing_or_repeated_row_is_an_error(row_ids, members, message):
     with pytest.raises(BatchError, match=message):
         memberships(batch(row_ids, [members]), OneRank())
 
 
-def test_metrics_are_averaged_over_steps_and_the_rate_is_the_last():
+def test_metrics_are_averaged_and_the_last_lr_is_reported():
     steps = [{"actor/loss": 1.0, "actor/lr": 0.1}, {"actor/loss": 4.0, "actor/lr": 0.2}]
     assert mean_metrics(steps) == {"actor/loss": 2.5, "actor/lr": 0.2}
 
 
 class Learner(OneRank):
-    """Says what it was given; the loss of a step is the number of its rows."""
+    """An engine that reports its inputs as metrics; the loss of a step is its number of rows."""
 
     on_device = nullcontext
 
@@ -91,7 +91,7 @@ class Learner(OneRank):
         return UpdateResult(float(len(rows)), grad_norm=0.5, lr=0.1, metrics=metrics, **counts)
 
 
-def test_an_update_call_is_a_step_for_each_mini_batch_and_means_of_its_figures():
+def test_run_updates_steps_once_per_mini_batch_and_averages_metrics():
     rows = batch([1, 2, 3], [[1, 3], [2]])
     done = run_updates(Learner(), rows, lambda step: step.num_tokens, "actor")
     assert done.meta_info["metrics"] == {
@@ -106,7 +106,7 @@ def test_an_update_call_is_a_step_for_each_mini_batch_and_means_of_its_figures()
     assert next(iter(done.meta_info["metrics"])) == "actor/loss"
 
 
-def test_an_update_call_names_the_figures_that_are_asked_for_of_the_rows_it_is_given():
+def test_run_updates_reports_requested_figures_and_uses_rows_of():
     rows = batch([1, 2, 3], [[1, 3], [2]])
     numbers = []
 

@@ -73,7 +73,7 @@ SMALL_BYTES = 64 * 2**10
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A large `bytes` value, to be told apart from a frozen one."""
+    """A wrapper of a large `bytes` value, which distinguishes it from a frozen value."""
 
     value: bytes
 
