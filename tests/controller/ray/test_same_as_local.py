@@ -630,7 +630,7 @@ def test_a_worker_can_read_the_length_of_a_future_on_both_backends(both):
 
 
 def test_an_undeclared_future_cannot_be_sent_unread(both):
-    with pytest.raises(DispatchError, match=r"does not declare what it writes; declare writes=\(\.\.\.\)"):
+    with pytest.raises(DispatchError, match=r"does not declare the columns it writes; declare writes=\(\.\.\.\)"):
         both.ray.pair.read_whole_future(both.ray.model.echo.remote(batch_of(1, 2)))
 
 

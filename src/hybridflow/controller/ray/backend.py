@@ -487,7 +487,7 @@ def _frozen(value: Any, outgoing: Outgoing, where: str) -> Any:
         return freeze(value, outgoing.num_bytes_in_all, outgoing.is_plain)
     except RecursionError:
         raise  # caused by a deeply nested future; the caller handles it
-    except Exception as error:  # whatever an object raises when it is pickled
+    except Exception as error:  # pickling an object may raise any error
         raise DispatchError(
             f"an argument of {where} cannot be sent to another process ({described(error)}); pass plain data."
         ) from error
