@@ -66,7 +66,7 @@ class Worker:
 
     @property
     def has_collectives(self) -> bool:
-        """Whether the ranks of the group can use collectives: one process per rank, and no concurrent calls."""
+        """Whether the group can use collectives; False if ranks take turns in one process or calls are concurrent."""
         return not self._ranks_take_turns and self.concurrent_calls == 1
 
     def require_collectives(self, reason: str) -> None:

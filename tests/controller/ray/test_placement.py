@@ -107,10 +107,10 @@ def test_choose_nodes_finds_a_choice_if_one_exists():
 def test_error_names_the_request_and_the_resources_of_each_node():
     nodes = [node("10.0.0.10", 4, free=0.5), node("10.0.0.9", 8)]
     assert str(does_not_fit("the pool", [9, 1], ONE_CPU, nodes)) == (
-        "the pool does not fit the cluster: asked for processes on 2 node(s), [9, 1] of them, each with 1 CPU; the "
-        "cluster has 2 node(s): 10.0.0.9: 8 of 8 CPU free; 10.0.0.10: 0.5 of 4 CPU free. Ask for fewer processes or a "
-        "smaller share (controller.cpus_per_worker; cpus_per_process of a pool), add nodes, or wait until others "
-        "release theirs (shutdown() of a group)."
+        "the pool does not fit the cluster: requested [9, 1] processes on 2 node(s), each with 1 CPU; the cluster has "
+        "2 node(s): 10.0.0.9: 8 of 8 CPU free; 10.0.0.10: 0.5 of 4 CPU free. Use fewer processes or a smaller share "
+        "(controller.cpus_per_worker; cpus_per_process of a pool), add nodes, or wait until other groups release "
+        "resources (shutdown() of a group)."
     )
     assert "the cluster has 0 node(s): none." in str(does_not_fit("the pool", [1], ONE_CPU, []))
 
