@@ -742,7 +742,7 @@ def test_error_for_a_ray_client_address_names_the_address_to_use():
 def test_call_timeout_must_be_positive_seconds(timeout_s):
     from hybridflow.controller.ray import RayBackend
 
-    with pytest.raises(ConfigError, match="expected a number of seconds above 0, or None for no deadline"):
+    with pytest.raises(ConfigError, match="is invalid: expected seconds above 0, or None"):
         RayBackend(call_timeout_s=timeout_s)
 
 

@@ -66,10 +66,7 @@ class RayBackend:
         compress: bool = False,
     ) -> None:
         if call_timeout_s is not None and not call_timeout_s > 0:
-            raise ConfigError(
-                f"call_timeout_s={call_timeout_s} is invalid: expected a number of seconds above 0, or None for no "
-                f"deadline."
-            )
+            raise ConfigError(f"call_timeout_s={call_timeout_s} is invalid: expected seconds above 0, or None.")
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
@@ -376,9 +373,7 @@ class RayBackend:
 
     def _stopped_error(self, worker: WorkerRef, method_name: str) -> WorkerError:
         if not isinstance(worker, RayWorker):
-            return WorkerError(
-                f"worker {worker.name} belongs to another backend; {method_name} cannot be called on it by this one."
-            )
+            return WorkerError(f"worker {worker.name} belongs to another backend; call {method_name} on that one.")
         cause = worker.process.exit_error
         state = f"has exited ({str(cause).partition(chr(10))[0]})" if cause else "was shut down"
         kind = LostWorkerError if cause else WorkerError
@@ -402,10 +397,7 @@ class RayBackend:
         return [handle.get() for handle in handles]
 
     def wait(self, handles: Sequence[Handle]) -> None:
-        """Wait until the calls have finished.
-
-        Raises the first error that occurs, at once, and WorkerTimeoutError for a call over its deadline.
-        """
+        """Wait for the calls. Raises the first error at once, and WorkerTimeoutError for a call over its deadline."""
         calls = [handle.call for handle in handles if isinstance(handle, RayHandle) and handle.call is not None]
         if not all(call.is_finished for call in calls):
             self._require_connection()
