@@ -30,15 +30,18 @@ def live(file):
     return Console(file=file, force_terminal=True, width=100, color_system=None)
 
 
-def test_a_file_gets_one_line_for_each_step(file, clock):
+def test_file_output_is_one_line_per_step_with_the_metrics_of_that_step(file, clock):
     tracker = ConsoleTracker(4, console=Console(file=file), clock=clock)
     clock.now = 10.0
     tracker.log(1, {"critic/score/mean": 0.5, "response_length/mean": 31.25, "timing_s/step": 10.0, "actor/lr": 1e-5})
     clock.now = 30.0
-    tracker.log(2, {"critic/score/mean": 0.625, "val/score/mean": 0.75})
+    tracker.log(2, {"critic/score/mean": 0.625, "val/accuracy": 0.25, "val/score/mean": 0.75})
+    clock.now = 50.0
+    tracker.log(3, {"critic/score/mean": 0.75})
     assert file.getvalue() == (
         "step 1/4  reward 0.5  response length 31.2  s/step 10  left 0:00:30\n"
-        "step 2/4  reward 0.625  response length 31.2  s/step 10  validation 0.75  left 0:00:30\n"
+        "step 2/4  reward 0.625  val accuracy 0.25  val score 0.75  left 0:00:30\n"
+        "step 3/4  reward 0.75  left 0:00:17\n"
     )
 
 
@@ -83,6 +86,16 @@ def test_a_terminal_gets_a_bar_and_samples(file):
     assert "1 + 2" in last
     assert "[bold]" in last
     assert "━" in last
+
+
+def test_live_display_keeps_the_last_validation_and_its_step(file):
+    tracker = ConsoleTracker(3, console=live(file))
+    tracker.log(1, {"critic/score/mean": 0.5, "val/accuracy": 0.25})
+    assert "val accuracy 0.25" in file.getvalue()
+    assert "(step" not in file.getvalue()
+    tracker.log(2, {"critic/score/mean": 0.75})
+    tracker.close()
+    assert "reward 0.75  val accuracy 0.25 (step 1)" in file.getvalue()
 
 
 def test_a_file_gets_no_samples(file):

@@ -56,9 +56,9 @@ METRICS: dict[str, Metric] = {
     "actor/lr": Metric("Learning rate of the actor's last optimizer step.", "last"),
     "actor/padding_computed": Metric("Share of the tokens computed in the update that were padding."),
     "actor/shared_prompts": Metric("Share of the update's tokens that were not computed, as a prompt is once for all."),
-    "rollout/log_prob_drift": Metric("Mean of |old_log_probs - rollout_log_probs|: trainer against engine.", "sum"),
-    "rollout/log_prob_drift_max": Metric("The largest of them.", "max"),
-    "rollout/log_prob_drift_share": Metric("Share of tokens where it is above 0.1.", "sum"),
+    "rollout/log_prob_mismatch": Metric("Mean of |old_log_probs - rollout_log_probs|: trainer against engine.", "sum"),
+    "rollout/log_prob_mismatch_max": Metric("The largest of them.", "max"),
+    "rollout/log_prob_mismatch_share": Metric("Share of tokens where it is above 0.1.", "sum"),
     "rollout/log_prob_kl": Metric("KL of the engine's distribution to the trainer's, estimated by k3.", "sum"),
     "rollout_correction/weight_mean": Metric("Mean over tokens of what their policy loss is multiplied with."),
     "rollout_correction/weight_max": Metric("The largest of these weights.", "max"),
@@ -103,7 +103,8 @@ METRICS: dict[str, Metric] = {
     ),
     "mfu/<role>": Metric(
         "Model FLOPs of a role's update, attention included and a prompt counted once for its group, as a share of the "
-        "matrix product's peak, measured when the run starts; of gen: of generation."
+        "matrix product's peak, measured when the run starts (matmul_peak_flops_per_s in run.json); null above 1: "
+        "the peak was then measured under load or on another device. mfu/gen: of generation."
     ),
     "transfer/bytes_flowed": Metric("Bytes of batches that workers took in and gave out.", "sum"),
     "transfer/bytes_sent": Metric("Bytes of batches that the controller sent.", "sum"),
