@@ -259,20 +259,22 @@ def test_process_can_report_on_itself():
     assert report.state in ("running", "blocked")
 
 
-def test_on_another_node_nothing_is_claimed(observe, waits_for_a_lock):
+def test_report_from_another_node_has_state_unknown(observe, waits_for_a_lock):
     observed = observe(waits_for_a_lock)
     report = report_process(dataclasses.replace(observed.address, hostname="node7"))
     assert report.state == "unknown"
-    assert report.unseen == [f"It runs on node7, this is {socket.gethostname()}: only a process on its node sees it."]
+    assert report.unseen == [
+        f"It runs on node7, but this is {socket.gethostname()}: only a process on its node can see it."
+    ]
     report = report_process(dataclasses.replace(observed.address, pid_namespace="pid:[1]"))
     assert report.state == "unknown"
     assert report.unseen[0].startswith("It runs in another container (pid namespace)")
 
 
-def test_without_proc_nothing_is_claimed():
+def test_report_without_proc_has_state_unknown():
     report = report_process(dataclasses.replace(own_address(), start_ticks=None, pid_namespace=""))
     assert report.state == "unknown"
-    assert report.unseen == ["Anything of it: its system has no /proc."]
+    assert report.unseen == ["Everything except its log: its system has no /proc."]
 
 
 def test_of_a_large_log_only_the_end_is_read(tmp_path):
