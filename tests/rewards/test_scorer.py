@@ -113,7 +113,7 @@ def test_on_error_zero_counts_errors_scores_error_score_and_logs_the_first(caplo
 
 
 def test_an_unknown_data_source_is_an_error_whatever_on_error_says():
-    with pytest.raises(RewardError, match=r"'poems'; known are .*countdown, .*openai/gsm8k. Give your own as"):
+    with pytest.raises(RewardError, match=r"'poems'; known are .*countdown, .*openai/gsm8k. Set reward.function="):
         RewardScorer(on_error="zero").score(["s"], ["poems"], ["1"])
 
 

@@ -83,5 +83,5 @@ def test_a_shaped_reward_takes_the_score_of_a_function_that_says_more():
 
 
 def test_a_data_source_that_no_function_is_known_for_is_an_error():
-    with pytest.raises(RewardError, match="no reward function is known for data_source 'poems'; known are"):
+    with pytest.raises(RewardError, match="no built-in reward function serves data_source 'poems'; known are"):
         shaped("x", "poems")

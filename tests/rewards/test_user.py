@@ -21,6 +21,9 @@ def any_arguments(**arguments):
 def too_few(solution_str, ground_truth):
     return 0.0
 
+def misspelled(data_source, solution, ground_truth, extra_infos=None):
+    return 0.0
+
 constant = 3
 """
 
@@ -66,9 +69,13 @@ def test_two_files_of_one_name_stay_apart(tmp_path):
         ("a.py:", "write 'path.py:function'"),
         ("nowhere.py:f", "there is no file"),
         ("no_such_module_here:f", "importing no_such_module_here failed: ModuleNotFoundError"),
-        ("{file}:absent", "has no function 'absent'; it has by_length, any_arguments, too_few"),
+        ("{file}:absent", "has no function 'absent'; it has by_length, any_arguments, too_few, misspelled"),
         ("{file}:constant", "has no function 'constant'"),
         ("{file}:too_few", "is too_few(solution_str, ground_truth), but it is called with the keyword arguments"),
+        (
+            "{file}:misspelled",
+            "(did you mean 'solution_str' instead of 'solution', 'extra_info' instead of 'extra_infos'?), but it is",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_the_fix(reward_file, name, message):

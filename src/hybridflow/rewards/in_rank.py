@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.rewards.batches import as_batch, split
 from hybridflow.rewards.outcome import Outcome
-from hybridflow.rewards.reward_process import returns_awaitable, takes_batches
+from hybridflow.rewards.reward_process import described, returns_awaitable, takes_batches
 from hybridflow.rewards.table import RewardFunction
 
 Samples = Sequence[Mapping[str, Any]]
@@ -28,13 +28,13 @@ def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, An
         try:
             return asyncio.run(_call_together(function, calls, kwargs, concurrency))
         except SystemExit as error:  # of a task that a call has left behind: nobody knows of which
-            return [_failure(error)] * len(calls)
+            return [_failure(error, function)] * len(calls)
     outcomes = []
     for arguments in calls:
         try:
             outcomes.append(Outcome(function(**copy.deepcopy(dict(arguments)), **kwargs)))
         except (Exception, SystemExit) as error:  # the function may be the user's, and may raise anything
-            outcomes.append(_failure(error))
+            outcomes.append(_failure(error, function))
     return outcomes
 
 
@@ -47,10 +47,10 @@ async def _call_together(function: Any, calls: Samples, kwargs: Mapping[str, Any
                 result = function(**copy.deepcopy(dict(arguments)), **kwargs)
                 return Outcome(await result if inspect.isawaitable(result) else result)
             except (Exception, SystemExit, asyncio.CancelledError) as error:
-                return _failure(error)
+                return _failure(error, function)
 
     return await asyncio.gather(*(call(arguments) for arguments in calls))
 
 
-def _failure(error: BaseException) -> Outcome:
-    return Outcome(None, "raised", f"{type(error).__name__}: {error}", error)
+def _failure(error: BaseException, function: RewardFunction) -> Outcome:
+    return Outcome(None, "raised", described(error, function), error)

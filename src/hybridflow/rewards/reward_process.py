@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import linecache
 import numbers
 import os
 import pickle
@@ -22,6 +23,7 @@ import signal
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -99,8 +101,17 @@ def takes_batches(function: Any) -> bool:
 
 def source_of(function: Any) -> str:
     """A digest of the file that a function is in; empty where there is none."""
-    with contextlib.suppress(TypeError, OSError), open(inspect.getfile(inspect.unwrap(function)), "rb") as file:
+    with contextlib.suppress(OSError), open(file_of(function), "rb") as file:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+    return ""
+
+
+def file_of(function: Any) -> str:
+    """Return the file that defines a function, a partial function or a callable object; empty if there is none."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    for definition in (function, type(function)):
+        with contextlib.suppress(TypeError, OSError):
+            return inspect.getfile(definition)
     return ""
 
 
@@ -121,7 +132,7 @@ async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: 
                 result = function(**arguments, **settings["kwargs"])
                 message = told(await result if inspect.isawaitable(result) else result)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            message = failure(error)
+            message = failure(error, function)
             if limit.expired():
                 message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
         with contextlib.suppress(BrokenPipeError):  # the run was killed, and this process ends with it
@@ -148,12 +159,28 @@ def result_of(function: Any, seed: int, arguments: dict[str, Any], kwargs: Mappi
     try:
         return told(function(**copy.deepcopy(arguments), **kwargs))
     except (Exception, SystemExit) as error:
-        return failure(error)
+        return failure(error, function)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException, function: Any) -> dict[str, Any]:
+    """Return the message for an exception that the function raised: its type, text and line, and the kind."""
     kind = "memory" if isinstance(error, MemoryError) else "raised"
-    return {"error": f"{type(error).__name__}: {error}"[:2000], "kind": kind}
+    return {"error": described(error, function), "kind": kind}
+
+
+def described(error: BaseException, function: Any) -> str:
+    """Return the type and text of an exception, and the innermost line of the function's file that raised it.
+
+    Functions of this package explain themselves: their errors carry no line.
+    """
+    text, file = f"{type(error).__name__}: {error}"[:2000], file_of(function)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(line, frame.f_code.co_name) for frame, line in frames if frame.f_code.co_filename == file]
+    if not lines or os.path.dirname(file) == os.path.dirname(os.path.abspath(__file__)):
+        return text
+    line, name = lines[-1]
+    source = linecache.getline(file, line).strip()[:200]
+    return f"{text} at {file}:{line}, in {name}" + (f": `{source}`" if source else "")
 
 
 def told(result: Any, *, inside: bool = False) -> dict[str, Any]:
