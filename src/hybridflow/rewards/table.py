@@ -1,4 +1,4 @@
-"""Which reward function scores the rows of which data source."""
+"""Tables of the built-in reward functions and answer extractors by data source."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -29,10 +29,10 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 IN_PROCESSES = frozenset({math_reward, code_reward})
-"""Those that may take long, or forever, on what a model writes: a run calls them in processes, as those of users."""
+"""Functions that may take long, or forever, on a response: a run calls them in processes, like a user's function."""
 
 QUICK = frozenset(REWARDS.values()) - IN_PROCESSES | {gsm8k_flexible_reward, no_reward}
-"""Those of ours that a run calls in the rank itself, also where reward.function names them."""
+"""Built-in functions that a run calls in the rank itself, also if reward.function names them."""
 
 
 def reward_of(data_source: str) -> RewardFunction:
@@ -52,7 +52,7 @@ def require_known(data_sources: Iterable[str], files: Iterable[str] = ()) -> Non
 
 
 def table_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-    """Return what the function of the data source says."""
+    """Score the response by the function of its data source."""
     return reward_of(data_source)(data_source, solution_str, ground_truth, extra_info)
 
 
@@ -76,4 +76,4 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "DigitalLearningGmbH/MATH-lighteval": boxed_answer,
     "multiple_choice": chosen_letter,
 }
-"""What a response answers, by data source: equal texts are votes for the same answer. None is no answer."""
+"""Extractors of the answer of a response by data source: equal texts are votes for the same answer; None: no answer."""
