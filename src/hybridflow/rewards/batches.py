@@ -20,6 +20,6 @@ def split(outcome: Outcome, num_samples: int) -> list[Outcome]:
         return [outcome] * num_samples
     if not isinstance(result, list | tuple) or len(result) != num_samples:
         found = f"{len(result)} results" if isinstance(result, list | tuple) else f"{result!r:.100}"
-        problem = f"ValueError: a function that takes batches must return {num_samples} results, one for each sample"
+        problem = f"ValueError: a batch function must return a list of {num_samples} results, one for each sample"
         return [Outcome(None, "raised", f"{problem}, not {found}")] * num_samples
     return [Outcome(item) for item in result]
