@@ -286,7 +286,7 @@ def test_a_response_without_a_program_scores_zero():
     [
         (
             "import json\nsys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {'filter': '00' * 8})",
-            "the kernel does not support seccomp filters",
+            "the kernel rejects seccomp filters",
         ),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),

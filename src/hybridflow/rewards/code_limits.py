@@ -89,4 +89,4 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:
 
 def _check(result: int, what: str) -> None:
     if result < 0:
-        raise CannotRestrict(f"the kernel does not support {what}: {os.strerror(ctypes.get_errno())}")
+        raise CannotRestrict(f"the kernel rejects {what}: {os.strerror(ctypes.get_errno())}")

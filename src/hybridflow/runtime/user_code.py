@@ -67,8 +67,8 @@ def require_arguments(
 def did_you_mean(names: Iterable[str], valid: Iterable[str]) -> str:
     """Return " (did you mean 'scores' instead of 'score'?)" for the names near a valid one; empty if there are none."""
     nearest = {name: get_close_matches(name, valid, n=2) for name in names}
-    said = [f"{' or '.join(map(repr, near))} instead of {name!r}" for name, near in nearest.items() if near]
-    return f" (did you mean {', '.join(said)}?)" if said else ""
+    hints = [f"{' or '.join(map(repr, near))} instead of {name!r}" for name, near in nearest.items() if near]
+    return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
 
 def _load_module(source: str) -> ModuleType:
