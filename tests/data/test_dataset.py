@@ -1,3 +1,4 @@
+import json
 import logging
 
 import numpy as np
@@ -185,6 +186,36 @@ def test_missing_empty_and_unreadable_files_are_refused(char_tokenizer, tmp_path
     pq.write_table(pa.Table.from_pylist([{"prompt": [{"role": "user", "content": "a"}]}]), tmp_path / "col.parquet")
     with pytest.raises(DataError, match=r"col.parquet: column 'data_source' is missing; the file has prompt"):
         RLHFDataset(tmp_path / "col.parquet", tokenizer, 8)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_raw_question_answer_file_names_the_prepare_command(char_tokenizer, tmp_path, suffix):
+    file, row = tmp_path / f"raw{suffix}", {"question": "1 + 1", "answer": "#### 2"}
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="question, answer") as error:
+        RLHFDataset(file, char_tokenizer(), 8)
+    assert f"`hybridflow prepare gsm8k --train-file TRAIN{suffix} --test-file TEST{suffix}`" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "no json\n", "[1]\n", '{"text": "a"}\n'])
+def test_json_lines_of_other_contents_are_refused(char_tokenizer, tmp_path, content):
+    file = tmp_path / "other.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError, match="expected a parquet file with the columns prompt, data_source") as error:
+        RLHFDataset(file, char_tokenizer(), 8)
+    assert "hybridflow.data.write_prompt_file" in str(error.value)
+    assert ("with the columns text;" in str(error.value)) is ("text" in content)
+
+
+def test_prompt_texts_are_what_the_model_reads(char_tokenizer, prompt_file):
+    tokenizer = char_tokenizer(chat_template=CHATML)
+    whole = RLHFDataset(prompt_file(["b"]), tokenizer, 32).collate([0])
+    assert whole.non_tensor_batch["prompt_texts"].tolist() == ["<bos>u:b\na:"]
+    cut = RLHFDataset(prompt_file(["bcd"]), tokenizer, 3, overlong="truncate-left").collate([0])
+    assert cut.non_tensor_batch["prompt_texts"].tolist() == ["\na:"]
 
 
 def test_bad_options_and_indices_are_refused(char_tokenizer, prompt_file):

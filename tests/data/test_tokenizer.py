@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data import RLHFDataset, load_tokenizer, stop_token_ids
-from hybridflow.errors import DataError
+from hybridflow.data.tokenizer import require_tokenizer
+from hybridflow.errors import DataConfigError, DataError
 
 
 def test_a_saved_tokenizer_loads_with_its_own_padding(char_tokenizer, tmp_path):
@@ -34,12 +35,21 @@ def test_directories_without_a_tokenizer_are_refused(char_tokenizer, tmp_path):
     with pytest.raises(DataError, match="is not a directory"):
         load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="cannot be loaded"):
+    with pytest.raises(DataError, match=r"'.*empty' has no tokenizer: expected tokenizer\.json"):
         load_tokenizer(tmp_path / "empty")
     char_tokenizer().save_pretrained(tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded"):
         load_tokenizer(tmp_path / "broken")
+
+
+def test_tokenizer_check_wants_a_vocabulary_and_names_the_key(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # of which transformers makes an empty tokenizer
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataConfigError, match=r"^model\.path='.*' has no tokenizer: expected tokenizer\.json"):
+        require_tokenizer(tmp_path, "model.path")
+    (tmp_path / "vocab.json").write_text("{}")
+    require_tokenizer(tmp_path, "model.path")
 
 
 @pytest.mark.parametrize(

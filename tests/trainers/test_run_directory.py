@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,7 @@ def test_beginning_writes_the_configuration_and_what_it_runs_on(open_run, tmp_pa
     assert load_config(tmp_path / "run" / "config.toml") == run.config
     (start,) = run.starts()
     assert start["after_step"] == 0
+    assert start["directory"] == str(Path.cwd())
     assert start["config"]["trainer.seed"] == 3
     assert start["versions"]["torch"]
 

@@ -1,14 +1,22 @@
 """Turns chat messages into the token ids a model is given: chat template or plain text, never two BOS."""
 
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from jinja2.exceptions import TemplateError
 
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.errors import DataError
+from hybridflow.observability import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = get_logger(__name__)
+
+PROBE = "<hybridflow probe of the chat template>"
+"""An answer that no prompt contains, to see what a chat template writes before it."""
 
 
 def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
@@ -54,6 +62,7 @@ class PromptEncoder:
         self.uses_template = chat_template and bool(tokenizer.chat_template)
         bos = cast(int | None, tokenizer.bos_token_id)
         begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+        self._needs_generation_prompt_check = self.uses_template
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
 
     def text(self, messages: list[dict[str, str]], place: str, *, add_generation_prompt: bool = True) -> str:
@@ -63,6 +72,13 @@ class PromptEncoder:
         """
         if not self.uses_template:
             return "\n".join(message["content"] for message in messages)
+        text = self._render(messages, place, add_generation_prompt)
+        if add_generation_prompt and self._needs_generation_prompt_check:
+            self._needs_generation_prompt_check = False
+            self._check_generation_prompt(messages, text, place)
+        return text
+
+    def _render(self, messages: list[dict[str, str]], place: str, add_generation_prompt: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=add_generation_prompt, tokenize=False
@@ -71,10 +87,31 @@ class PromptEncoder:
             raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
         return str(text)
 
+    def _check_generation_prompt(self, messages: list[dict[str, str]], prompt: str, place: str) -> None:
+        """Warn, once for each chat template, if it writes no generation prompt although an answer begins with one."""
+        if prompt != self._render(messages, place, add_generation_prompt=False):
+            return
+        with suppress(DataError):  # a template may refuse the probe
+            answered = self._render([*messages, {"role": "assistant", "content": PROBE}], place, False)
+            header = answered.removeprefix(prompt).partition(PROBE)[0]
+            if header.strip():  # [INST] templates need none: the answer follows the prompt directly
+                _warn_without_generation_prompt(header)
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of prompt texts; special tokens written in a text are recognised, none but BOS is added."""
         encoded = encode_texts(self._tokenizer, texts)
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
+
+
+@cache
+def _warn_without_generation_prompt(header: str) -> None:
+    logger.warning(
+        "the chat template renders the same text with and without add_generation_prompt: prompts end before %r, which "
+        "begins each answer, so the model must write it first and learns from degraded prompts; end the template with "
+        "{%% if add_generation_prompt %%}...{%% endif %%}, or set data.chat_template=false "
+        "(samples.jsonl has the rendered prompts).",
+        header,
+    )
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:

@@ -62,7 +62,10 @@ class RLHFDataset:
         texts = [
             encoder.text(record["raw_prompts"], row.place) for row, record in zip(rows, self._records, strict=True)
         ]
+        self._tokenizer = tokenizer
         self._prompt_ids = encoder.encode(texts)
+        for record, text in zip(self._records, texts, strict=True):
+            record["prompt_texts"] = text
         for row, ids in zip(rows, self._prompt_ids, strict=True):
             if not ids:
                 raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
@@ -87,8 +90,8 @@ class RLHFDataset:
         """The rows at `indices` as a batch.
 
         Tensors, (batch, longest prompt of these), padded on the left: `prompts` int64, `prompt_mask` bool.
-        Non-tensors: `raw_prompts` (chat messages), `data_sources`, `ground_truths`, `extra_infos`; the batch owns its
-        copies. `meta_info["pad_token_id"]` is the padding value.
+        Non-tensors: `raw_prompts` (chat messages), `prompt_texts` (as the model reads them), `data_sources`,
+        `ground_truths`, `extra_infos`; the batch owns its copies. `meta_info["pad_token_id"]` is the padding value.
         """
         check_indices(indices, len(self))
         prompts, mask = pad_left([self._prompt_ids[i] for i in indices], self._pad_id)
@@ -123,7 +126,9 @@ class RLHFDataset:
                     f"{first}); raise the limit."
                 )
         else:
-            self._prompt_ids = [truncate(ids, max_prompt_length, overlong) for ids in self._prompt_ids]
+            for i in too_long:
+                self._prompt_ids[i] = truncate(self._prompt_ids[i], max_prompt_length, overlong)
+                self._records[i]["prompt_texts"] = self._tokenizer.decode(self._prompt_ids[i])
         logger.warning(
             "%s %d of %d prompts longer than max_prompt_length=%d tokens (the first is %s).",
             "Dropped" if overlong == "drop" else "Truncated",
@@ -135,7 +140,7 @@ class RLHFDataset:
         return len(too_long) if overlong == "drop" else 0
 
 
-_RECORD_COLUMNS = ("raw_prompts", "data_sources", "ground_truths", "extra_infos")
+_RECORD_COLUMNS = ("raw_prompts", "prompt_texts", "data_sources", "ground_truths", "extra_infos")
 
 
 def _read_record(row: Row) -> dict[str, Any]:

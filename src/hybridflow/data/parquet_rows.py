@@ -1,5 +1,6 @@
 """Reads parquet files as rows that remember where they came from, for errors that name file, row and column."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridflow.errors import DataConfigError, DataError
+
+WRITERS = {
+    "response": "write_sft_file",
+    "messages": "write_conversation_file",
+    "chosen": "write_preference_file",
+    "prompt": "write_prompt_file",
+}
+"""Required column -> function of hybridflow.data that writes a file with it; the first match counts."""
 
 # Columns in which data sets keep pictures and sound; prompts with either are not supported.
 _MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
@@ -84,16 +93,49 @@ def read_table(path: Path, required: Sequence[str]) -> pa.Table:
     """Read one parquet file that has at least the required columns."""
     if not path.is_file():
         raise DataConfigError(f"{path}: no such file.")
+    _require_parquet(path, required)
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error}).") from error
     missing = [name for name in required if name not in table.column_names]
     if missing:
-        raise DataError(
-            f"{path}: column '{missing[0]}' is missing; the file has {', '.join(table.column_names) or 'no columns'}."
-        )
+        found = ", ".join(table.column_names) or "no columns"
+        how = _how_to_prepare(path, table.column_names, required)
+        raise DataError(f"{path}: column '{missing[0]}' is missing; the file has {found}. {how}".rstrip())
     return table
+
+
+def _require_parquet(path: Path, required: Sequence[str]) -> None:
+    """Raise DataConfigError for a file of JSON lines, with its columns and the command that converts it."""
+    if path.suffix not in (".jsonl", ".json"):
+        return
+    columns = _columns_of_json_lines(path)
+    raise DataConfigError(
+        f"{path}: is a {path.suffix} file{' with the columns ' + ', '.join(columns) if columns else ''}; expected a "
+        f"parquet file with the columns {', '.join(required)}. {_how_to_prepare(path, columns, required)}"
+    )
+
+
+def _columns_of_json_lines(path: Path) -> list[str]:
+    """Return the keys of the first line; none if it is not a JSON object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return []
+    return list(first) if isinstance(first, dict) else []
+
+
+def _how_to_prepare(path: Path, columns: Sequence[str], required: Sequence[str]) -> str:
+    """Return the command or function that makes a file with the required columns."""
+    if "reward_model" in required and {"question", "answer"} <= set(columns):
+        return (
+            f"Run `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST{path.suffix}` and name "
+            "the parquet files that it writes."
+        )
+    writer = next((function for column, function in WRITERS.items() if column in required), None)
+    return f"Write the file with hybridflow.data.{writer} (docs/data.md)." if writer else ""
 
 
 def shorten(value: Any, max_chars: int = 120) -> str:

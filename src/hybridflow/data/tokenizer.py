@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.model")
+"""File names, or patterns of them, that hold a tokenizer's vocabulary; a directory with a tokenizer has one."""
+
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a Hugging Face directory, with EOS as padding where it names no padding token.
@@ -26,6 +29,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         raise DataConfigError(
             f"tokenizer: '{path}' is not a directory; give a local Hugging Face directory (nothing is downloaded)."
         )
+    require_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
@@ -38,6 +42,18 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("The tokenizer of %s has no padding token; EOS (%r) is used.", path, tokenizer.eos_token)
     return tokenizer
+
+
+def require_tokenizer(path: str | Path, key: str = "tokenizer") -> None:
+    """Raise DataConfigError if a model directory, the value of `key`, has no file with a vocabulary.
+
+    transformers makes an empty tokenizer of some such directories, and then no text has any tokens.
+    """
+    if not any(next(Path(path).glob(name), None) for name in VOCABULARY_FILES):
+        raise DataConfigError(
+            f"{key}='{path}' has no tokenizer: expected tokenizer.json (or tokenizer.model, vocab.json or vocab.txt) "
+            "and tokenizer_config.json; copy these files from the model's original directory."
+        )
 
 
 def eos_token_id(tokenizer: "PreTrainedTokenizerBase", name: str = "") -> int:

@@ -118,6 +118,7 @@ class RunDirectory:
         start = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": self.step,
+            "directory": str(Path.cwd()),
             "config": self.identity["config"],
             **collect_run_info(),
         }
