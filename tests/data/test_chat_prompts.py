@@ -14,7 +14,7 @@ QUESTION = [{"role": "user", "content": "a"}]
 
 @pytest.fixture
 def warnings_of(char_tokenizer, caplog):
-    """Encodes a question twice with a chat template, and returns the warnings."""
+    """Return a function that encodes a question twice with a chat template and returns the warnings."""
     _warn_without_generation_prompt.cache_clear()
 
     def warnings(template, **arguments):

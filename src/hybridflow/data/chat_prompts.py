@@ -1,4 +1,4 @@
-"""Turns chat messages into the token ids a model is given: chat template or plain text, never two BOS."""
+"""Chat messages as the token ids of a prompt: by the chat template or as plain text, with one BOS token at most."""
 
 from contextlib import suppress
 from functools import cache
@@ -20,7 +20,7 @@ PROBE = "<hybridflow probe of the chat template>"
 
 
 def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
-    """The chat messages in a column of a row, checked; fields that are null are left out."""
+    """Return the chat messages in a column of a row, without their null fields; raise DataError if one is malformed."""
     messages = row.values[column]
     if not isinstance(messages, list):
         raise DataError(
@@ -40,8 +40,8 @@ def _read_message(row: Row, column: str, number: int, message: object) -> dict[s
     content = message.get("content")
     if isinstance(content, list):
         raise DataError(
-            f"{row.place}: message {number} of '{column}' is a list of parts, as image and audio prompts have. "
-            f"They are not supported yet; give its content as one text."
+            f"{row.place}: message {number} of '{column}' is a list of parts, as in image and audio prompts, which "
+            f"are not supported yet; give its content as one text."
         )
     if not isinstance(content, str):
         raise DataError(
@@ -53,8 +53,8 @@ def _read_message(row: Row, column: str, number: int, message: object) -> dict[s
 class PromptEncoder:
     """Encodes chat messages with a tokenizer.
 
-    Uses the tokenizer's chat template with the generation prompt where it has one and `chat_template` is on, and
-    otherwise the messages' contents joined by newlines, after the BOS token if the tokenizer adds one.
+    If `chat_template` is true and the tokenizer has a template, the template renders the messages. Otherwise their
+    contents are joined by newlines, after the BOS token if the tokenizer adds one.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: bool) -> None:
@@ -66,9 +66,9 @@ class PromptEncoder:
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
 
     def text(self, messages: list[dict[str, str]], place: str, *, add_generation_prompt: bool = True) -> str:
-        """The prompt as text; `place` names it in the `DataError` of a template that refuses the messages.
+        """Return the prompt as text; `add_generation_prompt=False` is for a conversation that has ended.
 
-        Without a generation prompt it is a conversation that has ended.
+        Raises DataError, naming `place`, if the chat template rejects the messages.
         """
         if not self.uses_template:
             return "\n".join(message["content"] for message in messages)
@@ -84,7 +84,7 @@ class PromptEncoder:
                 messages, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except (TemplateError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
+            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {error}.") from error
         return str(text)
 
     def _check_generation_prompt(self, messages: list[dict[str, str]], prompt: str, place: str) -> None:
@@ -98,7 +98,7 @@ class PromptEncoder:
                 _warn_without_generation_prompt(header)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of prompt texts; special tokens written in a text are recognised, none but BOS is added."""
+        """Return the token ids of prompt texts; special tokens in a text are recognized, only BOS is added."""
         encoded = encode_texts(self._tokenizer, texts)
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
 
@@ -115,18 +115,18 @@ def _warn_without_generation_prompt(header: str) -> None:
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Token ids of texts without any added special token; `DataError` where the tokenizer cannot encode one."""
+    """Return the token ids of texts without added special tokens; raise DataError if one cannot be encoded."""
     if not texts:
         return []
     try:
         return cast(list[list[int]], tokenizer(texts, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises bare Exception, for example for a missing unknown token
         raise DataError(
-            f"the tokenizer cannot encode the texts: {error}. "
-            f"Give it an unknown token or a vocabulary that covers them."
+            f"the tokenizer cannot encode the texts: {error}; give it an unknown token, or a vocabulary that covers "
+            "them."
         ) from error
 
 
 def encode_responses(tokenizer: "PreTrainedTokenizerBase", texts: list[str], eos_id: int) -> list[list[int]]:
-    """Token ids of responses, each of which ends in the EOS token, once."""
+    """Return the token ids of responses, each with exactly one EOS token at its end."""
     return [ids if ids[-1:] == [eos_id] else [*ids, eos_id] for ids in encode_texts(tokenizer, texts)]
