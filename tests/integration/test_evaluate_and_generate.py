@@ -110,7 +110,7 @@ def test_generate_needs_no_recipe(task, trained, hybridflow):
     assert of_run.out != plain.out
 
 
-def test_generate_caps_the_response_length_at_the_models_positions(task, hybridflow):
+def test_generate_caps_the_default_response_length_at_the_positions(task, hybridflow):
     arguments = ["generate", "--model", task / "model", "--prompt", "3 17 5 => 9 :", "controller.threads=1"]
     capped = hybridflow(*arguments)
     assert capped.status == 0
@@ -122,7 +122,7 @@ def test_generate_caps_the_response_length_at_the_models_positions(task, hybridf
     assert "use at most 250." in explicit.err
     full = hybridflow("generate", "--model", task / "model", "--prompt", "1 " * 256)
     assert full.status == 2
-    assert "exceeds the 0 of 256 positions of the model that a prompt of 256 tokens leaves; shorten" in full.err
+    assert "the longest prompt has 256 tokens, which leaves no room for a response: the model has 256" in full.err
 
 
 def test_generate_puts_a_system_message_before_the_prompt(task, tmp_path, hybridflow):

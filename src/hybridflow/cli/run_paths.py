@@ -15,7 +15,7 @@ FUNCTIONS = ("reward.function", "data.order", "algorithm.advantage", "actor.poli
 """Keys whose value may be 'path.py:function'."""
 
 PROMPT_FILE = "prompt_file"
-"""The one of reward.kwargs that is a path, that of the judge's prompt; other paths in it stay as they are."""
+"""Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
 
 
 def absolute_paths(config_file: Path) -> list[str]:

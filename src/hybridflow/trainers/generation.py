@@ -1,4 +1,4 @@
-"""Responses to prompts that somebody typed or has in a file: no scores, nothing is learned."""
+"""Generation of responses to typed prompts or prompt files, without scores or training."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,22 +26,28 @@ logger = get_logger(__name__)
 
 
 def checked_prompts(config: Config, prompts: Sequence[Row], *, cap_response_length: bool) -> Config:
-    """Tokenize the prompts before a worker starts; return the configuration with a response length that fits them.
+    """Check prompts before a worker starts; return the configuration with a response length that fits the model.
 
-    If prompt and response exceed the model's positions, the length is capped, or DataConfigError raised without
-    `cap_response_length`. Raises DataError for an empty prompt, or one longer than data.max_prompt_length.
+    If a prompt and its response exceed the model's positions, the length is capped, or without `cap_response_length`
+    DataConfigError is raised. Raises DataError for an empty prompt and for one longer than data.max_prompt_length.
     """
+    if not prompts:
+        return config
     data, path = config.data, config.model.path
-    ids = encode_prompts(config, load_tokenizer(path), prompts)
-    longest, positions = max(map(len, ids), default=0), positions_of(path)
+    longest = max(map(len, encode_prompts(config, load_tokenizer(path), prompts)))
+    positions = positions_of(path)
     if not isinstance(positions, int) or longest + data.max_response_length <= positions:
         return config
     left = positions - longest
+    if left < 1:
+        raise DataConfigError(
+            f"the longest prompt has {longest} tokens, which leaves no room for a response: the model has {positions} "
+            "positions; shorten the prompt."
+        )
     found = f"data.max_response_length={data.max_response_length} exceeds the {left} of {positions} positions of the "
     found += f"model that a prompt of {longest} tokens leaves"
-    if left < 1 or not cap_response_length:
-        how = f"use at most {left}" if left > 0 else "shorten the prompt"
-        raise DataConfigError(f"{found}; {how}.")
+    if not cap_response_length:
+        raise DataConfigError(f"{found}; use at most {left}.")
     logger.info("%s; responses are capped at %d tokens", found, left)
     return config.model_copy(update={"data": data.model_copy(update={"max_response_length": left})})
 
@@ -89,17 +95,17 @@ def encode_prompts(config: Config, tokenizer: "PreTrainedTokenizerBase", prompts
 
 
 def typed_prompts(texts: Sequence[str]) -> list[Row]:
-    """Each text as what a user says."""
+    """Return each text as a prompt with one message of the user."""
     return [Row(f"prompt {i}", {"prompt": [{"role": "user", "content": text}]}) for i, text in enumerate(texts)]
 
 
 def prompts_of_files(files: str | Sequence[str]) -> list[Row]:
-    """The column `prompt` (chat messages) of parquet files."""
+    """Return the column `prompt` (chat messages) of parquet files."""
     return read_rows(files, ("prompt",))
 
 
 class TextGenerator(BackendOwner):
-    """Generates as validation does: `validation.group_size` responses for each prompt, at `validation.temperature`."""
+    """A generator of `validation.group_size` responses to each prompt, at `validation.temperature`."""
 
     def __init__(
         self,
@@ -111,10 +117,9 @@ class TextGenerator(BackendOwner):
         self.config, self.tokenizer, self.rollout, self.backend = config, tokenizer, rollout, backend
 
     def run(self, prompts: Sequence[Row]) -> list[dict[str, Any]]:
-        """One row for each prompt, in order: `prompt`, `responses`, `finish_reasons`.
+        """Return one row for each prompt, in order: `prompt`, `responses`, `finish_reasons`.
 
-        Raises DataError, before anything is generated, for a prompt that is empty or longer than
-        data.max_prompt_length.
+        Raises DataError, before generation starts, for a prompt that is empty or longer than data.max_prompt_length.
         """
         prompt_ids = encode_prompts(self.config, self.tokenizer, prompts)
         size = self.config.validation.batch_size
