@@ -1,4 +1,4 @@
-"""What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
+"""Process-level services: random streams, threads, stop signals, atomic files, reports. torch is imported on use."""
 
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
