@@ -100,6 +100,13 @@ def test_a_tokenizer_without_eos(task, tmp_path, refuse):
     assert "has no EOS token, so no response could end" in refuse(f"model.path={tmp_path}/model", status=1)
 
 
+def test_model_directory_without_a_tokenizer(task, tmp_path, refuse):
+    shutil.copytree(task / "model", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert f"model.path='{tmp_path}/model' has no tokenizer" in refuse(f"model.path={tmp_path}/model")
+    teacher = (f"teacher.model_path={tmp_path}/model", "teacher.loss=reverse_kl")
+    assert f"teacher.model_path='{tmp_path}/model' has no tokenizer" in refuse(*teacher)
+
+
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
@@ -127,9 +134,12 @@ def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
         (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
         (["model.path="], "model.path must be set"),
         (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
-        (["model.path=absent"], "model.path='absent' is no model directory: config.json is missing"),
-        (["algorithm.advantage=gae", "critic.model_path=absent"], "critic.model_path='absent' is no model directory"),
-        (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is no model"),
+        (["model.path=absent"], "model.path='absent' is not a model directory: config.json not found"),
+        (
+            ["algorithm.advantage=gae", "critic.model_path=absent"],
+            "critic.model_path='absent' is not a model directory",
+        ),
+        (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is not a model"),
         (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor none of the 6 steps"),
     ],
 )

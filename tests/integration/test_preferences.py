@@ -68,5 +68,5 @@ def test_what_does_not_fit_is_told_before_anything_starts(task, tmp_path, hybrid
     outcome = hybridflow("dpo", task / "sft.toml", run_dir)
     assert "column 'chosen' is missing; the file has prompt, response" in outcome.err
     outcome = hybridflow("dpo", task / "pairs.toml", run_dir, f"reference.model_path={tmp_path}/none")
-    assert "is no model directory" in outcome.err
+    assert "is not a model directory" in outcome.err
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_beginning_writes_the_configuration_and_what_it_runs_on(open_run, tmp_pa
     assert load_config(tmp_path / "run" / "config.toml") == run.config
     (start,) = run.starts()
     assert start["after_step"] == 0
+    assert start["directory"] == str(Path.cwd())
     assert start["config"]["trainer.seed"] == 3
     assert start["versions"]["torch"]
     assert start["matmul_peak_flops_per_s"] == 1.5e11

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hybridflow.cli.checkpoint_arguments import find_checkpoint
+from hybridflow.cli.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
 
@@ -54,7 +55,7 @@ def _model_path(run_dir: Path) -> Path:
         raise ConfigError(
             f"'{config_file}' is missing, so the model that training started from is unknown; name it with --model DIR."
         )
-    path = Path(load_config(config_file).model.path)
+    path = Path(load_config(config_file, absolute_paths(config_file)).model.path)
     if not path.is_dir():
         raise ConfigError(
             f"model.path='{path}' of '{config_file}' is no directory here; name the model's directory with --model DIR."

@@ -119,6 +119,7 @@ class RunDirectory:
         start = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": self.step,
+            "directory": str(Path.cwd()),
             "config": self.identity["config"],
             **self.start_facts,
             **collect_run_info(),
