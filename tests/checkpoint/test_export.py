@@ -60,6 +60,13 @@ def make_model_directory(directory: Path, config: Any) -> Path:
     return directory
 
 
+def write_dtype(model_dir: Path, dtype: str | None) -> None:
+    """Replace the dtype in config.json; None removes it."""
+    file = model_dir / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "dtype"}
+    file.write_text(json.dumps(config | ({"dtype": dtype} if dtype else {})))
+
+
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -93,7 +100,7 @@ def test_an_exported_checkpoint_loads_as_the_trained_model(tmp_path, family):
 def test_weights_are_stored_in_the_chosen_dtype(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
     trained = make_model(CONFIGS["llama, tied"], seed=2)
-    export_model(weights_of(trained), model_dir, tmp_path / "out", dtype="bfloat16")
+    assert export_model(weights_of(trained), model_dir, tmp_path / "out", dtype="bfloat16") == "bfloat16"
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in stored
@@ -104,11 +111,22 @@ def test_weights_are_stored_in_the_chosen_dtype(tmp_path):
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
 
-def test_weights_of_another_dtype_than_the_configuration_keep_theirs(tmp_path):
-    config = LlamaConfig(**SIZES, dtype="bfloat16")
-    model_dir = make_model_directory(tmp_path / "model", config)
+@pytest.mark.parametrize("stated", ["bfloat16", "float32"])
+def test_default_dtype_of_an_export_is_the_one_of_config_json(tmp_path, stated):
+    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
+    write_dtype(model_dir, stated)
     trained = make_model(CONFIGS["llama"], seed=2)
-    export_model(weights_of(trained), model_dir, tmp_path / "out")
+    assert export_model(weights_of(trained), model_dir, tmp_path / "out") == stated
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == stated
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in stored.values()} == {f"torch.{stated}"}
+
+
+def test_export_has_the_trained_dtype_if_config_json_names_none(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
+    write_dtype(model_dir, None)
+    trained = make_model(CONFIGS["llama"], seed=2)
+    assert export_model(weights_of(trained), model_dir, tmp_path / "out") == "float32"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert loaded.dtype == torch.float32
     assert torch.equal(logits_of(loaded), logits_of(trained))
@@ -277,7 +295,7 @@ def test_adapters_alone_are_what_peft_reads(adapted, tmp_path):
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     checkpoint, base, merged = adapted
-    export_model(checkpoint, base, tmp_path / "out", adapter=True)
+    assert export_model(checkpoint, base, tmp_path / "out", adapter=True) == "float32"
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["adapter_model.safetensors"]
     assert "library_name: peft" in (tmp_path / "out" / "README.md").read_text()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out").merge_and_unload()

@@ -51,13 +51,15 @@ def exported_step(directory: Path) -> float:
 def test_the_newest_checkpoint_of_a_run_is_exported(run_dir, tmp_path, capsys):
     assert run(run_dir, tmp_path / "out") == 0
     assert exported_step(tmp_path / "out") == 20.0
-    assert f"wrote {tmp_path / 'out'} from {run_dir / 'checkpoints' / 'step_000020'}" in capsys.readouterr().out
+    wrote = f"wrote {tmp_path / 'out'} from {run_dir / 'checkpoints' / 'step_000020'}, weights in float32 (--dtype"
+    assert wrote in capsys.readouterr().out
 
 
-def test_a_step_and_a_dtype_can_be_chosen(run_dir, tmp_path):
+def test_a_step_and_a_dtype_can_be_chosen(run_dir, tmp_path, capsys):
     assert run(run_dir, tmp_path / "out", "--step", 10, "--dtype", "bfloat16") == 0
     assert exported_step(tmp_path / "out") == 10.0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert "weights in bfloat16" in capsys.readouterr().out
 
 
 def test_one_checkpoint_is_exported_also_from_inside_its_run(run_dir, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@
 
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def main() -> None:
     rank, world_size, port = map(int, sys.argv[1:4])
     out = Path(sys.argv[5])
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view tensor")
     join_process_group(rank, world_size, "127.0.0.1", port, timeout_s=120)
     for case in (Case(**entry) for entry in json.loads(Path(sys.argv[4]).read_text())):
         numbers, weights = train(case)

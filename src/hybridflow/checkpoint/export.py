@@ -51,20 +51,27 @@ def export_model(
     *,
     dtype: str | None = None,
     adapter: bool = False,
-) -> None:
-    """Write `out_dir` so that `AutoModelForCausalLM.from_pretrained(out_dir)` gives the trained model.
+) -> str:
+    """Write a trained model to `out_dir` for `AutoModelForCausalLM.from_pretrained(out_dir)`; return its dtype's name.
 
-    `source` is a checkpoint or its directory, whose component `actor` holds the weights under "model", or the weights
-    by parameter name, tied ones once. Of a run of `hybridflow reward-model` it is the component `reward_model`, and the
-    result is one for `AutoModelForSequenceClassification`, with one label. They are read, cast and written one file at
-    a time. Adapters (lora.rank) are merged into the weights of `model_dir`; with `adapter`, they are written alone, as
-    a directory that `peft.PeftModel.from_pretrained(model, out_dir)` reads. Configuration, generation configuration and
-    tokenizer come from `model_dir`, the directory that training started from; no code of it is executed. `dtype` is a
-    name of EXPORT_DTYPES, or None for the dtype the weights have. `out_dir` appears whole or not at all; it may not
-    exist, or be empty.
+    Weights are read, cast and written one file at a time. `out_dir` appears complete or not at all. No code of
+    `model_dir` is executed.
 
-    Raises CheckpointError if `out_dir` is taken or cannot be written, or the weights do not fit; ModelError if
-    `model_dir` is no model directory.
+    Args:
+        source: A checkpoint or its directory, with the weights in component `actor` under "model"; or the weights by
+            parameter name, tied weights once. A checkpoint of `hybridflow reward-model` has component `reward_model`
+            instead, and is written for `AutoModelForSequenceClassification` with one label.
+        model_dir: The directory that training started from: configuration, generation configuration and tokenizer are
+            copied from it.
+        out_dir: A directory that does not exist or is empty.
+        dtype: A key of EXPORT_DTYPES. None: the dtype in the config.json of `model_dir`, or the dtype of the trained
+            weights if config.json names none and for adapters alone.
+        adapter: Write adapters (lora.rank) alone, for `peft.PeftModel.from_pretrained(model, out_dir)`, instead of
+            merging them into the weights of `model_dir`.
+
+    Raises:
+        CheckpointError: `out_dir` is not empty or cannot be written, or the weights do not fit the model.
+        ModelError: `model_dir` is not a model directory.
     """
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     if dtype is not None and dtype not in EXPORT_DTYPES:
@@ -88,22 +95,27 @@ def export_model(
             model.require_fit(weights)
         elif checkpoint is not None:
             require_same_base(checkpoint, model_dir)
-        kept = EXPORT_DTYPES.get(dtype or "")
         with model.merged(weights, lora) as weight_of:
-            kept = kept or weight_of(model.names[0]).dtype
+            if dtype is not None:
+                written = EXPORT_DTYPES[dtype]
+            elif adapter:  # peft computes with float32 adapters beside a bfloat16 model, too
+                written = next(iter(weights.values())).dtype
+            else:
+                written = model.stated_dtype or weight_of(model.names[0]).dtype
             try:
                 remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
                 with partial_directory(out_dir) as partial:
                     if adapter:
-                        _write_adapter(partial, weights, lora, model_dir, EXPORT_DTYPES.get(dtype or ""))
+                        _write_adapter(partial, weights, lora, model_dir, written)
                     else:
-                        model.write(partial, weight_of, kept)
+                        model.write(partial, weight_of, written)
                     _copy_tokenizer(model_dir, partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
                     (partial / "README.md").write_text(card, encoding="utf-8")
             except (OSError, SafetensorError) as error:
-                needed = describe_bytes(sum(model.sizes(kept)))
+                needed = describe_bytes(sum(model.sizes(written)))
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
+    return str(written).removeprefix("torch.")
 
 
 @contextmanager
@@ -168,6 +180,11 @@ class _Model:
     def names(self) -> list[str]:
         return list(self.shapes)
 
+    @property
+    def stated_dtype(self) -> torch.dtype | None:
+        """The dtype in config.json; None if there is none, or weights cannot be written in it."""
+        return self.config.dtype if self.config.dtype in EXPORT_DTYPES.values() else None
+
     def sizes(self, dtype: torch.dtype) -> list[int]:
         """Bytes of each parameter."""
         return [math.prod(shape) * dtype.itemsize for shape in self.shapes.values()]
@@ -228,11 +245,11 @@ class _Model:
 
 
 def _write_adapter(
-    out_dir: Path, weights: Mapping[str, Tensor], lora: Any, model_dir: Path, dtype: torch.dtype | None
+    out_dir: Path, weights: Mapping[str, Tensor], lora: Any, model_dir: Path, dtype: torch.dtype
 ) -> None:
     """As peft's `save_pretrained` does."""
     names = {name: f"base_model.model.{name.replace('.default', '')}" for name in weights}
-    tensors = {names[name]: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
+    tensors = {names[name]: weight.to(dtype) for name, weight in weights.items()}
     save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
     document = {
         "peft_type": "LORA",

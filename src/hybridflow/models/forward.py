@@ -264,7 +264,9 @@ class FusedForward:
 
         size = max(1, self.max_logits // max(1, len(local(self._head.weight))))
         if len(hidden) <= size:
-            return part(hidden, slice(None))
+            # Copies, because FSDP2 puts its backward hook on what its module returns: an in-place operation on a view
+            # would lose the hook, and FSDP2 warns of each view. One number per token.
+            return [result.clone() for result in part(hidden, slice(None))]
         parts = []
         for start in range(0, len(hidden), size):
             which = slice(start, start + size)
