@@ -11,7 +11,7 @@ SCALING = 0.3
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Compute causal attention of one sequence, (heads, tokens, dim) each -> (tokens, heads, dim), one value at a time."""
+    """Compute causal attention of one sequence, one value at a time; (heads, tokens, dim) -> (tokens, heads, dim)."""
     heads, tokens, dim = query.shape
     out = torch.zeros(tokens, heads, value.shape[2], dtype=query.dtype)
     for head in range(heads):
