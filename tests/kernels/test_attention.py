@@ -76,7 +76,7 @@ def test_branches_equal_sequences_that_repeat_their_trunk(heads, kv_heads, dim, 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_a_new_token_attends_to_its_row_of_the_cache_and_is_added_to_it(heads, kv_heads, dim, dtype):
+def test_new_token_is_cached_and_attends_to_its_row(heads, kv_heads, dim, dtype):
     ends, capacity = [0, 5, 31, 40, 16], 41
     rows = len(ends)
     keys, values = (draw(rows, kv_heads, capacity, dim, dtype=dtype, seed=seed) for seed in (1, 2))
