@@ -139,6 +139,15 @@ def test_reading_logits_in_parts_gives_the_same_results(layout, max_logits, kern
         assert error(value, own[name]) < 1e-6, name
 
 
+def test_read_logits_returns_no_views(tiny_model):
+    """Otherwise FSDP2 warns on every rank."""
+    inputs = packed_input()
+    (values,) = FusedForward(load_causal_lm(tiny_model())).read_logits(
+        inputs.pop("input_ids"), torch.tensor([0, 3]), lambda logits, which: (logits[:, 0],), **inputs
+    )
+    assert values._base is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_in_memory_are_limited(dtype, tiny_model):
     model = load_causal_lm(tiny_model(vocab_size=20_000, hidden_size=8, intermediate_size=8), dtype)

@@ -40,11 +40,11 @@ def test_fingerprint_follows_definition_with_and_without_kernel(dtype, size, mon
     assert fingerprint(tensor) == expected
 
 
-@pytest.mark.parametrize("place", [0, 1, 4999, 99_999])
-def test_fingerprint_detects_change_of_one_unit_in_last_place(place):
+@pytest.mark.parametrize("index", [0, 1, 4999, 99_999])
+def test_fingerprint_detects_change_of_one_unit_in_last_place(index):
     tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     changed = tensor.clone()
-    changed[place] = torch.nextafter(changed[place], torch.tensor(10.0))
+    changed[index] = torch.nextafter(changed[index], torch.tensor(10.0))
     assert fingerprint(changed) != fingerprint(tensor)
 
 
@@ -63,11 +63,11 @@ def test_fingerprint_detects_exchanged_elements_rows_and_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("places", [slice(None), slice(1, None, 4), [1, 33], [3, 7], [1, 1 + 2 * BLOCK], [0, 2, 4, 6]])
-def test_fingerprint_detects_signs_that_change_together(dtype, places):
+@pytest.mark.parametrize("indices", [slice(None), slice(1, None, 4), [1, 33], [3, 7], [1, 1 + 2 * BLOCK], [0, 2, 4, 6]])
+def test_fingerprint_detects_signs_that_change_together(dtype, indices):
     tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     changed = tensor.clone()
-    changed[places] *= -1
+    changed[indices] *= -1
     assert fingerprint(changed) != fingerprint(tensor)
 
 

@@ -58,6 +58,7 @@ def _model_path(run_dir: Path) -> Path:
     path = Path(load_config(config_file).model.path)
     if not path.is_dir():
         raise ConfigError(
-            f"model.path='{path}' of '{config_file}' is not a directory here; name the model's directory with --model DIR."
+            f"model.path='{path}' of '{config_file}' is not a directory here; name the model's directory with "
+            "--model DIR."
         )
     return path

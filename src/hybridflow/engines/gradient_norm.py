@@ -25,7 +25,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) 
     counted = gradients[True] + (gradients[False] if ranks.place(TENSOR) == 0 else [])
     own = float(torch.nn.utils.get_total_norm(counted, foreach=True)) ** 2
     norm = ranks.sum_floats([own], (SHARD, TENSOR))[0] ** 0.5
-    scale = min(max_norm / (norm + 1e-6), 1.0)  # as torch's clip_grad_norm_ has it
+    scale = min(max_norm / (norm + 1e-6), 1.0)  # as in torch.nn.utils.clip_grad_norm_
     for gradient in gradients[True] + gradients[False]:
         gradient.mul_(scale)
     return norm
