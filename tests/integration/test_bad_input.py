@@ -174,8 +174,8 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_offered(task, tmp
     weights.write_bytes(weights.read_bytes()[:1000])
     rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     problem = refuse("trainer.save_every=3", status=1)
-    assert "step_000006/actor.safetensors' has 1000 bytes, but was saved with " in problem
-    assert f"The checkpoint before it is valid: '{tmp_path}/run/checkpoints/step_000003'" in problem
+    assert "step_000006/actor.safetensors' is damaged: it has 1000 bytes, but was saved with " in problem
+    assert f"The newest valid checkpoint before it is '{tmp_path}/run/checkpoints/step_000003'" in problem
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
 
 

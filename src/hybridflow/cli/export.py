@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
-        help="dtype of the weights (default: as trained)",
+        help="dtype of the weights (default: the one in the model's config.json; with --adapter the one they were "
+        "trained in, float32 or float64)",
     )
     parser.add_argument(
         "--adapter",
@@ -42,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = find_checkpoint(args.source, args.step)
     model_dir = args.model or _model_path(checkpoint.directory.parent.parent)
-    export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
-    print(f"wrote {args.out} from {checkpoint.directory}")
+    dtype = export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
+    print(f"wrote {args.out} from {checkpoint.directory}, weights in {dtype} (--dtype chooses another)")
     return 0
 
 
@@ -58,6 +59,7 @@ def _model_path(run_dir: Path) -> Path:
     path = Path(load_config(config_file, absolute_paths(config_file)).model.path)
     if not path.is_dir():
         raise ConfigError(
-            f"model.path='{path}' of '{config_file}' is no directory here; name the model's directory with --model DIR."
+            f"model.path='{path}' of '{config_file}' is not a directory here; name the model's directory with "
+            "--model DIR."
         )
     return path
