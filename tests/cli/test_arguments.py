@@ -44,6 +44,22 @@ def test_what_is_typed_wins_over_what_an_option_says(recipe):
     assert (config.trainer.seed, config.trainer.epochs) == (7, 4)
 
 
+@pytest.mark.parametrize(
+    ("argument", "override"),
+    [
+        ("--actor.optimizer.lr=1e-5", "actor.optimizer.lr=1e-5"),
+        ("-trainer.seed=3", "trainer.seed=3"),
+        ("--trainer.seed", "trainer.seed=VALUE"),
+    ],
+)
+def test_an_override_with_dashes_shows_how_to_write_it(argument, override, recipe, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["config", str(recipe), argument, "4"])
+    assert exit_.value.code == 2
+    shown = capsys.readouterr().err
+    assert f"{argument} is not an option: overrides are written without dashes: {override}\n" in shown
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
 def test_a_run_stops_after_a_step_that_exists(text, capsys):
     with pytest.raises(SystemExit):

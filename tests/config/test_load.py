@@ -96,7 +96,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ("kl_coeff=1", "kl_coeff: no such key; did you mean algorithm.kl_coef?"),
         ("critic.lr=1", "critic.lr: no such key; did you mean critic.optimizer.lr?"),
         ("data.batch_size=1", "data.batch_size: no such key; did you mean validation.batch_size?"),
-        ("actor.ppo_mini_batch_size=1", "actor.ppo_mini_batch_size: no such key; did you mean actor.mini_batch_size?"),
+        ("actor.minibatch_size=1", "actor.minibatch_size: no such key; did you mean actor.mini_batch_size?"),
         ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all"),
         ("algoritm.kl_coef=1", "algoritm: no such section; did you mean algorithm?"),
         ("critic.optim.lr=1", "critic.optim: no such section; did you mean critic.optimizer?"),

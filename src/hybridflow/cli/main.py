@@ -7,6 +7,7 @@ Nothing heavy is imported before the command is known, so that `hybridflow --hel
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -141,7 +142,12 @@ def _arguments_of(module: ModuleType, arguments: list[str]) -> argparse.Namespac
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Options may stand anywhere between the changes to a recipe, except where a command has commands of its own."""
+    """Parse options that stand anywhere among the overrides of a recipe; a command with subcommands takes none."""
+    if any(action.dest == "overrides" for action in parser._actions):
+        for argument in arguments:
+            if dashed := re.match(r"--?([a-z_]+\.[a-z_.]+)(=.*)?$", argument, re.DOTALL):
+                override = f"{dashed[1]}{dashed[2] or '=VALUE'}"
+                parser.error(f"{argument} is not an option: overrides are written without dashes: {override}")
     has_commands = any(action.nargs == argparse.PARSER for action in parser._actions)
     return parser.parse_args(arguments) if has_commands else parser.parse_intermixed_args(arguments)
 

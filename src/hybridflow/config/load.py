@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import leaf_keys, nearest_key, sections
 from hybridflow.config.sections.config import Config
@@ -38,7 +39,7 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
     try:
         config = Config.model_validate(values, strict=True)
     except ValidationError as error:
-        problems += [_problem(details) for details in error.errors(include_url=False)]
+        problems += [line for details in error.errors(include_url=False) for line in _problems(details)]
     if config is not None:
         problems += contradictions(config)
     if config is None or problems:
@@ -104,16 +105,12 @@ RENAMED = {"sft": "the section is [offline] now", "data.shuffle": "it is data.or
 """What recipes, and the config.toml of runs, had under other names."""
 
 
-def _problem(details: Any) -> str:
-    """One line for one finding of pydantic."""
+def _problems(details: Any) -> list[str]:
+    """Return the lines for one finding of pydantic, several for an unknown section with keys of other frameworks."""
     key, value = ".".join(str(part) for part in details["loc"] if part != "[key]"), details["input"]
     match details["type"]:
         case "extra_forbidden":
-            is_table = isinstance(value, dict)
-            nearest = nearest_key(key, [name for name, _ in sections() if name] if is_table else None)
-            hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all"
-            hint = RENAMED.get(key, hint)
-            return f"{key}: no such {'section' if is_table else 'key'}; {hint}"
+            return _unknown(key, value)
         case "model_type":
             reason = (
                 f"is a section; set one of its keys, as in {next(k for k in leaf_keys() if k.startswith(key + '.'))}"
@@ -126,4 +123,30 @@ def _problem(details: Any) -> str:
             reason = str(details["ctx"]["error"])
         case _:
             reason = details["msg"]
-    return f"{key}: {reason} (got {value!r})"
+    return [f"{key}: {reason} (got {value!r})"]
+
+
+def _unknown(name: str, value: Any) -> list[str]:
+    """Return the lines for a key or section that does not exist, with the one to write instead."""
+    if name in RENAMED:
+        return [f"{name}: no such {'section' if isinstance(value, dict) else 'key'}; {RENAMED[name]}"]
+    aliases = {leaf: keys for leaf in _leaves(name, value) if (keys := keys_of_alias(leaf))}
+    if aliases:
+        return [f"{leaf}: no such key; {_describe_keys(keys)}" for leaf, keys in aliases.items()]
+    is_table = isinstance(value, dict)
+    nearest = nearest_key(name, [section for section, _ in sections() if section] if is_table else None)
+    hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all"
+    return [f"{name}: no such {'section' if is_table else 'key'}; {hint}"]
+
+
+def _leaves(name: str, value: Any) -> list[str]:
+    """Return the dotted names of all values in a table; the name itself if it has a meaning or is not a table."""
+    if not isinstance(value, dict) or keys_of_alias(name):
+        return [name]
+    return [leaf for key, item in value.items() for leaf in _leaves(f"{name}.{key}", item)]
+
+
+def _describe_keys(keys: Sequence[str]) -> str:
+    if len(keys) == 1:
+        return f"the key here is {keys[0]}"
+    return f"the keys here are {', '.join(keys[:-1])} and {keys[-1]}"
