@@ -79,6 +79,7 @@ def test_validation_and_saving_come_every_so_many_steps(make):
         "data.val_files=['v.parquet']",
         "trainer.val_every=2",
         "trainer.save_every=3",
+        "trainer.save_every_s=0",
         "trainer.val_before_train=false",
     )
     fit(trainer)
@@ -86,6 +87,20 @@ def test_validation_and_saving_come_every_so_many_steps(make):
         *("step 1", "step 2", "validate 2", "step 3", "save 3", "step 4", "validate 4"),
         *("step 5", "validate 5", "save 5"),
     ]
+
+
+def test_each_validation_during_training_is_saved(make):
+    trainer = make(5, "data.val_files=['v.parquet']", "trainer.val_every=2")
+    fit(trainer)
+    assert [call for call in trainer.calls if "step" not in call] == [
+        *("validate 0", "validate 2", "save 2", "validate 4", "save 4", "validate 5", "save 5"),
+    ]
+
+
+def test_steps_are_saved_once_the_seconds_have_passed(make):
+    trainer = make(3, "trainer.save_every_s=1e-9", "trainer.val_before_train=false")
+    fit(trainer)
+    assert trainer.calls == ["step 1", "save 1", "step 2", "save 2", "step 3", "validate 3", "save 3"]
 
 
 def test_stopping_early_saves_and_does_not_validate(make, caplog):

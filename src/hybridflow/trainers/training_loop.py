@@ -10,6 +10,7 @@ from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
+from hybridflow.trainers.save_schedule import SaveSchedule
 
 logger = get_logger(__name__)
 
@@ -61,6 +62,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
         _say_nothing_is_left(trainer)
         return
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
+    saves = SaveSchedule(how)
     with log, StopRequest() as stop, _completing_saves(trainer):
         if trainer.global_step == 0 and how.val_before_train:
             log.write(0, trainer.validate(), events=trainer.take_events())
@@ -68,15 +70,17 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
         while not stopping:
             samples = trainer.train_step()
             trainer.finish_save()  # that of the step before, written beside this one
-            step = trainer.global_step
-            if step == trainer.total_steps or _is_due(how.val_every, step):
-                trainer.metrics |= trainer.validate()
+            step, validation = trainer.global_step, {}
+            if step == trainer.total_steps or (how.val_every and step % how.val_every == 0):
+                validation = trainer.validate()
+                trainer.metrics |= validation
             trainer.metrics |= {f"memory_bytes/{kind}": size for kind, size in memory_bytes().items()}
             # before saving: a row is lost with its checkpoint, never alone
             log.write(step, trainer.metrics, samples, trainer.take_events())
             stopping = step >= last_step or stop.requested  # asked once: a later signal stops after the next step
-            if stopping or _is_due(how.save_every, step):
+            if stopping or saves.is_due(step, has_validated=bool(validation)):
                 trainer.save()
+                saves.restart()
     if trainer.global_step < trainer.total_steps:
         logger.warning(
             "stopped after step %d of %d; the same command continues from there",
@@ -101,10 +105,6 @@ def _completing_saves(trainer: Trainer) -> Iterator[None]:
             logger.error("the newest checkpoint is that of step %d; the same command continues from there", steps[-1])
         raise
     trainer.finish_save()
-
-
-def _is_due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def _say_nothing_is_left(trainer: Trainer) -> None:

@@ -18,10 +18,17 @@ class TrainerConfig(Section):
         default=True, description="Validate once before the first step (if there is validation data)."
     )
     val_every: NonNegative = Field(
-        default=0, description="Validate every so many steps and after the last; 0 is only after the last."
+        default=0, description="Validate every N steps and after the last one; 0: only after the last."
     )
     save_every: NonNegative = Field(
-        default=0, description="Checkpoint every so many steps and after the last; 0 is only after the last."
+        default=0,
+        description="Save a checkpoint every N steps and after the last one; 0: only after the last, and as "
+        "save_every_s says.",
+    )
+    save_every_s: Annotated[float, Field(ge=0)] = Field(
+        default=1800.0,
+        description="Save a checkpoint at the end of a step if at least N seconds passed since the last one, and with "
+        "each validation; 0: only as save_every says.",
     )
     save_in_background: bool = Field(
         default=False,
