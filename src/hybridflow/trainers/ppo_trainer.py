@@ -7,6 +7,7 @@ from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, timed
 from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
 from hybridflow.trainers.run_directory import RunDirectory
@@ -37,6 +38,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
         self.validator, self.speedometer = validator, speedometer
+        self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.global_step = 0
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
@@ -57,6 +59,7 @@ class PPOTrainer(PPO, BackendOwner):
             batch = self.step(self.loader.next_batch(), self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
         self.global_step += 1
+        self.learning_signal.check(self.global_step, self.metrics)
         self.metrics |= self.trace_metrics()
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
