@@ -42,6 +42,6 @@ def test_config_reports_all_problems_and_prints_nothing(recipe, capsys):
     assert shown.out == ""
     assert shown.err == (
         f"error: 2 problem(s) in {recipe} with overrides:\n"
-        "  rollout.group_size: Input should be greater than 0 (got 0)\n"
+        "  rollout.group_size=0 is invalid: expected a value greater than 0\n"
         "  trainer.seeds: no such key; did you mean trainer.seed?\n"
     )

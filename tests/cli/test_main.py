@@ -178,7 +178,7 @@ def test_at_debug_level_an_error_of_ours_shows_where_it_was_raised():
         env={**os.environ, "HYBRIDFLOW_LOGGING_LEVEL": "debug"},
     )
     assert done.returncode == 2
-    assert "error: recipe missing.toml is missing" in done.stderr
+    assert "error: recipe missing.toml does not exist" in done.stderr
     assert "Traceback" in done.stderr
     assert "load_config" in done.stderr
 

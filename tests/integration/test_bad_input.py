@@ -105,16 +105,19 @@ def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["algorithm.advantage=grop"], "algorithm.advantage: needs one of 'gae', 'grpo', 'rloo', "),
+        (
+            ["algorithm.advantage=grop"],
+            "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', ",
+        ),
         (["actor.mini_batch_size=3"], "actor.mini_batch_size=3 does not divide data.train_batch_size=8"),
-        (["rollout.group_size=1"], "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare"),
+        (["rollout.group_size=1"], "rollout.group_size=1 makes every advantage of algorithm.advantage='grpo' 0"),
         (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
         (["model.path="], "model.path must be set"),
         (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
         (["model.path=absent"], "model.path='absent' is no model directory: config.json is missing"),
         (["algorithm.advantage=gae", "critic.model_path=absent"], "critic.model_path='absent' is no model directory"),
         (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is no model"),
-        (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor none of the 6 steps"),
+        (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
     ],
 )
 def test_a_configuration_that_does_not_fit(changes, problem, refuse, tmp_path):

@@ -1,4 +1,4 @@
-"""Names that other RL frameworks use for our keys, so that an error can show the key to write instead."""
+"""Names of our keys in other RL frameworks, for errors that show the key to write instead."""
 
 from collections.abc import Sequence
 
@@ -60,14 +60,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "n_gpus_per_node": ("controller.num_workers",),
     "ppo_micro_batch_size_per_gpu": ("memory.max_tokens_per_micro_batch",),
 }
-"""Last part of a foreign name -> our keys."""
+"""Our keys by the last part of their name in another framework."""
 
 
 def keys_of_alias(name: str) -> Sequence[str]:
-    """Return our keys for a foreign name; empty if it is unknown.
+    """Return our keys for a name of another framework; empty if it is unknown.
 
-    Only the last part counts, except that a key of the section that `name` begins with is preferred:
-    `critic.learning_rate` is `critic.optimizer.lr`.
+    Only the last part is looked up. If the first part is one of our sections, the key of this section is preferred:
+    `critic.learning_rate` gives `critic.optimizer.lr`.
     """
     section, _, _ = name.partition(".")
     keys = ALIASES.get(name.rpartition(".")[2], ())

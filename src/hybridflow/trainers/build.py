@@ -64,8 +64,8 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
     warmup_steps = config.critic.warmup_steps
     if total_steps <= warmup_steps:
         raise ConfigError(
-            f"critic.warmup_steps={warmup_steps} leaves the actor none of the {total_steps} steps that "
-            f"trainer.epochs={config.trainer.epochs} makes; use at most {total_steps - 1}, or train for longer."
+            f"critic.warmup_steps={warmup_steps} leaves the actor no step of the {total_steps} of "
+            f"trainer.epochs={config.trainer.epochs}; use at most {total_steps - 1}, or train for longer."
         )
     actor_updates = (total_steps - warmup_steps) * _updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * _updates_per_step(config, config.critic))
