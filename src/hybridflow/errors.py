@@ -1,8 +1,8 @@
 """The exception tree. Every error that hybridflow raises on purpose is a `HybridFlowError`.
 
 A message states the value, what is valid and the fix. All errors can be pickled, so that a worker's error reaches the
-controller unchanged. `hybridflow.cli.exit_codes` maps each class to an exit status. An error caused by the configuration
-is also a `ConfigError`: `except DataError` and `except ConfigError` both catch `DataConfigError`.
+controller unchanged. `hybridflow.cli.exit_codes` maps each class to an exit status. An error caused by the
+configuration is also a `ConfigError`: `except DataError` and `except ConfigError` both catch `DataConfigError`.
 """
 
 

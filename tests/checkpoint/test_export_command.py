@@ -68,7 +68,7 @@ def test_one_checkpoint_is_exported_also_from_inside_its_run(run_dir, tmp_path, 
 
 def test_a_checkpoint_that_was_moved_needs_the_model(run_dir, tmp_path):
     moved = (run_dir / "checkpoints" / "step_000010").rename(tmp_path / "best")
-    with pytest.raises(ConfigError, match=r"config\.toml' is missing.*name it with --model DIR"):
+    with pytest.raises(ConfigError, match=r"config\.toml' does not exist.*set it with --model DIR"):
         run(moved, tmp_path / "out")
     assert run(moved, tmp_path / "out", "--model", tmp_path / "model") == 0
     assert exported_step(tmp_path / "out") == 10.0
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_was_moved_needs_the_model(run_dir, tmp_path):
 
 def test_a_model_that_is_not_where_the_run_had_it_is_an_error(run_dir, tmp_path):
     (tmp_path / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"model\.path='.*model' of '.*' is no directory here"):
+    with pytest.raises(ConfigError, match=r"model\.path='.*model' of '.*' is not a directory here"):
         run(run_dir, tmp_path / "out")
 
 
@@ -86,7 +86,7 @@ def test_a_directory_without_checkpoints_is_an_error(tmp_path):
 
 
 def test_a_step_of_one_checkpoint_is_an_error(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="--step 10 chooses among the checkpoints of a run"):
+    with pytest.raises(ConfigError, match="--step 10 needs the directory of a run"):
         run(run_dir / "checkpoints" / "step_000010", tmp_path / "out", "--step", 10)
 
 

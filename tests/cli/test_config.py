@@ -11,12 +11,12 @@ def recipe(tmp_path):
     return path
 
 
-def test_config_prints_the_resolved_run(recipe, capsys):
+def test_config_prints_the_resolved_configuration(recipe, capsys):
     assert main(["config", str(recipe), "trainer.epochs=3"]) == 0
     assert capsys.readouterr().out == to_toml(load_config(recipe, ["trainer.epochs=3"]))
 
 
-def test_config_prints_the_defaults_with_overrides_alone(capsys):
+def test_config_prints_the_defaults_with_overrides(capsys):
     assert main(["config", "trainer.epochs=3", "trainer.seed=1"]) == 0
     assert capsys.readouterr().out == to_toml(load_config(None, ["trainer.epochs=3", "trainer.seed=1"]))
 

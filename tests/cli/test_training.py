@@ -1,4 +1,4 @@
-"""What a command that trains says besides its steps."""
+"""The last line and the warnings of a training command."""
 
 import runpy
 from pathlib import Path

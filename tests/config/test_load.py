@@ -82,9 +82,9 @@ def test_all_problems_are_reported_at_once(tmp_path):
     assert problems(recipe, ["data.train_batch_size=0", "lr=1e-3"]) == [
         f"4 problem(s) in {recipe} with overrides:",
         "data.train_batch_size=0 is invalid: expected a value greater than 0",
-        "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-        "'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', 'distillation', 'none', or your own "
-        "function as 'path.py:function' or 'module:function'",
+        "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', 'reinforce++', "
+        "'reinforce++-baseline', 'remax', 'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', 'distillation', "
+        "'none', or your own function as 'path.py:function' or 'module:function'",
         "algorithm.kl_coeff: no such key; did you mean algorithm.kl_coef?",
         "lr: no such key; did you mean actor.optimizer.lr?",
     ]

@@ -47,8 +47,8 @@ def test_the_reference_is_a_recipe_of_all_defaults(tmp_path):
 
 def test_the_reference_shows_description_type_and_default():
     assert (
-        "# Sample among the fewest most likely tokens whose total probability reaches top_p; 1: all tokens.\n# number > 0 and <= 1\ntop_p = 1.0\n"
-        in reference_text()
+        "# Sample among the fewest most likely tokens whose total probability reaches top_p; 1: all tokens.\n"
+        "# number > 0 and <= 1\ntop_p = 1.0\n" in reference_text()
     )
 
 

@@ -114,9 +114,12 @@ def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
         (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
         (["model.path="], "model.path must be set"),
         (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
-        (["model.path=absent"], "model.path='absent' is no model directory: config.json is missing"),
-        (["algorithm.advantage=gae", "critic.model_path=absent"], "critic.model_path='absent' is no model directory"),
-        (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is no model"),
+        (["model.path=absent"], "model.path='absent' is not a model directory: config.json not found"),
+        (
+            ["algorithm.advantage=gae", "critic.model_path=absent"],
+            "critic.model_path='absent' is not a model directory",
+        ),
+        (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is not a model"),
         (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
     ],
 )
@@ -184,9 +187,9 @@ def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--run", "absent"], "'absent/config.toml' is missing, so 'absent' is not the directory of a run."),
+        (["--run", "absent"], "--run 'absent' is not the directory of a run: 'absent/config.toml' does not exist."),
         (["--checkpoint", "absent"], "'absent' is neither a checkpoint nor a run with checkpoints"),
-        (["--step", "3"], "--step 3 chooses among the checkpoints of a run; name the run with --run DIR."),
+        (["--step", "3"], "--step 3 needs a run; add --run DIR."),
         (["data.val_files=[]"], "data.val_files must be set"),
     ],
 )

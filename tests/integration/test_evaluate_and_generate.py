@@ -112,7 +112,7 @@ def test_generate_needs_no_recipe(task, trained, hybridflow):
         (["--prompt", "1 " * 20], 1, "prompt 0 has 20 tokens; it must have 1 to data.max_prompt_length=16."),
         (["--prompt", "1 2", "--prompt", ""], 1, "prompt 1 has 0 tokens; it must have 1 to data.max_prompt_length=16."),
         (["--prompts-file", "missing.parquet"], 2, "missing.parquet: no such file."),
-        (["--prompt", "1", "--model", "absent"], 2, "model.path='absent' is no model directory"),
+        (["--prompt", "1", "--model", "absent"], 2, "model.path='absent' is not a model directory"),
         (["--prompt", "1", "--output", "absent/rows.jsonl"], 2, "--output absent/rows.jsonl cannot be written"),
     ],
 )

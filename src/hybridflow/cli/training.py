@@ -1,4 +1,4 @@
-"""Arguments, run, last line and resumption of every command that trains."""
+"""Code that all training commands share: arguments, run, last line, hint for resuming."""
 
 import argparse
 import shlex
@@ -18,7 +18,7 @@ NEXT_COMMANDS = {
     "dpo": GENERATE_AND_EXPORT,
     "reward-model": "hybridflow export {run} DIR, then reward.model_path=DIR in the recipe of hybridflow train",
 }
-"""Kind of run -> what to do with its checkpoint."""
+"""Commands that use a checkpoint, by kind of run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trainer(args: argparse.Namespace, build: str) -> int:
-    """Check the configuration, train with the trainer that `hybridflow.trainers` builds by the function `build`, and
-    print where its checkpoint is."""
+    """Train with `hybridflow.trainers.<build>(config)`, print where the checkpoint is, and return the exit status."""
     config = config_of(args)
     from hybridflow import trainers
 
@@ -40,7 +39,7 @@ def run_trainer(args: argparse.Namespace, build: str) -> int:
 
 
 def last_line(run: "RunDirectory") -> str:
-    """Return where the newest checkpoint of a run is and which commands use it, or that there is none."""
+    """Return the path of the newest checkpoint of a run and the commands that use it, or say that there is none."""
     steps = run.store.list()
     if not steps:
         return f"no checkpoint was saved in {run.path}; the same command starts again"
@@ -51,7 +50,7 @@ def last_line(run: "RunDirectory") -> str:
 
 
 def how_to_go_on(args: argparse.Namespace) -> str:
-    """Return what the same command does after an error that may not come again."""
+    """Return the hint for an error after which the same command can be run again."""
     from hybridflow.checkpoint import CheckpointStore
 
     how = config_of(args).trainer

@@ -1,4 +1,4 @@
-"""Responses to prompts that somebody typed or has in a file: no scores, nothing is learned."""
+"""Generation of responses to given prompts, without scores or training."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def typed_prompts(texts: Sequence[str]) -> list[Row]:
-    """Each text as what a user says."""
+    """Return each text as a prompt of one user message."""
     return [Row(f"prompt {i}", {"prompt": [{"role": "user", "content": text}]}) for i, text in enumerate(texts)]
 
 
 def prompts_of_files(files: str | Sequence[str]) -> list[Row]:
-    """The column `prompt` (chat messages) of parquet files."""
+    """Return the rows of the column `prompt` (chat messages) of parquet files."""
     return read_rows(files, ("prompt",))
 
 
@@ -44,7 +44,7 @@ class TextGenerator(BackendOwner):
         self.config, self.tokenizer, self.rollout, self.backend = config, tokenizer, rollout, backend
 
     def run(self, prompts: Sequence[Row]) -> list[dict[str, Any]]:
-        """One row for each prompt, in order: `prompt`, `responses`, `finish_reasons`.
+        """Return one row for each prompt, in order: `prompt`, `responses`, `finish_reasons`.
 
         Raises DataError, before anything is generated, for a prompt that is empty or longer than
         data.max_prompt_length.

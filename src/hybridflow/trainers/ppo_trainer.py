@@ -1,4 +1,4 @@
-"""A run of reinforcement learning: the algorithm step by step on batches of prompts, with what is around it."""
+"""The trainer of reinforcement learning: the steps of `PPO` with data, validation, checkpoints and metrics."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from hybridflow.trainers.validation import Validator
 
 
 class PPOTrainer(PPO, BackendOwner):
-    """Trains an actor on prompts by `PPO.step`, to the last step of its run. Build it by `build_trainer`."""
+    """A run of `PPO.step` on batches of prompts. Build it with `build_trainer`."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class PPOTrainer(PPO, BackendOwner):
             self.global_step = state["global_step"]
 
     def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
+        """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
         fit(self, stop_after)
 
     def train_step(self) -> list[Sample]:
-        """The next batch through `step`; fills `metrics`, returns samples to show."""
+        """Make one `step` on the next batch and fill `metrics`; return samples to log."""
         self.metrics.clear()
         self.metrics["training/epoch"] = self.loader.epoch
         with timed("step", self.metrics):
@@ -65,7 +65,7 @@ class PPOTrainer(PPO, BackendOwner):
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 
     def validate(self) -> dict[str, float]:
-        """The metrics `val/...` of the present weights; empty without validation data."""
+        """Return the metrics `val/...` of the current weights; empty without validation data."""
         if self.validator is None:
             return {}
         self.sync_weights()
@@ -74,9 +74,9 @@ class PPOTrainer(PPO, BackendOwner):
         return metrics
 
     def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number, or begin to."""
+        """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.saver.save(self.global_step, kl_controller=self.kl_controller.state_dict())
 
     def finish_save(self) -> None:
-        """Wait until the save that was begun is a checkpoint."""
+        """Wait until a background save is complete."""
         self.saver.finish()
