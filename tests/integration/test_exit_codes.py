@@ -47,7 +47,7 @@ sys.exit(main(sys.argv[2:]))
         (["trian", "rl.toml"], "'trian' is not a command; did you mean train?"),
         (["train", "{task}/rl.toml", "--stop-afetr", "3"], "unrecognized arguments"),
         (["train", "{task}/rl.toml", "trainer.sed=1"], "trainer.sed"),
-        (["train", "{task}/absent.toml"], "absent.toml is missing"),
+        (["train", "{task}/absent.toml"], "absent.toml does not exist"),
         (["prepare", "gsm8k", "--train-file", "absent.jsonl", "--test-file", "absent.jsonl"], "no such file"),
     ],
 )

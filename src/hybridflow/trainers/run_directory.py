@@ -95,7 +95,7 @@ class RunDirectory:
             self.end()
             raise RunInUseError(
                 f"another process continued the run in trainer.run_dir='{self.path}': this process would continue "
-                f"after step {self.step}, but there is a checkpoint of step {step} now. Nothing was changed; start it again."
+                f"after step {self.step}, but there is a checkpoint of step {step} now. Nothing changed; run it again."
             )
 
     def _keep_logs_without_checkpoint(self) -> None:
