@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint. The wall clock decides that and nothing else: a save changes no number of the run."""
+"""The schedule of checkpoints. The wall clock decides only when to save; a save changes no number of the run."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from hybridflow.config import TrainerConfig
 
 
 class SaveSchedule:
-    """Saves every `save_every` steps; with `save_every_s` also when so many seconds passed, and with validations."""
+    """Saves every `save_every` steps; with `save_every_s` also after that many seconds and with each validation."""
 
     def __init__(self, settings: TrainerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_steps, self._every_s, self._clock = settings.save_every, settings.save_every_s, clock
@@ -20,5 +20,5 @@ class SaveSchedule:
         return self._every_s > 0 and (has_validated or self._clock() - self._last_save >= self._every_s)
 
     def restart(self) -> None:
-        """Count the seconds from now on, where a save ends."""
+        """Count the seconds from now, the end of a save."""
         self._last_save = self._clock()

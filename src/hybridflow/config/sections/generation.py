@@ -8,7 +8,7 @@ from hybridflow.config.sections.base import NonNegative, Positive, Section
 
 
 class RolloutConfig(Section):
-    """How responses are sampled for training, and the rollout engine that samples them."""
+    """Sampling of responses for training, and the rollout engine."""
 
     backend: Literal["embedded", "vllm"] = Field(
         default="embedded",
@@ -66,7 +66,7 @@ class RolloutConfig(Section):
 
 
 class ValidationConfig(Section):
-    """How responses are sampled for validation."""
+    """Sampling of responses for validation."""
 
     temperature: Annotated[float, Field(ge=0)] = Field(
         default=0.0, description="Softmax temperature of validation samples; 0: greedy."
