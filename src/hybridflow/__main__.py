@@ -1,4 +1,4 @@
-"""`python -m hybridflow` is the command `hybridflow`."""
+"""`python -m hybridflow`, the same as the command `hybridflow`."""
 
 import sys
 

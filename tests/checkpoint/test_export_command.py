@@ -70,7 +70,7 @@ def test_checkpoint_is_exported_by_relative_path_inside_its_run(run_dir, tmp_pat
 
 def test_moved_checkpoint_requires_model_option(run_dir, tmp_path):
     moved = (run_dir / "checkpoints" / "step_000010").rename(tmp_path / "best")
-    with pytest.raises(ConfigError, match=r"config\.toml' is missing.*name it with --model DIR"):
+    with pytest.raises(ConfigError, match=r"config\.toml' does not exist.*set it with --model DIR"):
         run(moved, tmp_path / "out")
     assert run(moved, tmp_path / "out", "--model", tmp_path / "model") == 0
     assert exported_step(tmp_path / "out") == 10.0
@@ -88,7 +88,7 @@ def test_directory_without_checkpoints_is_an_error(tmp_path):
 
 
 def test_step_option_with_a_single_checkpoint_is_an_error(run_dir, tmp_path):
-    with pytest.raises(ConfigError, match="--step 10 chooses among the checkpoints of a run"):
+    with pytest.raises(ConfigError, match="--step 10 needs the directory of a run"):
         run(run_dir / "checkpoints" / "step_000010", tmp_path / "out", "--step", 10)
 
 

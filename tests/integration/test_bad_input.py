@@ -128,9 +128,12 @@ def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (["algorithm.advantage=grop"], "algorithm.advantage: needs one of 'gae', 'grpo', 'rloo', "),
+        (
+            ["algorithm.advantage=grop"],
+            "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', ",
+        ),
         (["actor.mini_batch_size=3"], "actor.mini_batch_size=3 does not divide data.train_batch_size=8"),
-        (["rollout.group_size=1"], "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare"),
+        (["rollout.group_size=1"], "rollout.group_size=1 makes every advantage of algorithm.advantage='grpo' 0"),
         (["controller.num_workers=2"], "controller.num_workers=2 with controller.backend='local' runs ranks one after"),
         (["model.path="], "model.path must be set"),
         (["model.path=", "data.train_files=[]"], "model.path and data.train_files must be set"),
@@ -140,7 +143,7 @@ def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
             "critic.model_path='absent' is not a model directory",
         ),
         (["algorithm.kl_in_loss=true", "reference.model_path=absent"], "reference.model_path='absent' is not a model"),
-        (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor none of the 6 steps"),
+        (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
     ],
 )
 def test_a_configuration_that_does_not_fit(changes, problem, refuse, tmp_path):
@@ -206,9 +209,9 @@ def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--run", "absent"], "'absent/config.toml' is missing, so 'absent' is not the directory of a run."),
+        (["--run", "absent"], "--run 'absent' is not the directory of a run: 'absent/config.toml' does not exist."),
         (["--checkpoint", "absent"], "'absent' is neither a checkpoint nor a run with checkpoints"),
-        (["--step", "3"], "--step 3 chooses among the checkpoints of a run; name the run with --run DIR."),
+        (["--step", "3"], "--step 3 needs a run; add --run DIR."),
         (["data.val_files=[]"], "data.val_files must be set"),
     ],
 )

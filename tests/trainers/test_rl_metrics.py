@@ -19,7 +19,7 @@ from hybridflow.trainers.rl_metrics import (
 
 
 def rollouts(**tensors):
-    """Two prompts with two responses each, of 1, 2, 3 and 3 tokens."""
+    """Return two prompts with two responses each, of 1, 2, 3 and 3 tokens."""
     lengths = torch.tensor([1, 2, 3, 3])
     columns = {
         "prompt_mask": torch.tensor([[False, True]] * 2 + [[True, True]] * 2),
@@ -41,7 +41,7 @@ def rollouts(**tensors):
     return DataProto.from_dict({**columns, **tensors}, texts)
 
 
-def test_figures_of_a_batch_by_hand():
+def test_metrics_of_a_batch_by_hand():
     metrics = batch_metrics(rollouts(), max_response_length=3)
     assert metrics["critic/score/mean"] == 0.5
     assert metrics["response_length/mean"] == 9 / 4
@@ -58,7 +58,7 @@ def test_figures_of_a_batch_by_hand():
     assert "critic/rewards/mean" not in metrics
 
 
-def test_figures_of_a_critic():
+def test_metrics_of_a_critic_by_hand():
     values = torch.tensor([[1.0, 9.0, 9.0], [2.0, 2.0, 9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     returns = torch.tensor([[1.0, 9.0, 9.0], [2.0, 4.0, 9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     metrics = batch_metrics(rollouts(values=values, returns=returns, token_level_rewards=returns), 3)
@@ -82,12 +82,12 @@ def test_entropy_and_mismatch_are_means_over_the_tokens_of_all_ranks():
     }
 
 
-def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():
+def test_explained_variance_of_equal_returns_is_nan():
     assert math.isnan(explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])))
     assert explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])) == 1.0
 
 
-def test_a_group_whose_scores_are_equal_has_no_variance():
+def test_groups_with_equal_scores_are_counted():
     scores, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0]), torch.tensor([7, 7, 3, 3, 4])
     assert zero_variance_share(scores, groups) == pytest.approx(2 / 3)
 
@@ -115,7 +115,7 @@ def test_ground_truth_of_a_sample_is_bounded_json():
     assert bounded_json([math.nan]) == "[nan]"
 
 
-def test_chat_messages_as_one_text():
+def test_chat_messages_are_joined_to_one_text():
     assert prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]) == (
         "Be brief.\n1 + 1"
     )

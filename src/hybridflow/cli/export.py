@@ -1,4 +1,4 @@
-"""`hybridflow export`: the policy of a run or of one checkpoint as a Hugging Face model directory."""
+"""Write the model of a run or of one checkpoint as a Hugging Face model directory."""
 
 import argparse
 from pathlib import Path
@@ -9,16 +9,15 @@ from hybridflow.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the source, the directory to write and the form of the weights."""
     parser.add_argument(
         "source",
         type=Path,
         metavar="RUN_DIR_OR_CHECKPOINT",
-        help="a run's directory, or one of its checkpoints/step_...",
+        help="directory of a run, or one of its checkpoints/step_...",
     )
-    parser.add_argument(
-        "out", type=Path, metavar="OUT", help="the directory to write; it may not exist yet, or be empty"
-    )
-    parser.add_argument("--step", type=int, help="which checkpoint of the run (default: the newest)")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write; must not exist, or be empty")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
@@ -28,17 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         action="store_true",
-        help="write the adapters of a run with lora.rank alone, for peft, instead of merging them into the weights",
+        help="for a run with lora.rank: write only the adapters, for peft, instead of merging them into the weights",
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="where configuration and tokenizer come from (default: the run's model.path)",
+        help="directory with the configuration and tokenizer (default: the run's model.path)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the model directory."""
     from hybridflow.checkpoint import export_model
 
     checkpoint = find_checkpoint(args.source, args.step)
@@ -54,12 +54,9 @@ def _model_path(run_dir: Path) -> Path:
     config_file = run_dir / "config.toml"
     if not config_file.is_file():
         raise ConfigError(
-            f"'{config_file}' is missing, so the model that training started from is unknown; name it with --model DIR."
+            f"'{config_file}' does not exist, so the initial model of the run is unknown; set it with --model DIR."
         )
     path = Path(load_config(config_file, absolute_paths(config_file)).model.path)
     if not path.is_dir():
-        raise ConfigError(
-            f"model.path='{path}' of '{config_file}' is not a directory here; name the model's directory with "
-            "--model DIR."
-        )
+        raise ConfigError(f"model.path='{path}' of '{config_file}' is not a directory here; set it with --model DIR.")
     return path

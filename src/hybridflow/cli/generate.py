@@ -1,8 +1,8 @@
 """Write responses to prompts, with the model of a recipe, of a directory or of a checkpoint.
 
-`validation.*` says how: by default one greedy response of at most data.max_response_length tokens for each prompt;
-several with validation.group_size=4 validation.temperature=1. If the model has too few positions for that length, it
-is capped, unless data.max_response_length=N is given on the command line.
+The keys `validation.*` set the sampling: by default one greedy response of at most data.max_response_length tokens for
+each prompt; validation.group_size=4 validation.temperature=1 gives several. If the model has too few positions for that
+length, it is capped, unless data.max_response_length=N is given on the command line.
 """
 
 import argparse
@@ -21,19 +21,23 @@ from hybridflow.config.render import toml_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe with its overrides, the prompts, the model and `--output`."""
     add_recipe_arguments(parser)
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="what a user says; may be given again")
-    prompts.add_argument("--prompts-file", metavar="FILE", help="parquet file with a column `prompt` of chat messages")
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="model directory, in place of the recipe's model.path"
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="user message; repeat the option for several prompts"
+    )
+    prompts.add_argument(
+        "--prompts-file", metavar="FILE", help="parquet file with chat messages in the column `prompt`"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt (needs a chat template)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="model directory; replaces model.path of the recipe")
     add_checkpoint_arguments(parser)
     add_output(parser, "prompts and responses")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the responses."""
     more = [f"model.path={toml_value(str(args.model))}"] if args.model else []
     config = config_of(args, default_recipe=recipe_of_run(args), more=[*paths_of_run(args), *more])
     checkpoint = chosen_checkpoint(args)

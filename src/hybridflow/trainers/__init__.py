@@ -1,4 +1,4 @@
-"""Trainers: the loops, the stages they are made of, and the one place that builds them."""
+"""Trainers: the training loops, their stages, and the functions that build them from a configuration."""
 
 from hybridflow.trainers.build import build_trainer
 from hybridflow.trainers.build_generation import build_generator, build_validator

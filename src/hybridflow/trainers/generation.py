@@ -95,12 +95,12 @@ def encode_prompts(config: Config, tokenizer: "PreTrainedTokenizerBase", prompts
 
 
 def typed_prompts(texts: Sequence[str]) -> list[Row]:
-    """Return each text as a prompt with one message of the user."""
+    """Return each text as a prompt of one user message."""
     return [Row(f"prompt {i}", {"prompt": [{"role": "user", "content": text}]}) for i, text in enumerate(texts)]
 
 
 def prompts_of_files(files: str | Sequence[str]) -> list[Row]:
-    """Return the column `prompt` (chat messages) of parquet files."""
+    """Return the rows of the column `prompt` (chat messages) of parquet files."""
     return read_rows(files, ("prompt",))
 
 

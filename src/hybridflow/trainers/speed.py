@@ -1,4 +1,4 @@
-"""How fast a step was: tokens per second, time per token, and the share of the machine's peak that learning used."""
+"""Speed of a step: tokens per second, time per token, and model FLOPs utilization (MFU)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ WHOLE_SEQUENCE_STAGES = (
 
 @dataclass(frozen=True)
 class Learner:
-    """A role that learns: its passes over each batch, and what its FLOPs depend on (None: not known)."""
+    """A trained role: its epochs over each batch, and the shape for its FLOPs (None: unknown)."""
 
     epochs: int
     shape: DecoderShape | None
@@ -23,7 +23,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompt and the response of each row, and its group where rows share a prompt."""
+    """Prompt and response tokens of each row, and its group if rows share prompts."""
 
     prompt_lens: list[int]
     response_lens: list[int]
@@ -31,12 +31,12 @@ class Lengths:
 
     @property
     def sequence_lens(self) -> list[int]:
-        """Tokens of each row."""
+        """The number of tokens of each row."""
         return [prompt + response for prompt, response in zip(self.prompt_lens, self.response_lens, strict=True)]
 
 
 class Speedometer:
-    """Reads the speed of a step from its times and its lengths. `peak_flops`: of the device, per second; 0: unknown."""
+    """Speed of a step from its times and lengths. `peak_flops`: peak of the device in FLOP/s; 0: unknown."""
 
     def __init__(self, learners: Mapping[str, Learner], peak_flops: float) -> None:
         self.learners, self.peak_flops = learners, peak_flops
@@ -52,7 +52,7 @@ class Speedometer:
             **per_token_ms(metrics, handled),
         }
         for role, learner in self.learners.items():
-            seconds = metrics.get(f"timing_s/update_{role}")  # absent where the role did not learn, as in a warm-up
+            seconds = metrics.get(f"timing_s/update_{role}")  # absent if the role was not trained, as in a warm-up
             if seconds and learner.shape:
                 forward = _flops_of_sequences(learner.shape, lengths)
                 flops = learner.epochs * 3.0 * forward  # a backward pass is two forward passes
@@ -70,7 +70,7 @@ class Speedometer:
 
 
 def _flops_of_sequences(shape: DecoderShape, lengths: Lengths) -> float:
-    """Of one pass over the batch, where a prompt need be computed only once for its group."""
+    """Return the FLOPs of one forward pass over the batch, with each prompt computed once for its group."""
     if lengths.group_ids is None:
         return forward_flops(shape, lengths.sequence_lens)
     of_groups = dict(zip(lengths.group_ids, lengths.prompt_lens, strict=True))
