@@ -6,6 +6,7 @@ Nothing heavy is imported before the command is known, so that `hybridflow --hel
 """
 
 import argparse
+import gc
 import os
 import sys
 import traceback
@@ -61,6 +62,13 @@ COMMANDS = {
         "hybridflow.cli.config", "show a run's configuration, or every key", "config recipes/countdown_grpo.toml"
     ),
 }
+
+
+def command() -> int:
+    """Run `main` as all that this process does."""
+    status = main()
+    gc.freeze()  # the collector's last look at half a million objects of modules would take a second
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

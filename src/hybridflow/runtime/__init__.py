@@ -1,6 +1,11 @@
 """What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
 
-from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
+from hybridflow.runtime.allocator import (
+    bound_shape_caches,
+    keep_freed_memory,
+    paused_collector,
+    relax_garbage_collector,
+)
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
 from hybridflow.runtime.listening import listen
@@ -31,6 +36,7 @@ __all__ = [
     "measure_peak_flops",
     "memory_limit",
     "own_device",
+    "paused_collector",
     "peak_memory_of",
     "relax_garbage_collector",
     "require_arguments",
