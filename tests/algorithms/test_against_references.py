@@ -4,18 +4,16 @@ change it: the order of rows, the numbers of groups, the width of the padding.""
 import inspect
 import math
 import random
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fixtures import references
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
 from hybridflow.algorithms.declarations import ESTIMATORS
 
-REFERENCES = runpy.run_path(str(Path(__file__).with_name("references.py")))
 NUM_BATCHES = 1000
 NAN = float("nan")
 
@@ -111,7 +109,7 @@ def test_an_estimator_equals_its_reference_on_a_thousand_ragged_batches(name):
     rng = random.Random(name)
     for _ in range(NUM_BATCHES):
         batch = advantage_batch(name, rng)
-        expected = REFERENCES["ADVANTAGES"][name](**batch)
+        expected = references.ADVANTAGES[name](**batch)
         advantages, _ = ADVANTAGES[name](**as_tensors(batch))
         found, wanted = as_rows(advantages, expected), expected
         torch.testing.assert_close(
@@ -206,7 +204,7 @@ def test_a_loss_and_its_gradient_equal_the_reference_on_a_thousand_ragged_batche
             if not places:
                 continue
             advantages = batch["advantages"][i]
-            losses, slopes = REFERENCES["POLICY_LOSSES"][name](
+            losses, slopes = references.POLICY_LOSSES[name](
                 [batch["log_probs"][i][t] for t in places],
                 [batch["old_log_probs"][i][t] for t in places],
                 [advantages[t if len(advantages) > 1 or len(valid) == 1 else 0] for t in places],
@@ -260,4 +258,4 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_gradient_of_the_polic
 
 @pytest.mark.parametrize(("table", "names"), [(ADVANTAGES, "ADVANTAGES"), (POLICY_LOSSES, "POLICY_LOSSES")])
 def test_every_entry_of_the_tables_has_a_reference(table, names):
-    assert set(REFERENCES[names]) == set(table)
+    assert set(getattr(references, names)) == set(table)

@@ -2,26 +2,29 @@
 
 import json
 import os
-import runpy
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from fixtures import tiny_run
 from hybridflow.cli.main import main
 from hybridflow.runtime import capture_random_state, restore_random_state
 
+if TYPE_CHECKING:
+    from fixtures.forked import Forked, ForkServer
+
 
 @pytest.fixture(scope="session")
-def tiny() -> SimpleNamespace:
+def tiny() -> ModuleType:
     """The functions and constants of tests/fixtures/tiny_run.py."""
-    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "fixtures" / "tiny_run.py")))
+    return tiny_run
 
 
 @pytest.fixture(scope="session")
@@ -56,32 +59,20 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
     restore_random_state(random_state)
 
 
-def _take_sigint() -> None:
-    """A background job of a script ignores Ctrl-C, and so would what it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `python -m hybridflow ARGUMENTS` as a process of its own; what still runs at the end is killed."""
-    processes: list[subprocess.Popen[str]] = []
+def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
+    """Start `python -m hybridflow ARGUMENTS` as a separate process; kill at the end what still runs."""
+    processes = []
 
-    def run(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hybridflow", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            preexec_fn=_take_sigint,
-        )
-        processes.append(process)
-        return process
+    def run(*arguments: str | Path, **environment: str) -> "Forked":
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        processes.append(fork_server.start(["-m", "hybridflow", *arguments], environment=environment))
+        return processes[-1]
 
     yield run
     for process in processes:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 IN_TURN = """

@@ -47,7 +47,7 @@ def run_in_turn(*commands):
 def vllm_task(tiny, tmp_path_factory):
     """The tiny task, with heads of the size that vLLM computes on a CPU."""
     task = tiny.write_task(tmp_path_factory.mktemp("vllm_task"))
-    tiny.TASK["write_model"](task / "model", seed=0, width=64, layers=2, heads=2)
+    tiny.write_model(task / "model", seed=0, width=64, layers=2, heads=2)
     return task
 
 
