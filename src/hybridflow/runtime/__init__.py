@@ -1,4 +1,4 @@
-"""What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
+"""Process-level services: random streams, threads, stop signals, atomic files, reports. torch is imported on use."""
 
 from hybridflow.runtime.allocator import (
     bound_shape_caches,

@@ -68,10 +68,10 @@ def lengths_of(batch: Batch) -> Lengths:
 def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
     """The policy before the update, from the sums of the ranks: better than what the loss sees between its steps."""
     columns = future.get().batch
-    means = {"actor/entropy": "entropy_sum", MEAN: "drift_sum", KL: "drift_kl_sum", SHARE: "drift_share_sum"}
+    means = {"actor/entropy": "entropy_sum", MEAN: "mismatch_sum", KL: "mismatch_kl_sum", SHARE: "mismatch_share_sum"}
     num_tokens = float(columns["num_tokens"].sum())
     metrics = {name: float(columns[column].sum()) / num_tokens for name, column in means.items()}
-    return metrics | {LARGEST: float(columns["drift_max"].max())}
+    return metrics | {LARGEST: float(columns["mismatch_max"].max())}
 
 
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
