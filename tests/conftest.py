@@ -158,7 +158,7 @@ def run_world(fork_server: "ForkServer") -> Callable[..., None]:
             errors = [process.communicate()[1] for process in ranks]
         finally:
             for process in ranks:
-                process.kill()
+                process.discard()
         assert all(process.returncode in returncodes for process in ranks), "\n".join(errors)[-3000:]
 
     return run

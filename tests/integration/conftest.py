@@ -71,8 +71,7 @@ def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
 
     yield run
     for process in processes:
-        process.kill()
-        process.wait()
+        process.discard()
 
 
 IN_TURN = """

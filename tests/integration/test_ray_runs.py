@@ -240,19 +240,11 @@ def test_the_controller_reads_a_small_part_of_what_flows(layouts):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, tmp_path, number):
-    command = [sys.executable, "-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
+def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
+    command = ["-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
     environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits "ignore"
-    )
+    process = fork_server.start(command, environment=environment, merge_streams=True, new_session=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     try:
@@ -261,7 +253,7 @@ def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, t
         os.killpg(process.pid, number)  # as a terminal or a scheduler does
         output, _ = process.communicate()
     finally:
-        process.kill()
+        process.discard()
     assert process.returncode == 0, output
     assert "stopped after step" in output
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
