@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.controller import LocalBackend
 
 REWARDS = """
 def nan(**_):
@@ -39,6 +40,21 @@ def refuse(task, tmp_path, hybridflow):
 @pytest.mark.parametrize("key", ["train_files", "val_files"])
 def test_a_missing_file(key, refuse, tmp_path):
     assert "missing.parquet: no such file." in refuse(f'data.{key}=["{tmp_path}/missing.parquet"]')
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "key"), [("train", "train_files"), ("train", "val_files"), ("evaluate", "val_files")]
+)
+def test_unknown_data_sources_are_rejected_at_the_start(task, tmp_path, refuse, monkeypatch, command, key):
+    monkeypatch.setattr(LocalBackend, "call_all", None)  # no worker is called
+    table = pq.read_table(task / "train.parquet").slice(0, 12)
+    names = ["poems", "countdown", "jokes"] * 4
+    column = table.schema.get_field_index("data_source")
+    pq.write_table(table.set_column(column, "data_source", [names]), tmp_path / "mixed.parquet")
+    problem = refuse(f'data.{key}=["{tmp_path}/mixed.parquet"]', "reward.function=", command=command)
+    assert f"serves data_source 'jokes', 'poems' in {tmp_path}/mixed.parquet; known are DigitalLearning" in problem
+    assert 'Set reward.function="path.py:function"' in problem
     assert not (tmp_path / "run").exists()
 
 

@@ -79,6 +79,11 @@ class RLHFDataset:
         """Prompts that can be used, without the dropped ones."""
         return len(self._prompt_ids)
 
+    @property
+    def data_sources(self) -> list[str]:
+        """Distinct data sources of the prompts, sorted."""
+        return sorted({record["data_sources"] for record in self._records})
+
     def prompt_ids(self, index: int) -> list[int]:
         """Token ids of one prompt, without padding."""
         return list(self._prompt_ids[index])

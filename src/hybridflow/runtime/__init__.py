@@ -20,7 +20,7 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
-from hybridflow.runtime.user_code import load_user_function, require_arguments
+from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
 
 __all__ = [
     "StopRequest",
@@ -28,6 +28,7 @@ __all__ = [
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
+    "did_you_mean",
     "free_cached_memory",
     "fsync_path",
     "keep_freed_memory",

@@ -8,10 +8,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def load_user_function(name: str, what: str, error: type[Exception]) -> Callable[..., Any]:
@@ -55,10 +58,18 @@ def require_arguments(
     except TypeError as problem:
         plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
         signature = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        unknown = [each.name for each in plain if each.name not in arguments and each.kind not in _VARIADIC]
         raise error(
-            f"{what} {name!r} is {getattr(function, '__name__', 'it')}{signature}, but it is called with the "
-            f"keyword arguments {', '.join(arguments)} ({problem})."
+            f"{what} {name!r} is {getattr(function, '__name__', 'it')}{signature}{did_you_mean(unknown, arguments)}, "
+            f"but it is called with the keyword arguments {', '.join(arguments)} ({problem})."
         ) from problem
+
+
+def did_you_mean(names: Iterable[str], valid: Iterable[str]) -> str:
+    """Return " (did you mean 'scores' instead of 'score'?)" for the names near a valid one; empty if there are none."""
+    nearest = {name: get_close_matches(name, valid, n=2) for name in names}
+    hints = [f"{' or '.join(map(repr, near))} instead of {name!r}" for name, near in nearest.items() if near]
+    return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
 
 def _load_module(source: str) -> ModuleType:

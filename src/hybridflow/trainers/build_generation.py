@@ -14,7 +14,7 @@ from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.generation import TextGenerator
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.preconditions import require_files, require_rollout_engine
+from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
 from hybridflow.trainers.program import reward_class
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
@@ -24,6 +24,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     """Build what `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
     config = _prepare(config, checkpoint, "data.val_files")
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
+    require_reward_functions(config, prompts, config.data.val_files)
     rewards = {Role.Reward: ClassWithInitArgs(reward_class(config), config=config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
         return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)

@@ -1,12 +1,14 @@
 """What a configuration must have before anything is built from it, said before anything slow begins."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.errors import ConfigError, DataConfigError, ModelConfigError, ModelError
 from hybridflow.models import vocabulary_size
+from hybridflow.rewards.table import require_known
 from hybridflow.rollout.vllm import require_vllm
 
 
@@ -46,6 +48,12 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
             f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
             f"but the model has {positions} positions; lower one of the limits."
         )
+
+
+def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
+    """Raise RewardConfigError if reward.function is empty and a data source has no built-in reward function."""
+    if not config.reward.function and not config.reward.model_path:
+        require_known(prompts.data_sources, files)
 
 
 def require_room(config: Config, longest: int) -> None:
