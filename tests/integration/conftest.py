@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -75,10 +75,35 @@ def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
 
 
 IN_TURN = """
-import json, sys
+import contextlib, json, sys
 from hybridflow.cli.main import main
-sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
+from hybridflow.controller.ray.local_cluster import LocalCluster
+commands, shares_cluster = json.loads(sys.argv[1])
+with LocalCluster(16, object_store_bytes=512 * 2**20) if shares_cluster else contextlib.nullcontext():
+    status = max(main(arguments) for arguments in commands)
+sys.exit(status)
 """
+
+
+@pytest.fixture(scope="session")
+def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
+    """Run `hybridflow` commands one after another in one separate process.
+
+    `shares_cluster=True`: on one Ray cluster, as on that of a laboratory. Otherwise each starts and stops its own.
+    """
+
+    def run(*commands: Sequence[str | Path], shares_cluster: bool = False, **environment: str) -> None:
+        listed = [[str(part) for part in command] for command in commands]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        program = ["-c", IN_TURN, json.dumps([listed, shares_cluster])]
+        process = fork_server.start(program, environment=environment)
+        try:
+            out, err = process.communicate()
+        finally:
+            process.discard()
+        assert process.returncode == 0, out[-2000:] + err[-4000:]
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +119,6 @@ def uninterrupted(tiny, task, tmp_path_factory) -> SimpleNamespace:
         arguments = tiny.commands(task)[name]
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}"])
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}_after_{stop}", "--stop-after", str(stop)])
-    program = [sys.executable, "-c", IN_TURN, json.dumps(commands)]
+    program = [sys.executable, "-c", IN_TURN, json.dumps([commands, False])]  # another hash seed than that of forks
     subprocess.run(program, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return SimpleNamespace(**{directory.name: directory for directory in runs.iterdir()})
