@@ -2,6 +2,6 @@
 
 import sys
 
-from hybridflow.cli.main import main
+from hybridflow.cli.main import command
 
-sys.exit(main())
+sys.exit(command())

@@ -3,18 +3,16 @@
 import inspect
 import math
 import random
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fixtures import references
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
 from hybridflow.algorithms.declarations import ESTIMATORS
 
-REFERENCES = runpy.run_path(str(Path(__file__).with_name("references.py")))
 NUM_BATCHES = 1000
 NAN = float("nan")
 
@@ -110,7 +108,7 @@ def test_an_estimator_equals_its_reference_on_1000_ragged_batches(name):
     rng = random.Random(name)
     for _ in range(NUM_BATCHES):
         batch = advantage_batch(name, rng)
-        expected = REFERENCES["ADVANTAGES"][name](**batch)
+        expected = references.ADVANTAGES[name](**batch)
         advantages, _ = ADVANTAGES[name](**as_tensors(batch))
         found, wanted = as_rows(advantages, expected), expected
         torch.testing.assert_close(
@@ -205,7 +203,7 @@ def test_a_loss_and_its_gradient_equal_their_reference(name):
             if not places:
                 continue
             advantages = batch["advantages"][i]
-            losses, slopes = REFERENCES["POLICY_LOSSES"][name](
+            losses, slopes = references.POLICY_LOSSES[name](
                 [batch["log_probs"][i][t] for t in places],
                 [batch["old_log_probs"][i][t] for t in places],
                 [advantages[t if len(advantages) > 1 or len(valid) == 1 else 0] for t in places],
@@ -259,4 +257,4 @@ def test_on_policy_every_loss_has_the_policy_gradient(name):
 
 @pytest.mark.parametrize(("table", "names"), [(ADVANTAGES, "ADVANTAGES"), (POLICY_LOSSES, "POLICY_LOSSES")])
 def test_every_entry_of_the_tables_has_a_reference(table, names):
-    assert set(REFERENCES[names]) == set(table)
+    assert set(getattr(references, names)) == set(table)

@@ -6,22 +6,17 @@ more; rank 0 writes the weights to `OUT_DIR/<name>.safetensors`.
 """
 
 import json
-import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from fixtures import layout_program as layouts
 from hybridflow.engines import join_process_group
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import ModelWorker
-
-LAYOUTS = SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "engines" / "layout_program.py"), run_name="layout_program")
-)
 
 
 class Holder(ModelWorker):
@@ -34,12 +29,12 @@ class Holder(ModelWorker):
 
 
 def run(action: dict[str, Any]) -> dict[str, torch.Tensor]:
-    case = LAYOUTS.Case(name=action["name"], **action["case"])
-    engine, rows = LAYOUTS.build(case), DataProto.load_from_disk(case.rows)
-    worker, loss = Holder(engine), LAYOUTS.loss_of(case.head, rows)
+    case = layouts.Case(name=action["name"], **action["case"])
+    engine, rows = layouts.build(case), DataProto.load_from_disk(case.rows)
+    worker, loss = Holder(engine), layouts.loss_of(case.head, rows)
 
     def train() -> None:
-        engine.update(LAYOUTS.rows_of(engine, rows), loss, with_entropy=True, temperature=LAYOUTS.TEMPERATURE)
+        engine.update(layouts.rows_of(engine, rows), loss, with_entropy=True, temperature=layouts.TEMPERATURE)
 
     if "load" in action:
         worker.load(action["load"])

@@ -6,20 +6,17 @@ raised error and the elapsed time.
 
 import json
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from fixtures import layout_program as layouts
 from hybridflow.engines import TorchEngine, join_process_group
 from hybridflow.protocol import DataProto
-
-LAYOUTS = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "layout_program.py"), run_name="layout_program"))
 
 
 def main() -> None:
@@ -30,7 +27,7 @@ def main() -> None:
     rows = DataProto.load_from_disk(rows_path)
 
     def build(**options: Any) -> TorchEngine:
-        return LAYOUTS.build(LAYOUTS.Case("", model, rows_path, **options))
+        return layouts.build(layouts.Case("", model, rows_path, **options))
 
     def attempt(scenario: str, call: Callable[[], Any], **more: Callable[[], Any]) -> None:
         start, raised, message = time.monotonic(), "", ""
@@ -43,10 +40,10 @@ def main() -> None:
         Path(out, f"{scenario}_{rank}.json").write_text(json.dumps(record))
 
     engine = build()
-    mine, loss = LAYOUTS.rows_of(engine, rows), LAYOUTS.loss_of("policy", rows)
+    mine, loss = layouts.rows_of(engine, rows), layouts.loss_of("policy", rows)
 
     def update(part: DataProto, function: Any = loss) -> float:
-        return engine.update(part, function, with_entropy=True, temperature=LAYOUTS.TEMPERATURE).grad_norm
+        return engine.update(part, function, with_entropy=True, temperature=layouts.TEMPERATURE).grad_norm
 
     def weights() -> float:
         return float(sum(weight.sum() for _, weight in engine.weights()))

@@ -17,7 +17,7 @@ from hybridflow.protocol import DataProto
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parent / "layout_program.py"
+PROGRAM = Path(__file__).parents[1] / "fixtures" / "layout_program.py"
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 TABLE_START, TABLE_END = "<!-- layouts: start -->", "<!-- layouts: end -->"
 TOLERANCE = 1e-10

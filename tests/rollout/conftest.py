@@ -17,14 +17,9 @@ def build_embedded(directory: Path, dtype: str = "float64", **options) -> "Rollo
 
 
 def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEngine":
-    from hybridflow.models import load_causal_lm
-    from hybridflow.rollout import load_weights
-    from hybridflow.rollout.vllm import VLLMRollout
+    from fixtures.vllm_engines import vllm_engine
 
-    dtype = "float32" if dtype == "float64" else dtype  # vLLM has no float64
-    engine = VLLMRollout(directory, dtype=dtype, enforce_eager=True, kv_cache_bytes=64 * 2**20, **options)
-    load_weights(engine, load_causal_lm(directory).named_parameters(), version=0)
-    return engine
+    return vllm_engine(directory, dtype="float32" if dtype == "float64" else dtype, **options)  # vLLM has no float64
 
 
 ENGINES = {"embedded": build_embedded, "vllm": build_vllm}

@@ -20,11 +20,16 @@ PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
 
 
 def build(path, *, weights: bool = True, **options):
+    """Return a shared engine with weights, or a new one without."""
+    from fixtures.vllm_engines import vllm_engine
     from hybridflow.rollout.vllm import VLLMRollout
 
-    engine = VLLMRollout(path, **({"enforce_eager": True, "kv_cache_bytes": 2**26} | options))
-    if weights:
-        load_weights(engine, load_causal_lm(path).named_parameters(), version=0)
+    return vllm_engine(path, **options) if weights else VLLMRollout(path, enforce_eager=True, kv_cache_bytes=2**26)
+
+
+def build_unshared(path):
+    engine = build(path, weights=False)
+    load_weights(engine, load_causal_lm(path).named_parameters(), version=0)
     return engine
 
 
@@ -236,8 +241,8 @@ def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     from hybridflow.engines.process_group import has_joined
     from hybridflow.runtime import set_num_threads
 
-    threads = torch.get_num_threads()
-    engine = build(tiny_model())
+    threads, path = torch.get_num_threads(), tiny_model()
+    engine = build_unshared(path)
     assert torch.get_num_threads() == threads
     assert set_num_threads(2) == 2
     set_num_threads(threads)
@@ -245,7 +250,7 @@ def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     generate(engine, requests(SamplingParams(2)))
     del engine
     gc.collect()
-    generate(build(tiny_model()), requests(SamplingParams(2)))  # the first engine must not break the second
+    generate(build_unshared(path), requests(SamplingParams(2)))  # the first engine must not break the second
 
 
 def test_busy_engine_cannot_sleep_and_a_cpu_engine_keeps_its_weights(tiny_model):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.runtime import measure_peak_flops
+from hybridflow.runtime import measure_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -26,3 +26,7 @@ class BusyMachine:
 def test_load_that_passes_between_rounds_does_not_lower_the_peak():
     machine = BusyMachine()
     assert measure_peak_flops(torch.float32, size=8, clock=machine.clock, sleep=machine.sleep) == 2 * 8**3 / 0.5
+
+
+def test_a_process_measures_its_peak_once():
+    assert peak_flops(torch.float32) == peak_flops(torch.float32)

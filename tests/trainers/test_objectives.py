@@ -1,13 +1,11 @@
 """Offline objectives against a plain autograd computation of the whole pair loss, in float64."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from fixtures.tiny_run import write_task
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import load_config
 from hybridflow.trainers import build_dpo_trainer, build_reward_model_trainer
@@ -20,8 +18,7 @@ BETA = 0.5
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    tiny = runpy.run_path(str(Path(__file__).parents[1] / "fixtures" / "tiny_run.py"))
-    return tiny["write_task"](tmp_path_factory.mktemp("task"))
+    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture

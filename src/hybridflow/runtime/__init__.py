@@ -1,10 +1,15 @@
 """Process-level services: random streams, threads, stop signals, atomic files, reports. torch is imported on use."""
 
-from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
+from hybridflow.runtime.allocator import (
+    bound_shape_caches,
+    keep_freed_memory,
+    paused_collector,
+    relax_garbage_collector,
+)
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
 from hybridflow.runtime.listening import listen
-from hybridflow.runtime.matmul_peak import measure_peak_flops
+from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.random_state import (
     capture_random_state,
@@ -32,6 +37,8 @@ __all__ = [
     "measure_peak_flops",
     "memory_limit",
     "own_device",
+    "paused_collector",
+    "peak_flops",
     "peak_memory_of",
     "relax_garbage_collector",
     "require_arguments",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +12,18 @@ if TYPE_CHECKING:
 
 PRODUCTS_PER_ROUND = 4
 PAUSE_S = 0.05
+
+
+def peak_flops(dtype: torch.dtype) -> float:
+    """Return the peak of this process, which is measured once for each dtype and number of threads."""
+    import torch
+
+    return _peak_flops(dtype, torch.get_num_threads())
+
+
+@cache
+def _peak_flops(dtype: torch.dtype, num_threads: int) -> float:
+    return measure_peak_flops(dtype)
 
 
 def measure_peak_flops(

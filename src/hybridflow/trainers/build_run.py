@@ -14,7 +14,7 @@ from hybridflow.models import DTYPES
 from hybridflow.runtime import (
     bound_shape_caches,
     keep_freed_memory,
-    measure_peak_flops,
+    peak_flops,
     relax_garbage_collector,
     seed_random_state,
     set_deterministic,
@@ -85,9 +85,9 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
         settle_token_budgets(config, groups, run)
-        peak_flops = measure_peak_flops(DTYPES[config.model.dtype])
-        run.start_facts["matmul_peak_flops_per_s"] = peak_flops
-        speedometer = Speedometer(program.learners, peak_flops)
+        peak = peak_flops(DTYPES[config.model.dtype])
+        run.start_facts["matmul_peak_flops_per_s"] = peak
+        speedometer = Speedometer(program.learners, peak)
         return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend))
 
 

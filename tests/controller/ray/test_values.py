@@ -215,11 +215,10 @@ for late in (read, unread):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_nothing_is_connected_to_after_the_end_and_nothing_outlives_its_cluster():
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.split() == ["refused", "closed", "closed"], done.stderr[-2000:]
+def test_nothing_is_connected_to_after_the_end_and_nothing_outlives_its_cluster(fork_server):
+    process = fork_server.start(["-c", AFTER_THE_END], environment=os.environ)
+    output, errors = process.communicate(timeout=120)
+    assert output.split() == ["refused", "closed", "closed"], errors[-2000:]
 
 
 @pytest.mark.ray

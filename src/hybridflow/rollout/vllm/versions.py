@@ -24,7 +24,7 @@ from torch.random import fork_rng
 
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.rollout import base
-from hybridflow.runtime import own_device, unchanged_random_state
+from hybridflow.runtime import own_device, paused_collector, unchanged_random_state
 
 VERSION = (0, 32)
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -77,7 +77,7 @@ class VLLMEngine:
         require_vllm()
         on_gpu = torch.cuda.is_available()
         kv_cache_bytes = options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU)
-        with _restored_process_state():
+        with _restored_process_state(), paused_collector():  # a quarter of the time is import
             _join_own_group_if_none(on_gpu)
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
