@@ -5,9 +5,9 @@ exists in production, where the signatures are only read. `inspect.unwrap(functi
 calls it; tests of its own checks use that.
 """
 
+import contextlib
 import json
 import os
-import runpy
 import socket
 import subprocess
 import sys
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, Qwen2ForCausalLM
 
+    from fixtures.forked import ForkServer
     from hybridflow.controller.ray import RayBackend
     from hybridflow.protocol import DataProto
 
@@ -87,7 +88,9 @@ class RecordedGRPO:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         model.load_state_dict(weights)
         if self.record["dtype"] == "float64":
-            runpy.run_path(str(FIXTURES / "float64_qwen2.py"))["use_float64_throughout"](model)
+            from fixtures.float64_qwen2 import use_float64_throughout
+
+            use_float64_throughout(model)
         return model
 
     def grads(self, setting: str) -> "dict[str, Tensor]":
@@ -127,8 +130,17 @@ def ray_backend() -> "Iterator[RayBackend]":
 
 
 @pytest.fixture(scope="session")
-def run_world() -> Callable[..., None]:
-    """`run_world(program, 2, *arguments)`: `program RANK WORLD_SIZE PORT *arguments` in so many processes to the end.
+def fork_server() -> "Iterator[ForkServer]":
+    """A process that starts Python programs without importing torch, Ray and hybridflow again."""
+    from fixtures.forked import ForkServer
+
+    with contextlib.closing(ForkServer()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def run_world(fork_server: "ForkServer") -> Callable[..., None]:
+    """`run_world(program, 2, *arguments)`: run `program RANK WORLD_SIZE PORT *arguments` in 2 processes to the end.
 
     A rank may end with any of the `returncodes`.
     """
@@ -137,20 +149,16 @@ def run_world() -> Callable[..., None]:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ranks = [
-            subprocess.Popen(
-                [sys.executable, program, *map(str, (rank, world_size, port, *arguments))],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            fork_server.start([program, rank, world_size, port, *arguments], environment=environment)
             for rank in range(world_size)
         ]
         try:
             errors = [process.communicate()[1] for process in ranks]
         finally:
             for process in ranks:
-                process.kill()
+                process.discard()
         assert all(process.returncode in returncodes for process in ranks), "\n".join(errors)[-3000:]
 
     return run
@@ -241,7 +249,9 @@ def _write_word_tokenizer(directory: Path) -> None:
 @pytest.fixture(scope="session")
 def use_float64_throughout() -> "Callable[[PreTrainedModel], PreTrainedModel]":
     """Norms and rotary angles of a Qwen2 in float64 too, in place: results then agree to rounding of float64."""
-    return runpy.run_path(str(FIXTURES / "float64_qwen2.py"))["use_float64_throughout"]
+    from fixtures.float64_qwen2 import use_float64_throughout
+
+    return use_float64_throughout
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Reinforcement-learning post-training of language models, written as a dataflow.
 
-Names are imported when they are first used, so that `import hybridflow` is instant and loads no torch.
+Public names are imported at their first use, so that `import hybridflow` is fast and does not import torch.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataProto", "DataProtoFuture", "Dispatch", "Execute", "Worker", "load_config", "register"]
 
-_HOMES = {
+_MODULES = {
     "DataProto": "hybridflow.protocol",
     "DataProtoFuture": "hybridflow.protocol",
     "Dispatch": "hybridflow.controller",
@@ -27,9 +27,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""`python -m hybridflow` is the command `hybridflow`."""
+"""`python -m hybridflow`, the same as the command `hybridflow`."""
 
 import sys
 
-from hybridflow.cli.main import main
+from hybridflow.cli.main import command
 
-sys.exit(main())
+sys.exit(command())

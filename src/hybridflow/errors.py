@@ -1,8 +1,8 @@
-"""The exception tree. Every error hybridflow raises on purpose is a `HybridFlowError`.
+"""The exception tree. Every error that hybridflow raises on purpose is a `HybridFlowError`.
 
-A message names the value, what is valid and the fix. All of them survive pickling, so that an
-error of a worker reaches the controller unchanged. `hybridflow.cli.exit_codes` has the exit status of each: what the
-configuration causes is a `ConfigError` too, so `DataConfigError` is one that `except DataError` also catches.
+A message states the value, what is valid and the fix. All errors can be pickled, so that a worker's error reaches the
+controller unchanged. `hybridflow.cli.exit_codes` maps each class to an exit status. An error caused by the
+configuration is also a `ConfigError`: `except DataError` and `except ConfigError` both catch `DataConfigError`.
 """
 
 
@@ -11,19 +11,19 @@ class HybridFlowError(Exception):
 
 
 class ConfigError(HybridFlowError):
-    """A recipe or an override is wrong: unknown key, wrong type, values that contradict each other."""
+    """A recipe or an override is invalid: unknown key, wrong type, contradictory values."""
 
 
 class DataError(HybridFlowError):
-    """A data file, a row of it, a tokenizer or a prompt is malformed or too long."""
+    """A data file, one of its rows, a tokenizer or a prompt is malformed or too long."""
 
 
 class DataConfigError(ConfigError, DataError):
-    """A data file that is named does not exist or cannot be written, or a setting does not fit the data."""
+    """A configured data file does not exist or cannot be written, or a setting does not fit the data."""
 
 
 class BatchError(HybridFlowError, ValueError):
-    """A `DataProto` would become inconsistent, or an operation on it makes no sense."""
+    """An operation would make a `DataProto` inconsistent, or is not defined for it."""
 
 
 class FieldError(HybridFlowError):
@@ -35,15 +35,15 @@ class AlgorithmError(HybridFlowError, ValueError):
 
 
 class AlgorithmConfigError(ConfigError, AlgorithmError):
-    """A parameter of an algorithm function is out of range, or names something that does not exist."""
+    """A parameter of an algorithm function is out of range, or names a function or column that does not exist."""
 
 
 class DispatchError(HybridFlowError):
-    """A call on a worker group cannot be split over, or collected from, its ranks."""
+    """A call on a worker group cannot be dispatched to its ranks, or its results cannot be collected."""
 
 
 class WorkerError(HybridFlowError):
-    """A worker failed; carries who it was."""
+    """A worker failed; `role`, `rank` and `node` say which one."""
 
     def __init__(self, message: str, *, role: str = "", rank: int = -1, node: str = "") -> None:
         super().__init__(message)
@@ -58,23 +58,23 @@ def _rebuild_worker_error(cls: type[WorkerError], message: str, role: str, rank:
 
 
 class LostWorkerError(WorkerError):
-    """A worker died, is too late or cannot be reached; the same call may succeed with new workers."""
+    """A worker died, missed its deadline or is unreachable; the same call may succeed with new workers."""
 
 
 class WorkerDiedError(LostWorkerError):
-    """The process of a worker is gone; the message has its exit reason and the last lines of its log."""
+    """The process of a worker exited; the message has its exit reason and the last lines of its log."""
 
 
 class WorkerTimeoutError(LostWorkerError):
-    """A call took longer than its deadline; the message says who was waited for, and what they were doing."""
+    """A call took longer than its deadline; the message names the late workers, with their stacks."""
 
 
 class ModelError(HybridFlowError):
-    """A model directory cannot be loaded, or the model lacks something that is needed."""
+    """A model directory cannot be loaded, or the model lacks a required part."""
 
 
 class ModelConfigError(ConfigError, ModelError):
-    """A model directory that is named does not exist, or a setting does not fit the model."""
+    """A configured model directory does not exist, or a setting does not fit the model."""
 
 
 class RolloutError(HybridFlowError):
@@ -86,32 +86,32 @@ class RolloutConfigError(ConfigError, RolloutError):
 
 
 class WeightSyncError(HybridFlowError):
-    """Weights did not reach the rollout engine as they are, or it does not compute with them."""
+    """The rollout engine received other weights than were sent, or does not compute with them."""
 
 
 class LostWeightSyncError(LostWorkerError, WeightSyncError):
-    """Another process of a weight sync died, is too late or cannot be reached."""
+    """Another process of a weight sync died, missed its deadline or is unreachable."""
 
 
 class RewardError(HybridFlowError):
-    """A reward function failed or returned something that is not a score."""
+    """A reward function failed or returned a value that is not a score."""
 
 
 class RewardConfigError(ConfigError, RewardError):
-    """A reward function cannot be loaded, or does not take the arguments it is called with."""
+    """A reward function cannot be loaded, or does not accept the arguments of the call."""
 
 
 class NonFiniteError(HybridFlowError):
-    """A loss or a gradient is NaN or infinite; the step was refused and nothing was applied."""
+    """A loss or a gradient is NaN or infinite; the optimizer step was not applied."""
 
 
 class CheckpointError(HybridFlowError):
-    """A checkpoint is damaged, does not fit, is of another format version or was not written."""
+    """A checkpoint is damaged, does not fit the run, has another format version or was not written."""
 
 
 class CheckpointConfigError(ConfigError, CheckpointError):
-    """A checkpoint that is named does not exist or is of another run, or a directory is taken or cannot be written."""
+    """A checkpoint does not exist or belongs to another run, or a directory is in use or cannot be written."""
 
 
 class RunInUseError(CheckpointError):
-    """Another process is running in the directory of the run, or has just trained on there."""
+    """Another process uses the directory of the run, or has just continued the run."""

@@ -82,7 +82,7 @@ def test_an_estimator_is_added_by_one_file_and_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *problem, methods = done.stdout.splitlines()
-    assert "rollout.group_size=1 gives algorithm.advantage='mine' nothing to compare" in problem[-1]
+    assert "rollout.group_size=1 makes every advantage of algorithm.advantage='mine' 0" in problem[-1]
     assert {
         "ActorRolloutWorker.generate_greedy_sequences",
         "CriticWorker.compute_values",

@@ -23,6 +23,6 @@ def test_a_wheel_builds_with_every_module_the_type_marker_and_the_command(tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "hybridflow = hybridflow.cli.main:main" in archive.read(entry_points).decode()
+        assert "hybridflow = hybridflow.cli.main:command" in archive.read(entry_points).decode()
     assert {"hybridflow/py.typed", *map(str, modules)} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

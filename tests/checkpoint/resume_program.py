@@ -1,31 +1,26 @@
-"""One rank of a small world that trains, saves, resumes; `test_sharded_state` starts it.
+"""One rank of a process group that trains, saves and resumes; `test_sharded_state` starts it.
 
-`resume_program.py RANK WORLD_SIZE PORT ACTIONS_JSON OUT_DIR`. An action has a `case` (of
-tests/engines/layout_program.py), a `name`, and `load` or `save`, directories of checkpoints. It trains
-two steps, saves if asked, trains two more; rank 0 leaves the weights as `OUT_DIR/<name>.safetensors`.
+`resume_program.py RANK WORLD_SIZE PORT ACTIONS_JSON OUT_DIR`. An action has a `case` of layout_program.py,
+a `name`, and a checkpoint directory as `load` or `save`. It trains two steps, saves if `save` is given, and trains two
+more; rank 0 writes the weights to `OUT_DIR/<name>.safetensors`.
 """
 
 import json
-import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from fixtures import layout_program as layouts
 from hybridflow.engines import join_process_group
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import ModelWorker
 
-LAYOUTS = SimpleNamespace(
-    **runpy.run_path(str(Path(__file__).parents[1] / "engines" / "layout_program.py"), run_name="layout_program")
-)
-
 
 class Holder(ModelWorker):
-    """A worker of an engine that is there already."""
+    """A worker with an existing engine."""
 
     component = "actor"
 
@@ -34,12 +29,12 @@ class Holder(ModelWorker):
 
 
 def run(action: dict[str, Any]) -> dict[str, torch.Tensor]:
-    case = LAYOUTS.Case(name=action["name"], **action["case"])
-    engine, rows = LAYOUTS.build(case), DataProto.load_from_disk(case.rows)
-    worker, loss = Holder(engine), LAYOUTS.loss_of(case.head, rows)
+    case = layouts.Case(name=action["name"], **action["case"])
+    engine, rows = layouts.build(case), DataProto.load_from_disk(case.rows)
+    worker, loss = Holder(engine), layouts.loss_of(case.head, rows)
 
     def train() -> None:
-        engine.update(LAYOUTS.rows_of(engine, rows), loss, with_entropy=True, temperature=LAYOUTS.TEMPERATURE)
+        engine.update(layouts.rows_of(engine, rows), loss, with_entropy=True, temperature=layouts.TEMPERATURE)
 
     if "load" in action:
         worker.load(action["load"])

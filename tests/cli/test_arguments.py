@@ -1,4 +1,4 @@
-"""The arguments that commands share, without running anything heavy."""
+"""Arguments that several commands share."""
 
 import argparse
 from pathlib import Path
@@ -27,28 +27,44 @@ def parse(*arguments, adders=(add_recipe_arguments, add_stop_after, add_checkpoi
     return parser.parse_intermixed_args([str(argument) for argument in arguments])
 
 
-def test_options_may_stand_between_the_changes_to_a_recipe(recipe):
+def test_options_can_stand_between_overrides(recipe):
     args = parse(recipe, "trainer.epochs=2", "--stop-after", "3", "trainer.log_samples=1")
     config = config_of(args)
     assert (config.trainer.seed, config.trainer.epochs, config.trainer.log_samples) == (5, 2, 1)
     assert args.stop_after == 3
 
 
-def test_a_first_argument_with_an_equals_sign_is_a_change_of_the_defaults():
+def test_a_first_argument_with_an_equals_sign_is_an_override():
     assert config_of(parse("trainer.seed=7")).trainer.seed == 7
     assert config_of(parse()).trainer.seed == 0
 
 
-def test_what_is_typed_wins_over_what_an_option_says(recipe):
+def test_an_override_wins_over_an_option(recipe):
     config = config_of(parse("trainer.seed=7"), default_recipe=recipe, more=["trainer.seed=6", "trainer.epochs=4"])
     assert (config.trainer.seed, config.trainer.epochs) == (7, 4)
 
 
+@pytest.mark.parametrize(
+    ("argument", "override"),
+    [
+        ("--actor.optimizer.lr=1e-5", "actor.optimizer.lr=1e-5"),
+        ("-trainer.seed=3", "trainer.seed=3"),
+        ("--trainer.seed", "trainer.seed=VALUE"),
+    ],
+)
+def test_an_override_with_dashes_shows_how_to_write_it(argument, override, recipe, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["config", str(recipe), argument, "4"])
+    assert exit_.value.code == 2
+    shown = capsys.readouterr().err
+    assert f"{argument} is not an option: overrides are written without dashes: {override}\n" in shown
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_a_run_stops_after_a_step_that_exists(text, capsys):
+def test_stop_after_must_be_a_positive_integer(text, capsys):
     with pytest.raises(SystemExit):
         parse(f"--stop-after={text}")
-    assert f"{text!r} is no step; steps are 1, 2, ..." in capsys.readouterr().err
+    assert f"N must be a positive integer, got {text!r}" in capsys.readouterr().err
 
 
 def test_a_checkpoint_and_a_run_are_not_both_given(capsys):
@@ -57,14 +73,14 @@ def test_a_checkpoint_and_a_run_are_not_both_given(capsys):
     assert "not allowed with argument" in capsys.readouterr().err
 
 
-def test_no_checkpoint_is_chosen_without_asking():
+def test_no_checkpoint_is_chosen_without_an_option():
     assert chosen_checkpoint(parse()) is None
     assert recipe_of_run(parse()) is None
-    with pytest.raises(ConfigError, match="--step 4 chooses among the checkpoints of a run; name the run with --run"):
+    with pytest.raises(ConfigError, match="--step 4 needs a run; add --run DIR"):
         chosen_checkpoint(parse("--step", "4"))
 
 
-def test_rows_replace_what_a_file_held(tmp_path):
+def test_rows_replace_the_contents_of_a_file(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("old\n")
     write_rows(file, [{"a": 1}, {"b": "ü"}])
@@ -74,7 +90,7 @@ def test_rows_replace_what_a_file_held(tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_with_an_example(command, capsys):
+def test_help_of_every_command_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])
     assert exit_.value.code == 0

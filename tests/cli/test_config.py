@@ -11,12 +11,12 @@ def recipe(tmp_path):
     return path
 
 
-def test_config_prints_the_resolved_run(recipe, capsys):
+def test_config_prints_the_resolved_configuration(recipe, capsys):
     assert main(["config", str(recipe), "trainer.epochs=3"]) == 0
     assert capsys.readouterr().out == to_toml(load_config(recipe, ["trainer.epochs=3"]))
 
 
-def test_config_prints_the_defaults_with_overrides_alone(capsys):
+def test_config_prints_the_defaults_with_overrides(capsys):
     assert main(["config", "trainer.epochs=3", "trainer.seed=1"]) == 0
     assert capsys.readouterr().out == to_toml(load_config(None, ["trainer.epochs=3", "trainer.seed=1"]))
 
@@ -42,6 +42,6 @@ def test_config_reports_all_problems_and_prints_nothing(recipe, capsys):
     assert shown.out == ""
     assert shown.err == (
         f"error: 2 problem(s) in {recipe} with overrides:\n"
-        "  rollout.group_size: Input should be greater than 0 (got 0)\n"
+        "  rollout.group_size=0 is invalid: expected a value greater than 0\n"
         "  trainer.seeds: no such key; did you mean trainer.seed?\n"
     )

@@ -21,12 +21,12 @@ def raised_from(error, cause):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_of_error_has_a_code_of_its_own(cls):
+def test_every_error_class_has_a_code(cls):
     assert cls in CODES
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_the_code_follows_from_what_an_error_is_a_kind_of(cls):
+def test_the_code_follows_from_the_base_classes(cls):
     if issubclass(cls, ConfigError):
         assert CODES[cls] is ExitCode.USAGE
     elif issubclass(cls, LostWorkerError):
@@ -36,7 +36,7 @@ def test_the_code_follows_from_what_an_error_is_a_kind_of(cls):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_of_error_survives_pickling(cls):
+def test_every_error_class_survives_pickling(cls):
     copy = pickle.loads(pickle.dumps(cls("what happened")))
     assert type(copy) is cls
     assert str(copy) == "what happened"
@@ -44,7 +44,7 @@ def test_every_class_of_error_survives_pickling(cls):
 
 @pytest.mark.ray
 @pytest.mark.parametrize("cls", CLASSES)
-def test_an_error_of_a_worker_on_ray_keeps_its_class_and_so_its_code(cls):
+def test_an_error_of_a_ray_worker_keeps_class_and_code(cls):
     from hybridflow.controller.ray.transport import pack_error
 
     arrived = pack_error(cls("what happened"), "Actor.update", "actor", 1, "node").error()
@@ -54,7 +54,7 @@ def test_an_error_of_a_worker_on_ray_keeps_its_class_and_so_its_code(cls):
 
 @pytest.mark.ray
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_of_a_worker_on_ray_is_known_by_its_cause(number):
+def test_a_full_disk_of_a_ray_worker_is_found_in_the_causes(number):
     from hybridflow.controller.ray.transport import pack_error
 
     full = raised_from(CheckpointError("cannot write"), OSError(number, os.strerror(number)))
@@ -64,7 +64,7 @@ def test_a_full_disk_of_a_worker_on_ray_is_known_by_its_cause(number):
 
 @pytest.mark.ray
 @pytest.mark.parametrize("name", ["OutOfDiskError", "ObjectStoreFullError"])
-def test_a_full_object_store_is_for_lack_of_space(name):
+def test_a_full_object_store_counts_as_lack_of_space(name):
     import ray.exceptions
 
     full = getattr(ray.exceptions, name)("no room")
@@ -72,7 +72,7 @@ def test_a_full_object_store_is_for_lack_of_space(name):
     assert exit_code(raised_from(WorkerError("an argument does not fit"), full)) is ExitCode.AGAIN
 
 
-def test_an_error_class_of_the_user_has_the_code_of_its_base():
+def test_a_user_defined_error_has_the_code_of_its_base():
     class JudgeIsGone(RewardError):
         pass
 
@@ -84,7 +84,7 @@ def test_an_error_class_of_the_user_has_the_code_of_its_base():
     assert exit_code(HybridFlowError()) is ExitCode.FAILED
 
 
-def test_what_nobody_foresaw_is_a_failed_run():
+def test_an_unexpected_error_is_a_failed_run():
     assert exit_code(ZeroDivisionError()) is ExitCode.FAILED
     assert exit_code(raised_from(WorkerError("failed"), ZeroDivisionError())) is ExitCode.FAILED
     assert exit_code(OSError(errno.EACCES, "Permission denied")) is ExitCode.FAILED
@@ -92,7 +92,7 @@ def test_what_nobody_foresaw_is_a_failed_run():
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_lack_of_space_counts_wherever_it_is_in_the_chain_of_causes(number):
+def test_lack_of_space_is_found_in_the_chain_of_causes(number):
     full = OSError(number, os.strerror(number))
     assert exit_code(full) is ExitCode.AGAIN
     assert exit_code(raised_from(CheckpointError("not saved"), full)) is ExitCode.AGAIN
@@ -102,10 +102,10 @@ def test_lack_of_space_counts_wherever_it_is_in_the_chain_of_causes(number):
     assert exit_code(twice) is ExitCode.AGAIN
 
 
-def test_a_chain_of_causes_that_is_a_ring_ends():
+def test_a_cyclic_chain_of_causes_ends():
     error = RewardError("a ring")
     assert exit_code(raised_from(error, raised_from(KeyError(), error))) is ExitCode.FAILED
 
 
-def test_the_table_of_the_documentation_is_the_one_of_the_code():
+def test_the_table_in_the_documentation_equals_the_code():
     assert f"\n{exit_codes_markdown()}\n" in PAGE.read_text("utf-8")

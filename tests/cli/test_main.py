@@ -54,14 +54,14 @@ def test_an_unknown_command_suggests_the_nearest(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["trian", "recipe.toml"])
     assert exit_.value.code == 2
-    assert "no such command: trian; did you mean train?" in capsys.readouterr().err
+    assert "'trian' is not a command; did you mean train?" in capsys.readouterr().err
 
 
-def test_an_unknown_command_like_no_other_lists_all(capsys):
+def test_an_unknown_command_without_a_similar_one_lists_all(capsys):
     with pytest.raises(SystemExit):
         main(["xyz"])
     assert (
-        "use prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, config."
+        "commands: prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, config."
         in capsys.readouterr().err
     )
 
@@ -82,7 +82,7 @@ def test_a_commands_help_is_its_docstring_with_an_example(fake_command, capsys):
     assert "example: hybridflow fake it" in shown
 
 
-def test_an_error_of_ours_is_one_line_on_stderr_with_the_status_of_its_class(fake_command, capsys):
+def test_a_hybridflow_error_is_one_line_on_stderr(fake_command, capsys):
     def run(args):
         raise DataError("data.parquet is empty; write it again")
 
@@ -91,7 +91,7 @@ def test_an_error_of_ours_is_one_line_on_stderr_with_the_status_of_its_class(fak
     assert capsys.readouterr().err == "error: data.parquet is empty; write it again\n"
 
 
-def test_status_75_ends_with_what_a_command_that_trains_says(fake_command, capsys, monkeypatch):
+def test_status_75_ends_with_the_hint_of_the_command(fake_command, capsys, monkeypatch):
     def run(args):
         raise WorkerDiedError("worker actor/0 died")
 
@@ -103,7 +103,7 @@ def test_status_75_ends_with_what_a_command_that_trains_says(fake_command, capsy
     assert capsys.readouterr().err == "error: worker actor/0 died\nRun it.\n"
 
 
-def test_a_full_disk_below_the_output_is_status_75_without_a_traceback():
+def test_output_to_a_full_disk_is_status_75_without_traceback():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "hybridflow", "config"], stdout=full, stderr=subprocess.PIPE, text=True
@@ -124,7 +124,7 @@ def test_any_other_error_keeps_its_traceback(fake_command):
         main(["fake"])
 
 
-def test_a_worker_that_fell_over_something_unforeseen_shows_its_traceback(fake_command, capsys):
+def test_an_unexpected_error_of_a_worker_shows_its_traceback(fake_command, capsys):
     def run(args):
         try:
             1 // 0  # noqa: B018
@@ -147,7 +147,7 @@ def test_ctrl_c_is_status_130(fake_command, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_sigterm_outside_of_a_training_loop_is_as_ctrl_c(fake_command, capsys):
+def test_sigterm_outside_a_training_loop_acts_as_ctrl_c(fake_command, capsys):
     handler = signal.getsignal(signal.SIGTERM)
     fake_command(lambda args: os.kill(os.getpid(), signal.SIGTERM))
     assert main(["fake"]) == 130
@@ -155,7 +155,7 @@ def test_sigterm_outside_of_a_training_loop_is_as_ctrl_c(fake_command, capsys):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_a_handler_of_sigterm_is_left_alone(fake_command, monkeypatch):
+def test_an_existing_sigterm_handler_is_kept(fake_command, monkeypatch):
     seen = []
     before = signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
     try:
@@ -166,7 +166,7 @@ def test_a_handler_of_sigterm_is_left_alone(fake_command, monkeypatch):
     assert seen == ["own handler"]
 
 
-def test_at_debug_level_an_error_of_ours_shows_where_it_was_raised():
+def test_debug_level_shows_the_traceback_of_an_error():
     program = (
         "import sys; from hybridflow.cli import main as m; sys.argv = ['hybridflow', 'config', 'missing.toml']; "
         "sys.exit(m.main())"
@@ -178,12 +178,12 @@ def test_at_debug_level_an_error_of_ours_shows_where_it_was_raised():
         env={**os.environ, "HYBRIDFLOW_LOGGING_LEVEL": "debug"},
     )
     assert done.returncode == 2
-    assert "error: recipe missing.toml is missing" in done.stderr
+    assert "error: recipe missing.toml does not exist" in done.stderr
     assert "Traceback" in done.stderr
     assert "load_config" in done.stderr
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_a_closed_output_pipe_is_not_an_error():
     done = subprocess.run(
         f"{sys.executable} -m hybridflow config --reference | head -n 1",
         shell=True,

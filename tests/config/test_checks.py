@@ -20,7 +20,10 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             ["data.train_batch_size=1", "critic.mini_batch_size=2"],
             "critic.mini_batch_size=2 does not divide data.train_batch_size=1; use 1",
         ),
-        (["rollout.group_size=1"], "rollout.group_size=1 gives algorithm.advantage='grpo' nothing to compare"),
+        (
+            ["rollout.group_size=1"],
+            "rollout.group_size=1 makes every advantage of algorithm.advantage='grpo' 0; use a group_size of 2",
+        ),
         (["rollout.temperature=0"], "rollout.temperature=0 gives the same response 8 times (rollout.group_size=8)"),
         (["rollout.max_running_sequences=7"], "rollout.group_size=8 exceeds rollout.max_running_sequences=7"),
         (
@@ -33,7 +36,7 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         ),
         (
             ["algorithm.filter_groups=true", "rollout.group_size=1", "algorithm.advantage=gae"],
-            "algorithm.filter_groups=true with rollout.group_size=1 leaves out",
+            "algorithm.filter_groups=true with rollout.group_size=1 discards every group",
         ),
         (
             ["algorithm.advantage=gdpo"],
@@ -41,30 +44,33 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         ),
         (
             ["algorithm.advantage=distillation"],
-            "algorithm.advantage='distillation' needs a teacher, but teacher.model_path is empty; name it",
+            "algorithm.advantage='distillation' needs a teacher, but teacher.model_path is empty; set it",
         ),
         (
             ["algorithm.advantage=none"],
-            "algorithm.advantage='none' leaves nothing to learn from; set teacher.loss with",
+            "algorithm.advantage='none' leaves no term in the loss; set teacher.loss and",
         ),
         (
             ["teacher.model_path=x"],
-            "teacher.model_path='x' is read by nothing: teacher.loss='none' and algorithm.advantage='grpo'; set "
+            "teacher.model_path='x' has no effect: teacher.loss='none' and algorithm.advantage='grpo'; set "
             "teacher.loss, or advantage = 'distillation'",
         ),
         (
             ["algorithm.advantage=optimal-token-baseline", "actor.old_log_probs_from=rollout"],
-            "algorithm.advantage='optimal-token-baseline' needs what the trainer computes beside its log-probs, but",
+            "algorithm.advantage='optimal-token-baseline' needs a column of the trainer's log-prob pass, but",
         ),
-        (["reward.weights={a = 1.0}", "reward.model_path=x"], "reward.weights={'a': 1.0} weighs numbers of a function"),
+        (
+            ["reward.weights={a = 1.0}", "reward.model_path=x"],
+            "reward.weights={'a': 1.0} needs the numbers of a reward",
+        ),
         (["reward.overlong_buffer=600"], "reward.overlong_buffer=600 exceeds data.max_response_length=512"),
         (
             ["algorithm.rollout_weights=token", "actor.old_log_probs_from=rollout"],
-            "actor.old_log_probs_from='rollout' makes every weight of algorithm.rollout_weights",
+            "actor.old_log_probs_from='rollout' makes the ratio of algorithm.rollout_weights",
         ),
         (
             ["algorithm.rollout_reject={token_k3 = [0.5, 0.1]}"],
-            "algorithm.rollout_reject.token_k3=[0.5, 0.1] leaves no",
+            "algorithm.rollout_reject.token_k3=[0.5, 0.1] is an empty range; write",
         ),
         (["validation.group_size=4"], "validation.temperature=0 gives the same response 4 times"),
         (
@@ -73,15 +79,15 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         ),
         (
             ["algorithm.kl_in_reward=true", "algorithm.advantage=pass@k"],
-            "algorithm.kl_in_reward=true has no place in algorithm.advantage='pass@k', which does not compare sums of "
-            "rewards; use kl_in_loss = true",
+            "algorithm.kl_in_reward=true is not supported with algorithm.advantage='pass@k', which does not compare "
+            "sums of rewards; use kl_in_loss = true",
         ),
-        (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller='adaptive' steers the KL in the reward"),
+        (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller='adaptive' adjusts the KL in the reward"),
         ([*ADAPTIVE, "algorithm.kl_coef=0"], "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive'"),
         (
             ["actor.old_log_probs_from=rollout", "rollout.top_p=0.9"],
             "actor.old_log_probs_from='rollout' with rollout.top_p=0.9 compares probabilities under different "
-            "distributions; use old_log_probs_from = 'trainer', or sample from the whole one",
+            "distributions; use old_log_probs_from = 'trainer', or sample from the full",
         ),
         (
             ["memory.max_tokens_per_micro_batch=1023"],
@@ -91,25 +97,28 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         (["critic.warmup_steps=5"], "critic.warmup_steps=5, but algorithm.advantage='grpo' has no critic"),
         (
             ["algorithm.advantage=gae", "critic.warmup_steps=5", "trainer.total_steps=5"],
-            "critic.warmup_steps=5 leaves the actor none of trainer.total_steps=5; use at most 4",
+            "critic.warmup_steps=5 leaves the actor no step of trainer.total_steps=5; use at most 4",
         ),
         (["trainer.val_every=5"], "trainer.val_every=5, but data.val_files is empty"),
         (
             ["controller.backend=ray", "placement.pools={main=[1],small=[1]}", "placement.roles.critic=small"],
-            "placement.pools.small is the pool of no role that runs; give it one of actor_rollout, rollout, reward in",
+            "placement.pools.small has no role of this run; place one of actor_rollout, rollout, reward on it in",
         ),
         (
             ["memory.offload={critic='idle'}"],
             "memory.offload.critic='idle', but algorithm.advantage='grpo' has no critic",
         ),
-        (["memory.offload={reference='idle'}"], "memory.offload.reference='idle', but there is no reference model"),
+        (
+            ["memory.offload={reference='idle'}"],
+            "memory.offload.reference='idle', but there is no separate reference model",
+        ),
         (["memory.offload={reward='host'}"], "memory.offload.reward='host', but reward.model_path is empty"),
         (["memory.offload={rollout='idle'}"], "memory.offload.rollout='idle', but a rollout engine frees its memory"),
-        (["rollout.stop_strings=['a','']"], "rollout.stop_strings=['a', ''] has an empty text, which ends every"),
-        (["rollout.tensor=2"], "rollout.tensor=2, but the embedded engine is one on each rank"),
-        ([*VLLM, "model.dtype=float64"], "rollout.backend='vllm' has no model.dtype='float64'"),
+        (["rollout.stop_strings=['a','']"], "rollout.stop_strings=['a', ''] has an empty string, which ends every"),
+        (["rollout.tensor=2"], "rollout.tensor=2 is not supported with rollout.backend='embedded'; use 'vllm'"),
+        ([*VLLM, "model.dtype=float64"], "model.dtype='float64' is not supported by rollout.backend='vllm'"),
         ([*VLLM, "rollout.max_model_len=100"], "rollout.max_model_len=100 cannot hold data.max_prompt_length=512"),
-        ([*VLLM, "rollout.tensor=2"], "rollout.tensor=2 needs ranks that meet, but controller.backend='local'"),
+        ([*VLLM, "rollout.tensor=2"], "rollout.tensor=2 needs several processes, but controller.backend='local'"),
         (
             [*VLLM, *ON_RAY, "controller.num_workers=4", "rollout.tensor=3"],
             "rollout.tensor=3 does not divide controller.num_workers=4",
@@ -120,13 +129,13 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         ),
         (
             [*ON_RAY, "controller.num_workers=2", "parallel.tensor=2"],
-            "parallel.tensor=2 shares layers among ranks, but rollout.backend='embedded' generates with the whole",
+            "parallel.tensor=2 splits layers over ranks, but rollout.backend='embedded' generates with the whole",
         ),
         (
             [*ON_RAY, "placement.pools={a=[2]}", "placement.roles.rollout=a"],
-            "placement.roles.rollout='a' is the actor's own pool, where it generates itself",
+            "placement.roles.rollout='a' is the actor's pool, where the actor generates",
         ),
-        (["controller.parts=measured"], "controller.parts='measured' lets timings decide which rank computes a row"),
+        (["controller.parts=measured"], "controller.parts='measured' assigns rows to ranks by timings"),
     ],
 )
 def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
@@ -157,7 +166,7 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
         [*ON_RAY, "placement.pools={a=[2],b=[1]}", "placement.roles.rollout=b", "parallel.tensor=2"],
     ],
 )
-def test_what_fits_together_passes(overrides):
+def test_consistent_settings_pass(overrides):
     assert contradictions(load_config(None, overrides)) == []
 
 
@@ -171,7 +180,7 @@ def test_what_fits_together_passes(overrides):
         (["actor.old_log_probs_from=rollout"], False),
     ],
 )
-def test_an_update_of_one_optimizer_step_is_on_policy(overrides, is_on_policy):
+def test_one_optimizer_step_per_batch_is_on_policy(overrides, is_on_policy):
     assert load_config(None, overrides).is_on_policy is is_on_policy
 
 
@@ -186,7 +195,7 @@ def test_a_config_built_in_python_can_be_checked():
         check(Config(data=DataConfig(max_response_length=20000)))
 
 
-def test_a_batch_size_of_any_magnitude_is_checked_at_once():
+def test_a_huge_batch_size_is_checked_at_once():
     assert load_config(None, ["data.train_batch_size=100000000000"]).data.train_batch_size == 10**11
 
 
@@ -197,12 +206,12 @@ def test_a_batch_size_of_any_magnitude_is_checked_at_once():
         ("reward_components", "actor.policy_loss='ppo' compares several rewards, but reward.weights={} names none"),
     ],
 )
-def test_what_a_policy_loss_declares_is_checked_as_well(monkeypatch, column, problem):
+def test_declared_columns_of_a_policy_loss_are_checked(monkeypatch, column, problem):
     monkeypatch.setitem(LOSSES, "ppo", Loss("ppo:ppo_policy_loss", extra_columns=(column,)))
     assert [line.partition(";")[0] for line in contradictions(Config())] == [problem]
 
 
-def test_declared_columns_decide_which_models_a_run_has(monkeypatch):
+def test_declared_columns_decide_the_models_of_a_run(monkeypatch):
     assert not Config().uses_critic
     assert not Config().uses_reference
     monkeypatch.setitem(ESTIMATORS, "grpo", Estimator("grpo:grpo_advantages", extra_columns=("values",)))

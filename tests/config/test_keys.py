@@ -22,9 +22,9 @@ def test_keys_are_dotted_and_carry_their_defaults():
         ("qqqqqq", None),
     ],
 )
-def test_the_last_part_decides_first_and_what_stands_before_it_next(name, nearest):
+def test_the_nearest_key_is_found_by_last_part_then_prefix(name, nearest):
     assert nearest_key(name) == nearest
 
 
-def test_any_candidates_can_be_given():
+def test_the_nearest_of_given_candidates_is_found():
     assert nearest_key("trian", ["train", "sft"]) == "train"

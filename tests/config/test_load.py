@@ -18,7 +18,7 @@ def write(tmp_path, text):
     return path
 
 
-def test_without_a_recipe_every_default_holds_and_the_whole_is_valid():
+def test_the_defaults_are_a_valid_configuration():
     assert load_config(None) == Config()
 
 
@@ -29,7 +29,7 @@ def test_a_recipe_changes_only_what_it_names(tmp_path):
     assert config.data.max_prompt_length == Config().data.max_prompt_length
 
 
-def test_a_section_with_its_own_defaults_keeps_those_it_is_not_given(tmp_path):
+def test_a_section_keeps_its_own_defaults_of_unset_keys(tmp_path):
     config = load_config(write(tmp_path, "[critic.optimizer]\nweight_decay = 0.0\n"))
     assert config.critic.optimizer.lr == 1e-5
     assert config.actor.optimizer.lr == 1e-6
@@ -53,11 +53,11 @@ def test_a_section_with_its_own_defaults_keeps_those_it_is_not_given(tmp_path):
         ("actor.clip_ratio_dual=none", "actor", "clip_ratio_dual", None),
     ],
 )
-def test_an_override_is_read_as_toml_and_as_text_where_it_is_none(override, section, key, value):
+def test_an_override_is_read_as_toml_or_else_as_text(override, section, key, value):
     assert getattr(getattr(load_config(None, [override]), section), key) == value
 
 
-def test_overrides_win_over_the_recipe_and_later_ones_over_earlier_ones(tmp_path):
+def test_later_overrides_win_over_earlier_ones_and_the_recipe(tmp_path):
     recipe = write(tmp_path, "[trainer]\nseed = 1\nepochs = 7\n")
     config = load_config(recipe, ["trainer.seed=2", "trainer.seed=3"])
     assert (config.trainer.seed, config.trainer.epochs) == (3, 7)
@@ -69,11 +69,11 @@ def test_a_config_cannot_be_changed():
         config.trainer.seed = 1  # type: ignore[misc]
 
 
-def test_names_that_were_changed_are_told(tmp_path):
+def test_an_old_name_gets_the_new_one(tmp_path):
     recipe = write(tmp_path, "[data]\nshuffle = true\n\n[sft]\nbatch_size = 8\n")
     assert problems(recipe)[1:] == [
-        "data.shuffle: no such key; it is data.order = 'shuffled' or 'sequential' now",
-        "sft: no such section; the section is [offline] now",
+        "data.shuffle: no such key; replaced by data.order = 'shuffled' or 'sequential'",
+        "sft: no such section; renamed to [offline]",
     ]
 
 
@@ -81,10 +81,10 @@ def test_all_problems_are_reported_at_once(tmp_path):
     recipe = write(tmp_path, "[algorithm]\nadvantage = 'grop'\nkl_coeff = 0.1\n")
     assert problems(recipe, ["data.train_batch_size=0", "lr=1e-3"]) == [
         f"4 problem(s) in {recipe} with overrides:",
-        "data.train_batch_size: Input should be greater than 0 (got 0)",
-        "algorithm.advantage: needs one of 'gae', 'grpo', 'rloo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-        "'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', 'distillation', 'none', or a function of yours as "
-        "'path.py:function' or 'module:function' (got 'grop')",
+        "data.train_batch_size=0 is invalid: expected a value greater than 0",
+        "algorithm.advantage='grop' is invalid: expected one of 'gae', 'grpo', 'rloo', 'reinforce++', "
+        "'reinforce++-baseline', 'remax', 'opo', 'gpg', 'pass@k', 'gdpo', 'optimal-token-baseline', 'distillation', "
+        "'none', or your own function as 'path.py:function' or 'module:function'",
         "algorithm.kl_coeff: no such key; did you mean algorithm.kl_coef?",
         "lr: no such key; did you mean actor.optimizer.lr?",
     ]
@@ -96,33 +96,33 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ("kl_coeff=1", "kl_coeff: no such key; did you mean algorithm.kl_coef?"),
         ("critic.lr=1", "critic.lr: no such key; did you mean critic.optimizer.lr?"),
         ("data.batch_size=1", "data.batch_size: no such key; did you mean validation.batch_size?"),
-        ("actor.ppo_mini_batch_size=1", "actor.ppo_mini_batch_size: no such key; did you mean actor.mini_batch_size?"),
-        ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all"),
+        ("actor.minibatch_size=1", "actor.minibatch_size: no such key; did you mean actor.mini_batch_size?"),
+        ("zzzz=1", "zzzz: no such key; `hybridflow config --reference` lists all keys"),
         ("algoritm.kl_coef=1", "algoritm: no such section; did you mean algorithm?"),
         ("critic.optim.lr=1", "critic.optim: no such section; did you mean critic.optimizer?"),
-        ("offline=3", "offline: is a section; set one of its keys, as in offline.batch_size (got 3)"),
-        ("data.chat_template=1", "data.chat_template: Input should be a valid boolean (got 1)"),
-        ("data.chat_template.x=1", "data.chat_template: Input should be a valid boolean (got {'x': 1})"),
-        ("trainer.seed=true", "trainer.seed: Input should be a valid integer (got True)"),
-        ("trainer.seed='1'", "trainer.seed: Input should be a valid integer (got '1')"),
-        ("rollout.temperature=nan", "rollout.temperature: Input should be a finite number (got nan)"),
-        ("data.val_files=a", 'data.val_files: Input should be an array, as in ["a", "b"] (got \'a\')'),
+        ("offline=3", "offline=3 is invalid: expected a section; set one of its keys, such as offline.batch_size"),
+        ("data.chat_template=1", "data.chat_template=1 is invalid: expected a valid boolean"),
+        ("data.chat_template.x=1", "data.chat_template={'x': 1} is invalid: expected a valid boolean"),
+        ("trainer.seed=true", "trainer.seed=True is invalid: expected a valid integer"),
+        ("trainer.seed='1'", "trainer.seed='1' is invalid: expected a valid integer"),
+        ("rollout.temperature=nan", "rollout.temperature=nan is invalid: expected a finite number"),
+        ("data.val_files=a", 'data.val_files=\'a\' is invalid: expected an array, as in ["a", "b"]'),
         (
             "memory.offload=idle",
-            "memory.offload: Input should be a table, as in {key = 'value'} with its quotes (got 'idle')",
+            "memory.offload='idle' is invalid: expected a table, as in {key = 'value'} (with quotes)",
         ),
         (
             "memory.max_tokens_per_micro_batch=many",
-            "memory.max_tokens_per_micro_batch: needs an integer above 0, or \"auto\" (got 'many')",
+            "memory.max_tokens_per_micro_batch='many' is invalid: expected a positive integer or \"auto\"",
         ),
-        ("data.val_files=[1]", "data.val_files.0: Input should be a valid string (got 1)"),
-        ("actor.clip_ratio_dual=1", "actor.clip_ratio_dual: Input should be greater than 1 (got 1)"),
-        ("actor", "'actor': not an override; write section.key=value"),
-        ("actor..epochs=1", "'actor..epochs=1': not an override; write section.key=value"),
-        ("=1", "'=1': not an override; write section.key=value"),
+        ("data.val_files=[1]", "data.val_files.0=1 is invalid: expected a valid string"),
+        ("actor.clip_ratio_dual=1", "actor.clip_ratio_dual=1 is invalid: expected a value greater than 1"),
+        ("actor", "'actor' is not an override; write section.key=value"),
+        ("actor..epochs=1", "'actor..epochs=1' is not an override; write section.key=value"),
+        ("=1", "'=1' is not an override; write section.key=value"),
     ],
 )
-def test_a_problem_names_the_key_the_value_and_the_fix(override, problem):
+def test_a_problem_shows_key_value_and_fix(override, problem):
     assert problems(None, [override]) == ["1 problem(s) in overrides:", problem]
 
 
@@ -143,15 +143,15 @@ def test_a_syntax_error_at_the_end_of_the_file_names_the_file(tmp_path):
     assert problems(recipe) == [f"{recipe}: Invalid value (at end of document)"]
 
 
-def test_a_missing_recipe_names_those_beside_it(tmp_path):
+def test_an_error_for_a_missing_recipe_lists_its_neighbors(tmp_path):
     write(tmp_path, "")
     assert problems(tmp_path / "mine.toml") == [
-        f"recipe {tmp_path / 'mine.toml'} is missing; beside it are {tmp_path / 'my.toml'}"
+        f"recipe {tmp_path / 'mine.toml'} does not exist; recipes in {tmp_path}: {tmp_path / 'my.toml'}"
     ]
 
 
-def test_a_directory_is_no_recipe(tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(f"recipe {tmp_path} is no file")):
+def test_a_directory_is_not_a_recipe(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"recipe {tmp_path} is not a file")):
         load_config(tmp_path)
 
 
@@ -161,7 +161,7 @@ def test_a_recipe_that_is_not_utf_8_is_an_error(tmp_path):
         load_config(tmp_path / "my.toml")
 
 
-def test_contradictions_are_found_across_the_recipe_and_the_overrides(tmp_path):
+def test_contradictions_of_recipe_and_overrides_are_found(tmp_path):
     recipe = write(tmp_path, "[data]\ntrain_batch_size = 128\n")
     assert problems(recipe, ["actor.mini_batch_size=48"]) == [
         f"1 problem(s) in {recipe} with overrides:",
@@ -169,7 +169,7 @@ def test_contradictions_are_found_across_the_recipe_and_the_overrides(tmp_path):
     ]
 
 
-def test_values_nested_without_end_are_an_error_and_no_crash(tmp_path):
+def test_deeply_nested_values_are_an_error_not_a_crash(tmp_path):
     recipe = tmp_path / "deep.toml"
     recipe.write_text(f"x = {'[' * 3000}")
     assert "nested too deeply" in problems(recipe)[0]

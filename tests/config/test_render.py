@@ -24,7 +24,7 @@ from hybridflow.config.render import toml_value
         Config(reward=RewardConfig(function="my file.py:score", error_score=-1e300)),
     ],
 )
-def test_a_config_written_as_toml_reads_back_equal(config, tmp_path):
+def test_a_config_written_as_toml_loads_back_equal(config, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert load_config(path) == config
@@ -45,14 +45,14 @@ def test_the_reference_is_a_recipe_of_all_defaults(tmp_path):
     assert load_config(path) == Config()
 
 
-def test_the_reference_says_meaning_type_and_default_of_a_key():
+def test_the_reference_shows_description_type_and_default():
     assert (
-        "# Sample among the fewest tokens whose probability reaches top_p.\n# number > 0 and <= 1\ntop_p = 1.0\n"
-        in reference_text()
+        "# Sample among the fewest most likely tokens whose total probability reaches top_p; 1: all tokens.\n"
+        "# number > 0 and <= 1\ntop_p = 1.0\n" in reference_text()
     )
 
 
-def test_the_markdown_reference_has_one_row_for_every_key_with_all_four_columns():
+def test_the_markdown_reference_has_one_row_for_every_key():
     rows = [line for line in reference_markdown().splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
     assert [name.strip("`") for name, *_ in cells] == list(leaf_keys())

@@ -29,7 +29,7 @@ def test_models_of_roles_follow_from_the_configuration(overrides, reward):
     assert models == dict.fromkeys(ROLES, "sharded") | {"rollout": "engine", "reward": reward}
 
 
-def test_a_role_that_offload_may_not_name_has_a_reason():
+def test_each_role_that_cannot_be_offloaded_has_a_reason():
     config = load_config(None, [])
     without = [
         traits for traits in ROLES.values() if not (traits.has_group(config) and traits.has_sharded_model(config))

@@ -1,25 +1,22 @@
-"""One rank of two, of which the second meets trouble; `test_failures_of_ranks` starts it.
+"""One of two ranks, of which the second one fails in several scenarios; `test_failures_of_ranks` starts it.
 
-`failure_program.py RANK WORLD_SIZE PORT MODEL_DIR ROWS_DIR OUT_DIR`. Leaves `OUT_DIR/<scenario>_<rank>.json` with what
-was raised, and how long it took.
+`failure_program.py RANK WORLD_SIZE PORT MODEL_DIR ROWS_DIR OUT_DIR`. Writes `OUT_DIR/<scenario>_<rank>.json` with the
+raised error and the elapsed time.
 """
 
 import json
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from fixtures import layout_program as layouts
 from hybridflow.engines import TorchEngine, join_process_group
 from hybridflow.protocol import DataProto
-
-LAYOUTS = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "layout_program.py"), run_name="layout_program"))
 
 
 def main() -> None:
@@ -30,7 +27,7 @@ def main() -> None:
     rows = DataProto.load_from_disk(rows_path)
 
     def build(**options: Any) -> TorchEngine:
-        return LAYOUTS.build(LAYOUTS.Case("", model, rows_path, **options))
+        return layouts.build(layouts.Case("", model, rows_path, **options))
 
     def attempt(scenario: str, call: Callable[[], Any], **more: Callable[[], Any]) -> None:
         start, raised, message = time.monotonic(), "", ""
@@ -43,10 +40,10 @@ def main() -> None:
         Path(out, f"{scenario}_{rank}.json").write_text(json.dumps(record))
 
     engine = build()
-    mine, loss = LAYOUTS.rows_of(engine, rows), LAYOUTS.loss_of("policy", rows)
+    mine, loss = layouts.rows_of(engine, rows), layouts.loss_of("policy", rows)
 
     def update(part: DataProto, function: Any = loss) -> float:
-        return engine.update(part, function, with_entropy=True, temperature=LAYOUTS.TEMPERATURE).grad_norm
+        return engine.update(part, function, with_entropy=True, temperature=layouts.TEMPERATURE).grad_norm
 
     def weights() -> float:
         return float(sum(weight.sum() for _, weight in engine.weights()))
@@ -67,7 +64,7 @@ def main() -> None:
     attempt("nan_gradient", lambda: update(mine, poison_gradient), unchanged=lambda: weights() == before)
     attempt("after", lambda: update(mine), norm=lambda: update(mine))
 
-    longer = build(max_tokens=9)  # of the second rank's rows some are longer
+    longer = build(max_tokens=9)  # some rows of the second rank are longer
     attempt("too_long", lambda: longer.update(mine, loss, with_entropy=True))
     unknown = mine.select(deepcopy=True)
     if rank == 1:

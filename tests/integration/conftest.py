@@ -2,26 +2,29 @@
 
 import json
 import os
-import runpy
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from fixtures import tiny_run
 from hybridflow.cli.main import main
 from hybridflow.runtime import capture_random_state, restore_random_state
 
+if TYPE_CHECKING:
+    from fixtures.forked import Forked, ForkServer
+
 
 @pytest.fixture(scope="session")
-def tiny() -> SimpleNamespace:
+def tiny() -> ModuleType:
     """The functions and constants of tests/fixtures/tiny_run.py."""
-    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "fixtures" / "tiny_run.py")))
+    return tiny_run
 
 
 @pytest.fixture(scope="session")
@@ -56,39 +59,51 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
     restore_random_state(random_state)
 
 
-def _take_sigint() -> None:
-    """A background job of a script ignores Ctrl-C, and so would what it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture
-def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `python -m hybridflow ARGUMENTS` as a process of its own; what still runs at the end is killed."""
-    processes: list[subprocess.Popen[str]] = []
+def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
+    """Start `python -m hybridflow ARGUMENTS` as a separate process; kill at the end what still runs."""
+    processes = []
 
-    def run(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hybridflow", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            preexec_fn=_take_sigint,
-        )
-        processes.append(process)
-        return process
+    def run(*arguments: str | Path, **environment: str) -> "Forked":
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        processes.append(fork_server.start(["-m", "hybridflow", *arguments], environment=environment))
+        return processes[-1]
 
     yield run
     for process in processes:
-        process.kill()
-        process.communicate()
+        process.discard()
 
 
 IN_TURN = """
-import json, sys
+import contextlib, json, sys
 from hybridflow.cli.main import main
-sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
+from hybridflow.controller.ray.local_cluster import LocalCluster
+commands, shares_cluster = json.loads(sys.argv[1])
+with LocalCluster(16, object_store_bytes=512 * 2**20) if shares_cluster else contextlib.nullcontext():
+    status = max(main(arguments) for arguments in commands)
+sys.exit(status)
 """
+
+
+@pytest.fixture(scope="session")
+def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
+    """Run `hybridflow` commands one after another in one separate process.
+
+    `shares_cluster=True`: on one Ray cluster, as on that of a laboratory. Otherwise each starts and stops its own.
+    """
+
+    def run(*commands: Sequence[str | Path], shares_cluster: bool = False, **environment: str) -> None:
+        listed = [[str(part) for part in command] for command in commands]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        program = ["-c", IN_TURN, json.dumps([listed, shares_cluster])]
+        process = fork_server.start(program, environment=environment)
+        try:
+            out, err = process.communicate()
+        finally:
+            process.discard()
+        assert process.returncode == 0, out[-2000:] + err[-4000:]
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +119,6 @@ def uninterrupted(tiny, task, tmp_path_factory) -> SimpleNamespace:
         arguments = tiny.commands(task)[name]
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}"])
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}_after_{stop}", "--stop-after", str(stop)])
-    program = [sys.executable, "-c", IN_TURN, json.dumps(commands)]
+    program = [sys.executable, "-c", IN_TURN, json.dumps([commands, False])]  # another hash seed than that of forks
     subprocess.run(program, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return SimpleNamespace(**{directory.name: directory for directory in runs.iterdir()})

@@ -44,10 +44,10 @@ sys.exit(main(sys.argv[2:]))
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["trian", "rl.toml"], "no such command: trian; did you mean train?"),
+        (["trian", "rl.toml"], "'trian' is not a command; did you mean train?"),
         (["train", "{task}/rl.toml", "--stop-afetr", "3"], "unrecognized arguments"),
         (["train", "{task}/rl.toml", "trainer.sed=1"], "trainer.sed"),
-        (["train", "{task}/absent.toml"], "absent.toml is missing"),
+        (["train", "{task}/absent.toml"], "absent.toml does not exist"),
         (["prepare", "gsm8k", "--train-file", "absent.jsonl", "--test-file", "absent.jsonl"], "no such file"),
     ],
 )

@@ -1,11 +1,8 @@
 """Whole tiny runs on Ray: the bits of the local backend, what overlaps, what travels, what a signal does."""
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -19,15 +16,6 @@ from hybridflow.trainers import run_on_placeholders
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-IN_TURN = """
-import contextlib, json, sys
-from hybridflow.cli.main import main
-from hybridflow.controller.ray.local_cluster import LocalCluster
-commands, shares_cluster = json.loads(sys.argv[1])
-with LocalCluster(16, object_store_bytes=512 * 2**20) if shares_cluster else contextlib.nullcontext():
-    status = max(main(arguments) for arguments in commands)
-sys.exit(status)
-"""
 POOLS_OF_THEIR_OWN = (
     "placement.pools={main=[1],second=[1],third=[1],fourth=[1]}",
     "placement.roles.critic=second",
@@ -66,18 +54,6 @@ ALGORITHMS = {
 """What reads other columns, and makes them elsewhere: in the local process and on two ranks."""
 
 
-def run_in_turn(*commands, shares_cluster=True, **environment):
-    """`hybridflow` commands one after another in a process that is not this one.
-
-    On one cluster, as on that of a laboratory; or each starts and stops its own.
-    """
-    listed = [[str(part) for part in command] for command in commands]
-    program = [sys.executable, "-c", IN_TURN, json.dumps([listed, shares_cluster])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def events_of(run):
     """The trace of a run's steps."""
     rows = read_jsonl(run / "trace" / "calls.jsonl")
@@ -102,26 +78,27 @@ ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5")
 
 
 @pytest.fixture(scope="module")
-def stopped(tiny, task, directory):
+def stopped(tiny, task, directory, run_in_turn):
     """PPO stopped and continued on one worker, each time on a cluster that the run starts."""
     ppo = [*tiny.commands(task)["ppo"], f"trainer.run_dir={directory}/ppo", *ON_RAY]
-    run_in_turn([*ppo, "--stop-after", "2"], ppo, shares_cluster=False)
+    run_in_turn([*ppo, "--stop-after", "2"], ppo)
     return runs_below(directory)
 
 
 @pytest.fixture(scope="module")
-def layouts(task, directory):
+def layouts(task, directory, run_in_turn):
     """GRPO in float64 on one process and in LAYOUTS."""
     exact = ["train", f"{task}/rl.toml", *EXACT, "data.val_files=[]"]
     run_in_turn(
         [*exact, f"trainer.run_dir={directory}/exact_1"],
         *([*exact, *ON_RAY, f"trainer.run_dir={directory}/exact_{name}", *layout] for name, layout in LAYOUTS.items()),
+        shares_cluster=True,
     )
     return runs_below(directory)
 
 
 @pytest.fixture(scope="module")
-def algorithms(task, directory):
+def algorithms(task, directory, run_in_turn):
     """Each of ALGORITHMS in float64 on one process and on two workers."""
     commands = []
     for name, how in ALGORITHMS.items():
@@ -129,12 +106,12 @@ def algorithms(task, directory):
         for ranks, where in ((1, []), (2, [*ON_RAY, "controller.num_workers=2"])):
             run_dir = f"trainer.run_dir={directory}/{name}_{ranks}"
             commands.append(["train", f"{task}/rl.toml", *changes, *where, run_dir])
-    run_in_turn(*commands)
+    run_in_turn(*commands, shares_cluster=True)
     return runs_below(directory)
 
 
 @pytest.fixture(scope="module")
-def compared(task, directory):
+def compared(task, directory, run_in_turn):
     """DPO and a reward model in float64 on one process and on two workers."""
     offline = [f"{task}/pairs.toml", "model.dtype=float64", "trainer.total_steps=2", "data.val_files=[]"]
     run_in_turn(
@@ -142,18 +119,20 @@ def compared(task, directory):
             [name, *offline, f"trainer.run_dir={directory}/{name}_{ranks}", *where]
             for ranks, where in ((1, []), (2, [*ON_RAY, "controller.num_workers=2"]))
             for name in ("dpo", "reward-model")
-        )
+        ),
+        shares_cluster=True,
     )
     return runs_below(directory)
 
 
 @pytest.fixture(scope="module")
-def pools(tiny, task, directory):
+def pools(tiny, task, directory, run_in_turn):
     """PPO with critic, reference and rewards on pools of their own, and on one."""
     command = ["train", f"{task}/rl.toml", *tiny.PPO, *ON_RAY, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
         [*command, f"trainer.run_dir={directory}/own_pools", *POOLS_OF_THEIR_OWN],
         [*command, f"trainer.run_dir={directory}/one_pool"],
+        shares_cluster=True,
         SECONDS_FOR_EACH_REWARD="0.02",
     )
     return runs_below(directory)
@@ -240,19 +219,11 @@ def test_the_controller_reads_a_small_part_of_what_flows(layouts):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, tmp_path, number):
-    command = [sys.executable, "-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
+def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
+    command = ["-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
     environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits "ignore"
-    )
+    process = fork_server.start(command, environment=environment, merge_streams=True, new_session=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     try:
@@ -261,7 +232,7 @@ def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, t
         os.killpg(process.pid, number)  # as a terminal or a scheduler does
         output, _ = process.communicate()
     finally:
-        process.kill()
+        process.discard()
     assert process.returncode == 0, output
     assert "stopped after step" in output
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -284,7 +255,7 @@ def pids_of_workers(driver):
 
 
 def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the_run_it_would_have_been(
-    tiny, task, start, tmp_path
+    tiny, task, start, run_in_turn, tmp_path
 ):
     command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"]
     command += ["controller.num_workers=2", "trainer.save_every=1", "trainer.save_in_background=true"]
@@ -302,8 +273,8 @@ def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the
     assert process.returncode == 75
     assert "died while" in errors
     newest = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step_*"))
-    assert f"the newest checkpoint is that of step {newest}; the same command continues from there" in errors
+    assert f"the newest checkpoint is that of step {newest}; run the same command to continue from there" in errors
     assert errors.endswith(f"\nThe same command continues from the last checkpoint, that of step {newest}.\n")
     assert 1 <= newest < 12
-    run_in_turn(killed, whole)
+    run_in_turn(killed, whole, shares_cluster=True)
     require_same_results(*(tiny.results_of(tmp_path / name, 12) for name in ("killed", "whole")))

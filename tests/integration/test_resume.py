@@ -90,7 +90,7 @@ def test_a_finished_run_can_be_made_longer(tiny, task, tmp_path, hybridflow):
     [
         (["train", "rl.toml", "algorithm.advantage=gae"], "algorithm.advantage was 'grpo' and is 'gae'"),
         (["train", "rl.toml", "model.dtype=float64"], "model.dtype was 'float32' and is 'float64'"),
-        (["train", "rl.toml", "model.path=other"], "the model of model.path is another one than "),
+        (["train", "rl.toml", "model.path=other"], "the model of model.path differs from the one in "),
         (
             ["train", "rl.toml", "trainer.seed=1"],
             "the saved data position belongs to other data or settings: seed was 0",

@@ -213,8 +213,8 @@ def test_programs_and_mathematics_are_scored_in_processes_as_their_data_source_a
 
 def test_arguments_without_a_function_and_reserved_ones_are_told(task, hybridflow):
     outcome = hybridflow("train", task / "rl.toml", "reward.function=", 'reward.kwargs={url = "x"}')
-    assert "are arguments of reward.function, which is empty" in outcome.err
+    assert "needs reward.function, which is empty" in outcome.err
     outcome = hybridflow("train", task / "rl.toml", 'reward.kwargs={solution_str = "x"}')
-    assert "reward.kwargs.solution_str is what each sample brings" in outcome.err
+    assert "reward.kwargs.solution_str is reserved for the sample" in outcome.err
     outcome = hybridflow("train", task / "rl.toml", "reward.function=hybridflow.rewards:judge_reward")
     assert "missing a required argument: 'url'" in outcome.err

@@ -39,7 +39,7 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(tiny, task, u
     assert terminated.returncode == 0
     assert "SIGTERM: this step will be finished, then a checkpoint is saved" in err
     last = rows(run)[-1]["step"]
-    assert f"stopped after step {last} of 6; the same command continues from there" in err
+    assert f"stopped after step {last} of 6; run the same command to continue" in err
     assert (run / "checkpoints" / f"step_{last:06d}").is_dir()
 
     finished = start(*command)

@@ -1,4 +1,4 @@
-"""The rows of each mini-batch, dealt out to ranks."""
+"""Load balancing of the rows of each mini-batch over ranks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SHAPE = DecoderShape(2, 32, 48, 4, 2, 40)
 
 
 def batch_of(lengths, group_size=1):
-    """Rows of one prompt token and the rest response."""
+    """Return rows of one prompt token; the other tokens are the response."""
     lengths = torch.tensor(lengths)
     return DataProto.from_dict(
         {
@@ -27,7 +27,7 @@ def rows_of_ranks(order, num_parts):
     return [sorted(part.tolist()) for part in torch.tensor(order).chunk(num_parts)]
 
 
-def test_long_rows_are_spread_over_the_ranks_and_imbalance_is_reported():
+def test_long_rows_are_spread_over_ranks_with_metrics():
     batch = batch_of([9, 8, 2, 1])
     order, metrics = balanced_order(batch, 2, [[100, 101, 102, 103]], None)
     assert sorted(rows_of_ranks(order, 2)) == [[0, 3], [1, 2]]
@@ -35,7 +35,7 @@ def test_long_rows_are_spread_over_the_ranks_and_imbalance_is_reported():
     assert metrics["balance/imbalance_after"] == 0
 
 
-def test_each_mini_batch_is_balanced_by_itself():
+def test_each_mini_batch_is_balanced_separately():
     lengths = [50, 40, 3, 2, 30, 20, 2, 2]
     steps = [[100, 101, 102, 103], [104, 105, 106, 107]]
     order, metrics = balanced_order(batch_of(lengths), 2, steps, SHAPE)
@@ -46,12 +46,12 @@ def test_each_mini_batch_is_balanced_by_itself():
     assert metrics["balance/imbalance_after"] < metrics["balance/imbalance_before"]
 
 
-def test_groups_stay_on_one_rank_where_asked():
+def test_groups_stay_on_one_rank_with_keep_groups():
     lengths = [9, 9, 8, 8, 2, 2, 1, 1]
     order, _ = balanced_order(batch_of(lengths, group_size=2), 2, [list(range(100, 108))], None, keep_groups=True)
     assert sorted(rows_of_ranks(order, 2)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def test_rows_that_ranks_cannot_share_evenly_are_all_there():
+def test_an_uneven_number_of_rows_is_kept_complete():
     order, _ = balanced_order(batch_of([5, 4, 3, 2, 1]), 2, [[100, 101, 102], [103, 104]], None)
     assert sorted(order.tolist()) == list(range(5))

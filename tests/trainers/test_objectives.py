@@ -1,13 +1,11 @@
-"""Learning from slopes is learning from whole pairs: against one autograd graph of the pair loss, in float64."""
-
-import runpy
-from pathlib import Path
+"""Offline objectives against a plain autograd computation of the whole pair loss, in float64."""
 
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from fixtures.tiny_run import write_task
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import load_config
 from hybridflow.trainers import build_dpo_trainer, build_reward_model_trainer
@@ -20,8 +18,7 @@ BETA = 0.5
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    tiny = runpy.run_path(str(Path(__file__).parents[1] / "fixtures" / "tiny_run.py"))
-    return tiny["write_task"](tmp_path_factory.mktemp("task"))
+    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def settings(task, tmp_path):
 
 
 def response_log_probs(model, batch):
-    """(pairs, 2) sums over the responses, one row at a time."""
+    """Return (pairs, 2) sums over the responses, one row at a time."""
     sums = []
     for ids, is_real, mask in zip(
         *(batch.batch[n] for n in ("input_ids", "attention_mask", "response_mask")), strict=True
@@ -52,7 +49,7 @@ def response_log_probs(model, batch):
 
 
 def conversation_scores(model, batch):
-    """(pairs, 2) values at the last token of each conversation, which is the last but one of its row."""
+    """Return (pairs, 2) values at the last token of each conversation, the last but one of its row."""
     return torch.stack(
         [
             model(ids[is_real.bool()][None]).logits[0, -2, 0]
@@ -107,7 +104,7 @@ def test_two_steps_equal_two_steps_on_the_whole_loss(task, settings, name, memor
 
 
 @pytest.mark.parametrize("build", [build_dpo_trainer, build_reward_model_trainer])
-def test_where_micro_batches_part_a_pair_changes_nothing_but_rounding(settings, tmp_path, build):
+def test_splitting_a_pair_over_micro_batches_changes_only_rounding(settings, tmp_path, build):
     losses = []
     for number, memory in enumerate(
         ("memory.max_tokens_per_micro_batch=128", "memory.max_tokens_per_micro_batch=4096")

@@ -11,7 +11,7 @@ def my_advantages(*, scores, baseline_scores):
 """
 
 
-def test_greedy_responses_are_made_for_a_users_function_that_reads_their_scores(tmp_path):
+def test_greedy_responses_are_sampled_if_a_function_reads_them(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(USER)
     for advantage, is_greedy in ((f"{file}:my_advantages", True), ("remax", True), ("grpo", False)):
@@ -20,7 +20,7 @@ def test_greedy_responses_are_made_for_a_users_function_that_reads_their_scores(
         assert ("ActorRolloutWorker.generate_greedy_sequences" in methods) is is_greedy
 
 
-def test_every_role_of_reinforcement_learning_has_a_worker():
+def test_every_online_role_has_a_worker_class():
     pool = ["controller.backend=ray", "placement.pools={learn=[1],gen=[1]}", "placement.roles.rollout=gen"]
     models = ["algorithm.advantage=gae", "algorithm.kl_in_loss=true", "teacher.model_path=m", "teacher.loss=reverse_kl"]
     classes = role_classes(load_config(None, [*pool, *models]))

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -5,7 +6,9 @@ import torch
 
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.rl_metrics import (
+    MAX_GROUND_TRUTH_CHARS,
     batch_metrics,
+    bounded_json,
     explained_variance,
     extra_metrics,
     log_prob_metrics,
@@ -16,7 +19,7 @@ from hybridflow.trainers.rl_metrics import (
 
 
 def rollouts(**tensors):
-    """Two prompts with two responses each, of 1, 2, 3 and 3 tokens."""
+    """Return two prompts with two responses each, of 1, 2, 3 and 3 tokens."""
     lengths = torch.tensor([1, 2, 3, 3])
     columns = {
         "prompt_mask": torch.tensor([[False, True]] * 2 + [[True, True]] * 2),
@@ -30,13 +33,15 @@ def rollouts(**tensors):
     }
     texts = {
         "raw_prompts": [[{"role": "user", "content": text}] for text in ("p", "p", "q", "q")],
+        "prompt_texts": ["<u>p", "<u>p", "<u>q", "<u>q"],
+        "ground_truths": [{"target": 3}, {"target": 3}, "4", "4"],
         "solution_texts": ["a", "b", "c", "d"],
         "reward_extras": [{"x": 1.0}, {"x": 3.0, "y": 5.0}, {}, {}],
     }
     return DataProto.from_dict({**columns, **tensors}, texts)
 
 
-def test_figures_of_a_batch_by_hand():
+def test_metrics_of_a_batch_by_hand():
     metrics = batch_metrics(rollouts(), max_response_length=3)
     assert metrics["critic/score/mean"] == 0.5
     assert metrics["response_length/mean"] == 9 / 4
@@ -53,7 +58,7 @@ def test_figures_of_a_batch_by_hand():
     assert "critic/rewards/mean" not in metrics
 
 
-def test_figures_of_a_critic():
+def test_metrics_of_a_critic_by_hand():
     values = torch.tensor([[1.0, 9.0, 9.0], [2.0, 2.0, 9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     returns = torch.tensor([[1.0, 9.0, 9.0], [2.0, 4.0, 9.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     metrics = batch_metrics(rollouts(values=values, returns=returns, token_level_rewards=returns), 3)
@@ -64,25 +69,25 @@ def test_figures_of_a_critic():
     assert metrics["critic/rewards/max"] == 19.0
 
 
-def test_entropy_and_drift_are_means_over_the_tokens_of_all_ranks():
+def test_entropy_and_mismatch_are_means_over_the_tokens_of_all_ranks():
     sums = {"num_tokens": [3, 1], "entropy_sum": [6.0, 2.0], "mismatch_sum": [0.5, 1.5], "mismatch_max": [0.25, 1.5]}
     sums |= {"mismatch_kl_sum": [0.0, 1.0], "mismatch_share_sum": [2.0, 1.0]}
     of_ranks = DataProto.from_dict({name: torch.tensor(values) for name, values in sums.items()})
     assert log_prob_metrics(DataProtoFuture.of(of_ranks)) == {
         "actor/entropy": 2.0,
-        "rollout/log_prob_drift": 0.5,
-        "rollout/log_prob_drift_max": 1.5,
-        "rollout/log_prob_drift_share": 0.75,
+        "rollout/log_prob_mismatch": 0.5,
+        "rollout/log_prob_mismatch_max": 1.5,
+        "rollout/log_prob_mismatch_share": 0.75,
         "rollout/log_prob_kl": 0.25,
     }
 
 
-def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():
+def test_explained_variance_of_equal_returns_is_nan():
     assert math.isnan(explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])))
     assert explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])) == 1.0
 
 
-def test_a_group_whose_scores_are_equal_has_no_variance():
+def test_groups_with_equal_scores_are_counted():
     scores, groups = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0]), torch.tensor([7, 7, 3, 3, 4])
     assert zero_variance_share(scores, groups) == pytest.approx(2 / 3)
 
@@ -92,15 +97,25 @@ def test_extras_are_averaged_over_the_rows_that_have_them():
 
 
 def test_samples_are_the_first_response_to_each_prompt():
+    first = {"step": 7, "prompt": "p", "rendered_prompt": "<u>p", "ground_truth": {"target": 3}}
+    second = {"step": 7, "prompt": "q", "rendered_prompt": "<u>q", "ground_truth": "4"}
     assert samples_of(rollouts(), count=5, step=7) == [
-        {"step": 7, "prompt": "p", "response": "a", "score": 1.0},
-        {"step": 7, "prompt": "q", "response": "c", "score": 0.5},
+        {**first, "response": "a", "score": 1.0},
+        {**second, "response": "c", "score": 0.5},
     ]
-    assert samples_of(rollouts(), count=1, step=7) == [{"step": 7, "prompt": "p", "response": "a", "score": 1.0}]
+    assert samples_of(rollouts(), count=1, step=7) == [{**first, "response": "a", "score": 1.0}]
     assert samples_of(rollouts(), count=0, step=7) == []
 
 
-def test_chat_messages_as_one_text():
+def test_ground_truth_of_a_sample_is_bounded_json():
+    long = ["x" * 100] * 100
+    assert bounded_json(long) == json.dumps(long)[:MAX_GROUND_TRUTH_CHARS] + "..."
+    assert bounded_json({"target": 3, "numbers": [1, 2]}) == {"target": 3, "numbers": [1, 2]}
+    assert bounded_json(b"a") == "b'a'"
+    assert bounded_json([math.nan]) == "[nan]"
+
+
+def test_chat_messages_are_joined_to_one_text():
     assert prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]) == (
         "Be brief.\n1 + 1"
     )

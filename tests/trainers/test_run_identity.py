@@ -10,7 +10,7 @@ from hybridflow.trainers.run_identity import require_same_run, run_identity
 
 @pytest.fixture
 def model(tmp_path):
-    """Writes a model directory; its weights are the given bytes."""
+    """Return a function that writes a model directory with given weights."""
 
     def write(name="model", weights=b"weights"):
         (tmp_path / name).mkdir()
@@ -34,7 +34,7 @@ def test_a_run_continues_itself(model):
     continues(identity(path), identity(path))
 
 
-def test_what_may_change_is_logged(model, caplog):
+def test_an_allowed_change_is_logged(model, caplog):
     path = model()
     continues(identity(path), identity(path, "trainer.total_steps=9", "actor.optimizer.lr=1e-3"))
     assert "actor.optimizer.lr was 1e-06 and is 0.001; trainer.total_steps was 0 and is 9" in caplog.text
@@ -46,7 +46,7 @@ def test_every_difference_of_the_algorithm_is_listed(model):
     with pytest.raises(CheckpointError) as caught:
         continues(identity(path), now)
     assert str(caught.value) == (
-        "'runs/a/checkpoints/step_000020' is of another run: model.dtype was 'float32' and is 'bfloat16'; "
+        "'runs/a/checkpoints/step_000020' belongs to another run: model.dtype was 'float32' and is 'bfloat16'; "
         "algorithm.norm_by_std was True and is False; algorithm.kl_in_loss was False and is True. "
         "Change it back to continue, or choose another trainer.run_dir."
     )
@@ -55,34 +55,36 @@ def test_every_difference_of_the_algorithm_is_listed(model):
 def test_a_model_may_move_but_not_change(model):
     before = identity(model("here"))
     continues(before, identity(model("there")))
-    with pytest.raises(CheckpointError, match=r"the model of model\.path is another one than '.*here' held"):
+    with pytest.raises(CheckpointError, match=r"the model of model\.path differs from the one in '.*here'"):
         continues(before, identity(model("other", b"weight2")))
 
 
-def test_a_reference_of_its_own_belongs_to_the_run(model):
+def test_a_separate_reference_model_is_fixed(model):
     path, reference = model(), model("reference", b"other")
     before = identity(path, "algorithm.kl_in_loss=true", f"reference.model_path={reference}")
-    with pytest.raises(CheckpointError, match=r"the model of reference\.model_path is another one than '.*reference'"):
+    with pytest.raises(
+        CheckpointError, match=r"the model of reference\.model_path differs from the one in '.*reference'"
+    ):
         continues(before, identity(path, "algorithm.kl_in_loss=true"))
 
 
-def test_a_supervised_run_does_not_mind_the_algorithm(model):
+def test_an_sft_run_ignores_algorithm_keys(model):
     path = model()
     continues(identity(path, kind="sft"), identity(path, "algorithm.norm_by_std=false", kind="sft"))
     with pytest.raises(CheckpointError, match="was made by `hybridflow sft`, so `hybridflow train` cannot continue it"):
         continues(identity(path, kind="sft"), identity(path))
 
 
-def test_a_key_that_did_not_exist_when_it_was_saved_is_no_difference(model):
+def test_a_key_newer_than_the_checkpoint_is_ignored(model):
     path = model()
     before = identity(path)
     del before["config"]["algorithm.gamma"]
     continues(before, identity(path, "algorithm.gamma=0.5"))
 
 
-def test_adapters_stay_as_they_are_trained_and_keys_of_none_may_change(model):
+def test_lora_keys_are_fixed_only_with_adapters(model):
     path = model()
-    with pytest.raises(CheckpointError, match=r"of another run: lora\.rank was 8 and is 0\. Change it back"):
+    with pytest.raises(CheckpointError, match=r"another run: lora\.rank was 8 and is 0\. Change it back"):
         continues(identity(path, "lora.rank=8"), identity(path))
     with pytest.raises(CheckpointError, match=r"lora\.alpha was 32\.0 and is 8\.0"):
         continues(identity(path, "lora.rank=8"), identity(path, "lora.rank=8", "lora.alpha=8.0"))

@@ -11,7 +11,7 @@ SHAPE = DecoderShape(
 LENGTHS = Lengths(prompt_lens=[2, 1], response_lens=[2, 1], group_ids=[0, 1])
 
 
-def test_speed_follows_from_seconds_and_tokens():
+def test_speed_is_computed_from_seconds_and_tokens():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
     assert Speedometer({"actor": Learner(3, SHAPE), "critic": Learner(1, SHAPE)}, peak_flops=1e6).read(
         times, LENGTHS
@@ -24,15 +24,23 @@ def test_speed_follows_from_seconds_and_tokens():
             "timing_per_token_ms/gen": 500 / 3,
             "timing_per_token_ms/update_actor": 250 / 6,
             "mfu/actor": 3 * training_flops(SHAPE, [4, 2]) / (0.25 * 1e6),
-            # Of both groups the prompt, of 2 tokens and of 1; then tokens 3 and 4 of the first row, 2 of the second.
+            # The prompt of each group (2 tokens and 1), then tokens 3 and 4 of the first row, 2 of the second.
             "mfu/gen": forward_flops(SHAPE, [4, 2]) / (0.5 * 1e6),
         }
     )
 
 
-def test_a_role_of_unknown_shape_has_no_utilisation():
+def test_a_role_of_unknown_shape_has_no_mfu():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
     assert "mfu/actor" not in Speedometer({"actor": Learner(1, None)}, peak_flops=1e6).read(times, LENGTHS)
+
+
+def test_utilization_above_the_peak_is_null():
+    times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
+    of_generation = forward_flops(SHAPE, [4, 2]) / 0.5
+    speed = Speedometer({"actor": Learner(3, SHAPE)}, peak_flops=of_generation).read(times, LENGTHS)
+    assert speed["mfu/gen"] == 1.0
+    assert speed["mfu/actor"] is None
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def test_the_shape_is_read_from_the_models_configuration(model_dir):
     assert without_head.vocab_size == 1
 
 
-def test_a_configuration_with_other_names_has_no_shape(model_dir):
+def test_a_model_with_other_configuration_names_has_no_shape(model_dir):
     assert decoder_shape(model_dir(model_type="gpt2", n_layer=1, n_embd=8, n_head=2)) is None
 
 
@@ -74,7 +82,7 @@ def test_a_prompt_is_computed_once_for_its_group():
     assert speed["mfu/actor"] == pytest.approx(3 * flops / 1e6)
 
 
-def test_supervised_training_has_a_speed_without_generation():
+def test_sft_has_a_speed_without_generation():
     speed = Speedometer({"sft": Learner(1, SHAPE)}, 1e6).read(
         {"timing_s/step": 2.0, "timing_s/update_sft": 1.0}, Lengths([2, 1], [2, 1])
     )

@@ -22,11 +22,11 @@ def batch(**tensors):
 
 
 def groups(*group_ids):
-    """A batch of rows in these groups."""
+    """Return a batch of rows in these groups."""
     return with_row_ids(batch(group_ids=torch.tensor(group_ids)))
 
 
-def test_ids_name_a_prompts_place_and_a_rows_place():
+def test_group_ids_number_prompts_and_row_ids_number_rows():
     prompts = with_group_ids(batch(prompts=torch.zeros(2, 1, dtype=torch.int64)))
     rows = with_row_ids(prompts.repeat(3, interleave=True))
     assert rows.batch["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
@@ -42,7 +42,7 @@ def test_the_score_is_the_reward_of_the_last_token():
     assert kl == 0.0
 
 
-def test_a_token_inside_the_mask_that_is_off_moves_no_score():
+def test_a_masked_token_inside_a_response_moves_no_score():
     mask = torch.tensor([[True, False, True, False]])
     rewards, _ = token_level_rewards(
         batch(scores=torch.tensor([3.0]), response_mask=mask), AlgorithmConfig(advantage="gae"), 0.1
@@ -50,7 +50,7 @@ def test_a_token_inside_the_mask_that_is_off_moves_no_score():
     assert rewards.batch["token_level_scores"].tolist() == [[0.0, 0.0, 3.0, 0.0]]
 
 
-def test_the_kl_is_taken_from_each_tokens_reward_and_its_mean_is_over_tokens():
+def test_the_kl_penalty_is_per_token_and_its_mean_over_tokens():
     config = AlgorithmConfig(advantage="gae", kl_in_reward=True, kl_estimator="k1")
     rewards, kl = token_level_rewards(
         batch(
@@ -67,7 +67,7 @@ def test_the_kl_is_taken_from_each_tokens_reward_and_its_mean_is_over_tokens():
     assert kl == pytest.approx(4.5 / 4)
 
 
-def test_advantages_come_from_the_estimator_that_is_named():
+def test_advantages_come_from_the_configured_estimator():
     scores, group_ids = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
     result = add_advantages(
         batch(scores=scores, group_ids=group_ids), Config(algorithm=AlgorithmConfig(norm_by_std=False))
@@ -87,7 +87,7 @@ def test_advantages_come_from_the_estimator_that_is_named():
     assert result.batch["returns"].tolist() == [[0.75, 1.0]]
 
 
-def test_only_estimators_that_look_at_tokens_need_token_level_rewards():
+def test_only_token_level_estimators_need_token_level_rewards():
     assert needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="gae")))
     assert not needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="grpo")))
     assert needs_token_level_rewards(Config(algorithm=AlgorithmConfig(advantage="grpo", kl_in_reward=True)))
@@ -103,23 +103,23 @@ def test_only_estimators_that_look_at_tokens_need_token_level_rewards():
         (["algorithm.kl_in_loss=true"], False),
     ],
 )
-def test_old_log_probs_are_computed_only_where_something_reads_them(overrides, needed):
+def test_old_log_probs_are_computed_only_if_needed(overrides, needed):
     assert needs_old_log_probs(load_config(None, overrides)) is needed
 
 
-def test_the_rollouts_log_probs_become_the_old_ones_without_being_read():
+def test_rollout_log_probs_become_the_old_log_probs():
     rollouts = batch(rollout_log_probs=torch.tensor([[-1.0, -2.0]]))
     old = rollout_as_old_log_probs(rollouts)
     assert old.columns == ("old_log_probs",)
     assert old.get().batch["old_log_probs"].tolist() == [[-1.0, -2.0]]
 
 
-def test_one_mini_batch_is_all_rows_in_order_in_every_epoch():
+def test_a_single_mini_batch_is_all_rows_in_order():
     assert mini_batch_rows(groups(0, 0, 1, 1), 0, 2, (0, 0)) == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert mini_batch_rows(groups(0, 0, 1, 1), 2, 1, (0, 0)) == [[0, 1, 2, 3]]
 
 
-def test_a_mini_batch_is_whole_groups_and_every_group_is_dealt_once_an_epoch():
+def test_mini_batches_are_whole_groups_each_once_an_epoch():
     rows = groups(*[group for group in range(8) for _ in range(2)])
     steps = mini_batch_rows(rows, 2, 3, (5, 7))
     assert [len(step) for step in steps] == [4] * 12
@@ -130,7 +130,7 @@ def test_a_mini_batch_is_whole_groups_and_every_group_is_dealt_once_an_epoch():
     assert steps[:4] != steps[4:8]
 
 
-def test_mini_batches_depend_on_seed_and_step_and_on_nothing_else():
+def test_mini_batches_depend_only_on_seed_and_step():
     rows = groups(*range(16))
     first = mini_batch_rows(rows, 4, 1, (0, 3))
     torch.manual_seed(99)

@@ -1,4 +1,4 @@
-"""A save in the background that fails in one group does not pull the directory from under the others."""
+"""A background save that fails in one group waits for the others before their directory is removed."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from hybridflow.trainers.training_state import TrainingSaver
 
 
 class Group:
-    """Begins a save, or fails to."""
+    """A worker group whose save starts, or fails."""
 
     def __init__(self, *, fails: bool = False, ends_with: str = "") -> None:
         self.fails, self.ends_with, self.found = fails, ends_with, None
@@ -34,7 +34,7 @@ def saver_of(tmp_path, *groups):
 
 
 @pytest.mark.parametrize("when", ["begin", "end"])
-def test_others_are_waited_for_before_the_directory_goes(tmp_path, when):
+def test_other_groups_finish_before_the_directory_is_removed(tmp_path, when):
     writing, failing = Group(), Group(fails=when == "begin", ends_with="no room" if when == "end" else "")
     groups = (writing, failing) if when == "begin" else (failing, writing)
     saver = saver_of(tmp_path, *groups)
@@ -46,7 +46,7 @@ def test_others_are_waited_for_before_the_directory_goes(tmp_path, when):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_the_next_save_completes_the_one_before(tmp_path):
+def test_the_next_save_completes_the_previous_one(tmp_path):
     saver = saver_of(tmp_path, Group())
     saver.save(3)
     assert saver._run.store.list() == ()

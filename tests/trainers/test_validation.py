@@ -26,7 +26,7 @@ def samples(source, *scores_of_prompts, first=0):
         (10, 3, 5, 1 - 21 / 252),
     ],
 )
-def test_pass_at_k_is_the_chance_that_k_of_the_samples_hold_a_correct_one(num_samples, num_correct, k, chance):
+def test_pass_at_k_is_the_chance_of_a_correct_one_among_k(num_samples, num_correct, k, chance):
     assert pass_at_k(num_samples, num_correct, k) == pytest.approx(chance)
 
 
@@ -48,7 +48,7 @@ def test_a_score_of_one_or_more_is_correct():
     }
 
 
-def test_one_prompt_has_no_interval():
+def test_one_prompt_has_no_confidence_interval():
     assert not any(name.endswith("ci95") for name in validation_metrics(samples("a", [0.0, 1.0]), group_size=2))
 
 
@@ -63,11 +63,11 @@ def test_one_prompt_has_no_interval():
         ([None, None], [False, False], 0.0),
     ],
 )
-def test_the_majority_is_the_answer_that_most_samples_give(answers, correct, majority):
+def test_the_majority_is_the_most_frequent_answer(answers, correct, majority):
     assert majority_at_k(correct, answers) == pytest.approx(majority)
 
 
-def test_maj_at_k_is_reported_where_answers_are_known():
+def test_maj_at_k_is_reported_if_answers_are_known():
     rows = samples("a", [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     assert "val/maj@3" not in validation_metrics(rows, group_size=3)
     for row, answer in zip(rows, ["x", "x", "y", "p", "p", "q"], strict=True):
@@ -77,7 +77,7 @@ def test_maj_at_k_is_reported_where_answers_are_known():
     assert metrics["val/pass@1"] == 0.5
 
 
-def test_several_samples_give_pass_at_k_overall_and_for_each_source():
+def test_pass_at_k_is_reported_overall_and_for_each_source():
     rows = samples("a", [1.0, 0.0], [0.0, 0.0]) + samples("b", [1.0, 1.0], first=2)
     metrics = validation_metrics(rows, group_size=2)
     assert metrics["val/a/pass@1"] == 0.25

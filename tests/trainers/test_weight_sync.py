@@ -1,4 +1,4 @@
-"""The controller's part of a sync between two pools, with both in this process."""
+"""The controller's part of a weight sync between two pools, both in this process."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def pools(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["object_store", "disk"])
-def test_a_version_is_sent_once_and_its_log_probs_are_the_trainers(pools, transport, tmp_path):
+def test_a_version_is_sent_once_and_log_probs_agree(pools, transport, tmp_path):
     learn, generate = pools(transport)
     sync = BetweenPools(learn, generate)
     metrics = sync()
@@ -48,7 +48,7 @@ def test_a_version_is_sent_once_and_its_log_probs_are_the_trainers(pools, transp
     torch.testing.assert_close(computed, rollouts.batch["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-def test_a_sync_that_failed_is_made_again(pools, monkeypatch):
+def test_a_failed_sync_is_repeated(pools, monkeypatch):
     sync, receive = BetweenPools(*pools("disk")), Disk.receive
 
     def failing(self, sent):

@@ -40,5 +40,5 @@ def test_a_user_function_returns_extra_values(group, tmp_path):
 
 
 def test_an_unknown_data_source_is_a_reward_error(group):
-    with pytest.raises(RewardError, match="no reward function is known for data_source 'chess'"):
+    with pytest.raises(RewardError, match="no built-in reward function serves data_source 'chess'"):
         group(RewardWorker).score(solutions("a", data_source="chess"))

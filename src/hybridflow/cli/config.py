@@ -1,6 +1,6 @@
-"""Show the configuration that a run would have, after the recipe and the overrides, checked, as TOML.
+"""Print the configuration of a run as TOML, after the recipe, the overrides and the checks.
 
-With --reference: every key with its type, its default and its meaning.
+With --reference: print all keys with type, default and description.
 """
 
 import argparse
@@ -10,12 +10,14 @@ from hybridflow.config import reference_markdown, reference_text, to_toml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe with its overrides, and `--reference`."""
     add_recipe_arguments(parser)
-    parser.add_argument("--reference", action="store_true", help="list every key instead")
+    parser.add_argument("--reference", action="store_true", help="print all keys instead")
     parser.add_argument("--markdown", action="store_true", help="with --reference: as Markdown tables")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the configuration or the reference."""
     if args.reference:
         print(reference_markdown() if args.markdown else reference_text(), end="")
         return 0

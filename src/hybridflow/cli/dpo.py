@@ -1,10 +1,10 @@
 """Train a policy on preferences by DPO or IPO: parquet files with `prompt`, `chosen` and `rejected`.
 
-The reference is reference.model_path, or the model that training starts from. offline.preference_loss chooses the loss.
+The reference policy is reference.model_path, or the initial model. offline.preference_loss selects the loss.
 
-The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/; the same command continues
-from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one
-exits at once, with status 130. `hybridflow export` makes a model directory of the result.
+The run directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/. The same command resumes from the
+newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one exits at once,
+with status 130. `hybridflow export` writes the result as a model directory.
 """
 
 import argparse
@@ -15,4 +15,5 @@ from hybridflow.cli.training import run_trainer
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train and return the exit status."""
     return run_trainer(args, "build_dpo_trainer")

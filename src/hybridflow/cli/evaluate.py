@@ -1,24 +1,31 @@
 """Score a model on the validation data (data.val_files) and print its metrics.
 
-Without --checkpoint or --run it is the model of model.path. `validation.*` says how: by default one greedy response for
-each prompt; with validation.group_size=8 validation.temperature=1 also pass@1 to pass@8.
+The model is that of --checkpoint or --run, otherwise model.path. The keys `validation.*` set the sampling: by default
+one greedy response for each prompt; validation.group_size=8 validation.temperature=1 also reports pass@1 to pass@8.
 """
 
 import argparse
 
-from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
+from hybridflow.cli.checkpoint_arguments import (
+    add_checkpoint_arguments,
+    chosen_checkpoint,
+    paths_of_run,
+    recipe_of_run,
+)
 from hybridflow.cli.output_file import add_output, write_rows
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe with its overrides, the checkpoint and `--output`."""
     add_recipe_arguments(parser)
     add_checkpoint_arguments(parser)
     add_output(parser, "every sample with its score")
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args, default_recipe=recipe_of_run(args))
+    """Print the validation metrics."""
+    config = config_of(args, default_recipe=recipe_of_run(args), more=paths_of_run(args))
     checkpoint = chosen_checkpoint(args)
     from hybridflow.trainers import build_validator
 

@@ -1,4 +1,4 @@
-"""The exit status of every command: one table from the class of an error to a code."""
+"""The exit status of every command: a table from error classes to codes."""
 
 import errno
 import sys
@@ -9,7 +9,7 @@ from hybridflow import errors
 
 
 class ExitCode(IntEnum):
-    """What a program that starts `hybridflow` can act on. 75 is EX_TEMPFAIL of sysexits.h."""
+    """Exit status of `hybridflow`, for scripts and schedulers. 75 is EX_TEMPFAIL of sysexits.h."""
 
     DONE = 0
     FAILED = 1
@@ -55,7 +55,7 @@ CODES: dict[type[BaseException], ExitCode] = {
     KeyboardInterrupt: ExitCode.INTERRUPTED,
     Exception: ExitCode.FAILED,
 }
-"""The most derived class of an error counts. Whatever the class, an error for lack of space is AGAIN."""
+"""Exit status by error class; the most derived class counts. Errors for lack of disk space are always AGAIN."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -82,7 +82,7 @@ def exit_codes_markdown() -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, the one that it was raised from, and so on."""
+    """Yield the error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -94,7 +94,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _is_for_lack_of_space(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return True
-    if type(error).__name__ == "SafetensorError":  # Rust tells the number in the text alone
+    if type(error).__name__ == "SafetensorError":  # Rust gives the error number only in the text
         return any(f"(os error {number})" in str(error) for number in _NO_SPACE)
-    ray = sys.modules.get("ray.exceptions")  # imported if it has raised anything
+    ray = sys.modules.get("ray.exceptions")  # loaded already if the error is of Ray
     return ray is not None and isinstance(error, (ray.OutOfDiskError, ray.ObjectStoreFullError))

@@ -1,8 +1,8 @@
-"""Show the dataflow of a recipe: which method reads which columns, and who made them.
+"""Show the dataflow of a recipe: the columns that each method reads, and the method that made them.
 
-One step is run against placeholders, which compute nothing, so no model, data or device is needed. A column that nobody
-makes is an error, as it is at the start of `hybridflow train`. "controller" is the program itself: what it makes is
-sent, and what it reads is all that it needs to see.
+One step runs on placeholders, which compute nothing, so no model, data or device is needed. A column that no method
+makes is an error, as at the start of `hybridflow train`. "controller" is the driver process: columns that it makes are
+sent to workers, columns that it reads are fetched from them.
 """
 
 import argparse
@@ -12,12 +12,16 @@ from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe with its overrides, the format and `--output`."""
     add_recipe_arguments(parser)
-    parser.add_argument("--format", choices=("text", "mermaid", "dot"), default="text", help="how to draw it")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
+    parser.add_argument("--format", choices=("text", "mermaid", "dot"), default="text", help="format of the drawing")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the drawing to a file instead of printing it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print or write the drawing."""
     config = config_of(args)
     from hybridflow.observability import dataflow_edges, draw_dot, draw_mermaid, draw_text
     from hybridflow.runtime import write_text_atomically

@@ -1,12 +1,14 @@
-"""Names the commands, runs one of them, and turns errors made for people into one line on stderr.
+"""The table of commands, and the entry point that runs one of them and prints errors as one line on stderr.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`; its docstring is its help. One that trains
-has `how_to_go_on(args) -> str` too: what to say where the same command can be run again.
-Nothing heavy is imported before the command is known, so that `hybridflow --help` is instant.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; its docstring is its help. A command that
+trains also has `how_to_go_on(args) -> str`, the hint for an error after which the same command can be run again.
+A command's module is imported only when it runs, so that `hybridflow --help` is fast.
 """
 
 import argparse
+import gc
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from hybridflow.errors import HybridFlowError, WorkerError
 
 
 class Command(NamedTuple):
-    """Where a command lives, what it does, how it is called."""
+    """Module, help text and example of a command."""
 
     module: str
     help: str
@@ -31,9 +33,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "prepare": Command(
-        "hybridflow.cli.prepare", "write a data set as parquet", "prepare countdown --output-dir data/countdown"
+        "hybridflow.cli.prepare", "write a dataset as parquet", "prepare countdown --output-dir data/countdown"
     ),
-    "sft": Command("hybridflow.cli.sft", "train on given responses", "sft recipes/countdown_sft.toml"),
+    "sft": Command("hybridflow.cli.sft", "train on given responses (SFT)", "sft recipes/countdown_sft.toml"),
     "dpo": Command("hybridflow.cli.dpo", "train on preferences by DPO or IPO", "dpo recipes/rlhf/dpo.toml"),
     "reward-model": Command(
         "hybridflow.cli.reward_model",
@@ -56,17 +58,24 @@ COMMANDS = {
     "export": Command(
         "hybridflow.cli.export", "save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"
     ),
-    "graph": Command("hybridflow.cli.graph", "show a recipe's dataflow", "graph recipes/countdown_ppo.toml"),
+    "graph": Command("hybridflow.cli.graph", "show the dataflow of a recipe", "graph recipes/countdown_ppo.toml"),
     "config": Command(
-        "hybridflow.cli.config", "show a run's configuration, or every key", "config recipes/countdown_grpo.toml"
+        "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hybridflow ARGV...` and return its exit status, which `hybridflow.cli.exit_codes` has for each error.
+def command() -> int:
+    """Run `main` as all that this process does."""
+    status = main()
+    gc.freeze()  # the collector's last look at half a million objects of modules would take a second
+    return status
 
-    An error that is neither a HybridFlowError nor for lack of space passes through: its traceback is wanted.
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `hybridflow ARGV...` and return its exit status; `hybridflow.cli.exit_codes` has one for each error.
+
+    An error that is neither a HybridFlowError nor caused by lack of disk space is raised, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -74,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(arguments)
             sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of `hybridflow config --reference | head` has left
+    except BrokenPipeError:  # `hybridflow config --reference | head` closes the pipe early
         _discard_output()
         return ExitCode.DONE
     except KeyboardInterrupt as error:
@@ -84,17 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = exit_code(error)
         if not isinstance(error, HybridFlowError) and code is ExitCode.FAILED:
             raise
-        _tell(error)
+        _print_error(error)
         if code is ExitCode.AGAIN and arguments:
-            _tell_how_to_go_on(arguments)
+            _print_how_to_go_on(arguments)
         if isinstance(error, OSError):
-            _discard_output()  # it may be what could not be written, and Python would try again at exit
+            _discard_output()  # Python would try to write it again at exit
         return code
 
 
-def _tell(error: Exception) -> None:
+def _print_error(error: Exception) -> None:
     if isinstance(error, WorkerError) and error.__cause__ is not None:
-        traceback.print_exception(error.__cause__)  # an error that is not ours needs its traceback
+        traceback.print_exception(error.__cause__)  # an unexpected error of a worker needs its traceback
     print(f"error: {error}", file=sys.stderr)
     if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
         from hybridflow.observability.log import get_logger
@@ -102,7 +111,7 @@ def _tell(error: Exception) -> None:
         get_logger(__name__).debug("where it was raised:", exc_info=error)
 
 
-def _tell_how_to_go_on(arguments: list[str]) -> None:
+def _print_how_to_go_on(arguments: list[str]) -> None:
     module = import_module(COMMANDS[arguments[0]].module)
     if hasattr(module, "how_to_go_on"):
         print(module.how_to_go_on(_arguments_of(module, arguments)), file=sys.stderr)
@@ -116,13 +125,13 @@ def _run(arguments: list[str]) -> int:
     name = next((a for a in arguments if not a.startswith("-")), None)
     parser = _main_parser()
     if name is None or arguments[0] != name:
-        parser.parse_args(arguments)  # --help and --version leave here, as does an option nobody knows
+        parser.parse_args(arguments)  # exits for --help, --version and unknown options
         parser.print_help()
         return ExitCode.USAGE
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(COMMANDS)}."
-        parser.error(f"no such command: {name}; {hint}")
+        hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(COMMANDS)}."
+        parser.error(f"{name!r} is not a command; {hint}")
     module = import_module(COMMANDS[name].module)
     return module.run(_arguments_of(module, arguments))
 
@@ -141,7 +150,12 @@ def _arguments_of(module: ModuleType, arguments: list[str]) -> argparse.Namespac
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """Options may stand anywhere between the changes to a recipe, except where a command has commands of its own."""
+    """Parse options that stand anywhere among the overrides of a recipe; a command with subcommands takes none."""
+    if any(action.dest == "overrides" for action in parser._actions):
+        for argument in arguments:
+            if dashed := re.match(r"--?([a-z_]+\.[a-z_.]+)(=.*)?$", argument, re.DOTALL):
+                override = f"{dashed[1]}{dashed[2] or '=VALUE'}"
+                parser.error(f"{argument} is not an option: overrides are written without dashes: {override}")
     has_commands = any(action.nargs == argparse.PARSER for action in parser._actions)
     return parser.parse_args(arguments) if has_commands else parser.parse_intermixed_args(arguments)
 
@@ -155,8 +169,8 @@ def _main_parser() -> argparse.ArgumentParser:
         usage="hybridflow COMMAND ...",
         description="Reinforcement-learning post-training of language models.\n\ncommands:\n" + listed,
         epilog=f"examples:\n{examples}\n\nexit status:\n{exit_codes_text()}\n\n"
-        "`hybridflow COMMAND --help` explains one. Recipes are TOML files; a.b=c after one changes a key.\n"
-        "HYBRIDFLOW_LOGGING_LEVEL=debug shows more.",
+        "`hybridflow COMMAND --help` explains a command. Recipes are TOML files; section.key=value overrides a key.\n"
+        "HYBRIDFLOW_LOGGING_LEVEL=debug shows more log messages.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

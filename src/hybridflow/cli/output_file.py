@@ -1,4 +1,4 @@
-"""`--output FILE`: results as one JSON object per line."""
+"""The option `--output FILE`: results as JSON lines."""
 
 import argparse
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,12 @@ from hybridflow.errors import DataConfigError
 
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--output FILE`; `what` names the rows in its help."""
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"also write {what} to this file, as JSON lines")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file anew, whole or not at all. Raises DataError where it cannot be written."""
+    """Replace a file atomically by rows as JSON lines. Raises DataConfigError if it cannot be written."""
     from hybridflow.observability.jsonl import to_json_line
     from hybridflow.runtime import write_text_atomically
 

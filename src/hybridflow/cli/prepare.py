@@ -1,6 +1,6 @@
-"""Write a data set as train.parquet and test.parquet, ready for training.
+"""Write a dataset as train.parquet and test.parquet, ready for training.
 
-countdown and multiplication are generated; gsm8k is made from its own files (.jsonl or .parquet).
+countdown and multiplication are generated; gsm8k is converted from files in GSM8K's format (.jsonl or .parquet).
 """
 
 import argparse
@@ -17,33 +17,41 @@ from hybridflow.data.prepare import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one subcommand for each dataset."""
     tasks = parser.add_subparsers(dest="task", required=True, metavar="countdown|multiplication|gsm8k")
 
-    countdown = _add_task(tasks, "countdown", "make a target out of given numbers, each used once")
+    countdown = _add_task(tasks, "countdown", "reach a target with given numbers, each used once")
     _add_sizes(countdown)
     countdown.add_argument(
-        "--num-operands", type=int, nargs="+", default=[3, 4], metavar="N", help="how many numbers; several are mixed"
+        "--num-operands",
+        type=int,
+        nargs="+",
+        default=[3, 4],
+        metavar="N",
+        help="numbers in a problem; several values are mixed",
     )
-    countdown.add_argument("--max-number", type=int, default=99, metavar="N", help="numbers are 1 to this")
-    countdown.add_argument("--max-target", type=int, default=999, metavar="N", help="targets are 1 to this")
-    countdown.add_argument("--operators", default="+-*/", help="some of + - * / (write --operators=+-)")
+    countdown.add_argument("--max-number", type=int, default=99, metavar="N", help="largest number")
+    countdown.add_argument("--max-target", type=int, default=999, metavar="N", help="largest target")
+    countdown.add_argument("--operators", default="+-*/", help="allowed operators among + - * / (write --operators=+-)")
     countdown.add_argument(
         "--prompt-template",
         default=COUNTDOWN_PROMPT,
         metavar="TEXT",
-        help="holds {numbers} and {target}; may {operators}",
+        help="with {numbers} and {target}, optionally {operators}",
     )
-    countdown.add_argument("--number-separator", default=", ", metavar="TEXT", help="between the numbers of a prompt")
+    countdown.add_argument(
+        "--number-separator", default=", ", metavar="TEXT", help="separator of the numbers in a prompt"
+    )
 
     multiplication = _add_task(tasks, "multiplication", "multiply two numbers")
     _add_sizes(multiplication)
     multiplication.add_argument("--digits-a", type=int, default=3, metavar="N", help="digits of the first number")
     multiplication.add_argument("--digits-b", type=int, default=3, metavar="N", help="digits of the second number")
     multiplication.add_argument(
-        "--prompt-template", default=MULTIPLICATION_PROMPT, metavar="TEXT", help="holds {a} and {b}"
+        "--prompt-template", default=MULTIPLICATION_PROMPT, metavar="TEXT", help="with {a} and {b}"
     )
 
-    gsm8k = _add_task(tasks, "gsm8k", "grade-school word problems, from files with question and answer")
+    gsm8k = _add_task(tasks, "gsm8k", "grade-school word problems, from files with the columns question and answer")
     gsm8k.add_argument("--train-file", required=True, metavar="FILE", help="training problems, .jsonl or .parquet")
     gsm8k.add_argument("--test-file", required=True, metavar="FILE", help="test problems, .jsonl or .parquet")
     gsm8k.add_argument(
@@ -52,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write the two files and print their sizes and the first row."""
     print(f"preparing {args.task} ...", flush=True)
     _report(_prepare(args))
     return 0
@@ -98,11 +107,13 @@ def _add_task(
     parser = tasks.add_parser(
         name, help=help_text, description=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--output-dir", default=f"data/{name}", metavar="DIR", help="where the two files go")
+    parser.add_argument("--output-dir", default=f"data/{name}", metavar="DIR", help="directory of the two files")
     return parser
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-size", type=int, default=20_000, metavar="N", help="training rows")
     parser.add_argument("--test-size", type=int, default=1_000, metavar="N", help="test rows")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same files")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed; the same seed gives the same files"
+    )

@@ -1,4 +1,4 @@
-"""The arguments of every command that works on a recipe: `RECIPE ... [section.key=value ...]`."""
+"""The arguments `RECIPE ... [section.key=value ...]` of every command that reads a recipe."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,17 +8,20 @@ from hybridflow.config import Config, load_config
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add recipes and overrides to a command."""
     parser.add_argument(
         "recipe",
         nargs="?",
         metavar="RECIPE",
-        help="a TOML file, or several, of which the later ones have the last word; without one the defaults",
+        help="TOML file; of several, later ones override earlier ones; without one, the defaults",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")  # or recipes
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="overrides of the recipe"
+    )  # or more recipes
 
 
 def config_of(args: argparse.Namespace, *, default_recipe: Path | None = None, more: Sequence[str] = ()) -> Config:
-    """The configuration that the arguments ask for; `more` are overrides that come first."""
+    """Return the configuration of the arguments; `more` are overrides that apply before those of the arguments."""
     arguments = [argument for argument in (args.recipe, *args.overrides) if argument is not None]
     recipes: list[str | Path] = []
     while arguments and "=" not in arguments[0]:

@@ -1,8 +1,8 @@
 """Train a reward model on preferences: parquet files with `prompt`, `chosen` and `rejected`.
 
-The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/; the same command continues
-from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one
-exits at once, with status 130. `hybridflow export` makes a directory for reward.model_path of the result.
+The run directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/. The same command resumes from the
+newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one exits at once,
+with status 130. `hybridflow export` writes the result as a directory for reward.model_path.
 """
 
 import argparse
@@ -13,4 +13,5 @@ from hybridflow.cli.training import run_trainer
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train and return the exit status."""
     return run_trainer(args, "build_reward_model_trainer")

@@ -1,8 +1,8 @@
-"""Train on given responses: parquet files with `prompt` and `response`, or conversations in `messages`.
+"""Train on given responses (SFT): parquet files with `prompt` and `response`, or conversations in `messages`.
 
-The run's directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/; the same command continues
-from the newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one
-exits at once, with status 130. `hybridflow export` makes a model directory of the result.
+The run directory (trainer.run_dir) holds config.toml, metrics.jsonl and checkpoints/. The same command resumes from the
+newest checkpoint there. Ctrl-C or SIGTERM finishes the step, saves and exits with status 0; a second one exits at once,
+with status 130. `hybridflow export` writes the result as a model directory.
 """
 
 import argparse
@@ -13,4 +13,5 @@ from hybridflow.cli.training import run_trainer
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train and return the exit status."""
     return run_trainer(args, "build_sft_trainer")

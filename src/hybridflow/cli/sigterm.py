@@ -1,4 +1,4 @@
-"""SIGTERM, wherever no loop has asked to be told of it, ends a command as Ctrl-C does: it is cleaned up after."""
+"""SIGTERM handling of commands: it interrupts as Ctrl-C does, so that cleanup runs. Training loops have a handler."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, unless it is ignored or has a handler, or this is not the main thread."""
+    """Make SIGTERM raise KeyboardInterrupt, unless it is ignored, has a handler, or this is not the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -1,14 +1,15 @@
-"""`--stop-after N`: a run in several sittings."""
+"""The option `--stop-after N`."""
 
 import argparse
 
 
 def add_stop_after(parser: argparse.ArgumentParser) -> None:
+    """Add `--stop-after N` to a command that trains."""
     parser.add_argument(
         "--stop-after",
         type=_step,
         metavar="N",
-        help="save and exit after step N of the run; schedules still reach to the last step",
+        help="save and exit after step N; learning-rate schedules still end at the last step of the run",
     )
 
 
@@ -18,5 +19,5 @@ def _step(text: str) -> int:
     except ValueError:
         step = 0
     if step < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no step; steps are 1, 2, ...")
+        raise argparse.ArgumentTypeError(f"N must be a positive integer, got {text!r}")
     return step

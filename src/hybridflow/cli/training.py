@@ -1,30 +1,56 @@
-"""What every command that trains has in common: its arguments, the trainer that it builds and runs, its resumption."""
+"""Code that all training commands share: arguments, run, last line, hint for resuming."""
 
 import argparse
+import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.cli.stop_after import add_stop_after
 
+if TYPE_CHECKING:
+    from hybridflow.trainers import RunDirectory
+
+GENERATE_AND_EXPORT = "hybridflow generate --run {run} --prompt TEXT, hybridflow export {run} DIR"
+NEXT_COMMANDS = {
+    "train": "hybridflow evaluate --run {run}, hybridflow export {run} DIR",
+    "sft": GENERATE_AND_EXPORT,
+    "dpo": GENERATE_AND_EXPORT,
+    "reward-model": "hybridflow export {run} DIR, then reward.model_path=DIR in the recipe of hybridflow train",
+}
+"""Commands that use a checkpoint, by kind of run."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A recipe with its overrides, and where to stop."""
+    """Add a recipe with its overrides, and `--stop-after`."""
     add_recipe_arguments(parser)
     add_stop_after(parser)
 
 
 def run_trainer(args: argparse.Namespace, build: str) -> int:
-    """Train with what `hybridflow.trainers` has under the name `build`, once the configuration is known to be right."""
+    """Train with `hybridflow.trainers.<build>(config)`, print where the checkpoint is, and return the exit status."""
     config = config_of(args)
     from hybridflow import trainers
 
     with getattr(trainers, build)(config) as trainer:
         trainer.fit(args.stop_after)
+    print(last_line(trainer.run))
     return 0
 
 
+def last_line(run: "RunDirectory") -> str:
+    """Return the path of the newest checkpoint of a run and the commands that use it, or say that there is none."""
+    steps = run.store.list()
+    if not steps:
+        return f"no checkpoint was saved in {run.path}; the same command starts again"
+    kind = run.identity["kind"]
+    can_evaluate = kind != "train" or run.config.data.val_files
+    commands = NEXT_COMMANDS[kind] if can_evaluate else GENERATE_AND_EXPORT
+    return f"checkpoint: {run.store.path(steps[-1])}; next: {commands.format(run=shlex.quote(str(run.path)))}"
+
+
 def how_to_go_on(args: argparse.Namespace) -> str:
-    """What the same command does after an error that may not come again."""
+    """Return the hint for an error after which the same command can be run again."""
     from hybridflow.checkpoint import CheckpointStore
 
     how = config_of(args).trainer

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen sections, a loader that reports every problem, a reference of all keys."""
+"""Configuration of a run: frozen sections, a loader that reports all problems at once, a reference of all keys."""
 
 from hybridflow.config.checks import check
 from hybridflow.config.keys import leaf_keys, nearest_key

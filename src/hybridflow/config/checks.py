@@ -1,6 +1,6 @@
-"""Values that need each other: one function per subject, each returning what contradicts.
+"""Checks of contradictions between keys: one function per subject, which yields one line for each contradiction.
 
-Only the configuration is looked at; what needs a file or a tokenizer is checked where that is opened.
+The checks read only the configuration; values that depend on a file or a tokenizer are checked where it is opened.
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ REWARD_ARGUMENTS = (
     *("data_source", "solution_str", "ground_truth", "extra_info"),
     *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 )
-"""What a reward function is given of each sample."""
+"""Arguments of a reward function, for one sample or for a batch."""
 
 
 def contradictions(config: Config) -> list[str]:
-    """One line for each contradiction between two keys, with both values and the fix; empty if there is none."""
+    """Return one line for each contradiction between keys, with both values and the fix."""
     return [problem for subject in SUBJECTS for problem in subject(config)]
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError with every contradiction of a `Config` that was built in Python."""
+    """Raise ConfigError with all contradictions in a `Config` that was built in Python."""
     if problems := contradictions(config):
         raise ConfigError("\n  ".join([f"{len(problems)} problem(s) in the configuration:", *problems]))
 
@@ -51,8 +51,8 @@ def _groups(config: Config) -> Iterator[str]:
     advantage, estimator = config.algorithm.advantage, config.algorithm.estimator
     if estimator.compares_groups and rollout.group_size == 1:
         yield (
-            f"rollout.group_size=1 gives algorithm.advantage={advantage!r} nothing to compare, every advantage would "
-            f"be 0; use a group_size of 2 or more, or advantage = {_advantages_with('values')}"
+            f"rollout.group_size=1 makes every advantage of algorithm.advantage={advantage!r} 0; use a group_size of 2 "
+            f"or more, or advantage = {_advantages_with('values')}"
         )
     elif estimator.at_most_group_size:
         name, default = estimator.at_most_group_size
@@ -60,18 +60,18 @@ def _groups(config: Config) -> Iterator[str]:
         if isinstance(value, int) and value > rollout.group_size:
             yield (
                 f"algorithm.advantage_kwargs.{name}={value} exceeds rollout.group_size={rollout.group_size}; "
-                f"{advantage} draws {name} of a group's responses"
+                f"{advantage} draws {name} responses of each group"
             )
     if config.algorithm.filter_groups and rollout.group_size == 1:
         yield (
-            "algorithm.filter_groups=true with rollout.group_size=1 leaves out every group, as one response differs "
-            "from no other; use a group_size of 2 or more"
+            "algorithm.filter_groups=true with rollout.group_size=1 discards every group, as a single response has no "
+            "difference; use a group_size of 2 or more"
         )
     for name, section in (("rollout", rollout), ("validation", validation)):
         if section.group_size > rollout.max_running_sequences:
             yield (
                 f"{name}.group_size={section.group_size} exceeds rollout.max_running_sequences="
-                f"{rollout.max_running_sequences}, but a group is decoded together; raise max_running_sequences"
+                f"{rollout.max_running_sequences}, but a group is decoded at once; raise max_running_sequences"
             )
         if section.temperature == 0 and section.group_size > 1:
             yield (
@@ -81,7 +81,7 @@ def _groups(config: Config) -> Iterator[str]:
 
 
 def _advantages_with(column: str) -> str:
-    """The estimators that read one of EXTRA_COLUMNS, as a fix names them."""
+    """Return the names of the estimators that read a column of EXTRA_COLUMNS, joined by "or"."""
     return " or ".join(repr(name) for name, estimator in ESTIMATORS.items() if column in estimator.extra_columns)
 
 
@@ -94,12 +94,12 @@ def _kl(config: Config) -> Iterator[str]:
         )
     if algorithm.kl_in_reward and not algorithm.estimator.takes_kl_in_reward:
         yield (
-            f"algorithm.kl_in_reward=true has no place in algorithm.advantage={algorithm.advantage!r}, which does not "
-            "compare sums of rewards; use kl_in_loss = true"
+            f"algorithm.kl_in_reward=true is not supported with algorithm.advantage={algorithm.advantage!r}, which "
+            "does not compare sums of rewards; use kl_in_loss = true"
         )
     if algorithm.kl_controller == "adaptive" and not algorithm.kl_in_reward:
         yield (
-            "algorithm.kl_controller='adaptive' steers the KL in the reward, but algorithm.kl_in_reward=false; "
+            "algorithm.kl_controller='adaptive' adjusts the KL in the reward, but algorithm.kl_in_reward=false; "
             "set kl_in_reward = true or kl_controller = 'fixed'"
         )
     if algorithm.kl_controller == "adaptive" and algorithm.kl_coef == 0:
@@ -117,15 +117,15 @@ def _extra_columns(config: Config) -> Iterator[str]:
     ):
         if "sum_squared_probs" in columns and actor.old_log_probs_from == "rollout":
             yield (
-                f"{function} needs what the trainer computes beside its log-probs, but "
-                "actor.old_log_probs_from='rollout' leaves that pass out; use old_log_probs_from = 'trainer'"
+                f"{function} needs a column of the trainer's log-prob pass, but actor.old_log_probs_from='rollout' "
+                "skips that pass; use old_log_probs_from = 'trainer'"
             )
         if "teacher_log_probs" in columns and not config.teacher.model_path:
-            yield f"{function} needs a teacher, but teacher.model_path is empty; name it"
+            yield f"{function} needs a teacher, but teacher.model_path is empty; set it"
         if "reward_components" in columns and not config.reward.weights:
             yield (
-                f"{function} compares several rewards, but reward.weights={{}} names none; name the numbers that the "
-                "function returns, as in {correct = 1.0, format = 0.2}"
+                f"{function} compares several rewards, but reward.weights={{}} names none; give weights to the numbers "
+                "that the reward function returns, as in {correct = 1.0, format = 0.2}"
             )
 
 
@@ -133,34 +133,34 @@ def _teacher(config: Config) -> Iterator[str]:
     teacher, advantage = config.teacher, config.algorithm.advantage
     if not teacher.model_path:
         if teacher.loss != "none":
-            yield f"teacher.loss={teacher.loss!r} needs a teacher, but teacher.model_path is empty; name its directory"
+            yield f"teacher.loss={teacher.loss!r} needs a teacher, but teacher.model_path is empty; set it"
         if config.algorithm.estimator.is_zero and not config.algorithm.kl_in_loss and not config.actor.entropy_coef:
             yield (
-                f"algorithm.advantage={advantage!r} leaves nothing to learn from; set teacher.loss with "
+                f"algorithm.advantage={advantage!r} leaves no term in the loss; set teacher.loss and "
                 "teacher.model_path, or another advantage"
             )
     elif teacher.loss == "none" and advantage in ESTIMATORS and "teacher_log_probs" not in config.extra_columns:
         yield (
-            f"teacher.model_path={teacher.model_path!r} is read by nothing: teacher.loss='none' and "
+            f"teacher.model_path={teacher.model_path!r} has no effect: teacher.loss='none' and "
             f"algorithm.advantage={advantage!r}; set teacher.loss, or advantage = "
             f"{_advantages_with('teacher_log_probs')}"
         )
     if teacher.loss != "none" and teacher.coef == 0:
-        yield f"teacher.coef=0 leaves teacher.loss={teacher.loss!r} without effect; use more than 0, or loss = 'none'"
+        yield f"teacher.coef=0 disables teacher.loss={teacher.loss!r}; use a coef above 0, or loss = 'none'"
 
 
 def _rollout_correction(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if config.corrects_rollouts and config.actor.old_log_probs_from == "rollout":
         yield (
-            "actor.old_log_probs_from='rollout' makes every weight of algorithm.rollout_weights and statistic of "
-            "algorithm.rollout_reject that of a ratio of 1; use old_log_probs_from = 'trainer', or leave them out"
+            "actor.old_log_probs_from='rollout' makes the ratio of algorithm.rollout_weights and "
+            "algorithm.rollout_reject always 1; use old_log_probs_from = 'trainer', or unset both"
         )
     bounds = {"rollout_weight_bounds": algorithm.rollout_weight_bounds}
     bounds |= {f"rollout_reject.{name}": pair for name, pair in algorithm.rollout_reject.items()}
     for key, (lowest, highest) in bounds.items():
         if lowest > highest:
-            yield f"algorithm.{key}=[{lowest}, {highest}] leaves nothing between; the lower bound comes first"
+            yield f"algorithm.{key}=[{lowest}, {highest}] is an empty range; write the lower bound first"
 
 
 def _old_log_probs(config: Config) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _old_log_probs(config: Config) -> Iterator[str]:
         key = next(key for key, limiting in limits.items() if limiting)
         yield (
             f"actor.old_log_probs_from='rollout' with rollout.{key}={getattr(rollout, key)} compares probabilities "
-            "under different distributions; use old_log_probs_from = 'trainer', or sample from the whole one "
+            "under different distributions; use old_log_probs_from = 'trainer', or sample from the full distribution "
             "(temperature above 0, top_k = 0, top_p = 1)"
         )
 
@@ -194,7 +194,7 @@ def _critic_warmup(config: Config) -> Iterator[str]:
         )
     elif warmup_steps and 0 < total_steps <= warmup_steps:
         yield (
-            f"critic.warmup_steps={warmup_steps} leaves the actor none of trainer.total_steps={total_steps}; "
+            f"critic.warmup_steps={warmup_steps} leaves the actor no step of trainer.total_steps={total_steps}; "
             f"use at most {total_steps - 1}"
         )
 
@@ -202,11 +202,11 @@ def _critic_warmup(config: Config) -> Iterator[str]:
 def _order(config: Config) -> Iterator[str]:
     data = config.data
     if data.order in ("curriculum", "weighted") and not data.order_by:
-        yield f"data.order={data.order!r} orders rows by numbers, but data.order_by is empty; name their column"
+        yield f"data.order={data.order!r} needs a column of numbers, but data.order_by is empty; set it"
     if data.order in ("shuffled", "sequential") and data.order_by:
         yield (
-            f"data.order_by={data.order_by!r} is read by no data.order={data.order!r}; use order = 'curriculum' or "
-            "'weighted', or leave it out"
+            f"data.order_by={data.order_by!r} has no effect with data.order={data.order!r}; use order = 'curriculum' "
+            "or 'weighted', or unset order_by"
         )
 
 
@@ -214,7 +214,7 @@ def _validation(config: Config) -> Iterator[str]:
     if config.trainer.val_every and not config.data.val_files:
         yield (
             f"trainer.val_every={config.trainer.val_every}, but data.val_files is empty; "
-            "name a validation file or use val_every = 0"
+            "add a validation file or use val_every = 0"
         )
 
 
@@ -222,27 +222,27 @@ def _placement(config: Config) -> Iterator[str]:
     pools, num_workers = config.placement.pools, config.controller.num_workers
     if pools and num_workers != 1:
         yield (
-            f"controller.num_workers={num_workers} and placement.pools={pools} both say how many ranks there are; "
-            "the pools decide, leave num_workers at 1"
+            f"controller.num_workers={num_workers} and placement.pools={pools} both set the number of ranks; "
+            "use only the pools and leave num_workers at 1"
         )
     for name, processes in pools.items():
         if not processes:
-            yield f"placement.pools.{name}=[] has no process; give the processes on each node, as in [4] or [4, 4]"
+            yield f"placement.pools.{name}=[] has no processes; list the processes on each node, as in [4] or [4, 4]"
     for role, pool in config.placement.roles.items():
         if pool not in pools:
-            known = ", ".join(pools) or "none, as placement.pools is empty"
-            yield f"placement.roles.{role}={pool!r} is no pool; there are: {known}"
+            known = ", ".join(pools) or "none, placement.pools is empty"
+            yield f"placement.roles.{role}={pool!r} is not a defined pool; defined pools: {known}"
     rollout_pool = config.placement.roles.get("rollout")
     if rollout_pool in pools and not config.has_rollout_pool:
         yield (
-            f"placement.roles.rollout={rollout_pool!r} is the actor's own pool, where it generates itself; leave it "
-            "out, or name another pool"
+            f"placement.roles.rollout={rollout_pool!r} is the actor's pool, where the actor generates; remove it, or "
+            "use another pool"
         )
     used: list[RoleName] = [role for role, traits in ROLES.items() if traits.runs(config)]
     for name in list(pools)[1:]:
         if name not in [config.placement.roles.get(role) for role in used]:
             yield (
-                f"placement.pools.{name} is the pool of no role that runs; give it one of {', '.join(used)} in "
+                f"placement.pools.{name} has no role of this run; place one of {', '.join(used)} on it in "
                 f"placement.roles, or remove it"
             )
 
@@ -254,7 +254,7 @@ def _parallel(config: Config) -> Iterator[str]:
         return
     both = f"parallel.tensor={parallel.tensor} times parallel.sequence={parallel.sequence}"
     if controller.backend == "local":
-        yield f"{both} needs {size} ranks that meet, but controller.backend='local' is one process; use backend = 'ray'"
+        yield f"{both} needs {size} processes, but controller.backend='local' has one; use backend = 'ray'"
         return
     placement = config.placement
     sharded: list[RoleName] = [role for role, traits in ROLES.items() if traits.has_sharded_model(config)]
@@ -271,25 +271,31 @@ def _engine(config: Config) -> Iterator[str]:
     rollout, data, parallel = config.rollout, config.data, config.parallel
     longest = data.max_prompt_length + data.max_response_length
     if "" in rollout.stop_strings:
-        yield f"rollout.stop_strings={list(rollout.stop_strings)} has an empty text, which ends every response"
+        yield (
+            f"rollout.stop_strings={list(rollout.stop_strings)} has an empty string, which ends every response; "
+            "remove it"
+        )
     if rollout.backend == "embedded":
         if rollout.tensor > 1:
-            yield f"rollout.tensor={rollout.tensor}, but the embedded engine is one on each rank; use backend = 'vllm'"
+            yield f"rollout.tensor={rollout.tensor} is not supported with rollout.backend='embedded'; use 'vllm'"
         if parallel.tensor > 1 and not config.has_rollout_pool:
             yield (
-                f"parallel.tensor={parallel.tensor} shares layers among ranks, but rollout.backend='embedded' "
-                "generates with the whole model on each of them; use rollout.backend = 'vllm' with rollout.tensor, or "
-                "generate in a pool of its own (placement.roles.rollout)"
+                f"parallel.tensor={parallel.tensor} splits layers over ranks, but rollout.backend='embedded' "
+                "generates with the whole model on each rank; use rollout.backend = 'vllm' with rollout.tensor, or "
+                "generate in a separate pool (placement.roles.rollout)"
             )
         return
     for name, temperature in (("rollout", rollout.temperature), ("validation", config.validation.temperature)):
         if temperature and not 0.01 <= temperature <= 2:
             yield (
-                f"{name}.temperature={temperature} with rollout.backend='vllm', which samples at 0, or from 0.01 to 2; "
-                "use one of these, or backend = 'embedded'"
+                f"{name}.temperature={temperature} is not supported by rollout.backend='vllm': expected 0, or 0.01 to "
+                "2; change it, or use backend = 'embedded'"
             )
     if config.model.dtype == "float64":
-        yield "rollout.backend='vllm' has no model.dtype='float64'; use float32 or bfloat16, or backend = 'embedded'"
+        yield (
+            "model.dtype='float64' is not supported by rollout.backend='vllm'; use float32 or bfloat16, or backend = "
+            "'embedded'"
+        )
     if 0 < rollout.max_model_len < longest:
         yield (
             f"rollout.max_model_len={rollout.max_model_len} cannot hold data.max_prompt_length="
@@ -298,7 +304,7 @@ def _engine(config: Config) -> Iterator[str]:
         )
     if rollout.tensor > 1 and config.controller.backend == "local":
         yield (
-            f"rollout.tensor={rollout.tensor} needs ranks that meet, but controller.backend='local' is one process; "
+            f"rollout.tensor={rollout.tensor} needs several processes, but controller.backend='local' has one; "
             "use backend = 'ray'"
         )
         return
@@ -319,45 +325,45 @@ def _offload(config: Config) -> Iterator[str]:
         traits = ROLES[role]
         if not traits.offline and not (traits.has_group(config) and traits.has_sharded_model(config)):
             reason = traits.reason.format(config=config)
-            yield f"memory.offload.{role}={how!r}, but {reason}; leave the role out"
+            yield f"memory.offload.{role}={how!r}, but {reason}; remove the role"
 
 
 def _lora(config: Config) -> Iterator[str]:
     if config.lora.rank and config.parallel.tensor > 1:
         yield (
-            f"lora.rank={config.lora.rank} with parallel.tensor={config.parallel.tensor}: adapters are not shared by "
-            "the ranks of a layer; use parallel.tensor = 1, which shards weights over all ranks as well"
+            f"lora.rank={config.lora.rank} is not supported with parallel.tensor={config.parallel.tensor}; use "
+            "parallel.tensor = 1, which also shards weights over all ranks"
         )
     if config.model.compile and config.parallel.tensor > 1:
         yield (
-            f"model.compile=true with parallel.tensor={config.parallel.tensor}: layers in which ranks meet are not "
-            "compiled; use one of them"
+            f"model.compile=true is not supported with parallel.tensor={config.parallel.tensor}; use compile = false "
+            "or tensor = 1"
         )
     if config.lora.rank and not config.lora.targets:
-        yield "lora.targets=[] leaves nothing that learns; name some linear layers"
+        yield "lora.targets=[] leaves no trained weights; name some linear layers"
 
 
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.weights and reward.model_path:
         yield (
-            f"reward.weights={reward.weights} weighs numbers of a function, but reward.model_path="
-            f"{reward.model_path!r} gives one score; leave one of them empty"
+            f"reward.weights={reward.weights} needs the numbers of a reward function, but reward.model_path="
+            f"{reward.model_path!r} gives one score; set only one of them"
         )
     if reward.overlong_buffer > config.data.max_response_length:
         yield (
             f"reward.overlong_buffer={reward.overlong_buffer} exceeds data.max_response_length="
-            f"{config.data.max_response_length}; a response would lose score before its first token"
+            f"{config.data.max_response_length}; use at most {config.data.max_response_length}"
         )
     if reward.kwargs and not reward.function:
-        yield f"reward.kwargs={reward.kwargs} are arguments of reward.function, which is empty; name it"
+        yield f"reward.kwargs={reward.kwargs} needs reward.function, which is empty; set it"
     taken = [name for name in reward.kwargs if name in REWARD_ARGUMENTS]
     if taken:
-        yield f"reward.kwargs.{taken[0]} is what each sample brings; the others of this kind are {REWARD_ARGUMENTS}"
+        yield f"reward.kwargs.{taken[0]} is reserved for the sample; reserved names: {', '.join(REWARD_ARGUMENTS)}"
     if reward.model_path and reward.function:
         yield (
             f"reward.model_path={reward.model_path!r} and reward.function={reward.function!r} both give the score; "
-            "leave one of them empty"
+            "set only one of them"
         )
 
 
@@ -365,14 +371,14 @@ def _backend(config: Config) -> Iterator[str]:
     controller = config.controller
     if controller.backend == "local" and (controller.address or config.placement.pools):
         key = "controller.address" if controller.address else "placement.pools"
-        yield f"{key} is set, but controller.backend='local' is this process alone; use backend = 'ray'"
+        yield f"{key} is set, but controller.backend='local' has one process; use backend = 'ray'"
 
 
 def _parts(config: Config) -> Iterator[str]:
     if config.controller.parts == "measured" and config.trainer.deterministic:
         yield (
-            "controller.parts='measured' lets timings decide which rank computes a row, but trainer.deterministic=true "
-            "promises equal bits; use parts = 'equal', or deterministic = false"
+            "controller.parts='measured' assigns rows to ranks by timings, but trainer.deterministic=true needs a "
+            "fixed assignment; use parts = 'equal', or deterministic = false"
         )
 
 

@@ -1,4 +1,4 @@
-"""From a TOML recipe and dotted overrides to one frozen, checked `Config`, or to all that is wrong with them."""
+"""Loads TOML recipes and dotted overrides into one frozen, checked `Config`, or reports all their problems."""
 
 import re
 import tomllib
@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
 from hybridflow.config.keys import leaf_keys, nearest_key, sections
 from hybridflow.config.sections.config import Config
@@ -15,12 +16,12 @@ from hybridflow.errors import ConfigError
 
 
 def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe (None: only defaults), apply `section.key=value` overrides in order, check everything.
+    """Load recipes (None: only defaults), apply `section.key=value` overrides in order, and check the result.
 
-    Of several recipes each changes what the ones before it say.
-    A value of an override is read as TOML (`3`, `true`, `[1, 2]`, `"text"`), and as plain text where it is none.
-    Raises ConfigError: at once for a file that cannot be read, otherwise with every problem, each with its key,
-    its value and, for an unknown key, the nearest one that exists.
+    Later recipes override earlier ones. The value of an override is parsed as TOML (`3`, `true`, `[1, 2]`, `"text"`);
+    if it is not valid TOML, it is taken as text.
+    Raises ConfigError: at once for a file that cannot be read, otherwise with all problems, each with its key, its
+    value and, for an unknown key, the key to write instead.
     """
     recipes = [recipe] if isinstance(recipe, str | Path) else list(recipe or ())
     values: dict[str, Any] = Config().model_dump()
@@ -31,14 +32,14 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
         key, equals, text = override.partition("=")
         names = key.strip().split(".")
         if not equals or not all(names):
-            problems.append(f"{override!r}: not an override; write section.key=value")
+            problems.append(f"{override!r} is not an override; write section.key=value")
         else:
             values = _merged(values, _nested(names, _override_value(key.strip(), text.strip())))
     config = None
     try:
         config = Config.model_validate(values, strict=True)
     except ValidationError as error:
-        problems += [_problem(details) for details in error.errors(include_url=False)]
+        problems += [line for details in error.errors(include_url=False) for line in _problems(details)]
     if config is not None:
         problems += contradictions(config)
     if config is None or problems:
@@ -51,8 +52,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*.toml"))
         raise ConfigError(
-            f"recipe {path} is {'no file' if path.exists() else 'missing'}; "
-            + (f"beside it are {', '.join(near)}" if near else f"there is no recipe in {path.parent}")
+            f"recipe {path} {'is not a file' if path.exists() else 'does not exist'}; "
+            + (f"recipes in {path.parent}: {', '.join(near)}" if near else f"there are no recipes in {path.parent}")
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -62,7 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: values are nested too deeply; no key needs more than one array") from error
+        raise ConfigError(f"{path}: values are nested too deeply; a key needs at most one array") from error
     except tomllib.TOMLDecodeError as error:
         reason = str(error).replace("Cannot overwrite a value", "this key already has a value: each key once")
         if found := re.search(r" \(at line (\d+), column \d+\)", reason):
@@ -74,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _override_value(key: str, text: str) -> Any:
     if isinstance(leaf_keys().get(key), str) and not text.startswith(('"', "'")):
-        return text  # a text key takes 2024 and true as text too
+        return text  # also 2024 and true, if the key holds text
     try:
         return _tuples(tomllib.loads(f"value = {text}"))["value"] if "\n" not in text else text
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -94,36 +95,58 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _tuples(value: Any) -> Any:
-    """TOML's arrays as tuples, which cannot be changed."""
+    """Return the value with TOML's arrays as tuples, which are immutable."""
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-RENAMED = {"sft": "the section is [offline] now", "data.shuffle": "it is data.order = 'shuffled' or 'sequential' now"}
-"""What recipes, and the config.toml of runs, had under other names."""
+RENAMED = {"sft": "renamed to [offline]", "data.shuffle": "replaced by data.order = 'shuffled' or 'sequential'"}
+"""Old names in recipes and in config.toml of earlier runs."""
 
 
-def _problem(details: Any) -> str:
-    """One line for one finding of pydantic."""
+def _problems(details: Any) -> list[str]:
+    """Return one line for an error of pydantic; several for an unknown section with keys of other frameworks."""
     key, value = ".".join(str(part) for part in details["loc"] if part != "[key]"), details["input"]
     match details["type"]:
         case "extra_forbidden":
-            is_table = isinstance(value, dict)
-            nearest = nearest_key(key, [name for name, _ in sections() if name] if is_table else None)
-            hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all"
-            hint = RENAMED.get(key, hint)
-            return f"{key}: no such {'section' if is_table else 'key'}; {hint}"
+            return _unknown(key, value)
         case "model_type":
-            reason = (
-                f"is a section; set one of its keys, as in {next(k for k in leaf_keys() if k.startswith(key + '.'))}"
-            )
+            first = next(name for name in leaf_keys() if name.startswith(f"{key}."))
+            reason = f"expected a section; set one of its keys, such as {first}"
         case "tuple_type":
-            reason = 'Input should be an array, as in ["a", "b"]'
+            reason = 'expected an array, as in ["a", "b"]'
         case "dict_type":
-            reason = "Input should be a table, as in {key = 'value'} with its quotes"
-        case "value_error":  # of a validator of ours
+            reason = "expected a table, as in {key = 'value'} (with quotes)"
+        case "value_error":  # raised by our validators
             reason = str(details["ctx"]["error"])
         case _:
-            reason = details["msg"]
-    return f"{key}: {reason} (got {value!r})"
+            reason = re.sub("^Input should be (?=greater|less)", "expected a value ", details["msg"])
+            reason = reason.replace("Input should be", "expected")
+    return [f"{key}={value!r} is invalid: {reason}"]
+
+
+def _unknown(name: str, value: Any) -> list[str]:
+    """Return one line for each unknown key, or for an unknown section, with the name to write instead."""
+    if name in RENAMED:
+        return [f"{name}: no such {'section' if isinstance(value, dict) else 'key'}; {RENAMED[name]}"]
+    aliases = {leaf: keys for leaf in _leaves(name, value) if (keys := keys_of_alias(leaf))}
+    if aliases:
+        return [f"{leaf}: no such key; {_describe_keys(keys)}" for leaf, keys in aliases.items()]
+    is_table = isinstance(value, dict)
+    nearest = nearest_key(name, [section for section, _ in sections() if section] if is_table else None)
+    hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all keys"
+    return [f"{name}: no such {'section' if is_table else 'key'}; {hint}"]
+
+
+def _leaves(name: str, value: Any) -> list[str]:
+    """Return the dotted names of all values in a table; only `name` if it is an alias or not a table."""
+    if not isinstance(value, dict) or keys_of_alias(name):
+        return [name]
+    return [leaf for key, item in value.items() for leaf in _leaves(f"{name}.{key}", item)]
+
+
+def _describe_keys(keys: Sequence[str]) -> str:
+    if len(keys) == 1:
+        return f"the key here is {keys[0]}"
+    return f"the keys here are {', '.join(keys[:-1])} and {keys[-1]}"

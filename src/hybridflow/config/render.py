@@ -1,4 +1,4 @@
-"""A configuration as TOML that reads back equal, and the reference of all keys as text or Markdown."""
+"""A configuration as TOML that loads back equal, and the reference of all keys as text or Markdown."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from hybridflow.config.sections.config import Config
 
 
 def to_toml(config: Config) -> str:
-    """Every key with its value, one table per section; `load_config` reads it back to an equal Config."""
+    """Return every key with its value, one table per section; `load_config` reads it back to an equal Config."""
     return _with_tables(config, lambda key, value, section: [f"{key} = {toml_value(value)}"])
 
 
 def toml_value(value: Any) -> str:
-    """One value as TOML; None, which TOML lacks, as the text "none"."""
+    """Return one value as TOML; None, which TOML lacks, as the string "none"."""
     match value:
         case bool():
             return str(value).lower()
@@ -36,7 +36,7 @@ def _toml_key(name: str) -> str:
 
 
 def reference_text() -> str:
-    """Every key with its default, what is valid and its meaning, as commented TOML that is itself a recipe."""
+    """Return every key with default, valid values and description, as commented TOML that is a recipe itself."""
 
     def lines(key: str, value: Any, section: Section) -> list[str]:
         meaning, valid = _describe(section, key)
@@ -46,7 +46,7 @@ def reference_text() -> str:
 
 
 def reference_markdown() -> str:
-    """The same as one Markdown table per section."""
+    """Return every key with default, valid values and description, as one Markdown table per section."""
     parts = []
     for name, section in sections():
         rows = []
@@ -60,7 +60,7 @@ def reference_markdown() -> str:
 
 
 def _with_tables(config: Config, lines: Callable[[str, Any, Section], list[str]]) -> str:
-    """The tables of all sections, `lines(key, value, section)` for each key."""
+    """Return the tables of all sections, with `lines(key, value, section)` for each key."""
     parts = []
     for name, section in sections(config):
         body = [line for key, value in section if not isinstance(value, Section) for line in lines(key, value, section)]
@@ -70,7 +70,7 @@ def _with_tables(config: Config, lines: Callable[[str, Any, Section], list[str]]
 
 
 def _describe(section: Section, key: str) -> tuple[str, str]:
-    """Meaning and valid values of a key."""
+    """Return the description and the valid values of a key."""
     schema = type(section).model_json_schema()["properties"][key]
     return schema["description"], _valid(schema)
 

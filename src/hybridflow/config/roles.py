@@ -1,6 +1,6 @@
-"""The roles of a run: when each of them runs, whether it has a model, and whose worker group plays it.
+"""The roles of a run: when each one runs, its kind of model, and the worker group that plays it.
 
-`ROLES` is the table. A role is one line here, and its name in `RoleName` and `Role`.
+`ROLES` is the table. A new role is one line here, and a name in `RoleName` and `Role`.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,14 +27,14 @@ def _sharded(config: Config) -> ModelKind:
 
 @dataclass(frozen=True)
 class RoleTraits:
-    """What the program needs to know about a role.
+    """Properties of a role.
 
     `runs`: whether a run of reinforcement learning has the role.
-    `in_actor`: whether the worker group of `actor_rollout` plays it, so that it has no group of its own.
-    `model`: "sharded" is a model whose layers are sharded as `parallel` says, which memory.offload moves and which
-    gets a token budget; "engine" is that of a rollout engine, which manages its memory itself.
-    `reason`: why memory.offload does not apply where the role has no group or no sharded model, a format of `config`.
-    `offline`: a role of offline training alone, which `runs` does not cover.
+    `in_actor`: whether the worker group of `actor_rollout` plays it, so that it has no separate group.
+    `model`: "sharded": a model sharded by `parallel`, to which memory.offload and token budgets apply; "engine": the
+    model of a rollout engine, which manages its memory itself.
+    `reason`: why memory.offload does not apply if the role has no group or no sharded model; a format of `config`.
+    `offline`: whether only offline training has the role; `runs` does not cover it.
     """
 
     runs: Callable[[Config], bool] = _always
@@ -70,7 +70,7 @@ ROLES: Mapping[RoleName, RoleTraits] = {
     "reference": RoleTraits(
         runs=lambda config: config.uses_reference,
         in_actor=lambda config: config.actor_is_reference,
-        reason="there is no reference model: no KL term asks for one, or the actor without its adapters is it",
+        reason="there is no separate reference model: no KL term needs one, or it is the actor with its adapters off",
     ),
     "teacher": RoleTraits(
         runs=lambda config: config.uses_teacher,

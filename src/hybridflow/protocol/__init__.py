@@ -1,5 +1,6 @@
-"""The typed batch that controller and workers exchange, its future, and the glossary of its columns."""
+"""`DataProto`, the typed batch that controller and workers exchange, its future, and the glossary of its columns."""
 
+import hybridflow.runtime.quick_imports  # noqa: F401  # isort: skip (it makes the imports below quicker)
 from hybridflow.protocol.data_proto import DataProto, DataProtoItem
 from hybridflow.protocol.fields import FIELDS, Field
 from hybridflow.protocol.future import DataProtoFuture

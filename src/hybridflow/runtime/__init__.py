@@ -1,10 +1,15 @@
-"""What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
+"""Process-level services: random streams, threads, stop signals, atomic files, reports. torch is imported on use."""
 
-from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
+from hybridflow.runtime.allocator import (
+    bound_shape_caches,
+    keep_freed_memory,
+    paused_collector,
+    relax_garbage_collector,
+)
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
 from hybridflow.runtime.listening import listen
-from hybridflow.runtime.matmul_peak import measure_peak_flops
+from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.random_state import (
     capture_random_state,
@@ -15,7 +20,7 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
-from hybridflow.runtime.user_code import load_user_function, require_arguments
+from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
 
 __all__ = [
     "StopRequest",
@@ -23,6 +28,7 @@ __all__ = [
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
+    "did_you_mean",
     "free_cached_memory",
     "fsync_path",
     "keep_freed_memory",
@@ -31,6 +37,8 @@ __all__ = [
     "measure_peak_flops",
     "memory_limit",
     "own_device",
+    "paused_collector",
+    "peak_flops",
     "peak_memory_of",
     "relax_garbage_collector",
     "require_arguments",

@@ -1,17 +1,20 @@
-"""Trainers: the loops, the stages they are made of, and the one place that builds them."""
+"""Trainers: the training loops, their stages, and the functions that build them from a configuration."""
 
-from hybridflow.trainers.build import build_trainer
-from hybridflow.trainers.build_generation import build_generator, build_validator
-from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
-from hybridflow.trainers.generation import TextGenerator
-from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
-from hybridflow.trainers.offline import OfflineTrainer
-from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.ppo_trainer import PPOTrainer
-from hybridflow.trainers.program import placement_notes, run_on_placeholders
-from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.training_loop import fit
-from hybridflow.trainers.validation import Validator, majority_at_k, pass_at_k
+from hybridflow.runtime import paused_collector
+
+with paused_collector():
+    from hybridflow.trainers.build import build_trainer
+    from hybridflow.trainers.build_generation import build_generator, build_validator
+    from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
+    from hybridflow.trainers.generation import TextGenerator
+    from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
+    from hybridflow.trainers.offline import OfflineTrainer
+    from hybridflow.trainers.ppo import PPO
+    from hybridflow.trainers.ppo_trainer import PPOTrainer
+    from hybridflow.trainers.program import placement_notes, run_on_placeholders
+    from hybridflow.trainers.run_directory import RunDirectory
+    from hybridflow.trainers.training_loop import fit
+    from hybridflow.trainers.validation import Validator, majority_at_k, pass_at_k
 
 __all__ = [
     "DPO",

@@ -1,4 +1,4 @@
-"""Which rank gets which rows: an order of the batch whose equal parts take equally long."""
+"""Load balancing: an order of the rows of a batch whose equal parts take equally long."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,10 @@ def balanced_order(
     *,
     keep_groups: bool = False,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Row numbers of `batch` in their new order, and `balance/...`.
+    """Return the row numbers of `batch` in their new order, and the metrics `balance/...`.
 
-    Each optimizer step waits for its slowest rank, so the rows of each mini-batch are dealt out by themselves, as many
-    to each part, or as many groups. `mini_batches` lists row ids.
+    Each optimizer step waits for its slowest rank, so each mini-batch is partitioned separately, into parts with equal
+    numbers of rows (or of groups, with `keep_groups`). `mini_batches` lists row ids.
     """
     columns = read(batch, ("prompt_mask", "response_mask", "group_ids", "row_ids")).batch
     lengths = columns["prompt_mask"].sum(-1) + columns["response_mask"].sum(-1)
@@ -33,9 +33,9 @@ def balanced_order(
             units.setdefault(groups[row] if keep_groups else row, []).append(row)
         rows = list(units.values())
         partition = balanced_partition([costs[unit].sum() for unit in rows], num_parts, equal_counts=True)
-        dealt = [[row for unit in part for row in rows[unit]] for part in partition]
-        dealt.sort(key=len, reverse=True)
-        for part, more in zip(sorted(parts, key=len), dealt, strict=True):  # parts change in place
+        shares = [[row for unit in part for row in rows[unit]] for part in partition]
+        shares.sort(key=len, reverse=True)
+        for part, more in zip(sorted(parts, key=len), shares, strict=True):  # parts change in place
             part += more
     order = np.array([row for part in parts for row in part], dtype=np.int64)
     own_rows = [np.array([row_of[id_] for id_ in members]) for members in mini_batches]
@@ -46,7 +46,7 @@ def balanced_order(
 
 
 def _mean_imbalance(costs: np.ndarray, order: np.ndarray, mini_batches: list[np.ndarray], num_parts: int) -> float:
-    """Over the mini-batches, where each rank gets an equal part of `order`."""
+    """Return the mean imbalance of the mini-batches if each rank gets an equal part of `order`."""
     size = -(-len(order) // num_parts)
     chunks = [order[start : start + size] for start in range(0, num_parts * size, size)]
     of_each = [imbalance(costs.tolist(), [np.intersect1d(c, rows).tolist() for c in chunks]) for rows in mini_batches]

@@ -1,4 +1,4 @@
-"""Builds the trainer of reinforcement learning from a configuration."""
+"""Builds the trainer of reinforcement learning (`hybridflow train`) from a configuration."""
 
 from collections.abc import Mapping
 
@@ -13,6 +13,7 @@ from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_files,
     require_positions,
+    require_reward_functions,
     require_rollout_engine,
     require_same_tokenizer,
 )
@@ -21,7 +22,7 @@ from hybridflow.trainers.speed import Learner
 
 
 def build_trainer(config: Config) -> PPOTrainer:
-    """Build what `hybridflow train` runs, as `build_run` says."""
+    """Build the trainer of `hybridflow train`; see `build_run`."""
     require_files(config, "data.train_files")
     require_rollout_engine(config)
     require_same_tokenizer(config)
@@ -29,6 +30,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     def prompts(files: tuple[str, ...], max_samples: int, order_by: str) -> RLHFDataset:
         dataset = open_prompts(config, files, max_samples, order_by)
         require_positions(config, dataset)
+        require_reward_functions(config, dataset, files)
         return dataset
 
     def trainer(parts: RunParts[RLHFDataset]) -> PPOTrainer:
@@ -60,12 +62,12 @@ def build_trainer(config: Config) -> PPOTrainer:
 
 
 def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArgs]:
-    """The roles of a run, tried on placeholders."""
+    """Return the worker class of each role, after one step of the program on placeholders."""
     warmup_steps = config.critic.warmup_steps
     if total_steps <= warmup_steps:
         raise ConfigError(
-            f"critic.warmup_steps={warmup_steps} leaves the actor none of the {total_steps} steps that "
-            f"trainer.epochs={config.trainer.epochs} makes; use at most {total_steps - 1}, or train for longer."
+            f"critic.warmup_steps={warmup_steps} leaves the actor no step of the {total_steps} of "
+            f"trainer.epochs={config.trainer.epochs}; use at most {total_steps - 1}, or train for longer."
         )
     actor_updates = (total_steps - warmup_steps) * _updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * _updates_per_step(config, config.critic))
@@ -74,7 +76,7 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
 
 
 def _updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:
-    """Optimizer steps in one training step."""
+    """Return the number of optimizer steps in one training step."""
     prompts = config.data.train_batch_size
     return section.epochs * (prompts // (section.mini_batch_size or prompts))
 

@@ -1,6 +1,6 @@
-"""Builds what generates without learning: validation and text generation."""
+"""Builds programs that generate without training: `hybridflow evaluate` and `hybridflow generate`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hybridflow.checkpoint import Checkpoint
@@ -9,36 +9,48 @@ from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import Config, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data.parquet_rows import Row
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
-from hybridflow.trainers.generation import TextGenerator
+from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.preconditions import require_files, require_rollout_engine
+from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
 from hybridflow.trainers.program import reward_class
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
 
 
 def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Validator:
-    """Build what `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
+    """Build the validator of `hybridflow evaluate`, with the weights of model.path or of a checkpoint."""
     config = _prepare(config, checkpoint, "data.val_files")
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
+    require_reward_functions(config, prompts, config.data.val_files)
     rewards = {Role.Reward: ClassWithInitArgs(reward_class(config), config=config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
         return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
 
 
-def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
-    """Build what `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
+def build_generator(
+    config: Config,
+    checkpoint: Checkpoint | None = None,
+    prompts: Sequence[Row] = (),
+    *,
+    cap_response_length: bool = False,
+) -> TextGenerator:
+    """Build the generator of `hybridflow generate`, with the weights of model.path or of a checkpoint.
+
+    `checked_prompts` checks the given `prompts` before a worker starts.
+    """
     config = _prepare(config, checkpoint)
+    config = checked_prompts(config, prompts, cap_response_length=cap_response_length)
     tokenizer = load_tokenizer(config.model.path)
     with _groups(config, checkpoint, {}) as (backend, groups):
         return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)
 
 
 def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, order_by: str = "") -> RLHFDataset:
-    """Open prompts as the section `data` says; `max_samples` 0 is all of them."""
+    """Open prompt files with the settings of the section `data`; `max_samples` 0: all rows."""
     data = config.data
     return RLHFDataset(
         files,
@@ -58,7 +70,7 @@ def build_group_validator(
     rewards: WorkerGroup,
     backend: Backend | None = None,
 ) -> Validator:
-    """Build a validator on groups that are there; with `backend` it ends with their workers."""
+    """Build a validator on existing groups; if it gets a `backend`, closing it stops their workers."""
     return Validator(
         prompts,
         rollout,
@@ -71,7 +83,7 @@ def build_group_validator(
 
 
 def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:
-    """Check the configuration and prepare this process; returns the configuration of a program that only generates."""
+    """Check the configuration, prepare this process, and return the configuration without training."""
     require_files(config, *file_keys)
     require_rollout_engine(config)
     config = _without_learning(config)
@@ -84,7 +96,7 @@ def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> 
 def _groups(
     config: Config, checkpoint: Checkpoint | None, others: Mapping[Role, ClassWithInitArgs]
 ) -> Iterator[tuple[Backend, Mapping[Role, WorkerGroup]]]:
-    """The group that generates, with the weights of the checkpoint, and others; closed on an error."""
+    """Yield the backend and the groups: generation with the weights of the checkpoint, and `others`."""
     classes = {Role.ActorRollout: ClassWithInitArgs(ActorRolloutWorker, config=config), **others}
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
@@ -94,7 +106,7 @@ def _groups(
 
 
 def _without_learning(config: Config) -> Config:
-    """For a program that only generates: where generation has a pool of its own, the model is there too."""
+    """Return the configuration of a program that only generates; a rollout pool then holds the whole model."""
     if not config.has_rollout_pool:
         return config
     roles = {**config.placement.roles, "actor_rollout": config.placement.roles["rollout"]}
@@ -103,14 +115,13 @@ def _without_learning(config: Config) -> Config:
 
 
 def _require_base(config: Config, checkpoint: Checkpoint | None) -> None:
-    """Raise CheckpointConfigError for a checkpoint without a policy, with other adapters than `lora` says, or trained
-    beside another model than model.path's."""
+    """Raise CheckpointConfigError if the checkpoint has no policy, or its adapters or their base model differ."""
     if checkpoint is None:
         return
     if checkpoint.info.get("kind") == "reward-model":
         raise CheckpointConfigError(
-            f"'{checkpoint.directory}' is of a reward model, which writes no responses; `hybridflow export` makes a "
-            "directory for reward.model_path of it."
+            f"'{checkpoint.directory}' is a checkpoint of a reward model, which cannot generate; `hybridflow export` "
+            "writes it as a directory for reward.model_path."
         )
     with stored_weights(checkpoint) as (_, lora):
         require_same_adapters(config.lora if config.lora.rank else None, {"lora": lora})

@@ -1,4 +1,4 @@
-"""Builds the trainers of offline training from a configuration: SFT, DPO and IPO, reward models."""
+"""Builds the trainers of offline training (SFT, DPO and IPO, reward models) from a configuration."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -20,7 +20,7 @@ Examples = SFTDataset | PreferenceDataset
 
 
 def build_sft_trainer(config: Config) -> OfflineTrainer:
-    """Build what `hybridflow sft` runs, as `build_run` says."""
+    """Build the trainer of `hybridflow sft`; see `build_run`."""
     require_files(config, "data.train_files")
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
@@ -39,7 +39,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
 
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
-    """Build what `hybridflow dpo` runs. The reference is reference.model_path, or the model it starts from."""
+    """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
     require_files(config, "data.train_files", reference=True)
     reference = None
     if not config.actor_is_reference:
@@ -52,13 +52,12 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
 
 
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
-    """Build what `hybridflow reward-model` runs: a scalar head on model.path, to be exported for
-    reward.model_path."""
+    """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
     require_files(config, "data.train_files")
     if config.lora.rank:
         raise ConfigError(
-            f"lora.rank={config.lora.rank} does not fit a reward model, whose head is new and learns as a whole; use "
-            "lora.rank = 0."
+            f"lora.rank={config.lora.rank} is not supported by `hybridflow reward-model`, which trains its new head "
+            "without adapters; use lora.rank = 0."
         )
     pairs = _pairs(config, "reward_model")
     return _build(
@@ -75,7 +74,7 @@ def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDat
             data.max_prompt_length,
             data.max_response_length,
             layout=layout,
-            chat_template=data.chat_template or layout == "reward_model",  # as RewardModelWorker will have it
+            chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
             max_samples=max_samples,
             order_by=order_by,
         )

@@ -1,4 +1,4 @@
-"""The steps by which every training run is built: checks, data, run directory, workers, trainer."""
+"""Builds any training run in steps: checks, data, run directory, workers, trainer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from hybridflow.models import DTYPES
 from hybridflow.runtime import (
     bound_shape_caches,
     keep_freed_memory,
-    measure_peak_flops,
+    peak_flops,
     relax_garbage_collector,
     seed_random_state,
     set_deterministic,
@@ -31,12 +31,12 @@ D = TypeVar("D", bound=Dataset)
 T = TypeVar("T")
 
 OpenDataset = Callable[[tuple[str, ...], int, str], D]
-"""(files, how many of the first rows, the column of numbers to order by) -> the data set, whose rows fit the model."""
+"""A function (files, max_samples, order_by) -> dataset whose rows fit the model."""
 
 
 @dataclass(frozen=True)
 class RunParts(Generic[D]):
-    """What a trainer is made of, besides the configuration."""
+    """Parts of a trainer besides the configuration."""
 
     groups: Mapping[Role, WorkerGroup]
     loader: BatchLoader
@@ -49,9 +49,9 @@ class RunParts(Generic[D]):
 
 @dataclass(frozen=True)
 class Program(Generic[D, T]):
-    """What differs between the kinds of training.
+    """The differences between the kinds of training.
 
-    `batch_key` is the configuration key of `batch_size`. `classes` gives the workers of a run of so many steps.
+    `batch_key` is the configuration key of `batch_size`. `classes(total_steps)` returns the worker class of each role.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Program(Generic[D, T]):
 
 
 def build_run(config: Config, program: Program[D, T]) -> T:
-    """Build the trainer of a run, the cheap checks first. Seeds the process; writes nothing yet.
+    """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet.
 
     Raises ConfigError, DataError, ModelError or CheckpointError.
     """
@@ -85,14 +85,18 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
         settle_token_budgets(config, groups, run)
-        speedometer = Speedometer(program.learners, measure_peak_flops(DTYPES[config.model.dtype]))
+        peak = peak_flops(DTYPES[config.model.dtype])
+        run.start_facts["matmul_peak_flops_per_s"] = peak
+        speedometer = Speedometer(program.learners, peak)
         return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend))
 
 
 def prepare_driver_process(config: Config) -> None:
-    """Set memory, threads, kernels and global random state before anything is computed: results depend on them."""
+    """Set memory, threads, kernels and random state of this process, before any computation that depends on them."""
     relax_garbage_collector()
-    keep_freed_memory(large_blocks=config.controller.backend == "ray")  # then this process has batches, but no model
+    keep_freed_memory(
+        large_blocks=config.controller.backend == "ray"
+    )  # on Ray this process holds batches, but no model
     bound_shape_caches()
     set_num_threads(config.controller.threads)
     use_kernels(config.controller.compiled_kernels)

@@ -1,4 +1,4 @@
-"""From a configuration to the backend, the pools and the worker groups of a run."""
+"""Builds the backend, the resource pools and the worker groups of a run from its configuration."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,14 +32,14 @@ STAGES = {
     "generate_validation_sequences": "validation_gen",
     "score_validation": "validation_reward",
 }
-"""Method -> its stage in `timing_s/<stage>`; a method that is not named here is a stage of its own name."""
+"""Stage in `timing_s/<stage>` by method; the stage of any other method is its name."""
 
 MAIN_POOL = "main"
-"""The pool of every role, where the configuration names none."""
+"""The pool of all roles if placement.pools is empty."""
 
 
 def build_backend(config: Config) -> Backend:
-    """Where the workers will run: this process, or a Ray cluster, which is connected to when the first group starts."""
+    """Build the local backend, or the Ray backend, which connects to its cluster when the first group starts."""
     controller = config.controller
     if controller.backend == "local":
         return LocalBackend()
@@ -57,20 +57,20 @@ def build_backend(config: Config) -> Backend:
 
 
 class BackendOwner:
-    """Something that ends with its workers: use it as a context, or call `close`."""
+    """Base class of programs that stop their workers: use it as a context manager, or call `close`."""
 
-    events: list[TraceEvent] = []  # noqa: RUF012  (replaced, never changed)
+    events: list[TraceEvent] = []  # noqa: RUF012  (replaced, never mutated)
 
     backend: Backend | None = None
 
     def trace_metrics(self) -> dict[str, float]:
-        """The times and transfers since the last time they were asked for; the events go to `events`, for the log."""
+        """Return times and transfers since the last call; append the trace events to `events`, for the log."""
         events = self.backend.trace.take() if self.backend else []
         self.events = [*self.events, *events]
         return {**stage_seconds(events, STAGES), **transfer_metrics(events)}
 
     def take_events(self) -> list[TraceEvent]:
-        """The events that no log has yet."""
+        """Return the trace events since the last call and forget them."""
         self.trace_metrics()
         events, self.events = self.events, []
         return events
@@ -82,14 +82,14 @@ class BackendOwner:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers; a cluster that was started for them ends."""
+        """Stop the workers, and the Ray cluster if the run started it."""
         if self.backend is not None:
             self.backend.close()
 
 
 @contextmanager
 def closing_on_error(backend: Backend) -> Iterator[Backend]:
-    """The backend, closed if what is built on it cannot be built."""
+    """Yield the backend; close it if the block raises."""
     try:
         yield backend
     except BaseException:
@@ -98,24 +98,27 @@ def closing_on_error(backend: Backend) -> Iterator[Backend]:
 
 
 def pools_of(config: Config) -> dict[str, tuple[int, ...]]:
-    """Processes on each node, by the name of the pool."""
+    """Return the number of processes on each node, by the name of the pool."""
     return dict(config.placement.pools) or {MAIN_POOL: (config.controller.num_workers,)}
 
 
 def pool_of(config: Config, role: Role) -> str:
-    """The name of the pool that a role is on: its own, or the first."""
+    """Return the name of the pool of a role: the configured one, or the first."""
     return {**config.placement.roles}.get(role.value, next(iter(pools_of(config))))  # pyright: ignore
 
 
 def traits_of(role: Role) -> RoleTraits:
-    """Return the entry of a role in the table."""
+    """Return the traits of a role in `ROLES`."""
     return ROLES[role.value]  # pyright: ignore[reportArgumentType]
 
 
 def build_groups(
     config: Config, backend: Backend, classes: Mapping[Role, ClassWithInitArgs]
 ) -> dict[Role, WorkerGroup]:
-    """A group for each role; those of one pool share its processes. Everything is checked to fit before one starts."""
+    """Start a worker group for each role; roles of one pool share its processes.
+
+    The backend checks that all pools fit before the first group starts.
+    """
     roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools_of(config)}
     pools = {
         name: _build_pool(
@@ -123,7 +126,7 @@ def build_groups(
         )
         for name, processes in pools_of(config).items()
     }
-    if config.controller.backend == "ray":  # which takes its time
+    if config.controller.backend == "ray":  # starting takes seconds
         logger.info(
             "starting %d worker processes on Ray", sum(pools[name].world_size for name in pools if roles_of[name])
         )
@@ -138,7 +141,7 @@ def build_groups(
 
 
 def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """For each group the axes of its ranks, as its engines have them, those that learn and those that generate."""
+    """Return the device meshes of each group: `default` for training, `ROLLOUT_MESH` for generation."""
     parallel, meshes = config.parallel, {}
     for name in names:
         ranks = sum(pools_of(config)[pool_of(config, Role(name))])
@@ -154,7 +157,7 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
 
 
 def _build_pool(config: Config, name: str, processes: tuple[int, ...], *, has_model: bool) -> ResourcePool:
-    """On Ray each process with a model reserves a GPU, where this process sees any: Ray hides the others."""
+    """Build a pool. On Ray each process with a model reserves a GPU, if this process sees one."""
     if config.controller.backend == "local":
         return ResourcePool(processes)
     from hybridflow.controller.ray import RayResourcePool

@@ -1,4 +1,4 @@
-"""The objectives of offline training: responses to imitate, or pairs to prefer. One optimizer step for each batch.
+"""The objectives of offline training: SFT, DPO and reward models. One optimizer step for each batch.
 
 examples ──────────────────────────────────────────────> update          (SFT)
 pairs ──log-probs, reference──> pair losses ──slopes──> update           (DPO, IPO)
@@ -21,24 +21,24 @@ from hybridflow.trainers.stages import Batch, read, with_row_ids
 
 
 class Objective(Protocol):
-    """What the offline trainer needs of one."""
+    """The interface of an objective for the offline trainer."""
 
     @property
     def figures(self) -> Mapping[str, str]:
-        """What the console shows: label -> metric."""
+        """The figures on the console: label -> metric."""
         ...
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
-        """One optimizer step; returns the batch with the columns it made, and metrics."""
+        """Make one optimizer step; return the batch with its new columns, and metrics."""
         ...
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
-        """Sums of validation metrics by their names, and what they are to be divided by, with nothing learned."""
+        """Return sums of validation metrics and the count to divide them by, without training."""
         ...
 
 
 class SFT:
-    """Cross-entropy of each response token."""
+    """Supervised fine-tuning: the mean cross-entropy of response tokens."""
 
     figures = SFT_FIGURES
 
@@ -46,17 +46,19 @@ class SFT:
         self.policy = policy
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        """Make one optimizer step on the examples."""
         batch = in_one_step(examples)
         return batch, _metrics(self.policy.update_sft.remote(batch))
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        """Return the summed cross-entropy of the response tokens, and their number."""
         log_probs = read(self.policy.compute_log_probs.remote(examples), ["old_log_probs"]).batch["old_log_probs"]
         log_probs = log_probs[examples.batch["response_mask"]]
         return {"sft/val_loss": -float(log_probs.double().sum())}, len(log_probs)
 
 
 class DPO:
-    """A policy that comes to prefer the better response of each pair, measured from a reference."""
+    """Preference optimization of a policy against a frozen reference, by the DPO or IPO loss."""
 
     figures = DPO_FIGURES
 
@@ -65,16 +67,18 @@ class DPO:
         self.losses = partial(PREFERENCE_LOSSES[config.offline.preference_loss], beta=config.offline.beta)
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        """Make one optimizer step on the pairs."""
         batch, pairs, slopes = self._compare(in_one_step(examples))
         batch = batch.union(slopes)
         return batch, _pair_metrics(pairs, "dpo/", "reward") | _metrics(self.policy.update_dpo.remote(batch))
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        """Return the summed loss and accuracy of the pairs, and their number."""
         _, pairs, _ = self._compare(examples)
         return _val_sums(pairs, "dpo/"), len(pairs.losses)
 
     def _compare(self, batch: DataProto) -> tuple[DataProtoFuture, PairLoss, DataProto]:
-        """The batch with log-probs, what the pairs lose, and by which slopes."""
+        """Return the batch with log-probs, the losses of the pairs, and the column of their slopes."""
         scored = batch.union(self.policy.compute_log_probs.remote(batch))
         scored = scored.union(self.reference.compute_ref_log_probs.remote(batch))
         columns = read(scored, ["old_log_probs", "ref_log_probs", "response_mask"]).batch
@@ -89,7 +93,7 @@ class DPO:
 
 
 class RewardModeling:
-    """A score for conversations under which the better response of each pair has the higher one."""
+    """Reward modeling by the Bradley-Terry loss: the chosen response of a pair gets the higher score."""
 
     figures = REWARD_MODEL_FIGURES
 
@@ -97,6 +101,7 @@ class RewardModeling:
         self.model = model
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
+        """Make one optimizer step on the pairs."""
         batch = in_one_step(examples)
         pairs, slopes = self._compare(batch)
         batch = batch.union(slopes)
@@ -104,6 +109,7 @@ class RewardModeling:
         return batch, _pair_metrics(pairs, "reward_model/", "score") | _metrics(update)
 
     def measure(self, examples: DataProto) -> tuple[dict[str, float], int]:
+        """Return the summed loss and accuracy of the pairs, and their number."""
         pairs, _ = self._compare(examples)
         return _val_sums(pairs, "reward_model/"), len(pairs.losses)
 
@@ -114,7 +120,7 @@ class RewardModeling:
 
 
 def in_one_step(examples: DataProto) -> DataProto:
-    """The batch with its row ids, all of them in one optimizer step."""
+    """Return the batch with row ids, and all rows in one mini-batch."""
     batch = with_row_ids(examples)
     batch.meta_info["mini_batches"] = [batch.batch["row_ids"].tolist()]
     return batch
@@ -129,11 +135,11 @@ def _slope_column(slopes: Tensor, dtype: torch.dtype) -> DataProto:
 
 
 def _pair_metrics(pairs: PairLoss, prefix: str, what: str) -> dict[str, float]:
-    """The means over pairs; `what` the compared numbers are."""
+    """Return the means over pairs; `what` is the name of the compared numbers."""
     margins = pairs.chosen_rewards - pairs.rejected_rewards
     return {
         f"{prefix}loss": float(pairs.losses.mean()),
-        f"{prefix}accuracy": float(_right(pairs).mean()),
+        f"{prefix}accuracy": float(_accuracy(pairs).mean()),
         f"{prefix}margin": float(margins.mean()),
         f"{prefix}chosen_{what}": float(pairs.chosen_rewards.mean()),
         f"{prefix}rejected_{what}": float(pairs.rejected_rewards.mean()),
@@ -141,10 +147,10 @@ def _pair_metrics(pairs: PairLoss, prefix: str, what: str) -> dict[str, float]:
 
 
 def _val_sums(pairs: PairLoss, prefix: str) -> dict[str, float]:
-    return {f"{prefix}val_loss": float(pairs.losses.sum()), f"{prefix}val_accuracy": float(_right(pairs).sum())}
+    return {f"{prefix}val_loss": float(pairs.losses.sum()), f"{prefix}val_accuracy": float(_accuracy(pairs).sum())}
 
 
-def _right(pairs: PairLoss) -> Tensor:
-    """1 where the better response is preferred, half where neither is."""
+def _accuracy(pairs: PairLoss) -> Tensor:
+    """Return 1 for a pair whose chosen response is preferred, 0.5 for a tie, else 0."""
     margins = pairs.chosen_rewards - pairs.rejected_rewards
     return (margins > 0).double() + 0.5 * (margins == 0).double()

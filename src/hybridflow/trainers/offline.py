@@ -1,4 +1,4 @@
-"""The loop of offline training: batches in, one optimizer step each, whatever the objective."""
+"""The trainer of offline training: one optimizer step of an objective for each batch."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ from hybridflow.trainers.training_state import TrainingSaver, restore_training
 
 
 class OfflineTrainer(BackendOwner):
-    """Trains `learner` by `objective`.
+    """A trainer of the worker group `learner` by `objective`.
 
-    Built by `build_sft_trainer`, `build_dpo_trainer` or `build_reward_model_trainer`.
+    Build it with `build_sft_trainer`, `build_dpo_trainer` or `build_reward_model_trainer`.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class OfflineTrainer(BackendOwner):
             self.global_step = restore_training(run.checkpoint, [learner], loader)["global_step"]
 
     def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
+        """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
         fit(self, stop_after)
 
     def train_step(self) -> list[Sample]:
-        """One optimizer step on the next batch; fills `metrics`. There are no samples to show."""
+        """Make one optimizer step on the next batch and fill `metrics`; return no samples."""
         self.metrics.clear()
         self.metrics["training/epoch"] = self.loader.epoch
         with timed("step", self.metrics):
@@ -66,7 +66,7 @@ class OfflineTrainer(BackendOwner):
         return []
 
     def validate(self) -> dict[str, float]:
-        """The objective's metrics over all validation data, with nothing learned; empty without any."""
+        """Return the objective's metrics over the validation data, without training; empty if there is none."""
         if self.validation is None:
             return {}
         sums: dict[str, float] = {}
@@ -80,9 +80,9 @@ class OfflineTrainer(BackendOwner):
         return {name: value / count for name, value in sums.items()}
 
     def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number, or begin to."""
+        """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.saver.save(self.global_step)
 
     def finish_save(self) -> None:
-        """Wait until the save that was begun is a checkpoint."""
+        """Wait until a background save is complete."""
         self.saver.finish()

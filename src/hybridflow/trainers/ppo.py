@@ -3,8 +3,8 @@
     prompts ──generate──> rollouts ──score──> scores ──┬─ values, old and reference log-probs
                                                        └─> advantages ──> update critic, update actor
 
-The controller holds the algorithm; the groups compute. It knows neither models nor where workers run, nor anything of
-the run around it.
+The controller holds the algorithm and calls worker groups, which compute. This module knows neither models, nor the
+placement of workers, nor the run's data, validation and checkpoints.
 """
 
 from collections.abc import Mapping
@@ -36,10 +36,10 @@ from hybridflow.trainers.weight_sync import weight_sync_of
 
 
 class PPO:
-    """The algorithm on its groups; `critic`, `reference` and `teacher` are None where unused.
+    """The algorithm on its worker groups; `critic`, `reference` and `teacher` are None if the recipe does not use them.
 
-    The actor learns, and generates unless there is a rollout group for that; without its adapters it may be the
-    reference. `global_step` counts the steps that were taken; `metrics` are those of the present one.
+    The actor group is trained; it also generates, unless there is a rollout group, and with LoRA it is the reference
+    with its adapters off. `global_step` counts completed steps; `metrics` are those of the current step.
     """
 
     def __init__(self, config: Config, groups: Mapping[Role, WorkerGroup]) -> None:
@@ -59,16 +59,16 @@ class PPO:
         self.global_step = 0
 
     def step(self, prompts: DataProto, more_prompts: MorePrompts | None = None) -> DataProtoFuture:
-        """One step of the algorithm on a batch of prompts; returns the batch with every column it made.
+        """Make one step on a batch of prompts; return the batch with all columns that the step added.
 
-        `more_prompts` gives further batches to dynamic sampling, which may need some.
+        `more_prompts` returns further batches of prompts for dynamic sampling.
 
-        Calls return futures: they run as soon as what they read is there, and stay where they are until somebody needs
-        their contents.
+        Calls return futures: a call runs as soon as the columns that it reads are computed, and its results stay on
+        their worker until another call or the controller reads them.
         """
         config, algorithm, sums = self.config, self.config.algorithm, None
-        self.metrics |= self.sync_weights()  # nothing where generation has the very weights that learn
-        batch = with_row_ids(self.sample(prompts, more_prompts, self.global_step))  # responses and their scores
+        self.metrics |= self.sync_weights()  # no-op if generation uses the trained weights themselves
+        batch = with_row_ids(self.sample(prompts, more_prompts, self.global_step))  # generate and score
         self.metrics |= self.sample.metrics
         if config.reward.overlong_buffer:
             batch = with_overlong_penalty(batch, config)
@@ -92,7 +92,7 @@ class PPO:
             rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
             batch = batch.union(rewards)
             if algorithm.kl_in_reward:
-                self._steer_kl(kl, num_samples=len(batch))
+                self._adjust_kl(kl, num_samples=len(batch))
         batch = batch.union(add_advantages(batch, config))
         updates = []
         if self.critic:
@@ -108,7 +108,7 @@ class PPO:
         return batch.select_rows(as_generated)
 
     def _balanced(self, batch: DataProtoFuture) -> tuple[DataProtoFuture, np.ndarray]:
-        """The rows so that ranks of the actor take equally long, and the places that give them back as they were."""
+        """Return the rows in an order that balances the ranks, and the row numbers that restore the old order."""
         if self.num_replicas == 1 or self.config.controller.balance == "none":
             return batch, np.arange(len(batch))
         seed_keys = (self.config.trainer.seed, self.global_step)
@@ -118,13 +118,13 @@ class PPO:
         self.metrics |= metrics
         return batch.select_rows(order), np.argsort(order)
 
-    def _steer_kl(self, kl: float, num_samples: int) -> None:
-        """The coefficient of this step into the metrics, then that of the next step from this step's KL."""
+    def _adjust_kl(self, kl: float, num_samples: int) -> None:
+        """Add the KL and its coefficient to the metrics, then update the coefficient for the next step."""
         self.metrics |= {"critic/kl": kl, "critic/kl_coeff": self.kl_controller.coef}
         self.kl_controller.update(kl, num_samples)
 
     def _with_mini_batches(self, batch: DataProtoFuture, mini_batch_size: int, epochs: int) -> DataProtoFuture:
-        """The batch with the optimizer steps that the controller fixes, and the weight of the KL in their loss."""
+        """Return the batch with the row ids of its mini-batches and the KL coefficient, for an update call."""
         seed_keys = (self.config.trainer.seed, self.global_step)
         memberships = mini_batch_rows(batch, mini_batch_size, epochs, seed_keys)
         return batch.with_meta_info(

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning: the algorithm step by step on batches of prompts, with what is around it."""
+"""The trainer of reinforcement learning: the steps of `PPO` with data, validation, checkpoints and metrics."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, timed
 from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
 from hybridflow.trainers.run_directory import RunDirectory
@@ -18,7 +19,7 @@ from hybridflow.trainers.validation import Validator
 
 
 class PPOTrainer(PPO, BackendOwner):
-    """Trains an actor on prompts by `PPO.step`, to the last step of its run. Build it by `build_trainer`."""
+    """A run of `PPO.step` on batches of prompts. Build it with `build_trainer`."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
         self.validator, self.speedometer = validator, speedometer
+        self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.global_step = 0
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
@@ -46,23 +48,24 @@ class PPOTrainer(PPO, BackendOwner):
             self.global_step = state["global_step"]
 
     def fit(self, stop_after: int | None = None) -> None:
-        """Train to the last step, or to step `stop_after`; a signal ends it as well. See `fit`."""
+        """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
         fit(self, stop_after)
 
     def train_step(self) -> list[Sample]:
-        """The next batch through `step`; fills `metrics`, returns samples to show."""
+        """Make one `step` on the next batch and fill `metrics`; return samples to log."""
         self.metrics.clear()
         self.metrics["training/epoch"] = self.loader.epoch
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch(), self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
         self.global_step += 1
+        self.learning_signal.check(self.global_step, self.metrics)
         self.metrics |= self.trace_metrics()
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 
     def validate(self) -> dict[str, float]:
-        """The metrics `val/...` of the present weights; empty without validation data."""
+        """Return the metrics `val/...` of the current weights; empty without validation data."""
         if self.validator is None:
             return {}
         self.sync_weights()
@@ -71,9 +74,9 @@ class PPOTrainer(PPO, BackendOwner):
         return metrics
 
     def save(self) -> None:
-        """Write a checkpoint of everything that reaches a number, or begin to."""
+        """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.saver.save(self.global_step, kl_controller=self.kl_controller.state_dict())
 
     def finish_save(self) -> None:
-        """Wait until the save that was begun is a checkpoint."""
+        """Wait until a background save is complete."""
         self.saver.finish()

@@ -1,26 +1,32 @@
-"""What a configuration must have before anything is built from it, said before anything slow begins."""
+"""Checks of files, models and settings that fail before any slow step of building a run."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.errors import ConfigError, DataConfigError, ModelConfigError, ModelError
+from hybridflow.data.tokenizer import require_tokenizer
+from hybridflow.errors import ConfigError, DataConfigError, ModelError
 from hybridflow.models import vocabulary_size
+from hybridflow.rewards.table import require_known
 from hybridflow.rollout.vllm import require_vllm
+from hybridflow.trainers.model_directories import require_model_directory
+
+WITHOUT_TOKENIZER = ("critic.model_path", "reference.model_path")
+"""Models that read the policy's tokens, so that their directories need no tokenizer."""
 
 
 def require_files(config: Config, *file_keys: str, reference: bool = False) -> None:
     """Raise ConfigError unless model.path and each of `file_keys` (of the section `data`) are set.
 
-    Raises ModelError unless every model directory that the configuration names is one.
+    Raises ModelConfigError unless every configured model path is a model directory, and DataError for one without the
+    tokenizer that it needs.
     """
     values = {"model.path": config.model.path}
     values |= {key: getattr(config.data, key.removeprefix("data.")) for key in file_keys}
     if missing := [key for key, value in values.items() if not value]:
-        raise ConfigError(
-            f"{' and '.join(missing)} must be set; set it in the recipe or as KEY=VALUE on the command line."
-        )
+        raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or as KEY=VALUE on the command line.")
     models = {"model.path": config.model.path}
     if config.uses_critic:
         models["critic.model_path"] = config.critic.model_path
@@ -31,16 +37,15 @@ def require_files(config: Config, *file_keys: str, reference: bool = False) -> N
     if config.uses_teacher:
         models["teacher.model_path"] = config.teacher.model_path
     for key, path in models.items():
-        if path and not (Path(path) / "config.json").is_file():
-            raise ModelConfigError(
-                f"{key}='{path}' is no model directory: config.json is missing. Give a local Hugging Face directory; "
-                "nothing is downloaded."
-            )
+        if path:
+            require_model_directory(key, path)
+            if key not in WITHOUT_TOKENIZER:
+                require_tokenizer(path, key)
 
 
 def require_positions(config: Config, prompts: RLHFDataset) -> None:
-    """Raise DataError if the longest prompt and response together exceed the positions of the policy."""
-    positions, longest = _positions_of(config.model.path), prompts.longest_prompt
+    """Raise DataConfigError if the longest prompt and response together exceed the positions of the policy."""
+    positions, longest = positions_of(config.model.path), prompts.longest_prompt
     if isinstance(positions, int) and longest + config.data.max_response_length > positions:
         raise DataConfigError(
             f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
@@ -48,9 +53,15 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
         )
 
 
+def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
+    """Raise RewardConfigError if reward.function is empty and a data source has no built-in reward function."""
+    if not config.reward.function and not config.reward.model_path:
+        require_known(prompts.data_sources, files)
+
+
 def require_room(config: Config, longest: int) -> None:
-    """Raise DataError if an example of `longest` tokens exceeds the positions of the model."""
-    positions = _positions_of(config.model.path)
+    """Raise DataConfigError if an example of `longest` tokens exceeds the positions of the model."""
+    positions = positions_of(config.model.path)
     if isinstance(positions, int) and longest > positions:
         raise DataConfigError(
             f"the longest example has {longest} tokens, but the model has {positions} positions; lower "
@@ -59,13 +70,14 @@ def require_room(config: Config, longest: int) -> None:
         )
 
 
-def _positions_of(path: str) -> object:
+def positions_of(path: str) -> object:
+    """Return max_position_embeddings of a model directory; None if its config.json has none."""
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     return settings.get("max_position_embeddings")
 
 
 def require_same_tokenizer(config: Config) -> None:
-    """Raise ModelError if the teacher's tokens are not those of the policy, ConfigError for a top_k beyond them."""
+    """Raise ModelError if teacher and policy differ in tokens, ConfigError for a teacher.top_k above their number."""
     if not config.uses_teacher:
         return
     path, top_k = config.teacher.model_path, config.teacher.top_k
@@ -74,13 +86,13 @@ def require_same_tokenizer(config: Config) -> None:
     if differing:
         raise ModelError(
             f"teacher.model_path='{path}' has another tokenizer than model.path='{config.model.path}': "
-            f"{len(differing)} tokens differ, such as {differing[0]!r}; a teacher must read the policy's tokens."
+            f"{len(differing)} tokens differ, such as {differing[0]!r}; use a teacher with the policy's tokenizer."
         )
     entries = vocabulary_size(path)
     if entries <= max(ours.values()):
         raise ModelError(
-            f"teacher.model_path='{path}' has a vocabulary of {entries} entries, but the tokenizer's tokens go up to "
-            f"{max(ours.values())}; config.json or the tokenizer is of another model."
+            f"teacher.model_path='{path}' has a vocabulary of {entries} entries, but the largest token id of its "
+            f"tokenizer is {max(ours.values())}; config.json or the tokenizer belongs to another model."
         )
     both = min(entries, vocabulary_size(config.model.path))
     if config.teacher.loss != "none" and top_k > both:
@@ -88,17 +100,19 @@ def require_same_tokenizer(config: Config) -> None:
 
 
 def require_one_rank(config: Config) -> None:
-    """Raise ConfigError if an update would need ranks that can meet and the backend has them take turns."""
+    """Raise ConfigError for training on several ranks with the local backend, which cannot sum their gradients."""
     if config.controller.backend == "local" and config.controller.num_workers > 1:
         raise ConfigError(
             f"controller.num_workers={config.controller.num_workers} with controller.backend='local' runs ranks one "
-            "after another, so an update could not sum their gradients; train with controller.backend = 'ray', or with "
-            "num_workers = 1 (generating and evaluating work with any number)."
+            "after another, so their gradients cannot be summed; train with controller.backend = 'ray', or with "
+            "num_workers = 1 (generation and evaluation work with any number)."
         )
 
 
 def require_rollout_engine(config: Config) -> None:
-    """Raise RolloutError if this process is to generate with vLLM and has none. Workers on Ray have an environment that
-    may be another."""
+    """Raise RolloutConfigError if this process must generate with vLLM, which is not installed.
+
+    Workers on Ray may have another environment; they check it themselves.
+    """
     if config.rollout.backend == "vllm" and config.controller.backend == "local":
         require_vllm()

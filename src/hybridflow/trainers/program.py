@@ -1,4 +1,4 @@
-"""The program of a recipe on placeholders: what is missing shows before a worker starts, and the dataflow is seen."""
+"""One step of a recipe on placeholder workers: finds missing columns before a worker starts, traces the dataflow."""
 
 from collections.abc import Mapping
 
@@ -21,12 +21,15 @@ from hybridflow.workers import (
 )
 from hybridflow.workers.losses import actor_columns, actor_loss
 
-PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "ground_truths", "extra_infos")
-"""What a prompt dataset gives."""
+PROMPT_COLUMNS = (
+    *("prompts", "prompt_mask", "raw_prompts", "prompt_texts"),
+    *("data_sources", "ground_truths", "extra_infos"),
+)
+"""The columns of a prompt dataset."""
 
 
 def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
-    """Return the workers of the roles that a configuration needs.
+    """Return the worker class of each role that the configuration uses.
 
     Learning-rate schedules end after `actor_updates` and `critic_updates`.
     """
@@ -43,15 +46,15 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
 
 
 def reward_class(config: Config) -> type[Worker]:
-    """What scores: a reward model, or a function."""
+    """Return the worker class for rewards: a reward model, or a reward function."""
     return RewardModelWorker if config.reward.model_path else RewardWorker
 
 
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
-    """The trace of one step on synthetic prompts, with placeholders for all workers.
+    """Run one step on synthetic prompts with placeholder workers, and return its trace.
 
-    Raises what is wrong with the program: AlgorithmError for a parameter out of range, FieldError for a column that
-    nobody has made, naming the method that needs it and who makes it.
+    Raises AlgorithmError for a parameter out of range, and FieldError for a column that no method made, with the method
+    that needs it and the method that makes it.
     """
     backend = PlaceholderBackend(_lengths(config))
     groups = {}
@@ -62,12 +65,12 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
     algorithm = PPO(config, groups)
-    algorithm.sync_weights = dict  # placeholders have none
+    algorithm.sync_weights = dict  # placeholders have no weights
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()
     batch = algorithm.step(prompts)
-    _try_policy_loss(config)
+    _check_policy_loss(config)
     batch_metrics(batch, config.data.max_response_length)
     lengths_of(batch)
     samples_of(batch, config.trainer.log_samples, 1)
@@ -75,12 +78,12 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
 
 
 def _lengths(config: Config) -> dict[str, int]:
-    """Of the axes that the configuration decides."""
+    """Return the lengths of the axes that the configuration sets."""
     return {"components": len(config.reward.weights), "candidates": config.teacher.top_k}
 
 
-def _try_policy_loss(config: Config) -> None:
-    """The loss of one synthetic row: parameters out of range show here and not in the first update."""
+def _check_policy_loss(config: Config) -> None:
+    """Compute the loss of one synthetic row, which raises AlgorithmError for parameters out of range."""
     rows = synthetic_batch([*actor_columns(config), "selected_tokens"], 1, _lengths(config))
     outputs = {name: rows.batch["response_mask"].float() for name in ("log_probs", "entropies")}
     if "candidate_ids" in rows.batch:
@@ -90,7 +93,7 @@ def _try_policy_loss(config: Config) -> None:
 
 
 def placement_notes(config: Config) -> dict[str, str]:
-    """Where each method runs: "main, 4 ranks", by the name that the trace has for it."""
+    """Return pool and ranks of each method, as in "main, 4 ranks", by the name of the method in the trace."""
     pools, notes = pools_of(config), {}
     for role, cls_with_init in role_classes(config).items():
         pool = pool_of(config, role)

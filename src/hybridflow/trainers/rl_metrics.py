@@ -1,5 +1,6 @@
-"""The figures of a training step that follow from its batch."""
+"""Metrics of a training step that are computed from its batch."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,14 @@ from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
 
+SAMPLE_COLUMNS = ("raw_prompts", "prompt_texts", "ground_truths", "solution_texts", "scores")
+
+MAX_GROUND_TRUTH_CHARS = 2000
+"""Longest JSON of a ground truth in samples.jsonl: the tests of a program may be megabytes."""
+
 
 def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
-    """Scores, advantages, returns, values, lengths and rewards of a batch by the names of the metrics' glossary."""
+    """Return metrics of scores, advantages, returns, values, lengths and rewards; docs/metrics.md lists their names."""
     present = DataProtoFuture.of(batch).columns or ()
     optional = [name for name in ("advantages", "returns", "values", "token_level_rewards") if name in present]
     if "teacher_log_probs" in present:
@@ -47,7 +53,7 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
 
 
 def _reward_rates(scores: torch.Tensor, failed: torch.Tensor, timed_out: torch.Tensor) -> dict[str, float]:
-    """Apart from each other: what failed, what failed for want of time, and what scores 0 without a failure."""
+    """Return the shares of samples whose reward failed, timed out, or is 0 without a failure."""
     return {
         "reward/error_rate": float((failed & ~timed_out).float().mean()),
         "reward/timeout_rate": float(timed_out.float().mean()),
@@ -56,7 +62,7 @@ def _reward_rates(scores: torch.Tensor, failed: torch.Tensor, timed_out: torch.T
 
 
 def lengths_of(batch: Batch) -> Lengths:
-    """What the speed of a step is measured by, read from masks and groups."""
+    """Return the lengths and groups of the rows, from which `Speedometer` computes the speed."""
     columns = read(batch, ("prompt_mask", "response_mask", "group_ids")).batch
     return Lengths(
         columns["prompt_mask"].sum(-1).tolist(),
@@ -66,7 +72,7 @@ def lengths_of(batch: Batch) -> Lengths:
 
 
 def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
-    """The policy before the update, from the sums of the ranks: better than what the loss sees between its steps."""
+    """Return entropy and log-prob mismatch of the policy before its update, from the sums of all ranks."""
     columns = future.get().batch
     means = {"actor/entropy": "entropy_sum", MEAN: "mismatch_sum", KL: "mismatch_kl_sum", SHARE: "mismatch_share_sum"}
     num_tokens = float(columns["num_tokens"].sum())
@@ -75,20 +81,20 @@ def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
 
 
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
-    """1 - var(returns - values) / var(returns); NaN where the returns do not vary."""
+    """Return 1 - var(returns - values) / var(returns); NaN if the returns are all equal."""
     variance = returns.var(correction=0)
     return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else float("nan")
 
 
 def zero_variance_share(scores: torch.Tensor, group_ids: torch.Tensor) -> float:
-    """The share of groups whose scores are all equal: they teach a group-relative estimator nothing."""
+    """Return the share of groups whose scores are all equal; a group-relative estimator learns nothing from them."""
     groups = group_ids.unique()
-    flat = sum(bool((scores[group_ids == group] == scores[group_ids == group][0]).all()) for group in groups)
-    return flat / len(groups)
+    num_equal = sum(bool((scores[group_ids == group] == scores[group_ids == group][0]).all()) for group in groups)
+    return num_equal / len(groups)
 
 
 def extra_metrics(batch: DataProto) -> dict[str, float]:
-    """`reward/<name>/mean` of each further number that the reward function returned, over the rows that have it."""
+    """Return `reward/<name>/mean` of each extra number of the reward function, over the rows that have it."""
     values: dict[str, list[float]] = {}
     for extras in batch.non_tensor_batch["reward_extras"]:
         for name, value in extras.items():
@@ -97,17 +103,19 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def samples_of(batch: Batch, count: int, step: int) -> list[dict[str, Any]]:
-    """The first row of each of the first `count` prompts, for people to read; the others stay where they are."""
+    """Return the first response to each of the first `count` prompts; other rows are not fetched."""
     future, first_rows = DataProtoFuture.of(batch), {}
     for row, group in enumerate(future.get("group_ids").batch["group_ids"].tolist()):
         first_rows.setdefault(group, row)
     rows = np.array(list(first_rows.values())[:count], dtype=np.int64)
-    data = future.select_rows(rows).get(("raw_prompts", "solution_texts", "scores"))
+    data = future.select_rows(rows).get(SAMPLE_COLUMNS)
     columns = data.non_tensor_batch
     return [
         {
             "step": step,
             "prompt": prompt_text(columns["raw_prompts"][row]),
+            "rendered_prompt": columns["prompt_texts"][row],
+            "ground_truth": bounded_json(columns["ground_truths"][row]),
             "response": columns["solution_texts"][row],
             "score": float(data.batch["scores"][row]),
         }
@@ -115,6 +123,15 @@ def samples_of(batch: Batch, count: int, step: int) -> list[dict[str, Any]]:
     ]
 
 
+def bounded_json(value: Any) -> Any:
+    """Return a value that JSON can hold, as text cut to MAX_GROUND_TRUTH_CHARS if its JSON is longer."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # a date, bytes, NaN
+        value = text = repr(value)
+    return value if len(text) <= MAX_GROUND_TRUTH_CHARS else f"{text[:MAX_GROUND_TRUTH_CHARS]}..."
+
+
 def prompt_text(messages: Any) -> str:
-    """Chat messages as one text."""
+    """Return chat messages as one text."""
     return messages if isinstance(messages, str) else "\n".join(message["content"] for message in messages)

@@ -1,4 +1,4 @@
-"""The directory of a run: what was asked, what it ran on, and where it can continue."""
+"""The directory of a run: its configuration, its starts, its logs and its checkpoints."""
 
 import fcntl
 import json
@@ -18,15 +18,15 @@ from hybridflow.trainers.run_identity import Kind, require_same_run, run_identit
 logger = get_logger(__name__)
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "trace/calls.jsonl")
-"""What a run writes row by row."""
+"""The files that a run appends rows to."""
 
 
 class RunDirectory:
     """`config.toml, run.json, metrics.jsonl, samples.jsonl, trace/, checkpoints/` of one run.
 
-    `checkpoint` is where the run continues from, None where it starts; `step` is how far it is then. Opening one
-    writes nothing; `begin` does. Raises CheckpointError for a newest checkpoint that is damaged or of another run, and
-    for a directory with files in it if `trainer.resume` is "never".
+    `checkpoint` is the newest checkpoint, from which the run continues, None for a new run; `step` is its step.
+    Constructing one writes nothing; `begin` does. Raises CheckpointError if the newest checkpoint is damaged or belongs
+    to another run, or if the directory is not empty and `trainer.resume` is "never".
     """
 
     def __init__(self, config: Config, kind: Kind) -> None:
@@ -44,12 +44,14 @@ class RunDirectory:
         if self.checkpoint:
             require_same_run(self.checkpoint, self.identity)
         self.step = self.checkpoint.step if self.checkpoint else 0
-        self.documents: dict[str, str] = {}  # by file name, to be written when the run begins
+        self.documents: dict[str, str] = {}  # contents by file name; `begin` writes them
+        self.start_facts: dict[str, Any] = {}  # `begin` records them in `run.json`
         self._release_lock: weakref.finalize[..., Self] | None = None
 
     def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter]:
-        """Record this start, and open `metrics.jsonl`, `samples.jsonl` and `trace/calls.jsonl` without the rows that
-        come again now.
+        """Record this start, and open `metrics.jsonl`, `samples.jsonl` and `trace/calls.jsonl`.
+
+        Rows of steps after the checkpoint are removed, since the run writes them again.
 
         Raises CheckpointError if the directory cannot be written.
         """
@@ -72,7 +74,7 @@ class RunDirectory:
         return metrics, samples, trace
 
     def end(self) -> None:
-        """Let another process use the directory."""
+        """Release the lock of the directory."""
         if self._release_lock is not None:
             self._release_lock()
 
@@ -84,41 +86,45 @@ class RunDirectory:
         except BlockingIOError as error:
             self.end()
             raise RunInUseError(
-                f"another process is running in trainer.run_dir='{self.path}'; choose another, or stop it first."
+                f"another process is running in trainer.run_dir='{self.path}'; stop it, or choose another directory."
             ) from error
 
     def _require_unchanged(self) -> None:
-        """Raise CheckpointError if another process trained on in the directory before it was locked."""
+        """Raise RunInUseError if another process continued the run before this process locked the directory."""
         step = max(self.store.list(), default=0)
         if step != self.step:
             self.end()
             raise RunInUseError(
-                f"another process has trained on in trainer.run_dir='{self.path}': this one would continue after step "
-                f"{self.step}, but there is a checkpoint of step {step} now. Nothing was changed; start it again."
+                f"another process continued the run in trainer.run_dir='{self.path}': this process would continue "
+                f"after step {self.step}, but there is a checkpoint of step {step} now. Nothing changed; run it again."
             )
 
     def _keep_logs_without_checkpoint(self) -> None:
-        """A run that starts anew where one has been keeps what that one wrote."""
+        """Rename logs of an earlier run that has no checkpoint, so that a new run does not overwrite them."""
         for name in LOGS:
             file = self.path / name
             if self.checkpoint is None and file.is_file() and file.stat().st_size:
                 file.replace(file.with_name(f"{file.name}.old"))
-                logger.warning("'%s' is of a run without a checkpoint; it is kept as '%s.old'.", file, name)
+                logger.warning("'%s' belongs to an earlier run without a checkpoint; renamed to '%s.old'", file, name)
 
     def starts(self) -> list[dict[str, Any]]:
-        """The starts of this run that `run.json` tells of: when, from which step, with which keys, on what."""
+        """Return the starts in `run.json`: time, step, configuration, versions and hardware of each."""
         file = self.path / "run.json"
         try:
             return json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"'{file}' is damaged ({error}); move it away to continue.") from error
+            raise CheckpointError(
+                f"'{file}' is damaged ({error}); move it out of the directory to continue."
+            ) from error
 
     def _record_start(self) -> None:
-        """`config.toml` is the newest configuration; `run.json` keeps those of all starts."""
+        """Write the configuration to `config.toml`, and add this start to `run.json`."""
         start = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": self.step,
+            "directory": str(Path.cwd()),
             "config": self.identity["config"],
+            **self.start_facts,
             **collect_run_info(),
         }
         text = json.dumps({"starts": [*self.starts(), start]}, indent=1, ensure_ascii=False)

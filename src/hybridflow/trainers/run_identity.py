@@ -1,7 +1,7 @@
-"""What makes a run the run it is: each checkpoint records it, and training continues only where it is the same.
+"""The identity of a run: each checkpoint records it, and a run resumes only from a checkpoint of the same identity.
 
-Fixed are the kind of run, the models it starts from, adapters and the algorithm. The loader guards the data itself.
-Any other key may change when a run is resumed; what did is logged.
+The kind of run, the initial models, the adapters and the algorithm are fixed. The data loader checks the data itself.
+Other keys may change when a run is resumed; changes are logged.
 """
 
 import json
@@ -16,7 +16,7 @@ from hybridflow.observability import get_logger
 logger = get_logger(__name__)
 
 Kind = Literal["train", "sft", "dpo", "reward-model"]
-"""The command that makes such a run."""
+"""The kind of a run, named after its command."""
 
 FIXED_SECTIONS = {
     "train": ("model.dtype", "lora.", "algorithm.", "teacher."),
@@ -24,11 +24,11 @@ FIXED_SECTIONS = {
     "dpo": ("model.dtype", "lora.", "offline.preference_loss", "offline.beta"),
     "reward-model": ("model.dtype",),
 }
-"""Keys, or the beginnings of keys, that a checkpoint must agree with."""
+"""Keys, or prefixes of keys, that must be equal in the checkpoint, by kind of run."""
 
 
 def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
-    """The identity as plain JSON values: `kind`, `config` (every key) and `models` (a fingerprint for each path)."""
+    """Return the identity as JSON values: `kind`, `config` (all keys) and `models` (a fingerprint for each path)."""
     paths = {"model.path": config.model.path}
     if kind == "train" and config.uses_critic:
         paths["critic.model_path"] = config.critic.model_path or config.model.path
@@ -43,7 +43,7 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
 
 
 def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
-    """Raise CheckpointError, with every difference, unless the checkpoint is of a run that `identity` continues."""
+    """Raise CheckpointConfigError, with all differences, if the checkpoint belongs to another run."""
     before = checkpoint.info
     if before.get("kind") != identity["kind"]:
         made_by = f"made by `hybridflow {before['kind']}`" if "kind" in before else "not made by a training run"
@@ -61,13 +61,13 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
         fixed = tuple(key for key in fixed if key != "lora.")
     wrong = [line for key, line in changes.items() if key.startswith(fixed)]
     wrong += [
-        f"the model of {key} is another one than '{before['config'][key] or before['config']['model.path']}' held"
+        f"the model of {key} differs from the one in '{before['config'][key] or before['config']['model.path']}'"
         for key, fingerprint in identity["models"].items()
         if before["models"].get(key, fingerprint) != fingerprint
     ]
     if wrong:
         raise CheckpointConfigError(
-            f"'{checkpoint.directory}' is of another run: {'; '.join(wrong)}. "
+            f"'{checkpoint.directory}' belongs to another run: {'; '.join(wrong)}. "
             "Change it back to continue, or choose another trainer.run_dir."
         )
     if changes:

@@ -1,4 +1,4 @@
-"""Where the figures of a run go, step by step: its files, its console, its trackers."""
+"""Logs of a run: metrics, samples and trace of each step to files, console and trackers."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -8,11 +8,11 @@ from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTr
 from hybridflow.trainers.run_directory import RunDirectory
 
 Sample = dict[str, Any]
-"""A row of samples.jsonl: `step, prompt, response, score`."""
+"""A row of samples.jsonl: `step, prompt, rendered_prompt, ground_truth, response, score`."""
 
 
 class RunLog:
-    """Begins the run's directory and takes the rows of each step. `figures`: what the console shows, label -> name."""
+    """The logs of a run; constructing one begins the run directory. `figures`: console label -> metric."""
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
         self._run = run
@@ -30,7 +30,7 @@ class RunLog:
         samples: Sequence[Sample] = (),
         events: Sequence[TraceEvent] = (),
     ) -> None:
-        """One row of metrics, none if it is empty, the samples, and the trace."""
+        """Write metrics (unless empty), samples and trace events of a step."""
         self._trace.write_all({"step": step, **trace_row(event)} for event in events)
         self._samples.write_all(samples)
         if metrics:

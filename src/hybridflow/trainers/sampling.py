@@ -1,4 +1,4 @@
-"""From prompts to scored responses: one round of generation, or as many as dynamic sampling asks for."""
+"""From prompts to scored responses, in one round of generation or several (dynamic sampling)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,24 +13,24 @@ from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.workers.algorithm_functions import reads_column
 
 TRAINING_STREAM = 0
-"""Second entry of a noise key; validation has its own."""
+"""Second entry of the noise key of training; validation has its own."""
 
 MorePrompts = Callable[[], DataProto]
-"""The next batch of prompts, for a step that needs more than one."""
+"""A function that returns the next batch of prompts, for dynamic sampling."""
 
 
 class Sampling:
-    """Samples `rollout.group_size` responses to each prompt and has them scored. `metrics` are of the last call."""
+    """Sampling of `rollout.group_size` responses to each prompt, with scores. `metrics` are of the last call."""
 
     def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
         self._config, self._rollout, self._rewards = config, rollout, rewards
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, prompts: DataProto, more_prompts: MorePrompts | None, step: int) -> DataProtoFuture:
-        """`group_size` rows for each prompt, in order, with responses and scores; their noise is that of `step`.
+        """Return `group_size` rows for each prompt, in order, with responses and scores; `step` seeds their noise.
 
-        With `algorithm.filter_groups` only groups whose scores differ (https://arxiv.org/abs/2503.14476, equation 11),
-        as many as there are prompts.
+        With `algorithm.filter_groups`, return as many groups as prompts, only with differing scores (DAPO,
+        https://arxiv.org/abs/2503.14476, equation 11).
         """
         self.metrics = {}
         prompts = with_group_ids(prompts)
@@ -50,7 +50,7 @@ class Sampling:
         return batch
 
     def _baseline_scores(self, prompts: DataProto) -> DataProto:
-        """`baseline_scores`, those of the greedy responses, at each response to the same prompt."""
+        """Return `baseline_scores`: for each row the score of the greedy response to its prompt."""
         greedy = prompts.union(self._rollout.generate_greedy_sequences.remote(prompts))
         scores = read(self._rewards.score.remote(greedy), ("scores",)).batch["scores"]
         return DataProto.from_dict({"baseline_scores": scores.repeat_interleave(self._config.rollout.group_size)})
@@ -58,7 +58,7 @@ class Sampling:
     def _filtered(
         self, batch: DataProtoFuture, num_groups: int, more_prompts: MorePrompts | None, step: int
     ) -> DataProtoFuture:
-        """Rounds until `num_groups` groups have a difference, or the last round; then others fill what is left."""
+        """Sample until `num_groups` groups have differing scores or rounds run out; then fill up with others."""
         limit = self._config.algorithm.max_sampling_rounds if more_prompts else 1
         rounds, differing = [batch], [_differing_groups(batch)]
         while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < limit:
@@ -81,7 +81,7 @@ class Sampling:
 
 
 def _differing_groups(batch: DataProtoFuture) -> np.ndarray:
-    """Of each group, in order, whether its scores are not all equal."""
+    """Return for each group, in order, whether its scores differ."""
     columns = read(batch, ("scores", "group_ids")).batch
     _, counts = torch.unique_consecutive(columns["group_ids"], return_counts=True)
     groups = columns["scores"].split(counts.tolist())

@@ -1,7 +1,7 @@
-"""The steps of an algorithm that the controller computes itself: batch in, new columns out.
+"""Stages of an algorithm that the controller computes itself: a batch in, new columns out.
 
-Everything here is small: it reads the columns that its arithmetic needs, of a batch that may be elsewhere, and knows
-neither groups nor files.
+Each stage is a small function that reads only the columns that it needs, from a batch that may be on other processes;
+this module knows neither worker groups nor files.
 """
 
 from collections.abc import Iterable
@@ -21,40 +21,40 @@ _Batch = TypeVar("_Batch", DataProto, DataProtoFuture)
 
 
 def read(batch: Batch, columns: Iterable[str]) -> DataProto:
-    """The named columns: the one way by which the controller looks at the contents of a batch."""
+    """Return the named columns; the controller reads the contents of a batch only through this function."""
     return DataProtoFuture.of(batch).get(tuple(columns))
 
 
 def with_group_ids(prompts: DataProto, first: int = 0) -> DataProto:
-    """The prompts with `group_ids`, numbers from `first` on; their responses will share them."""
+    """Return the prompts with `group_ids` first, first + 1, ...; all responses to a prompt share its id."""
     return prompts.union(DataProto.from_dict({"group_ids": torch.arange(first, first + len(prompts))}))
 
 
 def with_row_ids(batch: _Batch) -> _Batch:
-    """The batch with `row_ids`, the name by which mini-batches and padding know a row wherever it is."""
+    """Return the batch with `row_ids`, which identify a row in mini-batches and padding on any rank."""
     return batch.union(DataProto.from_dict({"row_ids": torch.arange(len(batch))}))
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Whether anything reads log-probs from before the update; where it is on-policy, its ratio does not."""
+    """Return whether the step needs log-probs from before the update; an on-policy loss does not."""
     reads = "old_log_probs" in advantage_estimator(config).columns or reads_column(config, "sum_squared_probs")
     return reads or config.algorithm.kl_in_reward or config.corrects_rollouts or not config.is_on_policy
 
 
 def rollout_as_old_log_probs(batch: Batch) -> DataProtoFuture:
-    """`old_log_probs` as the rollout engine computed them while it sampled."""
+    """Return the rollout engine's log-probs as `old_log_probs`."""
     return DataProtoFuture.of(batch).select_columns(["rollout_log_probs"]).rename("rollout_log_probs", "old_log_probs")
 
 
 def needs_token_level_rewards(config: Config) -> bool:
-    """Whether the estimator looks at single tokens, or scores are to lose the KL penalty of theirs."""
+    """Return whether the estimator reads rewards of tokens, or a KL penalty is subtracted from the rewards."""
     return config.algorithm.kl_in_reward or "token_level_rewards" in advantage_estimator(config).columns
 
 
 def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
-    """`token_level_scores`, the score at each response's last token, and `token_level_rewards`, less the KL penalty.
+    """Return `token_level_scores`, `token_level_rewards`, and the mean KL over response tokens (0 without a penalty).
 
-    Also returns the mean KL over response tokens; 0 where there is no penalty.
+    The score is at the last token of each response; the rewards are the scores minus the KL penalty.
     """
     log_probs = ("old_log_probs", "ref_log_probs") if config.kl_in_reward else ()
     columns = read(batch, ("response_mask", "scores", *log_probs)).batch
@@ -75,10 +75,10 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
 
 
 def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFuture:
-    """The batch whose `scores` are less by what responses near data.max_response_length lose.
+    """Return the batch with the soft length penalty subtracted from its `scores`.
 
-    https://arxiv.org/abs/2503.14476 (DAPO), equation 13, where no response exceeds the limit: of the last
-    `overlong_buffer` tokens a response may have, each it has costs overlong_penalty / overlong_buffer.
+    DAPO, https://arxiv.org/abs/2503.14476, equation 13: each token of a response within the last `overlong_buffer`
+    tokens before data.max_response_length costs overlong_penalty / overlong_buffer.
     """
     columns = read(batch, ("response_mask", "scores")).batch
     buffer = config.reward.overlong_buffer
@@ -89,7 +89,7 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
 
 
 def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """`rollout_weights`, what each token's policy loss is multiplied with, and what is to be said of them."""
+    """Return `rollout_weights`, the factor of each token's policy loss, and metrics of them."""
     columns = read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
     mask = columns["response_mask"]
     correction = rollout_correction(
@@ -114,24 +114,24 @@ def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto
 
 
 def add_advantages(batch: Batch, config: Config) -> DataProto:
-    """`advantages` and `returns` by the estimator that `algorithm.advantage` names.
+    """Return `advantages` and `returns` of the estimator `algorithm.advantage`.
 
-    Where the KL is in the reward, an estimator of scores is given each row's sum of token rewards.
+    If the KL is in the reward, an estimator that reads scores gets the sum of token rewards of each row.
     """
     estimator = advantage_estimator(config)
-    penalised = config.algorithm.kl_in_reward and "scores" in estimator.columns
-    columns = read(batch, {*estimator.columns, *["token_level_rewards"] * penalised}).batch
+    penalized = config.algorithm.kl_in_reward and "scores" in estimator.columns
+    columns = read(batch, {*estimator.columns, *["token_level_rewards"] * penalized}).batch
     given = {name: columns[name] for name in estimator.columns}
-    if penalised:
+    if penalized:
         given["scores"] = columns["token_level_rewards"].sum(-1)
     advantages, returns = estimator(**given)
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 
 def mini_batch_rows(batch: Batch, mini_batch_size: int, epochs: int, seed_keys: tuple[int, ...]) -> list[list[int]]:
-    """The row ids of each optimizer step: `mini_batch_size` prompts with all their responses, 0 for all prompts.
+    """Return the row ids of each mini-batch: `mini_batch_size` prompts (0: all) with all their responses.
 
-    Where there are several steps, the prompts of each epoch are dealt out anew, by `seed_keys` and nothing else.
+    With several mini-batches, the prompts are shuffled anew in each epoch; the order depends only on `seed_keys`.
     """
     columns = read(batch, ("group_ids", "row_ids")).batch
     group_ids, row_ids = columns["group_ids"], columns["row_ids"]
@@ -149,7 +149,7 @@ def mini_batch_rows(batch: Batch, mini_batch_size: int, epochs: int, seed_keys: 
 
 
 def _at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
-    """(batch,) -> (batch, response_len), zero but at the last response token."""
+    """Return scores (batch,) as (batch, response_len): at the last response token, zero elsewhere."""
     positions = torch.arange(mask.shape[1])
     is_last = positions == (mask * positions).max(-1, keepdim=True).values
     return torch.where(is_last & mask, scores[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""`memory.max_tokens_per_micro_batch = "auto"`: found by a trial at the first start, kept by the run."""
+"""Token budgets of `memory.max_tokens_per_micro_batch = "auto"`: found by a trial at the first start, then kept."""
 
 import json
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ FILE = "token_budgets.json"
 
 
 def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run: RunDirectory) -> None:
-    """Give each role with a model its budget: that which the run had before in this layout, or one found now.
+    """Set the token budget of each role with a model: the recorded one for the same layout, otherwise a new one.
 
-    Rounding depends on it, so a run that is resumed keeps it.
+    Rounding depends on the budget, so a resumed run keeps it.
     """
     if config.memory.max_tokens_per_micro_batch != "auto":
         return
@@ -38,7 +38,7 @@ def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run
 
 
 def _layout_of(config: Config) -> dict[str, Any]:
-    """What memory depends on; another one is measured anew."""
+    """Return the settings that memory use depends on; if they change, budgets are measured again."""
     sections = ("model", "parallel", "lora", "placement")
     layout: dict[str, Any] = {name: getattr(config, name).model_dump() for name in sections}
     layout["models"] = [config.critic.model_path, config.reference.model_path, config.reward.model_path]
@@ -60,4 +60,4 @@ def _read(run: RunDirectory) -> dict[str, Any]:
                 raise ValueError(f"{budget!r} tokens for {role}")
         return {"layout": kept["layout"], "budgets": kept["budgets"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{file}' is damaged ({error}); remove it to have the budgets found again.") from error
+        raise CheckpointError(f"'{file}' is damaged ({error}); remove it to measure the budgets again.") from error

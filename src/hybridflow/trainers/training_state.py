@@ -1,4 +1,4 @@
-"""A training run as a checkpoint: the state of its groups, its position in the data, random state, and what more."""
+"""Save and restore the state of a training run: worker groups, data position, random state."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -15,14 +15,14 @@ from hybridflow.trainers.run_directory import RunDirectory
 logger = get_logger(__name__)
 
 CONTROLLER = "controller"
-"""Component of a checkpoint that the controller writes; each group writes its own."""
+"""The checkpoint component of the controller; each worker group writes its own."""
 
 
 class TrainingSaver:
-    """Writes the checkpoints of a run: each complete, or not there.
+    """A writer of checkpoints, each of them atomic.
 
-    `in_background`: a save returns when the state of now is copied; training may go on while it is written. `finish`
-    makes a checkpoint of it, and so does the next save.
+    `in_background`: `save` returns when the state is copied, and training may continue while it is written. `finish`
+    completes the checkpoint, as does the next `save`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TrainingSaver:
         self._step = 0
 
     def save(self, step: int, **more: Any) -> None:
-        """Write, or begin to write, the checkpoint of a step. Raises CheckpointError."""
+        """Write the checkpoint of a step, or begin to; `more` is added to its state. Raises CheckpointError."""
         self.finish()
         with ExitStack() as stack:
             directory = stack.enter_context(self._run.store.begin(step, info=self._run.identity))
@@ -47,13 +47,13 @@ class TrainingSaver:
             self.finish()
 
     def _wait_for_groups_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What failed in one group is still being written by others; the directory stays until they have ended."""
+        """After an error in one group, wait for the writes of the others, before their directory is removed."""
         for group in self._groups if kind is not None and self._in_background else ():
             with suppress(HybridFlowError):  # the first error is the one that is raised
                 group.finish_save()
 
     def finish(self) -> None:
-        """Complete the save that was begun, if there is one. Raises CheckpointError; then that save is lost alone."""
+        """Complete a pending save, if any. Raises CheckpointError, which loses only this save."""
         stack, self._open = self._open, None
         if stack is None:
             return
@@ -64,9 +64,9 @@ class TrainingSaver:
 
 
 def restore_training(checkpoint: Checkpoint, groups: Iterable[WorkerGroup], loader: BatchLoader) -> dict[str, Any]:
-    """Put groups, loader and random state where a checkpoint has them; returns the controller's state.
+    """Restore groups, loader and random state from a checkpoint; return the controller's state.
 
-    Raises CheckpointError for weights that do not fit, DataError for other data.
+    Raises CheckpointError if the weights do not fit, DataError if the data differs.
     """
     state = checkpoint.load(CONTROLLER)
     loader.load_state_dict(state["loader"])

@@ -1,4 +1,4 @@
-"""Validation: generate on held-out prompts, score, and report accuracy and pass@k. Touches no training state."""
+"""Validation: generate on held-out prompts, score, and report accuracy and pass@k. Changes no training state."""
 
 import math
 import statistics
@@ -12,19 +12,19 @@ from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.groups import BackendOwner
-from hybridflow.trainers.rl_metrics import prompt_text
+from hybridflow.trainers.rl_metrics import SAMPLE_COLUMNS, bounded_json, prompt_text
 
 VALIDATION_STREAM = 1
-"""Second entry of a noise key; training uses 0. Validation noise is the same at every step."""
+"""Second entry of the noise key of validation (training: 0). Its noise is the same at every step."""
 
 Z95 = 1.96
-"""Standard errors on either side of a mean that hold 95% of a normal distribution."""
+"""Half width of the central 95% of a normal distribution, in standard deviations."""
 
-READ_COLUMNS = ("response_mask", "group_ids", "scores", "data_sources", "raw_prompts", "solution_texts", "answers")
+READ_COLUMNS = ("response_mask", "group_ids", "data_sources", "answers", *SAMPLE_COLUMNS)
 
 
 class Validator(BackendOwner):
-    """Validates a rollout group on a dataset, `batch_size` prompts at a time."""
+    """Validation of a rollout group on a dataset, `batch_size` prompts at a time."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Validator(BackendOwner):
         self.batch_size, self.group_size, self.seed = batch_size, group_size, seed
 
     def run(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """The metrics `val/...`, and every sample with prompt, response, score and data source."""
+        """Return the metrics `val/...`, and all samples with prompt, response, score and data source."""
         samples: list[dict[str, Any]] = []
         lengths: list[int] = []
         for start in range(0, len(self.dataset), self.batch_size):
@@ -61,6 +61,8 @@ class Validator(BackendOwner):
                     "index": int(batch.batch["group_ids"][row]),
                     "data_source": columns["data_sources"][row],
                     "prompt": prompt_text(columns["raw_prompts"][row]),
+                    "rendered_prompt": columns["prompt_texts"][row],
+                    "ground_truth": bounded_json(columns["ground_truths"][row]),
                     "response": columns["solution_texts"][row],
                     "score": float(batch.batch["scores"][row]),
                     "answer": columns["answers"][row],
@@ -73,27 +75,32 @@ class Validator(BackendOwner):
 
 
 def validation_metrics(samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
-    """Scores overall and by data source. A sample has `index` of its prompt, `data_source`, `score`, `answer`."""
-    metrics = _figures("val", samples, group_size)
+    """Return metrics overall and by data source of samples with `index` (prompt), `data_source`, `score`, `answer`."""
+    metrics = _metrics_of("val", samples, group_size)
     for source in sorted({sample["data_source"] for sample in samples}):
         own = [sample for sample in samples if sample["data_source"] == source]
-        metrics |= _figures(f"val/{source}", own, group_size)
+        metrics |= _metrics_of(f"val/{source}", own, group_size)
     return metrics
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that k of the samples, drawn without replacement, hold a correct one (Chen et al., 2021, eq. 1)."""
+    """Return the probability that k samples drawn without replacement include a correct one.
+
+    Chen et al., 2021, https://arxiv.org/abs/2107.03374, equation 1.
+    """
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... up to limit."""
+    """Return 1, 2, 4, ... up to `limit`."""
     return [1 << i for i in range(limit.bit_length())]
 
 
 def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> float:
-    """Whether the answer that most of the samples give is correct, 0 without any; a tie is drawn, so that it is the
-    share of tied answers that are correct (Wang et al., 2022, https://arxiv.org/abs/2203.11171)."""
+    """Return 1 if the most frequent answer is correct, else 0; for a tie the share of correct answers in it.
+
+    0 if no sample has an answer. Wang et al., 2022, https://arxiv.org/abs/2203.11171.
+    """
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     winners = [answer for answer, number in votes.items() if number == most]
@@ -101,11 +108,11 @@ def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> flo
     return sum(right) / len(right) if right else 0.0
 
 
-def _figures(prefix: str, samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
-    """Mean score, accuracy (a score of at least 1 is correct) and, of several samples a prompt, pass@k and maj@k.
+def _metrics_of(prefix: str, samples: Sequence[Mapping[str, Any]], group_size: int) -> dict[str, float]:
+    """Return mean score, accuracy (a score of at least 1 is correct) and, for several samples a prompt, pass@k, maj@k.
 
-    Beside each share of prompts its `ci95`: half the width of the 95% interval of a mean over prompts, by their
-    standard error; the samples of one prompt are no independent ones.
+    `ci95` of each metric is half the width of its 95% confidence interval, from the standard error over prompts, since
+    samples of one prompt are not independent.
     """
     of_prompts: dict[int, list[Mapping[str, Any]]] = {}
     for sample in samples:
@@ -117,9 +124,9 @@ def _figures(prefix: str, samples: Sequence[Mapping[str, Any]], group_size: int)
         shares[f"pass@{k}"] = [pass_at_k(len(of_prompt), sum(of_prompt), k) for of_prompt in correct]
     if group_size > 1 and any(answer is not None for of_prompt in answers for answer in of_prompt):
         shares[f"maj@{group_size}"] = [majority_at_k(*pair) for pair in zip(correct, answers, strict=True)]
-    figures = {f"{prefix}/score/mean": sum(sample["score"] for sample in samples) / len(samples)}
+    metrics = {f"{prefix}/score/mean": sum(sample["score"] for sample in samples) / len(samples)}
     for name, values in shares.items():
-        figures[f"{prefix}/{name}"] = sum(values) / len(values)
+        metrics[f"{prefix}/{name}"] = sum(values) / len(values)
         if len(values) > 1:
-            figures[f"{prefix}/{name}/ci95"] = Z95 * statistics.stdev(values) / math.sqrt(len(values))
-    return figures
+            metrics[f"{prefix}/{name}/ci95"] = Z95 * statistics.stdev(values) / math.sqrt(len(values))
+    return metrics

@@ -1,4 +1,4 @@
-"""The controller's part of a weight sync: each step of both sessions, before generation.
+"""The controller's part of a weight sync: it calls the steps of both sides before generation.
 
 trainer   announce ── join ── send, send, ...           ── compute_probe ──┐        ── finish
 rollout               join ── start, receive, receive, ...── finish ── check
@@ -12,14 +12,14 @@ from hybridflow.observability import timed
 from hybridflow.weight_sync import Announcement, WeightReceiver, WeightSender
 
 IN_FLIGHT = 2
-"""Buckets under way at the same time: one is received while the next is gathered."""
+"""Buckets in flight at the same time: one is received while the next is gathered."""
 
 WeightSync = Callable[[], dict[str, float]]
-"""Give the rollout engines the present weights; returns metrics."""
+"""A function that loads the current weights into the rollout engines and returns metrics."""
 
 
 def weight_sync_of(config: Config, trainer: WorkerGroup, rollout: WorkerGroup | None) -> WeightSync:
-    """Return the sync that a program needs; a no-op where the embedded engine generates in the process that learns."""
+    """Return the weight sync of a program; a no-op if the embedded engine generates in the training process."""
     if rollout is not None:
         return BetweenPools(trainer, rollout)
     if config.rollout.backend == "vllm":
@@ -28,17 +28,18 @@ def weight_sync_of(config: Config, trainer: WorkerGroup, rollout: WorkerGroup | 
 
 
 class InEachProcess:
-    """Each rank gives its weights to the engine in its own process."""
+    """Weight sync of each rank with the rollout engine in its own process."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
     def __call__(self) -> dict[str, float]:
+        """Sync and return the metrics."""
         return _worst_of_ranks(self._group.sync_weights())
 
 
 class BetweenPools:
-    """Rank 0 of the trainer sends each bucket to every rank of another pool, unless they have this version already."""
+    """Weight sync from rank 0 of the trainer to all ranks of another pool, unless they have this version already."""
 
     def __init__(self, trainer: WorkerGroup, rollout: WorkerGroup) -> None:
         self._trainer, self._rollout = trainer, rollout
@@ -46,6 +47,7 @@ class BetweenPools:
         self._has_joined = False
 
     def __call__(self) -> dict[str, float]:
+        """Sync, if the rollout engines have an older version, and return the metrics."""
         send, receive = self._trainer.send_weights, self._rollout.receive_weights
         announced = send(WeightSender.announce)[0]
         if announced.version == self._version:
@@ -64,27 +66,27 @@ class BetweenPools:
         return metrics
 
     def _join(self, announced: Announcement) -> None:
-        """Start both sides at the same time: each waits for the other."""
+        """Join both sides at the same time, since each waits for the other."""
         joining = self._trainer.execute_all_async("send_weights", WeightSender.join, self._rollout.world_size)
         joining += self._rollout.execute_all_async("receive_weights", WeightReceiver.join, announced)
         self._trainer.backend.wait(joining)
         self._has_joined = True
 
     def _send(self, num_buckets: int) -> None:
-        backend, under_way = self._trainer.backend, []
+        backend, in_flight = self._trainer.backend, []
         for _ in range(num_buckets):
             sent = self._trainer.execute_all_async("send_weights", WeightSender.send)
             received = self._rollout.execute_all_async("receive_weights", WeightReceiver.receive, sent[0])
-            under_way.append([*sent, *received])
-            if len(under_way) > IN_FLIGHT:
-                done = under_way.pop(0)
+            in_flight.append([*sent, *received])
+            if len(in_flight) > IN_FLIGHT:
+                done = in_flight.pop(0)
                 backend.wait(done)
                 backend.release(done)
-        for done in under_way:
+        for done in in_flight:
             backend.wait(done)
             backend.release(done)
 
 
 def _worst_of_ranks(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """The largest value of the ranks, for each metric."""
+    """Return the largest value over the ranks, for each metric."""
     return {name: max(of_rank[name] for of_rank in metrics) for name in metrics[0]}

@@ -10,8 +10,8 @@ MISMATCH_BOUND = 0.1
 """Absolute log-prob difference above which a token counts in the metric SHARE."""
 
 MEAN, LARGEST, KL, SHARE = (
-    *("rollout/log_prob_drift", "rollout/log_prob_drift_max"),
-    *("rollout/log_prob_kl", "rollout/log_prob_drift_share"),
+    *("rollout/log_prob_mismatch", "rollout/log_prob_mismatch_max"),
+    *("rollout/log_prob_kl", "rollout/log_prob_mismatch_share"),
 )
 
 

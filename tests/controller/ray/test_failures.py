@@ -746,19 +746,18 @@ def test_call_timeout_must_be_positive_seconds(timeout_s):
         RayBackend(call_timeout_s=timeout_s)
 
 
-def run_script(script, timeout_s, **environment):
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "", **environment},  # each line is one write, because Ray also writes
-    )
-    try:
-        return process.communicate(timeout=timeout_s)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return f"still there after {timeout_s} s: {process.communicate()[0]}"
+@pytest.fixture(scope="module")
+def run_script(fork_server):
+    """Run a script in a separate process; return what it and Ray print."""
+
+    def run(script, timeout_s, **environment):
+        process = fork_server.start(["-c", script], environment={**os.environ, **environment}, merge_streams=True)
+        try:
+            return process.communicate(timeout=timeout_s)[0]
+        finally:
+            process.discard()
+
+    return run
 
 
 NO_CLUSTER = """
@@ -773,7 +772,7 @@ except ConfigError as error:
 """
 
 
-def test_an_unreachable_address_is_an_error_within_seconds():
+def test_an_unreachable_address_is_an_error_within_seconds(run_script):
     output = run_script(NO_CLUSTER, 30)
     assert "refused: no Ray cluster answers at address='127.0.0.1:9'" in output
 
@@ -823,7 +822,7 @@ attempt(future.get)
 
 
 @pytest.fixture(scope="module")
-def closed():
+def closed(run_script):
     return run_script(CLOSED, 120).splitlines()
 
 
@@ -890,7 +889,7 @@ backend.close()
 """
 
 
-def test_results_and_arguments_larger_than_the_object_store_arrive():
+def test_results_and_arguments_larger_than_the_object_store_arrive(run_script):
     output = run_script(STORE.replace("NUM_ROWS", "2"), 250)
     lines = [
         line for line in output.splitlines() if line.startswith(("result", "passed on", "argument", "kept", "small"))
@@ -899,7 +898,7 @@ def test_results_and_arguments_larger_than_the_object_store_arrive():
 
 
 @pytest.fixture(scope="module")
-def store_on_a_small_disk():
+def store_on_a_small_disk(run_script):
     """Yield the output of the script with a 64 MiB disk for spilled objects."""
     directory = Path(f"/tmp/hf{os.getpid() % 10**6}")
     directory.mkdir()

@@ -215,11 +215,10 @@ for late in (read, unread):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_closed_backend_neither_reconnects_nor_detaches_groups():
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_THE_END], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.split() == ["refused", "closed", "closed"], done.stderr[-2000:]
+def test_a_closed_backend_neither_reconnects_nor_detaches_groups(fork_server):
+    process = fork_server.start(["-c", AFTER_THE_END], environment=os.environ)
+    output, errors = process.communicate(timeout=120)
+    assert output.split() == ["refused", "closed", "closed"], errors[-2000:]
 
 
 @pytest.mark.ray

@@ -1,5 +1,5 @@
-"""The configuration: one frozen section per part of a run, one home per key. `config` holds the whole.
+"""Sections of the configuration, one frozen class for each part of a run; `config.Config` holds all of them.
 
-Every key has a meaning (`hybridflow config --reference` prints them) and a default that works. Values that need each
-other are checked together in `checks`. No torch here.
+Each key has a description (`hybridflow config --reference` prints them) and a working default. `checks` finds
+contradictions between keys. Imports no torch.
 """

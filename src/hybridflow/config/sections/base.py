@@ -1,4 +1,4 @@
-"""What the sections share: their base class and the types of keys. No torch here."""
+"""Base class of the sections and the types of their keys. Imports no torch."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,7 +15,7 @@ NoneAsText = BeforeValidator(lambda value: None if value == "none" else value)  
 
 def _count_or_auto(value: object) -> object:
     if value != "auto" and not (isinstance(value, int) and value > 0):
-        raise ValueError('needs an integer above 0, or "auto"')
+        raise ValueError('expected a positive integer or "auto"')
     return value
 
 
@@ -23,12 +23,14 @@ CountOrAuto = BeforeValidator(_count_or_auto)
 
 
 def named_or_user(names: Any) -> BeforeValidator:
-    """One of the names, or a function of the user's."""
+    """Return a validator that accepts one of the names, or the user's own function."""
 
     def valid(value: object) -> object:
         if value not in get_args(names) and not (isinstance(value, str) and ":" in value.strip(":")):
             known = ", ".join(map(repr, get_args(names)))
-            raise ValueError(f"needs one of {known}, or a function of yours as 'path.py:function' or 'module:function'")
+            raise ValueError(
+                f"expected one of {known}, or your own function as 'path.py:function' or 'module:function'"
+            )
         return value
 
     return BeforeValidator(valid)

@@ -1,4 +1,4 @@
-"""The whole configuration: every section, and what follows from several of them."""
+"""The whole configuration of a run, with properties that depend on several sections."""
 
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
@@ -16,7 +16,7 @@ from hybridflow.config.sections.run import ControllerConfig, PlacementConfig, Tr
 
 
 class Config(Section):
-    """A whole run."""
+    """The configuration of a run: all sections."""
 
     model: ModelConfig = ModelConfig()
     lora: LoRAConfig = LoRAConfig()
@@ -38,39 +38,42 @@ class Config(Section):
 
     @property
     def extra_columns(self) -> frozenset[str]:
-        """Which of EXTRA_COLUMNS the advantage estimator or the policy loss reads."""
+        """The columns among EXTRA_COLUMNS that the advantage estimator or the policy loss reads."""
         return frozenset((*self.algorithm.estimator.extra_columns, *self.actor.loss.extra_columns))
 
     @property
     def uses_critic(self) -> bool:
+        """Whether the run trains a critic."""
         return "values" in self.extra_columns or self.critic.always
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether each batch gives exactly one optimizer step, so that the ratio is 1 by definition."""
+        """Whether each batch makes exactly one optimizer step, so that the probability ratio is 1 by definition."""
         one_step = self.actor.epochs == 1 and self.actor.mini_batch_size in (0, self.data.train_batch_size)
         return one_step and self.actor.old_log_probs_from == "trainer"
 
     @property
     def corrects_rollouts(self) -> bool:
-        """Whether samples are weighed or rejected for the policy that made them."""
+        """Whether importance weights or rejection correct for the log-prob mismatch of the sampler."""
         return self.algorithm.rollout_weights != "none" or bool(self.algorithm.rollout_reject)
 
     @property
     def uses_reference(self) -> bool:
+        """Whether the run needs log-probs of a reference policy."""
         return self.algorithm.kl_in_reward or self.algorithm.kl_in_loss or "ref_log_probs" in self.extra_columns
 
     @property
     def uses_teacher(self) -> bool:
+        """Whether the run distills from a teacher."""
         return bool(self.teacher.model_path)
 
     @property
     def has_rollout_pool(self) -> bool:
-        """Whether others than the ranks that learn generate."""
+        """Whether generation runs in a separate pool, not in the processes that train."""
         roles, first = self.placement.roles, next(iter(self.placement.pools), None)
         return "rollout" in roles and roles["rollout"] != roles.get("actor_rollout", first)
 
     @property
     def actor_is_reference(self) -> bool:
-        """Whether the actor without its adapters is the reference, so that no other model is needed."""
+        """Whether the actor with its adapters off is the reference, so that no separate model is loaded."""
         return self.lora.rank > 0 and not self.reference.model_path

@@ -1,4 +1,4 @@
-"""What is learned from: prompts and the rewards of responses."""
+"""Keys of the training data and of the rewards."""
 
 from typing import Annotated, Literal
 
@@ -20,80 +20,87 @@ OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "trun
 
 
 class DataConfig(Section):
+    """Data files, batch size, length limits and row order."""
+
     train_files: tuple[str, ...] = Field(
         default=(),
-        description="Parquet files of training prompts (sft: with responses; dpo and reward-model: with preferences).",
+        description="Parquet files of training prompts (sft: with responses; dpo, reward-model: with preferences).",
     )
     val_files: tuple[str, ...] = Field(default=(), description="Parquet files of validation prompts.")
     train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
-    max_prompt_length: Positive = Field(default=512, description="Longest prompt, in tokens.")
-    max_response_length: Positive = Field(default=512, description="Longest response, in tokens.")
+    max_prompt_length: Positive = Field(default=512, description="Largest length of a prompt, in tokens.")
+    max_response_length: Positive = Field(
+        default=512, description="Largest length of a response, in tokens; generation stops there."
+    )
     overlong_prompts: OverlongName = Field(
-        default="drop", description="What happens to a prompt longer than max_prompt_length."
+        default="drop",
+        description="Treatment of prompts longer than max_prompt_length: drop, error, or truncate a side.",
     )
     order: Annotated[OrderName | UserFunction, named_or_user(OrderName)] = Field(
         default="shuffled",
-        description="How an epoch visits the training rows: shuffled anew, as they are, ascending by data.order_by "
-        "(curriculum), or drawn with weights of data.order_by; or a function of yours (docs/data.md).",
+        description="Order of the training rows: shuffled anew in each epoch, sequential, curriculum (ascending by "
+        "data.order_by), weighted (sampled in proportion to data.order_by), or your own function (docs/data.md).",
     )
     order_by: str = Field(
-        default="", description="The column, or name in extra_info, of the numbers that data.order reads."
+        default="", description="Column, or key in extra_info, with the numbers that data.order reads."
     )
     chat_template: bool = Field(
         default=True,
-        description="Apply the tokenizer's chat template where it has one; otherwise messages are joined by newlines.",
+        description="Apply the tokenizer's chat template, if it has one; otherwise join messages with newlines.",
     )
 
 
 class RewardConfig(Section):
+    """Reward function or reward model, and its limits."""
+
     function: str = Field(
-        default="", description="'path.py:function' scoring a response; empty chooses by each row's data_source."
+        default="", description="Reward function as 'path.py:function'; empty: chosen by the data_source of each row."
     )
     kwargs: dict[str, Parameter] = Field(
-        default={}, description="Further arguments of reward.function, as in {url = 'http://127.0.0.1:8000/score'}."
+        default={}, description="Extra arguments of reward.function, as in {url = 'http://127.0.0.1:8000/score'}."
     )
     model_path: str = Field(
         default="",
-        description="Directory of a reward model that scores in place of a function: a sequence classifier with one "
-        "label, with its own tokenizer and chat template.",
+        description="Directory of a reward model to use instead of a function: a sequence classifier with one label, "
+        "its own tokenizer and chat template.",
     )
     weights: dict[str, float] = Field(
         default={},
-        description="Names of numbers that the function returns and their weights: the score is the weighted sum, as "
-        "in {correct = 1.0, format = 0.2}; empty: the score it returns.",
+        description="Weights of the numbers that the function returns, as in {correct = 1.0, format = 0.2}; the score "
+        "is their weighted sum. Empty: the returned score.",
     )
     overlong_buffer: NonNegative = Field(
         default=0,
-        description="Tokens before data.max_response_length in which a response loses up to overlong_penalty of its "
-        "score, in proportion; 0 is none. Validation scores stay as they are.",
+        description="Soft length penalty: over the last N tokens before data.max_response_length the penalty grows "
+        "linearly to overlong_penalty; 0: off. Validation scores have no penalty.",
     )
     overlong_penalty: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="What a response of data.max_response_length tokens loses."
+        default=1.0, description="Penalty subtracted from the score of a response of data.max_response_length tokens."
     )
     on_error: Literal["stop", "zero"] = Field(
         default="stop",
-        description="An exception in the function, a crash or a time-out stops the run, or scores error_score (see "
-        "reward/error_rate and reward/timeout_rate).",
+        description="After an exception, crash or timeout of the reward function: stop the run, or use error_score as "
+        "the score and count it in reward/error_rate and reward/timeout_rate.",
     )
-    error_score: float = Field(default=0.0, description="Score of a sample whose reward failed when on_error = 'zero'.")
+    error_score: float = Field(default=0.0, description="Score of a failed sample with on_error = 'zero'.")
     max_failure_rate: Fraction = Field(
         default=0.1,
-        description="on_error = 'zero': share of a rank's samples whose reward may fail; above it the run stops and "
-        "shows some of them.",
+        description="on_error = 'zero': largest share of failed samples in a batch of a rank; above it the run stops "
+        "and shows some of them.",
     )
     processes: NonNegative = Field(
         default=2,
-        description="Processes of each rank that run reward.function, apart from the run; 0 calls it in the rank "
-        "itself, where a debugger finds it and a crash ends the run.",
+        description="Processes of each rank that run reward.function; 0: run it in the rank itself, for debugging (a "
+        "crash then ends the run).",
     )
     concurrency: Positive = Field(
-        default=32, description="Samples that each of these processes has in hand where reward.function is async."
+        default=32, description="Samples that each of these processes scores at once, if reward.function is async."
     )
     timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=60.0,
-        description="Seconds that reward.function may take for a sample in its process before it is killed and the "
-        "sample has failed; 'none' is no limit.",
+        description="Deadline of reward.function for a sample, in seconds; then its process is killed and the sample "
+        "counts as failed. 'none': no deadline.",
     )
     memory_bytes: NonNegative = Field(
-        default=4 * 2**30, description="Memory that such a process may allocate; 0 is no limit."
+        default=4 * 2**30, description="Memory limit of each of these processes, in bytes; 0: no limit."
     )

@@ -1,4 +1,4 @@
-"""Generation: rollouts and validation."""
+"""Keys of generation: rollouts and validation."""
 
 from typing import Annotated, Literal
 
@@ -8,61 +8,76 @@ from hybridflow.config.sections.base import NonNegative, Positive, Section
 
 
 class RolloutConfig(Section):
+    """Sampling of responses for training, and the rollout engine."""
+
     backend: Literal["embedded", "vllm"] = Field(
         default="embedded",
-        description="The engine that generates: the trainer's own model, or vLLM. In the processes that learn, or in a "
-        "pool of its own (placement.roles.rollout).",
+        description="Rollout engine: embedded (the trainer's own model) or vLLM. It runs in the processes that train, "
+        "or in a separate pool (placement.roles.rollout).",
     )
     group_size: Positive = Field(
-        default=8, description="Responses sampled for each prompt; grpo compares them with each other."
+        default=8, description="Responses sampled for each prompt; group-relative estimators such as grpo compare them."
     )
-    temperature: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Softmax temperature; 0 is greedy.")
-    top_k: NonNegative = Field(default=0, description="Sample among the k most likely tokens; 0 is all of them.")
+    temperature: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Softmax temperature; 0: greedy.")
+    top_k: NonNegative = Field(default=0, description="Sample among the k most likely tokens; 0: all tokens.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=1.0, description="Sample among the fewest tokens whose probability reaches top_p."
+        default=1.0,
+        description="Sample among the fewest most likely tokens whose total probability reaches top_p; 1: all tokens.",
     )
     max_running_sequences: Positive = Field(
-        default=1024, description="Sequences decoded together; more wait for a place."
+        default=1024, description="Largest number of sequences decoded at once; further ones wait in a queue."
     )
     pack_weights: bool = Field(
         default=True,
-        description="On a CPU, decode in one compiled call from a copy of the weights in the order it reads: faster, "
-        "with the weights twice in memory while generating.",
+        description="embedded, on a CPU: decode with a compiled kernel from a copy of the weights in its memory order. "
+        "Faster, but the weights are in memory twice during generation.",
     )
     stop_strings: tuple[str, ...] = Field(
-        default=(), description="Texts that end a response, besides the model's stop tokens; they are part of it."
+        default=(),
+        description="Strings that end a response, besides the model's stop tokens; they stay in the response.",
     )
-    tensor: Positive = Field(default=1, description="vllm: ranks that share an engine and each of its layers.")
+    tensor: Positive = Field(default=1, description="vllm: tensor parallel size, the ranks that share one engine.")
     max_model_len: NonNegative = Field(
-        default=0, description="vllm: longest prompt and response together; 0 is what data allows."
+        default=0,
+        description="vllm: largest number of tokens in a prompt and its response; 0: data.max_prompt_length + "
+        "data.max_response_length.",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="vllm: share of a GPU's memory that it uses, weights included, while generating."
+        default=0.5, description="vllm: share of GPU memory used during generation, weights included."
     )
     kv_cache_bytes: NonNegative = Field(
         default=0,
-        description="vllm: memory of keys and values on each rank; 0 is what gpu_memory_utilization leaves, on a CPU "
-        "1 GiB.",
+        description="vllm: memory of the KV cache on each rank, in bytes; 0: what gpu_memory_utilization leaves (1 GiB "
+        "on a CPU).",
     )
     enforce_eager: bool = Field(
-        default=False, description="vllm: start in seconds, without compiled graphs, and generate slower."
+        default=False,
+        description="vllm: run without torch.compile and CUDA graphs: starts in seconds, generates slower.",
     )
     weight_sync: Literal["object_store", "broadcast", "disk"] = Field(
         default="object_store",
-        description="How weights go to rollout engines in a pool of their own: shared memory (between nodes Ray's "
-        "transfer), a collective (gloo, NCCL on GPUs), or files in trainer.run_dir. In one process nothing is sent.",
+        description="Transport of the weight sync to rollout engines in a separate pool: Ray's object store (shared "
+        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), or files in trainer.run_dir.",
     )
     sync_bucket_bytes: Positive = Field(
-        default=256 * 2**20, description="Weights are gathered and sent so many bytes at a time."
+        default=256 * 2**20,
+        description="Bucket size of the weight sync, in bytes; weights are sent one bucket at a time.",
     )
 
 
 class ValidationConfig(Section):
+    """Sampling of responses for validation."""
+
     temperature: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Temperature of validation samples; 0 is greedy."
+        default=0.0, description="Softmax temperature of validation samples; 0: greedy."
     )
     group_size: Positive = Field(
-        default=1, description="Samples for each validation prompt; pass@k is reported for the powers of two up to it."
+        default=1,
+        description="Responses for each validation prompt (n); pass@k is reported for k = 1, 2, 4, ... up to n.",
     )
-    batch_size: Positive = Field(default=512, description="Validation prompts generated in one call.")
-    max_samples: NonNegative = Field(default=0, description="Use only the first rows of the validation data; 0 is all.")
+    batch_size: Positive = Field(
+        default=512, description="Validation prompts (offline: examples) in one call of the workers."
+    )
+    max_samples: NonNegative = Field(
+        default=0, description="Use only the first N rows of the validation data; 0: all rows."
+    )

@@ -1,4 +1,4 @@
-"""Learning: the algorithm, actor and critic with their optimizers, and offline training."""
+"""Keys of the algorithm, of actor and critic with their optimizers, and of offline training."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -41,150 +41,171 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
     lr: Annotated[float, Field(ge=0)] = Field(default=1e-6, description="Peak learning rate.")
-    betas: tuple[DecayRate, DecayRate] = Field(
-        default=(0.9, 0.999), description="AdamW's decay rates of the two moments."
-    )
+    betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.999), description="AdamW's beta1 and beta2.")
     epsilon: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW's epsilon.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.01, description="Decoupled decay of matrices; norms and biases are not decayed."
+        default=0.01, description="AdamW's weight decay of matrices; norms and biases have none."
     )
     clip_grad_norm: Annotated[float, Field(gt=0)] = Field(
-        default=1.0, description="The global gradient norm is clipped to this."
+        default=1.0, description="Largest global gradient norm; larger gradients are scaled down to it."
     )
     schedule: ScheduleName = Field(
-        default="constant", description="Learning rate after the warm-up, until trainer.total_steps."
+        default="constant", description="Learning-rate schedule from the end of the warm-up to the last step."
     )
     warmup_steps: NonNegative = Field(
-        default=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+        default=0, description="Optimizer steps of the linear learning-rate warm-up from 0."
     )
-    min_lr_ratio: Fraction = Field(default=0.0, description="Where linear and cosine schedules end, as a share of lr.")
+    min_lr_ratio: Fraction = Field(
+        default=0.0, description="Learning rate at the end of the linear and cosine schedules, as a fraction of lr."
+    )
 
 
 class AlgorithmConfig(Section):
+    """Advantage estimator, KL penalty, dynamic sampling and rollout correction."""
+
     advantage: Annotated[AdvantageName | UserFunction, named_or_user(AdvantageName)] = Field(
         default="grpo",
-        description="The advantage estimator, or a function of yours (docs/algorithms.md); gae adds a critic, "
-        "distillation needs a teacher, with none only the other parts of the loss teach.",
+        description="Advantage estimator, or your own function (docs/algorithms.md). gae adds a critic, distillation "
+        "needs a teacher; none sets all advantages to 0 and leaves the KL, entropy and teacher losses.",
     )
     advantage_kwargs: dict[str, Parameter] = Field(
-        default={}, description="Parameters of the estimator that are no keys here, as in {k = 8}."
+        default={}, description="Extra arguments of the estimator that have no key here, as in {k = 8}."
     )
     gamma: Fraction = Field(default=1.0, description="Discount factor.")
     lam: Fraction = Field(default=1.0, description="GAE's lambda.")
-    norm_by_std: bool = Field(default=True, description="grpo, gpg: divide by the group's standard deviation.")
+    norm_by_std: bool = Field(default=True, description="grpo, gpg: divide by the standard deviation of the group.")
     whiten_advantages: bool = Field(
-        default=True, description="GAE: shift and scale advantages to mean 0, variance 1 over the batch."
+        default=True, description="gae: normalize advantages to mean 0 and variance 1 over the batch."
     )
     kl_in_reward: bool = Field(
-        default=False, description="Subtract kl_coef * KL from each token's reward (adds a reference)."
+        default=False, description="Subtract kl_coef * KL from the reward of each token (adds a reference model)."
     )
-    kl_in_loss: bool = Field(default=False, description="Add kl_coef * KL to the policy loss (adds a reference).")
+    kl_in_loss: bool = Field(default=False, description="Add kl_coef * KL to the policy loss (adds a reference model).")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
-        default=0.001, description="Weight of the KL term; the start value when the controller is adaptive."
+        default=0.001, description="Coefficient of the KL penalty; with the adaptive controller its initial value."
     )
     kl_estimator: KLEstimatorName = Field(
-        default="k3", description="Estimator of the KL from log-probs of sampled tokens."
+        default="k3", description="KL estimator from the log-probs of sampled tokens."
     )
     kl_controller: Literal["fixed", "adaptive"] = Field(
-        default="fixed", description="adaptive steers kl_coef towards kl_target (in reward only)."
+        default="fixed",
+        description="fixed keeps kl_coef; adaptive adjusts it towards kl_target (only with kl_in_reward).",
     )
-    kl_target: Annotated[float, Field(gt=0)] = Field(default=0.1, description="KL the adaptive controller aims for.")
-    kl_horizon: Positive = Field(default=10000, description="Samples over which the adaptive controller acts.")
+    kl_target: Annotated[float, Field(gt=0)] = Field(default=0.1, description="Target KL of the adaptive controller.")
+    kl_horizon: Positive = Field(default=10000, description="Horizon of the adaptive controller, in samples.")
     filter_groups: bool = Field(
         default=False,
-        description="Dynamic sampling: leave out groups whose scores are all equal and sample more prompts in their "
-        "place, until there are data.train_batch_size groups.",
+        description="Dynamic sampling (DAPO): discard groups whose scores are all equal and sample further prompts "
+        "until there are data.train_batch_size groups.",
     )
     max_sampling_rounds: Positive = Field(
         default=8,
-        description="filter_groups: batches of prompts that a step samples at most; then groups without a difference "
-        "fill what is left.",
+        description="filter_groups: largest number of prompt batches that a step samples; then discarded groups fill "
+        "the remaining places.",
     )
     rollout_weights: Literal["none", "token", "sequence"] = Field(
         default="none",
-        description="Weigh each token's policy loss with the probability ratio of the trainer's policy before the "
-        "update to the one that sampled, of the token or of its whole response.",
+        description="Importance weight of each token's policy loss against log-prob mismatch: probability under the "
+        "trainer before the update / probability under the sampler, of the token or of its whole response.",
     )
-    rollout_weight_bounds: Bounds = Field(default=(0.0, 2.0), description="Smallest and largest of these weights.")
+    rollout_weight_bounds: Bounds = Field(default=(0.0, 2.0), description="Lower and upper bound of these weights.")
     rollout_weight_outside: Literal["truncate", "mask"] = Field(
-        default="truncate", description="A weight outside of its bounds becomes the nearest bound, or 0."
+        default="truncate", description="A weight outside its bounds becomes the nearest bound (truncate) or 0 (mask)."
     )
     rollout_reject: dict[RejectionName, Bounds] = Field(
         default={},
-        description="Bounds of statistics of the same ratio outside of which a token, or a whole response, is not "
-        "learned from, as in {sequence_mean_k3 = [0.0, 0.01]} (docs/algorithms.md).",
+        description="Bounds of statistics of the same ratio, as in {sequence_mean_k3 = [0.0, 0.01]}: a token or "
+        "response outside its bounds is masked out of the loss (docs/algorithms.md).",
     )
 
     @property
     def estimator(self) -> Estimator:
-        """What `advantage` needs; a function of the user's declares nothing."""
+        """The needs of the estimator `advantage`; the user's own function declares none."""
         return ESTIMATORS.get(self.advantage, Estimator(self.advantage))
 
 
 class ActorConfig(Section):
+    """The policy's loss, mini-batches and optimizer."""
+
     mini_batch_size: NonNegative = Field(
-        default=0, description="Prompts in one optimizer step; must divide data.train_batch_size. 0 is all of them."
+        default=0, description="Prompts in one optimizer step; must divide data.train_batch_size. 0: all prompts."
     )
-    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
+    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts (PPO epochs).")
     policy_loss: Annotated[PolicyLossName | UserFunction, named_or_user(PolicyLossName)] = Field(
-        default="ppo", description="The policy objective, or a function of yours (docs/algorithms.md)."
+        default="ppo", description="Policy loss, or your own function (docs/algorithms.md)."
     )
     policy_loss_kwargs: dict[str, Parameter] = Field(
-        default={}, description="Parameters of the policy loss that are no keys here, as in {tau_neg = 1.1}."
+        default={}, description="Extra arguments of the policy loss that have no key here, as in {tau_neg = 1.1}."
     )
     old_log_probs_from: Literal["trainer", "rollout"] = Field(
         default="trainer",
-        description="Whose log-probs the ratio compares with: the trainer's, from before the update, or the sampler's.",
+        description="Source of the old log-probs in the probability ratio: the trainer before the update, or the "
+        "rollout engine.",
     )
-    clip_ratio_low: Fraction = Field(default=0.2, description="The ratio is clipped from below at 1 - this.")
+    clip_ratio_low: Fraction = Field(
+        default=0.2, description="Lower clip bound of the probability ratio: 1 - clip_ratio_low."
+    )
     clip_ratio_high: Annotated[float, Field(ge=0)] = Field(
-        default=0.2, description="The ratio is clipped from above at 1 + this."
+        default=0.2, description="Upper clip bound of the probability ratio: 1 + clip_ratio_high."
     )
     clip_ratio_dual: Annotated[Annotated[float, Field(gt=1)] | None, NoneAsText] = Field(
         default=3.0,
-        description="Dual clip: a negative advantage costs at most this times its size; 'none' turns it off.",
+        description="Dual clip: with a negative advantage the loss is at most clip_ratio_dual * |advantage|; "
+        "'none': off.",
     )
     loss_aggregation: AggregationName = Field(
-        default="token-mean", description="How token losses become one number; always against the global count."
+        default="token-mean",
+        description="Aggregation of token losses into one number, over the whole mini-batch of all ranks.",
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Weight of the entropy bonus in the loss."
+        default=0.0, description="Coefficient of the entropy bonus in the loss."
     )
     optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
     def loss(self) -> Loss:
-        """What `policy_loss` needs; a function of the user's declares nothing."""
+        """The needs of the policy loss; the user's own function declares none."""
         return LOSSES.get(self.policy_loss, Loss(self.policy_loss))
 
 
 class CriticConfig(Section):
+    """The value model's loss, mini-batches and optimizer."""
+
     model_path: str = Field(
-        default="", description="Directory the critic starts from; empty is model.path. Its value head starts at zero."
+        default="",
+        description="Directory of the critic's initial model; empty: model.path. Its value head starts at zero.",
     )
     mini_batch_size: NonNegative = Field(
-        default=0, description="Prompts in one optimizer step of the critic; 0 is all of them."
+        default=0, description="Prompts in one optimizer step; must divide data.train_batch_size. 0: all prompts."
     )
-    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
+    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts (PPO epochs).")
     value_clip: Annotated[float, Field(gt=0)] = Field(
-        default=0.5, description="New values are clipped to the old ones plus or minus this."
+        default=0.5, description="Clip range of new values around the old ones: old value +- value_clip."
     )
-    loss_aggregation: AggregationName = Field(default="token-mean", description="How token losses become one number.")
-    warmup_steps: NonNegative = Field(default=0, description="Steps in which only the critic is trained.")
+    loss_aggregation: AggregationName = Field(
+        default="token-mean", description="Aggregation of token losses into one number."
+    )
+    warmup_steps: NonNegative = Field(default=0, description="First training steps in which only the critic learns.")
     always: bool = Field(
         default=False,
-        description="Train a critic whatever algorithm.advantage is: for a function of yours that reads `values`.",
+        description="Train a critic with any algorithm.advantage, for your own function that reads `values`.",
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
 class OfflineConfig(Section):
-    batch_size: Positive = Field(default=64, description="Examples, or pairs, in one optimizer step.")
+    """Offline training: `hybridflow sft`, `dpo` and `reward-model`."""
+
+    batch_size: Positive = Field(
+        default=64, description="Examples (sft) or pairs (dpo, reward-model) in one optimizer step."
+    )
     preference_loss: PreferenceLossName = Field(
-        default="dpo", description="hybridflow dpo: the loss of a pair, -log sigmoid(margin) or IPO's square."
+        default="dpo", description="hybridflow dpo: loss of a pair, DPO's -log sigmoid(margin) or IPO's squared error."
     )
     beta: Annotated[float, Field(gt=0)] = Field(
-        default=0.1, description="hybridflow dpo: how closely the policy is kept to the reference."
+        default=0.1, description="hybridflow dpo: strength of the KL constraint; larger keeps closer to the reference."
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)

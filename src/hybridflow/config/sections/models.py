@@ -1,4 +1,4 @@
-"""The models of a run and how they lie in memory and on ranks."""
+"""Keys of the models and of their layout in memory and on ranks."""
 
 from typing import Annotated, Literal
 
@@ -12,91 +12,105 @@ TeacherLossName = Literal["none", "reverse_kl", "forward_kl"]
 
 
 class ModelConfig(Section):
+    """The policy model."""
+
     path: str = Field(
-        default="", description="Hugging Face directory of the policy: config.json, safetensors, tokenizer."
+        default="", description="Local Hugging Face directory of the policy: config.json, safetensors, tokenizer."
     )
     dtype: DTypeName = Field(
         default="float32",
         description="Compute dtype. Parameters and optimizer state stay float32 (float64 with float64).",
     )
     gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass: less memory, more time."
+        default=False, description="Recompute activations in the backward pass: less memory, slower."
     )
     compile: bool = Field(
         default=False,
-        description="Learn with layers compiled by torch.compile, which takes up to a minute at the first step, in "
-        "place of controller.compiled_kernels, which generation keeps. Rounding depends on it.",
+        description="Train with layers compiled by torch.compile instead of controller.compiled_kernels (generation "
+        "keeps those). The first step takes up to a minute longer; rounding changes.",
     )
 
 
 class LoRAConfig(Section):
+    """Low-rank adapters of the actor."""
+
     rank: NonNegative = Field(
         default=0,
-        description="Rank of the actor's adapters, which learn in place of its weights; 0 is none: all weights learn. "
-        "The reference is the actor with its adapters off, unless reference.model_path names another.",
+        description="Rank of the actor's adapters; only they are trained. 0: no adapters, all weights are trained. The "
+        "reference is the actor with its adapters off, unless reference.model_path is set.",
     )
     alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0, description="The adapters' products are scaled by alpha / rank."
+        default=32.0, description="Scale of the adapters: their output is multiplied by alpha / rank."
     )
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="Names of the linear layers that get adapters.",
+        description="Names of the linear layers with adapters.",
     )
 
     @property
     def scaling(self) -> float:
-        """What the product of an adapter is multiplied with."""
+        """The factor of an adapter's output."""
         return self.alpha / max(self.rank, 1)
 
 
 class ReferenceConfig(Section):
-    model_path: str = Field(default="", description="Directory of the reference policy; empty is model.path.")
+    """The frozen policy of the KL penalty."""
+
+    model_path: str = Field(default="", description="Directory of the reference policy; empty: model.path.")
 
 
 class TeacherConfig(Section):
+    """On-policy distillation."""
+
     model_path: str = Field(
-        default="", description="Directory of a teacher, with the policy's tokenizer: on-policy distillation."
+        default="", description="Directory of the teacher for on-policy distillation; same tokenizer as the policy."
     )
     loss: TeacherLossName = Field(
         default="none",
-        description="Add coef * KL between policy and teacher to the policy loss, of the policy from the teacher "
-        "(reverse_kl) or of the teacher from the policy (forward_kl). Without: algorithm.advantage = 'distillation'.",
+        description="Add coef * KL to the policy loss: KL(policy || teacher) with reverse_kl, KL(teacher || policy) "
+        "with forward_kl. none: distill by algorithm.advantage = 'distillation'.",
     )
-    coef: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Weight of that KL.")
+    coef: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Coefficient of this KL.")
     top_k: Positive = Field(
         default=64,
-        description="It is taken over the teacher's k most likely tokens and all others as one: never above the whole "
-        "KL, and equal to it for the whole vocabulary.",
+        description="Number of the teacher's most likely tokens in this KL; all others count as one token. A lower "
+        "bound of the full KL, equal to it at the size of the vocabulary.",
     )
 
 
 class MemoryConfig(Section):
+    """Micro-batches, packing and offload."""
+
     max_tokens_per_micro_batch: Annotated[Positive | Literal["auto"], CountOrAuto] = Field(
         default=16384,
-        description="Tokens in one forward and backward per rank: the memory knob, which changes no result but "
-        "rounding. 'auto' finds for each role what fits at the first start, and the run keeps it.",
+        description="Largest number of tokens in one forward and backward pass of a rank: bounds memory, changes "
+        "results only by rounding. 'auto': found by a trial for each role at the first start, then kept by the run.",
     )
     packing: bool = Field(
         default=True,
-        description="Concatenate sequences without padding; false pads each micro-batch: slower, equal results.",
+        description="Concatenate sequences without padding; false: pad each micro-batch (slower, equal results).",
     )
     share_prompts: bool = Field(
         default=True,
-        description="When packing, compute a prompt once for its responses in a micro-batch: faster, equal results.",
+        description="With packing: compute a prompt once for all its responses in a micro-batch (faster, equal "
+        "results).",
     )
     offload: dict[RoleName, OffloadName] = Field(
         default={},
-        description="Roles whose memory moves to the host, as in {critic = 'idle'}: 'idle' is weights and optimizer "
-        "state between calls, 'host' is always, the optimizer steps there too. On a CPU 'idle' moves nothing.",
+        description="Roles with offload to host memory, as in {critic = 'idle'}. idle: weights and optimizer state, "
+        "between calls (no effect on a CPU); host: always, with gradients, and the optimizer steps on the CPU.",
     )
 
 
 class ParallelConfig(Section):
+    """Sharding of trained models over ranks; the remaining ranks are data parallel."""
+
     tensor: Positive = Field(
         default=1,
-        description="Ranks that share each layer: heads, MLP columns and vocabulary. Llama, Qwen2 and Qwen3 only.",
+        description="Tensor parallel size: ranks that split heads, MLP and vocabulary. Llama, Qwen2 and Qwen3 only.",
     )
     sequence: Positive = Field(
         default=1,
-        description="Ranks that share the tokens of each micro-batch (Ulysses). Llama, Qwen2 and Qwen3 only.",
+        description="Sequence parallel size (Ulysses): ranks that split the tokens of each micro-batch. Llama, Qwen2 "
+        "and Qwen3 only.",
     )

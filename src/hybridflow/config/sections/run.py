@@ -1,4 +1,4 @@
-"""The run around the algorithm: steps, files, processes and where they are."""
+"""Keys of the run: steps, validation, checkpoints, processes and their placement."""
 
 from typing import Annotated, Literal
 
@@ -8,92 +8,109 @@ from hybridflow.config.sections.base import NoneAsText, NonNegative, Positive, R
 
 
 class TrainerConfig(Section):
+    """Steps, validation, checkpoints and logs of a run."""
+
     run_dir: str = Field(
         default="runs/default", description="Directory of the run: configuration, metrics, samples, checkpoints."
     )
-    seed: NonNegative = Field(default=0, description="Seed of everything random in the run.")
-    total_steps: NonNegative = Field(default=0, description="Training steps; 0 is epochs * steps per epoch.")
-    epochs: Positive = Field(default=1, description="Passes over the training data, where total_steps is 0.")
+    seed: NonNegative = Field(default=0, description="Seed of all random numbers of the run.")
+    total_steps: NonNegative = Field(default=0, description="Training steps; 0: epochs * steps per epoch.")
+    epochs: Positive = Field(default=1, description="Passes over the training data, if total_steps is 0.")
     val_before_train: bool = Field(
-        default=True, description="Validate once before the first step (if there is validation data)."
+        default=True, description="Validate before the first step, if there are data.val_files."
     )
     val_every: NonNegative = Field(
-        default=0, description="Validate every so many steps and after the last; 0 is only after the last."
+        default=0, description="Validate every N steps and after the last one; 0: only after the last."
     )
     save_every: NonNegative = Field(
-        default=0, description="Checkpoint every so many steps and after the last; 0 is only after the last."
+        default=0,
+        description="Save a checkpoint every N steps and after the last one; 0: only after the last, and as "
+        "save_every_s says.",
+    )
+    save_every_s: Annotated[float, Field(ge=0)] = Field(
+        default=1800.0,
+        description="Save a checkpoint at the end of a step if at least N seconds passed since the last one, and with "
+        "each validation; 0: only as save_every says.",
     )
     save_in_background: bool = Field(
         default=False,
-        description="Write a checkpoint while the next step runs, from a copy of the state: faster, with the state "
-        "twice in memory until it is written. A crash meanwhile loses that checkpoint.",
+        description="Write a checkpoint from a copy of the state while the next step runs: faster, but the state is in "
+        "memory twice until it is written. A crash during the write loses that checkpoint only.",
     )
-    keep_checkpoints: Positive = Field(default=2, description="The newest checkpoints that are kept.")
+    keep_checkpoints: Positive = Field(
+        default=2, description="Number of newest checkpoints to keep; older ones are deleted."
+    )
     resume: Literal["auto", "never"] = Field(
         default="auto",
-        description="auto continues from the newest checkpoint in run_dir; never wants an empty run_dir.",
+        description="auto: continue from the newest checkpoint in run_dir; never: start anew, run_dir must be empty.",
     )
-    trackers: tuple[Literal["tensorboard"], ...] = Field(default=(), description="Trackers besides metrics.jsonl.")
+    trackers: tuple[Literal["tensorboard"], ...] = Field(
+        default=(), description="Trackers in addition to metrics.jsonl."
+    )
     log_samples: NonNegative = Field(
-        default=4, description="Samples of each step written to samples.jsonl and shown on the console; 0 is none."
+        default=4, description="Samples of each step in samples.jsonl and on the console; 0: none."
     )
-    deterministic: bool = Field(default=True, description="Use deterministic kernels only.")
+    deterministic: bool = Field(default=True, description="Use only deterministic kernels.")
 
 
 class ControllerConfig(Section):
+    """Worker processes, their threads and the calls to them."""
+
     backend: Literal["local", "ray"] = Field(
-        default="local", description="Where workers run: local is this process, ray a process for each rank."
+        default="local", description="Where workers run: in this process (local), or one process per rank on Ray (ray)."
     )
     num_workers: Positive = Field(
         default=1,
-        description="Ranks of every role, on one node; placement.pools says it for several pools or nodes. More than "
-        "one trains on ray only; generating and evaluating take turns on local.",
+        description="Ranks of every role on one node; use placement.pools for several pools or nodes. Training with "
+        "more than one needs backend = 'ray'; on local, ranks generate and evaluate one after another.",
     )
     address: str = Field(
         default="",
-        description="ray: 'auto' or HOST:PORT of a running cluster; empty is one on this machine during the run.",
+        description="ray: 'auto' or HOST:PORT of a running cluster; empty: start one on this machine for the run.",
     )
     cpus_per_worker: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="ray: logical CPUs that a worker process reserves; a share is fine."
+        default=1.0, description="ray: logical CPUs that each worker process reserves; fractions are allowed."
     )
     call_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
-        default=3600.0, description="ray: the deadline of each call on a worker, in seconds; 'none' is no deadline."
+        default=3600.0, description="ray: deadline of each call to a worker, in seconds; 'none': no deadline."
     )
     object_store_bytes: NonNegative = Field(
-        default=0, description="ray: shared memory of a cluster that the run starts; 0 is Ray's choice."
+        default=0, description="ray: object store of a cluster that the run starts, in bytes; 0: Ray's default."
     )
     compress_transfers: bool = Field(
-        default=False, description="ray: zstd on batches that are sent; for slow networks between nodes."
+        default=False, description="ray: compress batches with zstd; for slow networks between nodes."
     )
     parts: Literal["equal", "measured"] = Field(
         default="equal",
-        description="How many rows each rank gets of generation, log-probs, values and scores: as many, or fewer where "
-        "it was slower in the last calls. 'measured' needs trainer.deterministic = false.",
+        description="Number of rows that each rank gets for generation, log-probs, values and scores: equal, or "
+        "measured (fewer for ranks that were slower in recent calls; needs trainer.deterministic = false).",
     )
     balance: Literal["rows", "groups", "none"] = Field(
         default="rows",
-        description="Which rows each rank gets after generation: those that make the ranks take equally long, by the "
-        "model's cost of each length; 'groups' keeps the responses to a prompt on one rank; 'none' is as they come.",
+        description="Load balancing of rows over ranks after generation, by the compute cost of their lengths: rows "
+        "(each by itself), groups (keeps the responses to a prompt on one rank) or none (in their order).",
     )
     threads: NonNegative = Field(
         default=0,
-        description="Threads per rank; 0 is the number of physical cores. Rounding depends on it.",
+        description="CPU threads per rank; 0: the number of physical cores. Rounding depends on it.",
     )
     compiled_kernels: bool = Field(
         default=True,
-        description="On a CPU, compute with kernels that the machine's C compiler makes at the first start. "
-        "false, or no compiler: PyTorch's own, slower. Rounding depends on it.",
+        description="On a CPU, use kernels compiled by the machine's C compiler at the first start. false, or without "
+        "a compiler: PyTorch's own, slower ones. Rounding depends on it.",
     )
 
 
 class PlacementConfig(Section):
+    """Resource pools and the roles on them."""
+
     pools: dict[str, tuple[Positive, ...]] = Field(
         default={},
-        description="Name of each pool and its processes on each node, as in {main = [4, 4]}; "
-        "empty is one pool of controller.num_workers.",
+        description="Resource pools by name, with the number of processes on each node, as in {main = [4, 4]}; "
+        "empty: one pool of controller.num_workers processes.",
     )
     roles: dict[RoleName, str] = Field(
         default={},
-        description="The pool of a role, as in {critic = 'second'}; others are on the first one. Roles of one "
-        "pool share its processes and take turns.",
+        description="Pool of a role, as in {critic = 'second'}; other roles are on the first pool. Roles of one pool "
+        "share its processes and run one after another.",
     )

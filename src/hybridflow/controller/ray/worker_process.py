@@ -29,7 +29,7 @@ from hybridflow.controller.ray.transport import (
 )
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
-from hybridflow.runtime import count_physical_cores, keep_freed_memory
+from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 
 MEMORY_EVERY_S = 0.1
@@ -111,7 +111,8 @@ class WorkerProcess:
         torch.set_num_threads(self._threads)
         for name, (pickled_class, args, kwargs) in packed_classes.items():
             try:
-                cls = cloudpickle.loads(pickled_class)
+                with paused_collector():
+                    cls = cloudpickle.loads(pickled_class)
                 where = f"{cls.__name__}.__init__"
                 with NamingErrors(where, f"{name}/{self._rank}", name, self._rank):
                     self._instances[name] = cls(*unpack(args, ()), **unpack(kwargs, ()))
