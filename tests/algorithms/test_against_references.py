@@ -13,7 +13,7 @@ from fixtures import references
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES
 from hybridflow.algorithms.declarations import ESTIMATORS
 
-NUM_BATCHES = 1000
+NUM_BATCHES = pytest.mark.parametrize("num_batches", [100, pytest.param(1000, marks=pytest.mark.slow)])
 NAN = float("nan")
 
 GROUP_SIZE_OF = {"pass@k": 3}
@@ -103,10 +103,11 @@ def as_rows(tensor: Tensor, like: Any) -> Any:
     return tensor[:, 0].tolist() if not isinstance(like[0], list) else tensor.tolist()
 
 
+@NUM_BATCHES
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_estimator_equals_its_reference_on_1000_ragged_batches(name):
+def test_an_estimator_equals_its_reference_on_ragged_batches(name, num_batches):
     rng = random.Random(name)
-    for _ in range(NUM_BATCHES):
+    for _ in range(num_batches):
         batch = advantage_batch(name, rng)
         expected = references.ADVANTAGES[name](**batch)
         advantages, _ = ADVANTAGES[name](**as_tensors(batch))
@@ -184,10 +185,11 @@ def loss_batch(name: str, rng: random.Random) -> dict[str, Any]:
     return {**{key: value for key, value in columns.items() if key in wanted}, **parameters_for(function, rng)}
 
 
+@NUM_BATCHES
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_loss_and_its_gradient_equal_their_reference(name):
+def test_a_loss_and_its_gradient_equal_their_reference(name, num_batches):
     rng = random.Random(name)
-    for _ in range(NUM_BATCHES):
+    for _ in range(num_batches):
         batch = loss_batch(name, rng)
         columns = as_tensors(batch)
         log_probs = columns["log_probs"].requires_grad_()

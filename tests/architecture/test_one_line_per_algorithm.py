@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 
 SOURCES = Path(__file__).parents[2] / "src" / "hybridflow"
@@ -72,6 +74,7 @@ def test_no_value_is_compared_with_the_key_of_an_algorithm():
     assert found == []
 
 
+@pytest.mark.slow
 def test_an_estimator_is_added_by_one_file_and_one_line(tmp_path):
     package = tmp_path / "hybridflow"
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,8 +1,6 @@
 """Resume from sharded checkpoints: bit-identical in the same layout of ranks, equal to 1e-10 in other layouts."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,7 +179,7 @@ except CheckpointError as error:
 """
 
 
-def test_full_disk_is_the_cause_of_the_error(small_disk):
-    done = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK, small_disk / "actor"], capture_output=True, text=True)
+def test_full_disk_is_the_cause_of_the_error(fork_server, small_disk):
+    done = fork_server.run(["-c", ON_A_FULL_DISK, small_disk / "actor"])
     assert done.stdout.startswith(f"True cannot write '{small_disk}/actor' (")
     assert "No space left on device" in done.stdout

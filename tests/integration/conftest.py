@@ -1,5 +1,6 @@
 """A tiny task, and `hybridflow` run on it: in this process, or in one of its own."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -41,11 +42,20 @@ class Outcome:
     log: str
 
 
-@pytest.fixture
-def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
-    """Runs a command in this process, and puts back afterwards what it set for the process."""
+@contextlib.contextmanager
+def restored_process() -> Iterator[None]:
+    """Restore afterwards what a command sets for its process."""
     threads, random_state = torch.get_num_threads(), capture_random_state()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    restore_random_state(random_state)
+
+
+@pytest.fixture
+def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
+    """Run a command in this process."""
 
     def run(*arguments: str | Path) -> Outcome:
         capfd.readouterr()
@@ -53,10 +63,30 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
         status = main([str(argument) for argument in arguments])
         return Outcome(status, *capfd.readouterr(), caplog.text)
 
-    yield run
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
-    restore_random_state(random_state)
+    with restored_process():
+        yield run
+
+
+RECIPES = {"train": "rl.toml", "sft": "sft.toml", "dpo": "pairs.toml", "reward-model": "pairs.toml"}
+
+
+@pytest.fixture(scope="session")
+def finished_run(task, tmp_path_factory) -> Callable[..., Path]:
+    """`finished_run("train", "trainer.total_steps=2")`: the directory of this run, which is made once.
+
+    Tests that share it read it only.
+    """
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def run(*arguments: str) -> Path:
+        if arguments not in runs:
+            command, *changes = arguments
+            runs[arguments] = directory = tmp_path_factory.mktemp("finished") / "run"
+            with restored_process():
+                assert main([command, f"{task}/{RECIPES[command]}", f"trainer.run_dir={directory}", *changes]) == 0
+        return runs[arguments]
+
+    return run
 
 
 @pytest.fixture

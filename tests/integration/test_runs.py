@@ -15,34 +15,40 @@ from hybridflow.observability import METRICS, find_metric, read_jsonl
 
 TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_actor", "timing_per_token_ms/gen")
 
-RECIPES = {"train": "rl.toml", "sft": "sft.toml", "dpo": "pairs.toml", "reward-model": "pairs.toml"}
-
 
 @pytest.fixture
 def train(task, tmp_path, hybridflow):
-    """Runs GRPO with changes in a directory `name`; returns the directory."""
+    """Run GRPO with changes in the directory `name`, and return the directory."""
 
-    def run(*changes, name="run", command="train"):
-        recipe = task / RECIPES[command]
-        outcome = hybridflow(command, recipe, f"trainer.run_dir={tmp_path / name}", *changes)
+    def run(*changes, name="run"):
+        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
         assert outcome.status == 0, outcome.err
         return tmp_path / name
 
     return run
 
 
+@pytest.fixture
+def ppo_run(tiny, finished_run):
+    """The directory of a finished PPO run with a checkpoint of every step."""
+    return finished_run("train", *tiny.PPO, "trainer.save_every=1", "trainer.keep_checkpoints=9")
+
+
 def weights(run, step, component="actor"):
     return open_checkpoint(run / "checkpoints" / f"step_{step:06d}").load(component, "model")
 
 
-def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, task, train):
+def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(task, ppo_run, finished_run):
+    changes = [
+        ("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1"),
+        ("algorithm.rollout_weights=token",),
+        (f"teacher.model_path={task}/teacher", "teacher.loss=forward_kl"),
+        ("algorithm.filter_groups=true",),
+    ]
     runs = [
-        train("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1", name="grpo"),
-        train(*tiny.PPO, name="ppo"),
-        *(train("trainer.total_steps=1", name=name, command=name) for name in ("sft", "dpo", "reward-model")),
-        train("trainer.total_steps=1", "algorithm.rollout_weights=token", name="weighed"),
-        train("trainer.total_steps=1", f"teacher.model_path={task}/teacher", "teacher.loss=forward_kl", name="taught"),
-        train("trainer.total_steps=1", "algorithm.filter_groups=true", name="filtered"),
+        ppo_run,
+        *(finished_run("train", "trainer.total_steps=1", *more) for more in changes),
+        *(finished_run(command, "trainer.total_steps=1") for command in ("sft", "dpo", "reward-model")),
     ]
     names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
     assert [name for name in sorted(names) if find_metric(name) is None] == []
@@ -52,8 +58,8 @@ def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(tiny, 
     assert unseen == [*sync, "balance/imbalance_before", "balance/imbalance_after"]  # of several ranks, or two engines
 
 
-def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(train):
-    run = train()
+def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(finished_run):
+    run = finished_run("train")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert "val/score/mean" in rows[0]
@@ -65,12 +71,12 @@ def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(train):
     assert rows[1]["reward/num_words/mean"] > 0
     samples = read_jsonl(run / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [step for step in range(1, 7) for _ in range(4)]
-    assert set(samples[0]) == {"step", "prompt", "response", "score"}
+    assert set(samples[0]) == {"step", "prompt", "rendered_prompt", "response", "score", "ground_truth"}
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000006"]
 
 
-def test_one_optimizer_step_a_batch_is_on_policy(train):
-    for row in read_jsonl(train("trainer.total_steps=2") / "metrics.jsonl")[1:]:
+def test_one_optimizer_step_a_batch_is_on_policy(finished_run):
+    for row in read_jsonl(finished_run("train") / "metrics.jsonl")[1:]:
         assert row["actor/ppo_kl"] == 0.0
         assert row["actor/clipfrac"] == 0.0
         assert row["rollout/log_prob_mismatch"] < 1e-5
@@ -89,28 +95,27 @@ def test_several_optimizer_steps_a_batch_move_the_ratio(train):
     assert "timing_s/old_log_probs" in row
 
 
-def test_only_the_critic_learns_in_its_warm_up(tiny, train):
-    run = train(*tiny.PPO, "trainer.save_every=1", "trainer.keep_checkpoints=9")
-    rows = read_jsonl(run / "metrics.jsonl")[1:]
+def test_only_the_critic_learns_in_its_warm_up(ppo_run):
+    rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
     assert ["actor/loss" in row for row in rows] == [False, False, True, True, True, True]
     assert all("critic/loss" in row for row in rows)
-    start, warm, after = weights(run, 1), weights(run, 2), weights(run, 3)
+    start, warm, after = weights(ppo_run, 1), weights(ppo_run, 2), weights(ppo_run, 3)
     assert all(torch.equal(start[name], warm[name]) for name in start)
     assert not any(torch.equal(warm[name], after[name]) for name in start)
-    values = weights(run, 1, "critic")["score.weight"], weights(run, 2, "critic")["score.weight"]
+    values = weights(ppo_run, 1, "critic")["score.weight"], weights(ppo_run, 2, "critic")["score.weight"]
     assert not torch.equal(*values)
 
 
-def test_schedules_reach_to_the_last_update(tiny, train):
-    row = read_jsonl(train(*tiny.PPO) / "metrics.jsonl")[-1]
+def test_schedules_reach_to_the_last_update(ppo_run):
+    row = read_jsonl(ppo_run / "metrics.jsonl")[-1]
     # the actor: 4 steps of 4 updates, 6 of them warm-up; the last one is number 15, counted from 0
     assert row["actor/lr"] == pytest.approx(1e-3 * (1 - (15 - 6) / (16 - 6)))
     # the critic: 6 steps of 4 updates, the last one is number 23
     assert row["critic/lr"] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 23 / 24)))
 
 
-def test_the_kl_in_the_reward_steers_its_coefficient(tiny, train):
-    rows = read_jsonl(train(*tiny.PPO) / "metrics.jsonl")[1:]
+def test_the_kl_in_the_reward_steers_its_coefficient(ppo_run):
+    rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
     # The actor is its reference until its first update, in step 3: the KL is 0 and far below its target, so each of
     # 24 samples on a horizon of 50 takes 0.2 / 50 of the coefficient.
     assert [row["critic/kl"] for row in rows[:3]] == [0.0, 0.0, 0.0]
@@ -184,8 +189,8 @@ def test_validation_repeats_itself(train):
     assert len({row["val/score/mean"] for row in rows}) == 1
 
 
-def test_sft_learns_and_validates_before_during_and_after(train):
-    run = train("offline.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12", command="sft")
+def test_sft_learns_and_validates_before_during_and_after(finished_run):
+    run = finished_run("sft", "offline.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "sft/val_loss" in row] == [0, 12, 24]
     assert rows[0]["sft/val_loss"] > 4 > rows[12]["sft/val_loss"] > rows[24]["sft/val_loss"]
@@ -221,10 +226,10 @@ def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog)
 @pytest.mark.parametrize(
     "changes", [(), ("algorithm.advantage=gae", "algorithm.kl_in_reward=true")], ids=["grpo", "ppo"]
 )
-def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(changes, train):
+def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(changes, finished_run):
     try:
-        compiled = train(*changes, name="compiled")
-        plain = train(*changes, "controller.compiled_kernels=false", name="plain")
+        compiled = finished_run("train", *changes)
+        plain = finished_run("train", *changes, "controller.compiled_kernels=false")
     finally:
         use_kernels(True)  # a setting of the process, which other tests share
     ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (compiled, plain))

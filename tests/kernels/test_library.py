@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,60 +13,65 @@ print(serves(torch.ones(2)), rms_norm(torch.full((1, 2), 3.0), torch.ones(2), 0.
 """
 
 
-def run(tmp_path, **environment):
+@pytest.fixture
+def run(fork_server, tmp_path):
     """Run the program in a new process with a separate cache, because a process builds the library at most once."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
-    return subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+
+    def run(**environment):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
+        return fork_server.run(["-c", PROGRAM], environment=environment)
+
+    return run
 
 
-def test_kernels_are_built_once_into_private_cache_directory(tmp_path):
-    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+def test_kernels_are_built_once_into_private_cache_directory(run, tmp_path):
+    assert run().stdout == "True [[1.0, 1.0]]\n"
     directory = tmp_path / "hybridflow"
     assert directory.stat().st_mode & 0o077 == 0
     (built,) = directory.iterdir()
     modified = built.stat().st_mtime_ns
-    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    assert run().stdout == "True [[1.0, 1.0]]\n"
     assert [path.stat().st_mtime_ns for path in directory.iterdir()] == [modified]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 0.5, 1])
-def test_damaged_library_in_cache_is_rebuilt(tmp_path, kept):
-    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+def test_damaged_library_in_cache_is_rebuilt(run, tmp_path, kept):
+    assert run().stdout == "True [[1.0, 1.0]]\n"
     (built,) = (tmp_path / "hybridflow").iterdir()
     whole = built.read_bytes()
     built.write_bytes(
         whole[: int(kept * len(whole))] if kept < 1 else whole[: len(whole) // 2].ljust(len(whole), b"\0")
     )
-    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    assert run().stdout == "True [[1.0, 1.0]]\n"
     assert built.stat().st_size == len(whole)
 
 
-def test_missing_compiler_falls_back_to_pytorch_with_a_warning(tmp_path):
-    done = run(tmp_path, CC="no-such-compiler")
+def test_missing_compiler_falls_back_to_pytorch_with_a_warning(run, tmp_path):
+    done = run(CC="no-such-compiler")
     assert done.stdout == "False [[1.0, 1.0]]\n"
     assert "no compiled CPU kernels" in done.stderr
     assert "Install a C compiler" in done.stderr
 
 
 @pytest.mark.parametrize("compiler", ["false", "\x27gcc"])
-def test_failing_compiler_falls_back_to_pytorch(tmp_path, compiler):
-    done = run(tmp_path, CC=compiler)
+def test_failing_compiler_falls_back_to_pytorch(run, compiler):
+    done = run(CC=compiler)
     assert done.stdout == "False [[1.0, 1.0]]\n"
     assert "no compiled CPU kernels" in done.stderr
 
 
-def test_cache_that_others_can_write_is_not_used(tmp_path):
+def test_cache_that_others_can_write_is_not_used(run, tmp_path):
     directory = tmp_path / "hybridflow"
     directory.mkdir()
     directory.chmod(0o770)
-    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    assert run().stdout == "True [[1.0, 1.0]]\n"
     assert not list(directory.iterdir())
 
 
-def test_cache_that_cannot_be_created_is_not_an_error(tmp_path):
+def test_cache_that_cannot_be_created_is_not_an_error(run, tmp_path):
     (tmp_path / "hybridflow").write_text("in the way")
-    assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
+    assert run().stdout == "True [[1.0, 1.0]]\n"
 
 
 def test_float64_and_integers_are_computed_by_pytorch():

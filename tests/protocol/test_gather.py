@@ -1,5 +1,4 @@
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,18 @@ WORLD_SIZE = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(fork_server, tmp_path_factory) -> Path:
     """Return the results that two ranks of a gloo group wrote; see gather_rank.py."""
     folder = tmp_path_factory.mktemp("gather")
     script = Path(__file__).with_name("gather_rank.py")
     ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), str(WORLD_SIZE), folder], stderr=subprocess.PIPE)
-        for rank in range(WORLD_SIZE)
+        fork_server.start([script, rank, WORLD_SIZE, folder], environment=os.environ) for rank in range(WORLD_SIZE)
     ]
     try:
         outcomes = [(rank.communicate(timeout=120)[1], rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.discard()
     assert [code for _, code in outcomes] == [0] * WORLD_SIZE, outcomes
     return folder
 

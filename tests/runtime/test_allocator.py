@@ -31,10 +31,12 @@ def free_bytes_held(mode: str, size: int = 12_000_000) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_freed_memory_stays_in_the_process():
     assert free_bytes_held("returned") < 90e6 < free_bytes_held("kept")
 
 
+@pytest.mark.slow
 def test_large_blocks_stay_only_if_requested():
     assert free_bytes_held("kept", 40_000_000) < 300e6 < free_bytes_held("large", 40_000_000)
 
@@ -67,6 +69,7 @@ def growth(mode: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_products_of_new_shapes_do_not_grow_the_process():
     unbounded = growth("unbounded")
     if unbounded < 5e6:
