@@ -271,7 +271,7 @@ def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the
     _, errors = process.communicate()
     assert time.monotonic() - killed_at < 30
     assert process.returncode == 75
-    assert "died while" in errors
+    assert "died before" in errors
     newest = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step_*"))
     assert f"the newest checkpoint is that of step {newest}; run the same command to continue from there" in errors
     assert errors.endswith(f"\nThe same command continues from the last checkpoint, that of step {newest}.\n")

@@ -146,7 +146,7 @@ def process_with_vllm(driver):
 
 
 @pytest.mark.parametrize(
-    ("sign", "told"), [(signal.SIGKILL, "died while"), (signal.SIGSTOP, "longer than its deadline of 20 s")]
+    ("sign", "told"), [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 20 s")]
 )
 def test_an_engine_that_dies_or_hangs_in_its_pool_ends_the_run_in_time(vllm_task, start, tmp_path, sign, told):
     run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
