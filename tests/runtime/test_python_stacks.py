@@ -32,11 +32,14 @@ def test_repeated_reads_of_running_threads_do_not_disturb_them(observe):
             return depth and recurse(depth - 1)
 
         def work():
+            at_work.release()
             while True:
                 recurse(20)
 
+        at_work = threading.Semaphore(0)
         for _ in range(2):
             threading.Thread(target=work, daemon=True).start()
+            at_work.acquire()
         for number in range(1, 32):
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(number, lambda *_: os._exit(1))
