@@ -38,7 +38,7 @@ def restores_the_process():
         for page in PAGES
     ],
 )
-def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
+def test_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = page.read_text("utf-8")
     namespace = {"__name__": f"docs_{page.stem}"}
@@ -47,21 +47,21 @@ def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
         exec(compile("\n" * blank_lines + block[1], str(page), "exec"), namespace)
 
 
-def test_the_table_of_keys_is_the_generated_one():
+def test_configuration_table_equals_the_generated_one():
     assert _between_marks(ROOT / "docs/configuration.md") == reference_markdown()
 
 
-def test_the_table_of_metrics_is_the_generated_one():
+def test_metrics_table_equals_the_generated_one():
     assert _between_marks(ROOT / "docs/metrics.md") == metrics_markdown()
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
-def test_every_link_within_the_repository_leads_somewhere(text):
+def test_links_within_the_repository_exist(text):
     links = [link.partition("#")[0] for link in LINK.findall(text.read_text("utf-8")) if "://" not in link]
     assert [link for link in links if link and not (text.parent / link).exists()] == []
 
 
-def test_every_page_is_reached_from_the_index():
+def test_index_links_every_page():
     linked = LINK.findall((ROOT / "docs/index.md").read_text("utf-8"))
     assert [page.name for page in PAGES if page.name != "index.md" and page.name not in linked] == []
 

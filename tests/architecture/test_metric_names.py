@@ -10,12 +10,12 @@ FAMILIES = sorted({name.partition("/")[0] for name in METRICS})
 NAMED = re.compile(rf'"((?:{"|".join(FAMILIES)})/[^"\s{{}}]+)"')
 
 
-def test_every_metric_named_in_the_code_is_in_the_glossary():
+def test_every_metric_in_the_code_is_in_the_glossary():
     named = {name for path in SOURCE.rglob("*.py") for name in NAMED.findall(path.read_text("utf-8"))}
     assert "actor/loss" in named
     spreads = {name.rpartition("/")[0] for name in METRICS}
     assert sorted(name for name in named - spreads if find_metric(name) is None) == []
 
 
-def test_the_figures_of_the_console_are_in_the_glossary():
+def test_console_metrics_are_in_the_glossary():
     assert [name for name in (RL_FIGURES | SFT_FIGURES).values() if find_metric(name) is None] == []

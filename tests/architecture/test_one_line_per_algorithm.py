@@ -49,7 +49,7 @@ def compared_texts(tree: ast.AST) -> list[tuple[str, int]]:
     ]
 
 
-def test_no_name_of_an_algorithm_stands_outside_of_its_table():
+def test_algorithm_names_appear_only_in_their_table():
     found = []
     for path in sorted(SOURCES.rglob("*.py")):
         if path == SOURCES / "algorithms" / "declarations.py":
@@ -61,7 +61,7 @@ def test_no_name_of_an_algorithm_stands_outside_of_its_table():
     assert found == []
 
 
-def test_no_value_is_compared_with_the_key_of_an_algorithm():
+def test_algorithm_keys_are_not_compared_with_literals():
     found = []
     for path in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -75,7 +75,7 @@ def test_no_value_is_compared_with_the_key_of_an_algorithm():
 
 
 @pytest.mark.slow
-def test_an_estimator_is_added_by_one_file_and_one_line(tmp_path):
+def test_new_estimator_needs_one_file_and_one_line(tmp_path):
     package = tmp_path / "hybridflow"
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "algorithms" / "mine.py").write_text(MINE)

@@ -144,12 +144,12 @@ def require_same_results(one, other):
     assert {name for name in one if one[name] != other[name]} <= {"controller.safetensors", "sha256 of files"}
 
 
-def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resume(tiny, uninterrupted, stopped):
+def test_one_ray_worker_is_bit_identical_to_the_local_backend_after_resume(tiny, uninterrupted, stopped):
     require_same_results(tiny.results_of(uninterrupted.ppo, 6), tiny.results_of(stopped.ppo, 6))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(layouts, layout):
+def test_loss_and_gradient_do_not_depend_on_the_layout(layouts, layout):
     runs = layouts.exact_1, getattr(layouts, f"exact_{layout}")
     one, several = (read_jsonl(run / "metrics.jsonl") for run in runs)
     for before, after in zip(one, several, strict=True):
@@ -160,7 +160,7 @@ def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(la
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithms_give_the_same_numbers_on_two_ranks(algorithms, name):
+def test_algorithms_on_two_ranks_equal_one_rank(algorithms, name):
     one, two = (read_jsonl(getattr(algorithms, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
     assert len(one) == 2
     for before, after in zip(one, two, strict=True):
@@ -172,7 +172,7 @@ def test_algorithms_give_the_same_numbers_on_two_ranks(algorithms, name):
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward-model"])
-def test_pairs_that_two_ranks_share_give_the_numbers_of_one_rank(compared, name):
+def test_preference_training_on_two_ranks_equals_one_rank(compared, name):
     one, two = (read_jsonl(getattr(compared, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
     prefix = name.replace("-", "_")
     for before, after in zip(one, two, strict=True):
@@ -182,19 +182,19 @@ def test_pairs_that_two_ranks_share_give_the_numbers_of_one_rank(compared, name)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "generation"])
-def test_weights_go_to_another_pool_once_for_each_step_and_are_probed_there(layouts, layout):
+def test_weight_sync_to_another_pool_is_probed_at_every_step(layouts, layout):
     rows = read_jsonl(getattr(layouts, f"exact_{layout}") / "metrics.jsonl")
     assert [row["weight_sync/bytes"] > 0 for row in rows[1:]] == [True] * len(rows[1:])
     assert all(0 <= row["weight_sync/probe_diff_mean"] < 1e-9 for row in rows[1:])
 
 
-def test_rows_are_dealt_out_so_that_ranks_take_equally_long(layouts):
+def test_balancing_halves_the_load_imbalance_of_ranks(layouts):
     rows = read_jsonl(layouts.exact_4 / "metrics.jsonl")[1:]
     before, after = (sum(row[f"balance/imbalance_{when}"] for row in rows) for when in ("before", "after"))
     assert after < 0.5 * before
 
 
-def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(pools):
+def test_stages_overlap_on_separate_pools_and_run_in_turn_on_one_pool(pools):
     for step in (1, 2):
         calls = {e.method: e for s, e in events_of(pools.own_pools) if s == step and e.kind == "call"}
         score = calls["score"]
@@ -205,21 +205,21 @@ def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(po
 
 
 @pytest.mark.parametrize("name", ["one_pool", "own_pools"])
-def test_the_drawn_graph_is_the_traffic_of_a_real_step(pools, name):
+def test_dataflow_graph_from_placeholders_equals_a_real_step(pools, name):
     run = getattr(pools, name)
     drawn = set(dataflow_edges(run_on_placeholders(load_config(run / "config.toml"))))
     training = [event for step, event in events_of(run) if step == 1 and "validation" not in event.where]
     assert drawn == set(dataflow_edges(training))
 
 
-def test_the_controller_reads_a_small_part_of_what_flows(layouts):
+def test_controller_transfers_a_small_share_of_the_data(layouts):
     for row in read_jsonl(layouts.exact_4 / "metrics.jsonl")[1:]:
         assert 0 < row["transfer/bytes_read"] < 0.1 * row["transfer/bytes_flowed"]
         assert 0 < row["transfer/bytes_sent"] < 0.5 * row["transfer/bytes_flowed"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
+def test_signal_to_the_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
     command = ["-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
     environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
@@ -254,7 +254,7 @@ def pids_of_workers(driver):
     return [pid for pid in pids if is_below(pid)]
 
 
-def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the_run_it_would_have_been(
+def test_run_with_a_killed_rank_exits_75_and_resumes_identically(
     tiny, task, start, run_in_turn, tmp_path
 ):
     command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"]

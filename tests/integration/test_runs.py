@@ -38,7 +38,7 @@ def weights(run, step, component="actor"):
     return open_checkpoint(run / "checkpoints" / f"step_{step:06d}").load(component, "model")
 
 
-def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(task, ppo_run, finished_run):
+def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     changes = [
         ("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1"),
         ("algorithm.rollout_weights=token",),
@@ -58,7 +58,7 @@ def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(task, 
     assert unseen == [*sync, "balance/imbalance_before", "balance/imbalance_after"]  # of several ranks, or two engines
 
 
-def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(finished_run):
+def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):
     run = finished_run("train")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
@@ -75,7 +75,7 @@ def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(finished_run):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000006"]
 
 
-def test_one_optimizer_step_a_batch_is_on_policy(finished_run):
+def test_one_optimizer_step_per_batch_is_on_policy(finished_run):
     for row in read_jsonl(finished_run("train") / "metrics.jsonl")[1:]:
         assert row["actor/ppo_kl"] == 0.0
         assert row["actor/clipfrac"] == 0.0
@@ -83,19 +83,19 @@ def test_one_optimizer_step_a_batch_is_on_policy(finished_run):
         assert "timing_s/old_log_probs" not in row  # the ratio is 1, whatever they are
 
 
-def test_the_rollouts_log_probs_can_be_the_old_ones(train):
+def test_rollout_log_probs_can_serve_as_old_log_probs(train):
     row = read_jsonl(train("trainer.total_steps=1", "actor.old_log_probs_from=rollout") / "metrics.jsonl")[1]
     assert "timing_s/old_log_probs" not in row
     assert 0 < abs(row["actor/ppo_kl"]) < 1e-5  # the engine's rounding is not the trainer's
 
 
-def test_several_optimizer_steps_a_batch_move_the_ratio(train):
+def test_several_optimizer_steps_per_batch_change_the_ratio(train):
     row = read_jsonl(train("trainer.total_steps=1", "actor.mini_batch_size=4") / "metrics.jsonl")[1]
     assert row["actor/ppo_kl"] != 0.0
     assert "timing_s/old_log_probs" in row
 
 
-def test_only_the_critic_learns_in_its_warm_up(ppo_run):
+def test_critic_warmup_trains_only_the_critic(ppo_run):
     rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
     assert ["actor/loss" in row for row in rows] == [False, False, True, True, True, True]
     assert all("critic/loss" in row for row in rows)
@@ -106,7 +106,7 @@ def test_only_the_critic_learns_in_its_warm_up(ppo_run):
     assert not torch.equal(*values)
 
 
-def test_schedules_reach_to_the_last_update(ppo_run):
+def test_learning_rate_schedules_end_at_the_last_update(ppo_run):
     row = read_jsonl(ppo_run / "metrics.jsonl")[-1]
     # the actor: 4 steps of 4 updates, 6 of them warm-up; the last one is number 15, counted from 0
     assert row["actor/lr"] == pytest.approx(1e-3 * (1 - (15 - 6) / (16 - 6)))
@@ -114,7 +114,7 @@ def test_schedules_reach_to_the_last_update(ppo_run):
     assert row["critic/lr"] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 23 / 24)))
 
 
-def test_the_kl_in_the_reward_steers_its_coefficient(ppo_run):
+def test_adaptive_kl_coefficient_follows_the_kl_in_the_reward(ppo_run):
     rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
     # The actor is its reference until its first update, in step 3: the KL is 0 and far below its target, so each of
     # 24 samples on a horizon of 50 takes 0.2 / 50 of the coefficient.
@@ -127,7 +127,7 @@ def test_the_kl_in_the_reward_steers_its_coefficient(ppo_run):
     assert rows[3]["critic/rewards/mean"] < rows[3]["critic/score/mean"]
 
 
-def test_the_kl_in_the_loss_is_added_with_its_weight(train):
+def test_kl_loss_is_added_with_its_coefficient(train):
     run = train("algorithm.kl_in_loss=true", "algorithm.kl_coef=0.5", "trainer.total_steps=3", "actor.optimizer.lr=0.1")
     rows = read_jsonl(run / "metrics.jsonl")[1:]
     assert rows[0]["actor/kl_loss"] == 0.0
@@ -137,7 +137,7 @@ def test_the_kl_in_the_loss_is_added_with_its_weight(train):
         assert "critic/kl" not in row
 
 
-def test_groups_without_a_difference_teach_grpo_nothing(train, tmp_path):
+def test_groups_with_equal_scores_give_grpo_zero_gradient(train, tmp_path):
     reward = tmp_path / "constant.py"
     reward.write_text("def score(**_):\n    return 0.5\n")
     run = train(
@@ -154,7 +154,7 @@ def test_groups_without_a_difference_teach_grpo_nothing(train, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_reward_that_fails_can_count_as_a_score(train, tmp_path):
+def test_failed_reward_can_count_as_error_score(train, tmp_path):
     reward = tmp_path / "failing.py"
     reward.write_text("def score(solution_str, **_):\n    return 1 / (len(solution_str) % 2)\n")
     run = train(
@@ -167,7 +167,7 @@ def test_a_reward_that_fails_can_count_as_a_score(train, tmp_path):
     assert row["critic/score/mean"] == pytest.approx((1 - failed) - failed)
 
 
-def test_validation_changes_no_number_of_training(tiny, task, train):
+def test_validation_does_not_change_training(tiny, task, train):
     """Not even where the reward draws from the process's random numbers."""
     noisy = f"reward.function={task}/reward.py:noisy_score"
     often = train(noisy, "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1", name="often")
@@ -182,14 +182,14 @@ def test_validation_changes_no_number_of_training(tiny, task, train):
     assert all(files[0][name] == files[1][name] for name in ("actor.safetensors", "actor.json", "samples"))
 
 
-def test_validation_repeats_itself(train):
+def test_validation_noise_is_the_same_at_every_step(train):
     """The noise of its samples is the same at every step, so only the weights can change its figures."""
     run = train("actor.optimizer.lr=0", "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1")
     rows = read_jsonl(run / "metrics.jsonl")
     assert len({row["val/score/mean"] for row in rows}) == 1
 
 
-def test_sft_learns_and_validates_before_during_and_after(finished_run):
+def test_sft_learns_and_validates_before_during_and_after_training(finished_run):
     run = finished_run("sft", "offline.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "sft/val_loss" in row] == [0, 12, 24]
@@ -199,7 +199,7 @@ def test_sft_learns_and_validates_before_during_and_after(finished_run):
     assert "timing_s/validation" in rows[12]
 
 
-def test_the_first_configuration_is_kept_when_a_run_is_resumed(task, train):
+def test_run_json_keeps_the_configuration_of_every_start(task, train):
     run = train("trainer.total_steps=1")
     train("trainer.total_steps=2", "actor.optimizer.lr=1e-4")
     starts = json.loads((run / "run.json").read_text())["starts"]
@@ -209,12 +209,12 @@ def test_the_first_configuration_is_kept_when_a_run_is_resumed(task, train):
     assert "lr = 0.0001" in (run / "config.toml").read_text()
 
 
-def test_tensorboard_gets_the_rows_too(train):
+def test_tensorboard_tracker_writes_an_event_file(train):
     run = train("trainer.total_steps=1", 'trainer.trackers=["tensorboard"]')
     assert [path.name.startswith("events.out") for path in (run / "tensorboard").iterdir()] == [True]
 
 
-def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog):
+def test_memory_is_logged_around_heavy_methods_at_debug_level(train, caplog):
     with caplog.at_level(logging.DEBUG, logger="hybridflow"):
         train("trainer.total_steps=1", "data.val_files=[]")
     for method in ("__init__", "generate_sequences", "update_actor", "save"):
@@ -226,7 +226,7 @@ def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog)
 @pytest.mark.parametrize(
     "changes", [(), ("algorithm.advantage=gae", "algorithm.kl_in_reward=true")], ids=["grpo", "ppo"]
 )
-def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(changes, finished_run):
+def test_compiled_kernels_equal_pytorch_kernels_up_to_rounding(changes, finished_run):
     try:
         compiled = finished_run("train", *changes)
         plain = finished_run("train", *changes, "controller.compiled_kernels=false")
@@ -242,7 +242,7 @@ def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(chang
     assert 0 < max(float((one - other).abs().max()) for one, other in pairs) < 1e-3
 
 
-def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_path):
+def test_automatic_token_budget_is_measured_once_per_run(train, tmp_path):
     options = ("memory.max_tokens_per_micro_batch=auto", "trainer.total_steps=2")
     run = train(*options, "--stop-after", "1", name="auto")
     kept = json.loads((run / "token_budgets.json").read_text())
@@ -262,7 +262,7 @@ def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_
         train(*options, "trainer.total_steps=3", name="auto")
 
 
-def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, task, tmp_path, hybridflow):
+def test_lora_run_is_its_own_reference_and_exports_merged_weights(train, task, tmp_path, hybridflow):
     run = train(
         *("lora.rank=2", "lora.alpha=4", "algorithm.kl_in_loss=true", "actor.optimizer.lr=0.01"),
         *("actor.mini_batch_size=4", "trainer.total_steps=2"),
@@ -282,7 +282,7 @@ def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, 
     assert hybridflow("evaluate", task / "rl.toml", f"model.path={tmp_path / 'merged'}").status == 0
 
 
-def test_a_reward_model_scores_in_place_of_a_function(train, task, tmp_path):
+def test_reward_model_replaces_the_reward_function(train, task, tmp_path):
     """Its scores are its own on the samples that the run wrote."""
     from transformers import AutoModelForSequenceClassification
 

@@ -49,7 +49,7 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(tiny, task, u
     assert tiny.results_of(run, 6) == tiny.results_of(uninterrupted.grpo, 6)
 
 
-def test_a_second_signal_ends_the_process_at_once(tiny, task, tmp_path, start):
+def test_second_signal_exits_immediately(tiny, task, tmp_path, start):
     run = tmp_path / "run"
     command = [*tiny.commands(task)["grpo"], f"trainer.run_dir={run}", "data.val_files=[]"]
     begun = tmp_path / "begun"

@@ -53,14 +53,14 @@ def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 
-def test_a_run_that_was_stopped_and_continued_is_the_uninterrupted_one_to_the_bit(tiny, runs):
+def test_resumed_vllm_run_is_bit_identical_to_uninterrupted_run(tiny, runs):
     whole, parts = tiny.results_of(runs.whole, 4), tiny.results_of(runs.parts, 4)
     assert whole.keys() == parts.keys()
     assert [name for name in whole if whole[name] != parts[name]] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_do_not_depend_on_who_generates_nor_on_the_transport_of_weights(runs, layout):
+def test_samples_do_not_depend_on_the_layout_or_the_weight_transport(runs, layout):
     run = getattr(runs, layout)
     assert read_jsonl(run / "samples.jsonl") == read_jsonl(runs.one / "samples.jsonl")
     for one, other in zip(*(read_jsonl(path / "metrics.jsonl") for path in (runs.one, run)), strict=True):
@@ -71,7 +71,7 @@ def test_samples_do_not_depend_on_who_generates_nor_on_the_transport_of_weights(
 
 
 @pytest.mark.parametrize("name", ["whole", "one", "lora", *LAYOUTS])
-def test_every_step_tells_how_far_the_engine_is_from_the_trainer(runs, name):
+def test_every_step_reports_the_log_prob_mismatch(runs, name):
     rows = read_jsonl(getattr(runs, name) / "metrics.jsonl")
     for row in (row for row in rows if row["step"]):
         assert 0 <= row["rollout/log_prob_mismatch"] <= row["rollout/log_prob_mismatch_max"] < 1e-4
@@ -82,7 +82,7 @@ def test_every_step_tells_how_far_the_engine_is_from_the_trainer(runs, name):
     assert all(row["weight_sync/probe_diff_mean"] < 1e-5 for row in synced)
 
 
-def test_memory_comes_for_weights_first_and_goes_when_all_is_generated(vllm_task, monkeypatch):
+def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(vllm_task, monkeypatch):
     import torch
 
     from hybridflow.config import load_config
@@ -148,7 +148,7 @@ def process_with_vllm(driver):
 @pytest.mark.parametrize(
     ("sign", "told"), [(signal.SIGKILL, "died while"), (signal.SIGSTOP, "longer than its deadline of 20 s")]
 )
-def test_an_engine_that_dies_or_hangs_in_its_pool_ends_the_run_in_time(vllm_task, start, tmp_path, sign, told):
+def test_dead_or_hanging_engine_ends_the_run_within_its_deadline(vllm_task, start, tmp_path, sign, told):
     run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
     run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
     run += ["placement.roles.rollout=generate", "controller.call_timeout_s=20", f"trainer.run_dir={tmp_path}/run"]
