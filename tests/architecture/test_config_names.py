@@ -1,4 +1,4 @@
-"""Names in the configuration's types equal those of the tables they choose from; the number of keys is bounded."""
+"""Checks of the configuration: literal types equal the tables they select from, and the number of keys is bounded."""
 
 from typing import get_args
 
@@ -36,7 +36,7 @@ def test_controller_roles_equal_the_table_keys():
     assert {role.value for role in Role} == {
         *ROLES,
         "reward_model",
-    }  # documented; a run has Role.Reward
+    }  # a documented role; runs use Role.Reward
 
 
 def test_configuration_stays_within_its_key_budget():

@@ -1,4 +1,4 @@
-"""docs/architecture.md names the core and the order to read it; README says how long it is."""
+"""Checks of the core files listed in docs/architecture.md and of their size as stated in README."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What starts fast stays fast: no torch before it is needed."""
+"""Light commands and imports do not import torch or other heavy packages."""
 
 import subprocess
 import sys

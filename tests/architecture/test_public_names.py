@@ -1,4 +1,4 @@
-"""Public names: exported, importable, documented."""
+"""Public names are exported once, importable and documented."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Every recipe parses, and what it says fits together; each algorithm has one."""
+"""Every recipe is a valid configuration, and every algorithm has a recipe."""
 
 import tomllib
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_every_estimator_and_policy_loss_has_a_recipe():
 
 
 def table() -> str:
-    """Each recipe of an algorithm with its paper, which its first lines name, and its keys."""
+    """Return a Markdown table of algorithm recipes: name, paper (from the leading comment) and keys."""
     lines = ["| recipe | paper | keys |", "|---|---|---|"]
     for overlay in OVERLAYS:
         text = overlay.read_text("utf-8")
@@ -58,4 +58,4 @@ def table() -> str:
 def test_recipe_table_in_the_docs_equals_the_generated_one():
     text = (DIRECTORY.parent / "docs" / "recipes.md").read_text("utf-8")
     shown = text.partition("<!-- generated: start -->\n\n")[2].partition("\n\n<!-- generated: end -->")[0]
-    assert shown == table(), f"put this into docs/recipes.md:\n{table()}"
+    assert shown == table(), f"docs/recipes.md is outdated; replace its table with:\n{table()}"

@@ -1,4 +1,4 @@
-"""The wheel builds offline and holds what it should."""
+"""The wheel builds offline and contains the package files."""
 
 import subprocess
 import sys

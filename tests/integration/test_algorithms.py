@@ -1,4 +1,4 @@
-"""Tiny runs of what the configuration can name: every estimator, every loss, and what the loop does around them."""
+"""Tiny runs with every advantage estimator and policy loss, dynamic sampling, reward shaping and user functions."""
 
 import math
 import shutil
@@ -16,7 +16,7 @@ OFF_POLICY = ("actor.mini_batch_size=4", "actor.epochs=2")
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "algorithms").glob("*.toml"))
 MINI_BATCHES = ["actor.mini_batch_size=4"]
 DISTILLATION = ("distillation", "distillation_forward_kl", "distillation_reverse_kl")
-FITTING = {
+TINY_CHANGES = {
     **dict.fromkeys(("gspo", "gmpo", "cispo", "sapo", "dppo", "decoupled_ppo", "clip_cov", "kl_cov"), MINI_BATCHES),
     "dapo": [*MINI_BATCHES, "reward.overlong_buffer=4"],
     "ppo": [*MINI_BATCHES, "critic.mini_batch_size=4"],
@@ -24,9 +24,9 @@ FITTING = {
     **{name: ["teacher.model_path={task}/teacher"] for name in DISTILLATION},
     "pass_at_k": ["algorithm.advantage_kwargs.success_score=0.5"],
 }
-"""Of a recipe for batches of 64 what eight prompts and twelve tokens need otherwise."""
+"""Changes that adapt the recipes, written for batches of 64, to 8 prompts and 12 response tokens."""
 
-USER = """
+USER_FUNCTIONS = """
 def advantages(*, scores, group_ids, factor=1.0):
     advantages = (factor * (scores - scores.mean()))[:, None]
     return advantages, advantages
@@ -42,7 +42,7 @@ def loss(*, log_probs, advantages, sharpness):
 
 @pytest.fixture
 def train(task, tmp_path, hybridflow):
-    """Runs two steps with changes in a directory `name`; returns the rows of its metrics and its weights."""
+    """Return a function that runs two steps in the directory `name` and returns the metric rows and the weights."""
 
     def run(*changes, name="run", recipes=()):
         directory = tmp_path / name
@@ -65,7 +65,7 @@ def are_equal(a, b) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", OVERLAYS, ids=lambda recipe: recipe.stem)
 def test_every_algorithm_recipe_trains(train, recipe):
-    rows, _ = train(*FITTING.get(recipe.stem, []), recipes=[recipe])
+    rows, _ = train(*TINY_CHANGES.get(recipe.stem, []), recipes=[recipe])
     assert all(math.isfinite(row["actor/loss"]) for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
 
@@ -74,13 +74,15 @@ def test_every_algorithm_recipe_trains(train, recipe):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_trains_independently_of_micro_batch_size(train, name):
     rows, weights = train(f"actor.policy_loss={name}", *OFF_POLICY, name="small")
-    whole, at_once = train(f"actor.policy_loss={name}", *OFF_POLICY, "memory.max_tokens_per_micro_batch=4096")
-    for row, other in zip(rows, whole, strict=True):
+    whole_rows, whole_weights = train(
+        f"actor.policy_loss={name}", *OFF_POLICY, "memory.max_tokens_per_micro_batch=4096"
+    )
+    for row, other in zip(rows, whole_rows, strict=True):
         assert row["actor/grad_norm"] > 0
         assert row["actor/policy_loss"] == pytest.approx(other["actor/policy_loss"], abs=2e-6)
         assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
     for tensor in weights:
-        torch.testing.assert_close(weights[tensor], at_once[tensor], rtol=0, atol=2e-4)
+        torch.testing.assert_close(weights[tensor], whole_weights[tensor], rtol=0, atol=2e-4)
 
 
 def test_remax_baseline_is_the_greedy_response_score(train):
@@ -118,8 +120,8 @@ def test_overlong_penalty_lowers_the_score(train):
     plain, _ = train("trainer.total_steps=2", name="plain")
     rows, _ = train("reward.overlong_buffer=12", "reward.overlong_penalty=6.0")
     before, after = plain[0], rows[0]
-    lost = 6.0 * before["response_length/mean"] / 12
-    assert after["critic/score/mean"] == pytest.approx(before["critic/score/mean"] - lost, abs=1e-5)
+    penalty = 6.0 * before["response_length/mean"] / 12
+    assert after["critic/score/mean"] == pytest.approx(before["critic/score/mean"] - penalty, abs=1e-5)
 
 
 def test_score_is_the_weighted_sum_of_several_rewards(train):
@@ -144,17 +146,17 @@ def test_kl_in_reward_changes_score_based_advantages(train):
 
 
 def test_rejected_samples_give_zero_gradient(train):
-    none = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
-    rows, _ = train(none)
+    reject_all = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
+    rows, _ = train(reject_all)
     assert rows[0]["rollout_correction/rejected_share"] == 1
     assert rows[0]["actor/grad_norm"] == 0
-    rows, _ = train("algorithm.rollout_weights=sequence", name="weighed")
+    rows, _ = train("algorithm.rollout_weights=sequence", name="weighted")
     assert rows[0]["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-3)
     assert rows[0]["rollout_correction/effective_share"] == pytest.approx(1, abs=1e-3)
 
 
 def test_user_functions_replace_built_in_algorithms(train, tmp_path):
-    (tmp_path / "mine.py").write_text(USER)
+    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
     mine = tmp_path / "mine.py"
     rows, _ = train(
         *(f"algorithm.advantage={mine}:advantages", "algorithm.advantage_kwargs.factor=2.0"),
@@ -182,10 +184,8 @@ def test_out_of_range_parameter_is_rejected_before_writing_files(task, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_user_function_parameter_without_a_value_is_rejected_at_start(
-    task, tmp_path, hybridflow
-):
-    (tmp_path / "mine.py").write_text(USER)
+def test_user_function_parameter_without_a_value_is_rejected_at_start(task, tmp_path, hybridflow):
+    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
     outcome = hybridflow(
         *("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}"),
         f"actor.policy_loss={tmp_path / 'mine.py'}:loss",
@@ -195,19 +195,19 @@ def test_user_function_parameter_without_a_value_is_rejected_at_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_teacher_vocabulary_may_be_larger_and_limits_top_k(
-    train, task, tmp_path, hybridflow
-):
+def test_teacher_vocabulary_may_be_larger_and_limits_top_k(train, task, tmp_path, hybridflow):
     model = AutoModelForCausalLM.from_pretrained(task / "teacher")
-    entries = model.config.vocab_size
-    model.resize_token_embeddings(entries + 40, mean_resizing=False)
+    num_tokens = model.config.vocab_size
+    model.resize_token_embeddings(num_tokens + 40, mean_resizing=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight[entries:] = 3.0  # likelier than most others, and no token of the policy
+        model.get_input_embeddings().weight[num_tokens:] = 3.0  # likely tokens that the policy does not have
     shutil.copytree(task / "teacher", tmp_path / "padded")
     model.save_pretrained(tmp_path / "padded")
-    how = [f"teacher.model_path={tmp_path}/padded", "teacher.loss=forward_kl", "algorithm.advantage=none"]
-    rows, _ = train(*how, f"teacher.top_k={entries}")
+    teacher = [f"teacher.model_path={tmp_path}/padded", "teacher.loss=forward_kl", "algorithm.advantage=none"]
+    rows, _ = train(*teacher, f"teacher.top_k={num_tokens}")
     assert all(math.isfinite(row["actor/teacher_loss"]) for row in rows)
-    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/none", *how, "teacher.top_k=9999")
-    assert f"teacher.top_k=9999, but policy and teacher share {entries} tokens; use at most {entries}" in outcome.err
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/none", *teacher, "teacher.top_k=9999")
+    assert (
+        f"teacher.top_k=9999, but policy and teacher share {num_tokens} tokens; use at most {num_tokens}" in outcome.err
+    )
     assert not (tmp_path / "none").exists()

@@ -1,4 +1,4 @@
-"""Mistakes and misfortunes are one line on stderr that says what is wrong, a status, and no traceback."""
+"""Invalid input and failing disks: an error message on stderr, an exit status, and no traceback."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def raising(**_):
 
 @pytest.fixture
 def refuse(task, tmp_path, hybridflow):
-    """Runs a command that must fail in this way, and returns its message; the run's directory stays away."""
+    """Return a function that runs a command, checks that it fails with `status`, and returns its error message."""
 
     def run(*changes, command="train", recipe=task / "rl.toml", run_dir=tmp_path / "run", status=2):
         outcome = hybridflow(command, recipe, f"trainer.run_dir={run_dir}", *changes)
@@ -47,7 +47,7 @@ def test_missing_data_file_is_rejected(key, refuse, tmp_path):
     ("command", "key"), [("train", "train_files"), ("train", "val_files"), ("evaluate", "val_files")]
 )
 def test_unknown_data_sources_are_rejected_at_the_start(task, tmp_path, refuse, monkeypatch, command, key):
-    monkeypatch.setattr(LocalBackend, "call_all", None)  # no worker is called
+    monkeypatch.setattr(LocalBackend, "call_all", None)  # fail if a worker is called
     table = pq.read_table(task / "train.parquet").slice(0, 12)
     names = ["poems", "countdown", "jokes"] * 4
     column = table.schema.get_field_index("data_source")
@@ -119,10 +119,10 @@ def test_model_directory_without_tokenizer_is_rejected(task, tmp_path, refuse):
 def test_invalid_reward_is_reported_with_its_sample(function, problem, tmp_path, refuse):
     (tmp_path / "rewards.py").write_text(REWARDS)
     status = 2 if function == "absent" else 1
-    said = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]", status=status)
-    assert problem in said
+    message = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]", status=status)
+    assert problem in message
     if function != "absent":
-        assert "\n  prompt: " in said  # the sample is shown
+        assert "\n  prompt: " in message  # the sample is shown
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_full_disk_during_a_checkpoint_keeps_the_earlier_one(tiny, task, small_d
 
 def test_full_disk_during_a_metrics_write_is_reported(task, small_disk, refuse):
     with open(small_disk / "others", "wb") as file:
-        file.write(bytes(984 * 1024))  # 40 KiB are left; 30 steps would need 45 KiB
+        file.write(bytes(984 * 1024))  # 40 KiB remain; 30 steps need 45 KiB
     changes = ["data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0"]
     problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert re.search(r"/(metrics|trace/calls)\.jsonl: \d+ characters could not be written: .*No space left", problem)

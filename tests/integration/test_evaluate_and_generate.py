@@ -12,7 +12,7 @@ from hybridflow.observability import read_jsonl
 
 @pytest.fixture(scope="module")
 def trained(task, tmp_path_factory):
-    """A GRPO run of four steps that kept the checkpoints of steps 2 and 4, validated at both."""
+    """Return a GRPO run of four steps with checkpoints and validation at steps 2 and 4."""
     from hybridflow.config import load_config
     from hybridflow.trainers import build_trainer
 
@@ -23,12 +23,12 @@ def trained(task, tmp_path_factory):
 
 
 def table(out):
-    """A printed table of metrics."""
+    """Parse a printed table of metrics."""
     return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
 
 
 def validated(run, step):
-    """The same figures as the run has them."""
+    """Return the validation metrics of a step, rounded as in the printed table."""
     row = next(row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == step)
     return {name: round(value, 4) for name, value in row.items() if name.startswith("val/")}
 
@@ -75,7 +75,7 @@ def test_generate_with_typed_prompts_equals_validation_responses(task, tmp_path,
     assert outcome.status == 0
     shown = [line for line in outcome.out.splitlines() if line]
     assert shown[0] == f"prompt: {first['prompt']}"
-    assert shown[1] == f"response (cut): {first['response']}"  # it never ends: 12 tokens
+    assert shown[1] == f"response (cut): {first['response']}"  # no EOS within 12 tokens
     assert shown[2] == f"prompt: {second['prompt']}"
 
 
@@ -105,9 +105,9 @@ def test_generate_works_without_a_recipe(task, trained, hybridflow):
         "prompt",
         *["response"] * 8,
     ]
-    of_run = hybridflow("generate", "--run", trained, *changes)
-    assert of_run.status == 0
-    assert of_run.out != plain.out
+    from_run = hybridflow("generate", "--run", trained, *changes)
+    assert from_run.status == 0
+    assert from_run.out != plain.out
 
 
 def test_generate_caps_the_default_response_length_at_the_positions(task, hybridflow):

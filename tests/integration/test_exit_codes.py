@@ -1,5 +1,7 @@
-"""Each exit status, from the command as a shell starts it; 0 and 130 after signals in the loop are in test_signals.py,
-75 after a killed rank is in test_ray_runs.py."""
+"""Exit statuses of the command in a separate process.
+
+test_signals.py covers 0 and 130 after signals in the training loop; test_ray_runs.py covers 75 after a killed rank.
+"""
 
 import errno
 import os
@@ -103,9 +105,7 @@ def test_exit_0_for_a_finished_run_and_1_for_a_damaged_checkpoint(task, tmp_path
         ("train", "rl.toml", "reward.function={directory}/rewards.py:raising", "raised KeyError: 'target'"),
     ],
 )
-def test_exit_1_for_a_non_finite_loss_and_a_raising_reward(
-    command, recipe, change, problem, task, tmp_path, start
-):
+def test_exit_1_for_a_non_finite_loss_and_a_raising_reward(command, recipe, change, problem, task, tmp_path, start):
     (tmp_path / "rewards.py").write_text(REWARDS)
     change = change.format(directory=tmp_path)
     process = start(command, task / recipe, f"trainer.run_dir={tmp_path}/run", "data.val_files=[]", change)

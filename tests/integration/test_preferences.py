@@ -1,4 +1,4 @@
-"""Runs on preferences: they learn, and what they learned is of use to the next command."""
+"""DPO and reward-model runs: they learn, and later commands use their results."""
 
 import math
 
@@ -11,7 +11,7 @@ from hybridflow.observability import read_jsonl
 
 @pytest.fixture
 def run(task, tmp_path, hybridflow):
-    """Runs a command on the pairs with changes; returns the run's directory."""
+    """Return a function that runs a command on the preference pairs and returns the run directory."""
 
     def run(command, *changes, name="run"):
         outcome = hybridflow(command, task / "pairs.toml", f"trainer.run_dir={tmp_path / name}", *changes)
@@ -24,7 +24,7 @@ def run(task, tmp_path, hybridflow):
 @pytest.mark.parametrize("changes", [[], ["offline.preference_loss=ipo"], ["lora.rank=4", "offline.optimizer.lr=1e-2"]])
 def test_dpo_learns_to_prefer_the_chosen_responses(run, changes):
     rows = read_jsonl(run("dpo", "trainer.epochs=8", "offline.optimizer.lr=1e-3", *changes) / "metrics.jsonl")
-    assert rows[0]["dpo/val_accuracy"] == 0.5  # the policy is its reference
+    assert rows[0]["dpo/val_accuracy"] == 0.5  # the policy equals its reference
     assert rows[1]["dpo/margin"] == 0.0
     assert rows[-1]["dpo/val_accuracy"] > 0.9
     assert rows[-1]["dpo/val_loss"] < 0.8 * rows[0]["dpo/val_loss"]
@@ -49,8 +49,8 @@ def test_reward_model_learns_exports_and_scores_the_responses_of_a_run(run, task
         AutoTokenizer.from_pretrained(exported),
     )
     assert (model.config.num_labels, model.config.pad_token_id) == (1, tokenizer.pad_token_id)
-    refused = hybridflow("sft", task / "sft.toml", f"model.path={exported}", f"trainer.run_dir={tmp_path}/refused")
-    assert "LlamaForSequenceClassification (a classifier or reward model), which does not generate text" in refused.err
+    rejected = hybridflow("sft", task / "sft.toml", f"model.path={exported}", f"trainer.run_dir={tmp_path}/rejected")
+    assert "LlamaForSequenceClassification (a classifier or reward model), which does not generate text" in rejected.err
     assert "is a checkpoint of a reward model, which cannot generate" in hybridflow("evaluate", "--run", learned).err
     changes = [f"reward.model_path={exported}", "reward.function=", "trainer.total_steps=1"]
     trained = tmp_path / "trained"

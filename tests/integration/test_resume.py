@@ -1,4 +1,4 @@
-"""A run in several sittings is the same run, byte for byte."""
+"""Resumed runs are byte-identical to uninterrupted runs, and invalid resumes are rejected."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ def finish(process):
 
 @pytest.mark.slow
 def test_ppo_resumed_twice_equals_uninterrupted_run(tiny, task, uninterrupted, tmp_path, start):
-    """Stopped after step 1, within all warm-ups, and after step 4, in the second epoch."""
+    """The stops are after step 1, during all warm-ups, and after step 4, in the second epoch."""
     shutil.copytree(uninterrupted.ppo_after_1, tmp_path / "run")
     command = [*tiny.commands(task)["ppo"], f"trainer.run_dir={tmp_path}/run"]
     finish(start(*command, "--stop-after", "4"))
@@ -22,9 +22,9 @@ def test_ppo_resumed_twice_equals_uninterrupted_run(tiny, task, uninterrupted, t
     assert set(whole) >= {"actor.safetensors", "actor.json", "critic.safetensors", "controller.json"}
     assert tiny.results_of(tmp_path / "run", 6) == whole
     coefficients = [row["critic/kl_coeff"] for row in whole["metrics"][1:]]
-    assert len(set(coefficients)) == 6  # the adaptive controller did something
+    assert len(set(coefficients)) == 6  # the adaptive controller changed it at every step
     starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
-    assert [begun["after_step"] for begun in starts] == [0, 1, 4]
+    assert [start_record["after_step"] for start_record in starts] == [0, 1, 4]
 
 
 @pytest.mark.slow
@@ -38,20 +38,20 @@ def test_grpo_resumed_at_the_end_of_an_epoch_equals_uninterrupted_run(tiny, task
 def test_resumed_offline_training_equals_uninterrupted_run(tiny, task, tmp_path, hybridflow, name, data):
     command = [name, task / f"{data}.toml", "offline.optimizer.warmup_steps=4", "offline.optimizer.schedule=linear"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/whole").status == 0
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces", "--stop-after", "2")
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces")
-    assert tiny.results_of(tmp_path / "pieces", 6) == tiny.results_of(tmp_path / "whole", 6)
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed", "--stop-after", "2")
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed")
+    assert tiny.results_of(tmp_path / "resumed", 6) == tiny.results_of(tmp_path / "whole", 6)
 
 
 def test_resumed_bfloat16_run_equals_uninterrupted_run(tiny, task, tmp_path, hybridflow):
-    """The weights that learn are float32 and are saved as such; the model computes with their cast."""
+    """Checkpoints hold the float32 master weights; the model computes with their bfloat16 cast."""
     command = [*tiny.commands(task)["grpo"], "model.dtype=bfloat16", "trainer.total_steps=4"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/whole").status == 0
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces", "--stop-after", "2")
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces")
-    whole, pieces = (tiny.results_of(tmp_path / name, 4) for name in ("whole", "pieces"))
-    names = ("actor.safetensors", "actor.json", "metrics", "samples")  # python's random state: see `uninterrupted`
-    assert all(whole[name] == pieces[name] for name in names)
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed", "--stop-after", "2")
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed")
+    whole, resumed = (tiny.results_of(tmp_path / name, 4) for name in ("whole", "resumed"))
+    names = ("actor.safetensors", "actor.json", "metrics", "samples")  # random states differ, see `uninterrupted`
+    assert all(whole[name] == resumed[name] for name in names)
 
 
 def test_lost_steps_after_a_checkpoint_are_recomputed_identically(tiny, task, tmp_path, hybridflow):
@@ -98,7 +98,7 @@ def test_finished_run_continues_with_more_total_steps(tiny, task, tmp_path, hybr
         (["sft", "sft.toml"], "was made by `hybridflow train`, so `hybridflow sft` cannot continue it"),
     ],
 )
-def test_resume_rejects_a_checkpoint_of_another_run(command, problem, task, finished, tmp_path, monkeypatch, hybridflow):
+def test_resume_rejects_another_runs_checkpoint(command, problem, task, finished, tmp_path, monkeypatch, hybridflow):
     monkeypatch.chdir(tmp_path)
     if "model.path=other" in command:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,16 +109,16 @@ def test_resume_rejects_a_checkpoint_of_another_run(command, problem, task, fini
         model.save_pretrained("other")
     rows = (finished / "metrics.jsonl").read_bytes()
     name, recipe, *overrides = command
-    refused = hybridflow(name, task / recipe, *overrides, f"trainer.run_dir={finished}")
-    assert refused.status == 2
-    assert refused.err.splitlines()[-1].startswith("error: ")
-    assert problem in refused.err
+    rejected = hybridflow(name, task / recipe, *overrides, f"trainer.run_dir={finished}")
+    assert rejected.status == 2
+    assert rejected.err.splitlines()[-1].startswith("error: ")
+    assert problem in rejected.err
     assert (finished / "metrics.jsonl").read_bytes() == rows
 
 
 @pytest.fixture(scope="module")
 def finished(task, tmp_path_factory):
-    """A GRPO run of one step."""
+    """Return a finished GRPO run of one step."""
     from hybridflow.config import load_config
     from hybridflow.trainers import build_trainer
 

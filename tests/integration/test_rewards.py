@@ -1,4 +1,4 @@
-"""Tiny runs whose reward function misbehaves, and what becomes of them."""
+"""Tiny runs with failing reward functions, a reward journal, a judge endpoint and built-in rewards."""
 
 import json
 import threading
@@ -47,24 +47,24 @@ def train(task, tmp_path, hybridflow):
 
 @pytest.fixture
 def endpoint():
-    """A judge that gives each response a number by its length, after a moment; the third request finds it busy."""
-    seen = SimpleNamespace(num_served=0, num_asked=0, at_a_time=0, most_at_a_time=0, lock=threading.Lock())
+    """Yield a slow judge server that scores a response by its length; the third request gets status 503."""
+    seen = SimpleNamespace(num_served=0, num_requests=0, num_concurrent=0, max_concurrent=0, lock=threading.Lock())
 
     class Judge(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with seen.lock:
-                seen.num_asked += 1
-                is_busy = seen.num_asked == 3
+                seen.num_requests += 1
+                is_busy = seen.num_requests == 3
                 seen.num_served += not is_busy
-                seen.at_a_time += 1
-                seen.most_at_a_time = max(seen.most_at_a_time, seen.at_a_time)
+                seen.num_concurrent += 1
+                seen.max_concurrent = max(seen.max_concurrent, seen.num_concurrent)
             time.sleep(0.1)
             with seen.lock:
-                seen.at_a_time -= 1
-            reply = f"It is fine.\nScore: {len(asked['messages'][-1]['content']) % 11}"
+                seen.num_concurrent -= 1
+            reply = f"It is fine.\nScore: {len(request['messages'][-1]['content']) % 11}"
             body = json.dumps({"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]}).encode()
             self.send_response(503 if is_busy else 200)
             self.send_header("Content-Length", str(len(body)))
@@ -131,26 +131,26 @@ def test_missing_reward_function_is_rejected(train, tmp_path):
     assert "has no function 'nothing'; it has number, good, bad" in outcome.err
 
 
-COSTLY = """
+COUNTING_REWARD = """
 import os, time
 
 HERE = os.path.dirname(__file__)
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    '''Never the same twice: how often it was asked.'''
-    number = os.open(os.path.join(HERE, "asked"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.write(number, b".")
-    asked = os.fstat(number).st_size
-    os.close(number)
-    if asked == 40 and not os.path.exists(os.path.join(HERE, "go_on")):
+    '''Return the number of calls so far, a different score each time.'''
+    file = os.open(os.path.join(HERE, "calls"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.write(file, b".")
+    num_calls = os.fstat(file).st_size
+    os.close(file)
+    if num_calls == 40 and not os.path.exists(os.path.join(HERE, "go_on")):
         open(os.path.join(HERE, "waiting"), "w").close()
         time.sleep(60)
-    return asked
+    return num_calls
 """
 
 
 def test_killed_run_reuses_the_rewards_in_its_journal(task, tmp_path, start, hybridflow):
-    (tmp_path / "mine.py").write_text(COSTLY)
+    (tmp_path / "mine.py").write_text(COUNTING_REWARD)
     changes = ["trainer.total_steps=3", "data.val_files=[]", "trainer.log_samples=24", "reward.processes=1"]
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", *changes]
     command += [f"reward.function={tmp_path}/mine.py:score"]
@@ -167,8 +167,8 @@ def test_killed_run_reuses_the_rewards_in_its_journal(task, tmp_path, start, hyb
     outcome = hybridflow(*command)
     assert outcome.status == 0, outcome.err
     scores = [row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
-    assert scores[: len(first)] == first  # of step 1, though the function would say others now
-    assert (tmp_path / "asked").stat().st_size == 3 * 24 + 1  # one was asked and did not answer
+    assert scores[: len(first)] == first  # of step 1: from the journal, since a new call returns another score
+    assert (tmp_path / "calls").stat().st_size == 3 * 24 + 1  # one call was killed before it returned
 
 
 def test_reward_journal_is_kept_while_a_checkpoint_needs_it(train, tmp_path):
@@ -188,7 +188,7 @@ def test_judge_model_behind_an_endpoint_scores_a_run(task, tmp_path, hybridflow,
     assert scores <= {number / 10 for number in range(11)}
     assert len(scores) > 1
     assert endpoint.num_served == 24
-    assert endpoint.most_at_a_time > 4  # many samples are in hand
+    assert endpoint.max_concurrent > 4  # samples are scored concurrently
 
 
 def test_data_source_selects_code_and_math_rewards(task, tmp_path, hybridflow):

@@ -1,4 +1,4 @@
-"""Whole tiny runs: what they write, and what their numbers must be."""
+"""Tiny runs: the files they write and the values of their metrics."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_ac
 
 @pytest.fixture
 def train(task, tmp_path, hybridflow):
-    """Run GRPO with changes in the directory `name`, and return the directory."""
+    """Return a function that runs GRPO with changes in the directory `name` and returns the directory."""
 
     def run(*changes, name="run"):
         outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
@@ -30,7 +30,7 @@ def train(task, tmp_path, hybridflow):
 
 @pytest.fixture
 def ppo_run(tiny, finished_run):
-    """The directory of a finished PPO run with a checkpoint of every step."""
+    """Return the directory of a finished PPO run with a checkpoint of every step."""
     return finished_run("train", *tiny.PPO, "trainer.save_every=1", "trainer.keep_checkpoints=9")
 
 
@@ -52,10 +52,11 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     ]
     names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
     assert [name for name in sorted(names) if find_metric(name) is None] == []
-    found = {id(find_metric(name)) for name in names}
-    unseen = [name for name, metric in METRICS.items() if id(metric) not in found]
+    logged = {id(find_metric(name)) for name in names}
+    missing = [name for name, metric in METRICS.items() if id(metric) not in logged]
     sync = ["weight_sync/bytes", "weight_sync/probe_diff_mean", "weight_sync/probe_diff_max"]
-    assert unseen == [*sync, "balance/imbalance_before", "balance/imbalance_after"]  # of several ranks, or two engines
+    balance = ["balance/imbalance_before", "balance/imbalance_after"]
+    assert missing == [*sync, *balance]  # these need several ranks or two engines
 
 
 def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):
@@ -80,13 +81,13 @@ def test_one_optimizer_step_per_batch_is_on_policy(finished_run):
         assert row["actor/ppo_kl"] == 0.0
         assert row["actor/clipfrac"] == 0.0
         assert row["rollout/log_prob_mismatch"] < 1e-5
-        assert "timing_s/old_log_probs" not in row  # the ratio is 1, whatever they are
+        assert "timing_s/old_log_probs" not in row  # not computed: the ratio is 1 by definition
 
 
 def test_rollout_log_probs_can_serve_as_old_log_probs(train):
     row = read_jsonl(train("trainer.total_steps=1", "actor.old_log_probs_from=rollout") / "metrics.jsonl")[1]
     assert "timing_s/old_log_probs" not in row
-    assert 0 < abs(row["actor/ppo_kl"]) < 1e-5  # the engine's rounding is not the trainer's
+    assert 0 < abs(row["actor/ppo_kl"]) < 1e-5  # rounding differs between engine and trainer
 
 
 def test_several_optimizer_steps_per_batch_change_the_ratio(train):
@@ -108,16 +109,16 @@ def test_critic_warmup_trains_only_the_critic(ppo_run):
 
 def test_learning_rate_schedules_end_at_the_last_update(ppo_run):
     row = read_jsonl(ppo_run / "metrics.jsonl")[-1]
-    # the actor: 4 steps of 4 updates, 6 of them warm-up; the last one is number 15, counted from 0
+    # actor: 4 steps of 4 updates, 6 of them warm-up; the last update has index 15
     assert row["actor/lr"] == pytest.approx(1e-3 * (1 - (15 - 6) / (16 - 6)))
-    # the critic: 6 steps of 4 updates, the last one is number 23
+    # critic: 6 steps of 4 updates; the last update has index 23
     assert row["critic/lr"] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 23 / 24)))
 
 
 def test_adaptive_kl_coefficient_follows_the_kl_in_the_reward(ppo_run):
     rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
-    # The actor is its reference until its first update, in step 3: the KL is 0 and far below its target, so each of
-    # 24 samples on a horizon of 50 takes 0.2 / 50 of the coefficient.
+    # The actor equals its reference until its first update, in step 3. The KL is 0, far below its target, so the 24
+    # samples of a step lower the coefficient by the factor 1 - 0.2 * 24 / 50 = 0.904.
     assert [row["critic/kl"] for row in rows[:3]] == [0.0, 0.0, 0.0]
     assert rows[3]["critic/kl"] > 0
     by_hand = [0.1, 0.1 * 0.904, 0.1 * 0.904**2, 0.1 * 0.904**3]
@@ -168,7 +169,7 @@ def test_failed_reward_can_count_as_error_score(train, tmp_path):
 
 
 def test_validation_does_not_change_training(tiny, task, train):
-    """Not even where the reward draws from the process's random numbers."""
+    """This holds even if the reward uses the random number generator of the process."""
     noisy = f"reward.function={task}/reward.py:noisy_score"
     often = train(noisy, "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1", name="often")
     never = train(noisy, "data.val_files=[]", name="never")
@@ -183,7 +184,7 @@ def test_validation_does_not_change_training(tiny, task, train):
 
 
 def test_validation_noise_is_the_same_at_every_step(train):
-    """The noise of its samples is the same at every step, so only the weights can change its figures."""
+    """With a learning rate of 0 the weights stay equal, so equal noise gives equal scores."""
     run = train("actor.optimizer.lr=0", "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1")
     rows = read_jsonl(run / "metrics.jsonl")
     assert len({row["val/score/mean"] for row in rows}) == 1
@@ -231,11 +232,11 @@ def test_compiled_kernels_equal_pytorch_kernels_up_to_rounding(changes, finished
         compiled = finished_run("train", *changes)
         plain = finished_run("train", *changes, "controller.compiled_kernels=false")
     finally:
-        use_kernels(True)  # a setting of the process, which other tests share
-    ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (compiled, plain))
-    assert len(ours) == 7  # validation before the first step, and six steps
-    for one, other in zip(ours[1:], theirs[1:], strict=True):
-        assert one["critic/score/mean"] == other["critic/score/mean"]  # the same tokens were drawn
+        use_kernels(True)  # a process-wide setting, shared with other tests
+    compiled_rows, plain_rows = (read_jsonl(run / "metrics.jsonl") for run in (compiled, plain))
+    assert len(compiled_rows) == 7  # validation before the first step, and six steps
+    for one, other in zip(compiled_rows[1:], plain_rows[1:], strict=True):
+        assert one["critic/score/mean"] == other["critic/score/mean"]  # the sampled tokens are equal
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     pairs = zip(weights(compiled, 6).values(), weights(plain, 6).values(), strict=True)
@@ -245,16 +246,16 @@ def test_compiled_kernels_equal_pytorch_kernels_up_to_rounding(changes, finished
 def test_automatic_token_budget_is_measured_once_per_run(train, tmp_path):
     options = ("memory.max_tokens_per_micro_batch=auto", "trainer.total_steps=2")
     run = train(*options, "--stop-after", "1", name="auto")
-    kept = json.loads((run / "token_budgets.json").read_text())
-    assert kept["budgets"].keys() == {"actor_rollout"}
-    budget = kept["budgets"]["actor_rollout"]
-    assert budget >= kept["layout"]["lengths"][0] + kept["layout"]["lengths"][1]
-    kept["budgets"]["actor_rollout"] = budget + 1
-    (run / "token_budgets.json").write_text(json.dumps(kept))
+    saved = json.loads((run / "token_budgets.json").read_text())
+    assert saved["budgets"].keys() == {"actor_rollout"}
+    budget = saved["budgets"]["actor_rollout"]
+    assert budget >= saved["layout"]["lengths"][0] + saved["layout"]["lengths"][1]
+    saved["budgets"]["actor_rollout"] = budget + 1
+    (run / "token_budgets.json").write_text(json.dumps(saved))
     train(*options, name="auto")
-    assert json.loads((run / "token_budgets.json").read_text()) == kept
-    kept["budgets"]["actor_rollout"] = -5
-    (run / "token_budgets.json").write_text(json.dumps(kept))
+    assert json.loads((run / "token_budgets.json").read_text()) == saved
+    saved["budgets"]["actor_rollout"] = -5
+    (run / "token_budgets.json").write_text(json.dumps(saved))
     with pytest.raises(AssertionError, match=r"token_budgets\.json' is damaged \(-5 tokens for actor_rollout\)"):
         train(*options, "trainer.total_steps=3", name="auto")
     (run / "token_budgets.json").write_text("{")
@@ -270,7 +271,7 @@ def test_lora_run_is_its_own_reference_and_exports_merged_weights(train, task, t
     )
     rows = read_jsonl(run / "metrics.jsonl")
     assert rows[1]["actor/kl_loss"] >= 0
-    assert rows[2]["actor/kl_loss"] > 0  # the adapters have moved from where they were off
+    assert rows[2]["actor/kl_loss"] > 0  # the adapters differ from the base model
     methods = {event["where"] for event in read_jsonl(run / "trace" / "calls.jsonl")}
     assert "ActorRolloutWorker.compute_ref_log_probs" in methods
     assert not [method for method in methods if method.startswith("ReferenceWorker")]
@@ -283,7 +284,7 @@ def test_lora_run_is_its_own_reference_and_exports_merged_weights(train, task, t
 
 
 def test_reward_model_replaces_the_reward_function(train, task, tmp_path):
-    """Its scores are its own on the samples that the run wrote."""
+    """The samples get scores from the reward model, and no reward function runs."""
     from transformers import AutoModelForSequenceClassification
 
     policy = load_config(task / "rl.toml").model.path
