@@ -1,8 +1,8 @@
-"""Checked shapes, tiny models and batches, and what another implementation of GRPO computed.
+"""Fixtures for all tests: shape checks, tiny models and batches, and recorded results of TRL's GRPO.
 
-`--shapes=on` (the default) checks every jaxtyping signature of `hybridflow.algorithms` on each call. Nothing of it
-exists in production, where the signatures are only read. `inspect.unwrap(function)` is the function as production
-calls it; tests of its own checks use that.
+`--shapes=on` (the default) checks every jaxtyping signature of `hybridflow.algorithms` on each call. Production
+runs have no such checks. `inspect.unwrap(function)` returns the unchecked function; tests of a function's own checks
+use it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FIXTURES = Path(__file__).parent / "fixtures"
 CHECKED_PACKAGE = "hybridflow.algorithms"
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-"""An int is a valid float, as static type checkers have it."""
+"""The beartype decorator; accepts an int for a float, as static type checkers do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,42 +42,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tiny tensors gain nothing from threads, and waiting for each other on a busy machine costs them tenfold.
+    # Threads do not speed up tiny tensors, and on a busy machine their synchronization makes them ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--shapes") == "off":
         return
     loaded = {name for name in sys.modules if name.startswith(f"{CHECKED_PACKAGE}.")}
-    if loaded - {f"{CHECKED_PACKAGE}.declarations"}:  # which the configuration reads, and which has no tensors
-        raise pytest.UsageError(f"--shapes=on came too late: {CHECKED_PACKAGE} is already imported.")
+    if loaded - {f"{CHECKED_PACKAGE}.declarations"}:  # read by the configuration; has no tensors
+        raise pytest.UsageError(
+            f"--shapes=on is invalid: {CHECKED_PACKAGE} is already imported; import it in tests only."
+        )
     from jaxtyping import install_import_hook
 
     install_import_hook(CHECKED_PACKAGE, CHECKER)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the lanes
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lanes of `pytest -n 2 --dist loadgroup`: the control plane on Ray is one, of all else each file is one.
+    """Assign tests to groups for `pytest -n 2 --dist loadgroup`: one for the Ray control plane, one per other file.
 
-    What starts Ray begins, since it takes longest. A fixture of a file, and `ray_backend`, is made once.
+    Ray tests come first because they take longest. Module fixtures and `ray_backend` are created once.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # which keeps the order otherwise
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # a stable sort
     for item in items:
-        of_control_plane = item.get_closest_marker("ray") and "integration" not in item.path.parts
-        lane = "ray" if of_control_plane else str(item.path.relative_to(config.rootpath))
-        item.add_marker(pytest.mark.xdist_group(lane))
+        is_control_plane = item.get_closest_marker("ray") and "integration" not in item.path.parts
+        group = "ray" if is_control_plane else str(item.path.relative_to(config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @dataclass(frozen=True)
 class RecordedGRPO:
-    """A batch, weights, losses and gradients: tests/fixtures/make_trl_grpo_fixture.py made and describes them."""
+    """A batch, weights, losses and gradients recorded and described by tests/fixtures/make_trl_grpo_fixture.py."""
 
     record: dict[str, Any]
     tensors: "dict[str, Tensor]"
 
     def build_model(self) -> "Qwen2ForCausalLM":
-        """The model with the recorded weights, in the recorded dtype."""
+        """Return the model with the recorded weights, in the recorded dtype."""
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         model = Qwen2ForCausalLM(Qwen2Config(**self.record["model"]))
@@ -94,7 +96,7 @@ class RecordedGRPO:
         return model
 
     def grads(self, setting: str) -> "dict[str, Tensor]":
-        """The recorded gradient of each weight."""
+        """Return the recorded gradient of each weight."""
         prefix = f"grad.{setting}."
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
@@ -110,19 +112,19 @@ def _recorded_grpo(stem: str) -> RecordedGRPO:
 
 @pytest.fixture(scope="session")
 def recorded_grpo() -> RecordedGRPO:
-    """In float64: to be equalled to ten digits."""
+    """Return the float64 record; results must agree to ten digits."""
     return _recorded_grpo("trl_grpo")
 
 
 @pytest.fixture(scope="session")
 def recorded_grpo_float32() -> RecordedGRPO:
-    """In float32, by a newer version: to be equalled to rounding."""
+    """Return the float32 record of a newer TRL version; results must agree up to rounding."""
     return _recorded_grpo("trl_grpo_float32")
 
 
 @pytest.fixture(scope="session")
 def ray_backend() -> "Iterator[RayBackend]":
-    """One cluster on this machine for all tests of the session that use it; it is gone when they have run."""
+    """Yield one Ray cluster on this machine, shared by the session and removed at its end."""
     from hybridflow.controller.ray import RayBackend
 
     with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=60.0) as backend:
@@ -131,7 +133,7 @@ def ray_backend() -> "Iterator[RayBackend]":
 
 @pytest.fixture(scope="session")
 def fork_server() -> "Iterator[ForkServer]":
-    """A process that starts Python programs without importing torch, Ray and hybridflow again."""
+    """Yield a process that starts Python programs without importing torch, Ray and hybridflow again."""
     from fixtures.forked import ForkServer
 
     with contextlib.closing(ForkServer()) as server:
@@ -140,9 +142,10 @@ def fork_server() -> "Iterator[ForkServer]":
 
 @pytest.fixture(scope="session")
 def run_world(fork_server: "ForkServer") -> Callable[..., None]:
-    """`run_world(program, 2, *arguments)`: run `program RANK WORLD_SIZE PORT *arguments` in 2 processes to the end.
+    """Return `run_world`, which runs one process per rank.
 
-    A rank may end with any of the `returncodes`.
+    `run_world(program, 2, *arguments)` starts `program RANK WORLD_SIZE PORT *arguments` for 2 ranks and waits for both;
+    each must exit with one of `returncodes`.
     """
 
     def run(program: Path, world_size: int, *arguments: Any, returncodes: Sequence[int] = (0,)) -> None:
@@ -166,14 +169,14 @@ def run_world(fork_server: "ForkServer") -> Callable[..., None]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for 1 MiB."""
+    """Yield a directory on a separate file system of 1 MiB."""
     directory = tmp_path / "small_disk"
     directory.mkdir()
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, text=True
     )
     if mount.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mount.stderr.strip()}")
+        pytest.skip(f"mounting a tmpfs of 1 MiB failed: {mount.stderr.strip()}")
     yield directory
     subprocess.run(["umount", directory], check=True)
 
@@ -197,11 +200,11 @@ TINY_CONFIG = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_model("qwen3", seed=1, tie_word_embeddings=True)` is a model directory with random float32 weights.
+    """Return `tiny_model`, which builds a model directory with random float32 weights.
 
-    Families: llama, qwen2, qwen3, mistral; further arguments are keys of the configuration of the family. The same
-    call gives the same directory, so nobody may write there. A llama directory has a tokenizer of one token a word:
-    "w3" is 3.
+    Example: `tiny_model("qwen3", seed=1, tie_word_embeddings=True)`. Families: llama, qwen2, qwen3, mistral; further
+    arguments are keys of the family's configuration. Equal calls return the same directory, so tests must not write
+    to it. A llama directory has a tokenizer with one token per word: "w3" is token 3.
     """
     directories: dict[str, Path] = {}
 
@@ -225,13 +228,13 @@ def _write_tiny_model(directory: Path, family: str, seed: int, config: dict[str,
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{names[family]}ForCausalLM")(config_class(**config))
-        with torch.no_grad():  # biases and norms start at 0 and 1; make them count
+        with torch.no_grad():  # biases and norms start at 0 and 1, which would hide errors
             for name, weight in model.named_parameters():
                 if "bias" in name or "norm" in name:
                     weight.add_(0.2 * torch.randn(weight.shape))
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory)
-    if family == "llama":  # transformers makes an empty tokenizer of this in a qwen2 directory
+    if family == "llama":  # in a qwen2 directory, transformers turns this into an empty tokenizer
         _write_word_tokenizer(directory)
     return directory
 
@@ -248,7 +251,7 @@ def _write_word_tokenizer(directory: Path) -> None:
 
 @pytest.fixture(scope="session")
 def use_float64_throughout() -> "Callable[[PreTrainedModel], PreTrainedModel]":
-    """Norms and rotary angles of a Qwen2 in float64 too, in place: results then agree to rounding of float64."""
+    """Return a function that converts a Qwen2 to float64 in place, norms and rotary angles included."""
     from fixtures.float64_qwen2 import use_float64_throughout
 
     return use_float64_throughout
@@ -256,9 +259,11 @@ def use_float64_throughout() -> "Callable[[PreTrainedModel], PreTrainedModel]":
 
 @pytest.fixture(scope="session")
 def rollout_rows() -> "Callable[..., DataProto]":
-    """`rollout_rows([2, 1], [3, 0])`: rows of random tokens with these prompt and response lengths, as rollouts lie.
+    """Return `rollout_rows`, which builds rows of random tokens in the layout of rollouts.
 
-    Columns: prompts, responses, input_ids, attention_mask, position_ids, response_mask, row_ids.
+    Example: `rollout_rows([2, 1], [3, 0])` has these prompt and response lengths: prompts are padded on the left,
+    responses on the right. Columns: prompts, responses, input_ids, attention_mask, position_ids, response_mask,
+    row_ids.
     """
 
     def build(prompt_lens: Sequence[int], response_lens: Sequence[int], *, seed: int = 0) -> "DataProto":

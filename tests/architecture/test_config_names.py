@@ -1,4 +1,4 @@
-"""Names in the configuration's types equal those of the tables they choose from; the number of keys is bounded."""
+"""Checks of the configuration: literal types equal the tables they select from, and the number of keys is bounded."""
 
 from typing import get_args
 
@@ -28,21 +28,21 @@ KEY_BUDGET = 150
         (RoleName, ROLES),
     ],
 )
-def test_names_in_the_configuration_are_those_of_the_table(names, table):
+def test_configuration_names_equal_the_table_keys(names, table):
     assert set(get_args(names)) == set(table)
 
 
-def test_roles_of_the_controller_are_those_of_the_table():
+def test_controller_roles_equal_the_table_keys():
     assert {role.value for role in Role} == {
         *ROLES,
         "reward_model",
-    }  # documented; a run has Role.Reward
+    }  # a documented role; runs use Role.Reward
 
 
-def test_the_configuration_stays_within_its_budget_of_keys():
+def test_configuration_stays_within_its_key_budget():
     assert len(leaf_keys()) <= KEY_BUDGET
 
 
-def test_every_key_has_a_meaning():
+def test_every_key_has_a_description():
     fields = {f"{name}.{key}": info for name, section in sections() for key, info in type(section).model_fields.items()}
     assert [key for key in leaf_keys() if not (fields[key].description or "").endswith(".")] == []

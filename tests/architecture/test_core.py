@@ -1,4 +1,4 @@
-"""docs/architecture.md names the core and the order to read it; README says how long it is."""
+"""Checks of the core files listed in docs/architecture.md and of their size as stated in README."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ def core_files() -> list[Path]:
     return [ROOT / "src" / "hybridflow" / name for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", section)]
 
 
-def test_the_core_is_about_6000_lines():
+def test_core_is_about_6000_lines():
     files = core_files()
     assert len(files) == len(set(files)) > 30
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
@@ -24,6 +24,6 @@ def test_the_core_is_about_6000_lines():
     assert "6,000 lines" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_loop_in_the_readme_is_the_loop():
+def test_readme_shows_the_source_of_the_ppo_loop():
     loop = textwrap.dedent(inspect.getsource(PPO.step))
     assert f"```python\n{loop}```" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What starts fast stays fast: no torch before it is needed."""
+"""Light commands and imports do not import torch or other heavy packages."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ HEAVY = ("torch", "tensordict", "transformers", "pyarrow", "matplotlib", "tensor
         "from hybridflow.cli.main import main; main(['config', 'missing.toml'])",
     ],
 )
-def test_nothing_heavy_is_loaded_by(program):
+def test_program_imports_no_heavy_module(program):
     check = f"\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program + check], capture_output=True, text=True)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""An advantage estimator or a policy loss is one file and one line: nothing else in the sources knows its name."""
+"""An advantage estimator or a policy loss is one file and one table line; no other source contains its name."""
 
 import ast
 import os
@@ -14,12 +14,12 @@ from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 
 SOURCES = Path(__file__).parents[2] / "src" / "hybridflow"
 NAMES = {*ESTIMATORS, *LOSSES}
-USED_BY_OTHERS = {"none"}
-"""A name that other keys have too."""
+SHARED_NAMES = {"none"}
+"""Algorithm names that are also values of other keys."""
 
 MINE = '''
 def mine_advantages(*, scores, group_ids, values, baseline_scores):
-    """Keyword-only columns of the glossary, as in every file beside this one."""
+    """Take glossary columns as keyword-only arguments, as the built-in estimators do."""
     advantages = (scores - baseline_scores)[:, None] - values
     return advantages, advantages
 '''
@@ -39,29 +39,29 @@ print(*sorted({event.where for event in run_on_placeholders(config) if event.kin
 """
 
 
-def compared_texts(tree: ast.AST) -> list[tuple[str, int]]:
-    """Texts with their lines, but neither arguments with a name (defaults, descriptions) nor docstrings."""
-    apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword | ast.Expr)}
+def string_literals(tree: ast.AST) -> list[tuple[str, int]]:
+    """Return string literals with their lines, without docstrings and keyword arguments (defaults, descriptions)."""
+    excluded = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword | ast.Expr)}
     return [
         (node.value, node.lineno)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in excluded
     ]
 
 
-def test_no_name_of_an_algorithm_stands_outside_of_its_table():
+def test_algorithm_names_appear_only_in_their_table():
     found = []
     for path in sorted(SOURCES.rglob("*.py")):
         if path == SOURCES / "algorithms" / "declarations.py":
             continue
-        for text, line in compared_texts(ast.parse(path.read_text("utf-8"))):
+        for text, line in string_literals(ast.parse(path.read_text("utf-8"))):
             quoted = {text, *re.findall(r"'([^']*)'", text)}
-            if quoted & (NAMES - USED_BY_OTHERS):
+            if quoted & (NAMES - SHARED_NAMES):
                 found.append(f"{path.relative_to(SOURCES)}:{line}: {text!r}")
     assert found == []
 
 
-def test_no_value_is_compared_with_the_key_of_an_algorithm():
+def test_algorithm_keys_are_not_compared_with_literals():
     found = []
     for path in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -75,7 +75,7 @@ def test_no_value_is_compared_with_the_key_of_an_algorithm():
 
 
 @pytest.mark.slow
-def test_an_estimator_is_added_by_one_file_and_one_line(tmp_path):
+def test_new_estimator_needs_one_file_and_one_line(tmp_path):
     package = tmp_path / "hybridflow"
     shutil.copytree(SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "algorithms" / "mine.py").write_text(MINE)
@@ -84,8 +84,8 @@ def test_an_estimator_is_added_by_one_file_and_one_line(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *problem, methods = done.stdout.splitlines()
-    assert "rollout.group_size=1 makes every advantage of algorithm.advantage='mine' 0" in problem[-1]
+    *problems, methods = done.stdout.splitlines()
+    assert "rollout.group_size=1 makes every advantage of algorithm.advantage='mine' 0" in problems[-1]
     assert {
         "ActorRolloutWorker.generate_greedy_sequences",
         "CriticWorker.compute_values",

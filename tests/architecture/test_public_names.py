@@ -1,4 +1,4 @@
-"""Public names: exported, importable, documented."""
+"""Public names are exported once, importable and documented."""
 
 import importlib
 import re
@@ -30,19 +30,19 @@ PACKAGES = (
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_exported_name_exists_once(package):
+def test_exported_names_exist_and_are_unique(package):
     module = importlib.import_module(package)
     assert len(set(module.__all__)) == len(module.__all__)
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_exported_name_is_documented(package):
+def test_exported_names_are_documented(package):
     names = importlib.import_module(package).__all__
     assert [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", DOCS)] == []
 
 
-def test_the_root_offers_exactly_the_names_of_the_design():
+def test_root_package_exports_exactly_the_designed_names():
     assert set(hybridflow.__all__) == {
         "DataProto",
         "DataProtoFuture",
@@ -55,6 +55,6 @@ def test_the_root_offers_exactly_the_names_of_the_design():
     assert set(hybridflow.__all__) <= set(dir(hybridflow))
 
 
-def test_a_name_that_the_root_does_not_have_is_an_attribute_error():
+def test_unknown_root_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="module 'hybridflow' has no attribute 'DataProtos'"):
         hybridflow.DataProtos  # noqa: B018

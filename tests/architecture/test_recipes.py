@@ -1,4 +1,4 @@
-"""Every recipe parses, and what it says fits together; each algorithm has one."""
+"""Every recipe is a valid configuration, and every algorithm has a recipe."""
 
 import tomllib
 from pathlib import Path
@@ -15,16 +15,16 @@ OVERLAYS = sorted((DIRECTORY / "algorithms").glob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_a_recipe_loads(recipe):
+def test_recipe_loads(recipe):
     load_config(recipe)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)
-def test_the_recipe_of_an_algorithm_fits_the_demos(overlay):
+def test_algorithm_recipe_loads_on_top_of_the_demo(overlay):
     load_config([DIRECTORY / "countdown_grpo.toml", overlay])
 
 
-def test_no_recipe_of_an_algorithm_says_what_another_one_says():
+def test_algorithm_recipes_are_distinct():
     configs = {
         overlay.name: leaf_keys(load_config([DIRECTORY / "countdown_grpo.toml", overlay])) for overlay in OVERLAYS
     }
@@ -34,14 +34,14 @@ def test_no_recipe_of_an_algorithm_says_what_another_one_says():
         seen.append(keys)
 
 
-def test_every_estimator_and_every_policy_loss_has_a_recipe():
+def test_every_estimator_and_policy_loss_has_a_recipe():
     configs = [load_config([DIRECTORY / "countdown_grpo.toml", overlay]) for overlay in OVERLAYS]
     assert {config.algorithm.advantage for config in configs} == set(ADVANTAGES)
     assert {config.actor.policy_loss for config in configs} == set(POLICY_LOSSES)
 
 
 def table() -> str:
-    """Each recipe of an algorithm with its paper, which its first lines name, and its keys."""
+    """Return a Markdown table of algorithm recipes: name, paper (from the leading comment) and keys."""
     lines = ["| recipe | paper | keys |", "|---|---|---|"]
     for overlay in OVERLAYS:
         text = overlay.read_text("utf-8")
@@ -55,7 +55,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_table_of_the_documentation_is_that_of_the_recipes():
+def test_recipe_table_in_the_docs_equals_the_generated_one():
     text = (DIRECTORY.parent / "docs" / "recipes.md").read_text("utf-8")
     shown = text.partition("<!-- generated: start -->\n\n")[2].partition("\n\n<!-- generated: end -->")[0]
-    assert shown == table(), f"put this into docs/recipes.md:\n{table()}"
+    assert shown == table(), f"docs/recipes.md is outdated; replace its table with:\n{table()}"

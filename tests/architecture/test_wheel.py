@@ -1,4 +1,4 @@
-"""The wheel builds offline and holds what it should."""
+"""The wheel builds offline and contains the package files."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_wheel_builds_with_every_module_the_type_marker_and_the_command(tmp_path):
+def test_wheel_contains_modules_type_marker_and_command(tmp_path):
     sources = [path for kind in ("py", "c", "h") for path in (ROOT / "src/hybridflow").rglob(f"*.{kind}")]
     modules = [path.relative_to(ROOT / "src") for path in sources]
     for file in ["pyproject.toml", "README.md", "LICENSE", "src/hybridflow/py.typed", *(f"src/{m}" for m in modules)]:

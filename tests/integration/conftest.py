@@ -1,4 +1,4 @@
-"""A tiny task, and `hybridflow` run on it: in this process, or in one of its own."""
+"""Fixtures for a tiny task and `hybridflow` commands on it, run in this process or in a separate one."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
-    """The functions and constants of tests/fixtures/tiny_run.py."""
+    """Return the module tests/fixtures/tiny_run.py."""
     return tiny_run
 
 
 @pytest.fixture(scope="session")
 def task(tiny, tmp_path_factory) -> Path:
-    """A directory with model, data, reward and the recipes `rl.toml` and `sft.toml`."""
+    """Return a task directory: models, data, reward and the recipes `rl.toml`, `sft.toml` and `pairs.toml`."""
     return tiny.write_task(tmp_path_factory.mktemp("task"))
 
 
@@ -44,7 +44,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def restored_process() -> Iterator[None]:
-    """Restore afterwards what a command sets for its process."""
+    """Restore process-wide settings that a command changes: threads, determinism and random state."""
     threads, random_state = torch.get_num_threads(), capture_random_state()
     deterministic = torch.are_deterministic_algorithms_enabled()
     yield
@@ -55,7 +55,7 @@ def restored_process() -> Iterator[None]:
 
 @pytest.fixture
 def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
-    """Run a command in this process."""
+    """Yield a function that runs a `hybridflow` command in this process."""
 
     def run(*arguments: str | Path) -> Outcome:
         capfd.readouterr()
@@ -72,9 +72,9 @@ RECIPES = {"train": "rl.toml", "sft": "sft.toml", "dpo": "pairs.toml", "reward-m
 
 @pytest.fixture(scope="session")
 def finished_run(task, tmp_path_factory) -> Callable[..., Path]:
-    """`finished_run("train", "trainer.total_steps=2")`: the directory of this run, which is made once.
+    """Return `finished_run`, which runs a command with its changes once per session and returns the run directory.
 
-    Tests that share it read it only.
+    Example: `finished_run("train", "trainer.total_steps=2")`. Tests share the directory and must not write to it.
     """
     runs: dict[tuple[str, ...], Path] = {}
 
@@ -91,7 +91,7 @@ def finished_run(task, tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture
 def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
-    """Start `python -m hybridflow ARGUMENTS` as a separate process; kill at the end what still runs."""
+    """Yield a function that starts `python -m hybridflow ARGUMENTS`; kill remaining processes after the test."""
     processes = []
 
     def run(*arguments: str | Path, **environment: str) -> "Forked":
@@ -104,7 +104,7 @@ def start(fork_server: "ForkServer") -> "Iterator[Callable[..., Forked]]":
         process.discard()
 
 
-IN_TURN = """
+SEQUENTIAL = """
 import contextlib, json, sys
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
@@ -117,15 +117,15 @@ sys.exit(status)
 
 @pytest.fixture(scope="session")
 def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
-    """Run `hybridflow` commands one after another in one separate process.
+    """Return a function that runs `hybridflow` commands one after another in one separate process.
 
-    `shares_cluster=True`: on one Ray cluster, as on that of a laboratory. Otherwise each starts and stops its own.
+    With `shares_cluster=True` they use one existing Ray cluster; otherwise each run starts and stops its own.
     """
 
     def run(*commands: Sequence[str | Path], shares_cluster: bool = False, **environment: str) -> None:
-        listed = [[str(part) for part in command] for command in commands]
+        argument_lists = [[str(part) for part in command] for command in commands]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        program = ["-c", IN_TURN, json.dumps([listed, shares_cluster])]
+        program = ["-c", SEQUENTIAL, json.dumps([argument_lists, shares_cluster])]
         process = fork_server.start(program, environment=environment)
         try:
             out, err = process.communicate()
@@ -138,10 +138,10 @@ def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tiny, task, tmp_path_factory) -> SimpleNamespace:
-    """Runs of six steps, `grpo` and `ppo`, and those that were stopped, `grpo_after_3` and `ppo_after_1`.
+    """Return the directories of six-step runs `grpo` and `ppo`, and of stopped runs `grpo_after_3` and `ppo_after_1`.
 
-    Made in one process that is not this one: in this one the checks of tensor shapes draw from Python's random
-    numbers, whose state is part of a checkpoint.
+    They run in a separate process: in this one, the shape checks draw from Python's random number generator, whose
+    state is part of a checkpoint.
     """
     runs = tmp_path_factory.mktemp("uninterrupted")
     commands = []
@@ -149,6 +149,6 @@ def uninterrupted(tiny, task, tmp_path_factory) -> SimpleNamespace:
         arguments = tiny.commands(task)[name]
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}"])
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}_after_{stop}", "--stop-after", str(stop)])
-    program = [sys.executable, "-c", IN_TURN, json.dumps([commands, False])]  # another hash seed than that of forks
+    program = [sys.executable, "-c", SEQUENTIAL, json.dumps([commands, False])]  # a string hash seed unlike the forks'
     subprocess.run(program, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return SimpleNamespace(**{directory.name: directory for directory in runs.iterdir()})

@@ -1,4 +1,4 @@
-"""Tiny runs of what the configuration can name: every estimator, every loss, and what the loop does around them."""
+"""Tiny runs with every advantage estimator and policy loss, dynamic sampling, reward shaping and user functions."""
 
 import math
 import shutil
@@ -16,7 +16,7 @@ OFF_POLICY = ("actor.mini_batch_size=4", "actor.epochs=2")
 OVERLAYS = sorted((Path(__file__).parents[2] / "recipes" / "algorithms").glob("*.toml"))
 MINI_BATCHES = ["actor.mini_batch_size=4"]
 DISTILLATION = ("distillation", "distillation_forward_kl", "distillation_reverse_kl")
-FITTING = {
+TINY_CHANGES = {
     **dict.fromkeys(("gspo", "gmpo", "cispo", "sapo", "dppo", "decoupled_ppo", "clip_cov", "kl_cov"), MINI_BATCHES),
     "dapo": [*MINI_BATCHES, "reward.overlong_buffer=4"],
     "ppo": [*MINI_BATCHES, "critic.mini_batch_size=4"],
@@ -24,9 +24,9 @@ FITTING = {
     **{name: ["teacher.model_path={task}/teacher"] for name in DISTILLATION},
     "pass_at_k": ["algorithm.advantage_kwargs.success_score=0.5"],
 }
-"""Of a recipe for batches of 64 what eight prompts and twelve tokens need otherwise."""
+"""Changes that adapt the recipes, written for batches of 64, to 8 prompts and 12 response tokens."""
 
-USER = """
+USER_FUNCTIONS = """
 def advantages(*, scores, group_ids, factor=1.0):
     advantages = (factor * (scores - scores.mean()))[:, None]
     return advantages, advantages
@@ -42,7 +42,7 @@ def loss(*, log_probs, advantages, sharpness):
 
 @pytest.fixture
 def train(task, tmp_path, hybridflow):
-    """Runs two steps with changes in a directory `name`; returns the rows of its metrics and its weights."""
+    """Return a function that runs two steps in the directory `name` and returns the metric rows and the weights."""
 
     def run(*changes, name="run", recipes=()):
         directory = tmp_path / name
@@ -64,32 +64,34 @@ def are_equal(a, b) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", OVERLAYS, ids=lambda recipe: recipe.stem)
-def test_the_recipe_of_every_algorithm_trains(train, recipe):
-    rows, _ = train(*FITTING.get(recipe.stem, []), recipes=[recipe])
+def test_every_algorithm_recipe_trains(train, recipe):
+    rows, _ = train(*TINY_CHANGES.get(recipe.stem, []), recipes=[recipe])
     assert all(math.isfinite(row["actor/loss"]) for row in rows)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_policy_loss_trains_over_several_optimizer_steps_whatever_the_micro_batches(train, name):
+def test_every_policy_loss_trains_independently_of_micro_batch_size(train, name):
     rows, weights = train(f"actor.policy_loss={name}", *OFF_POLICY, name="small")
-    whole, at_once = train(f"actor.policy_loss={name}", *OFF_POLICY, "memory.max_tokens_per_micro_batch=4096")
-    for row, other in zip(rows, whole, strict=True):
+    whole_rows, whole_weights = train(
+        f"actor.policy_loss={name}", *OFF_POLICY, "memory.max_tokens_per_micro_batch=4096"
+    )
+    for row, other in zip(rows, whole_rows, strict=True):
         assert row["actor/grad_norm"] > 0
         assert row["actor/policy_loss"] == pytest.approx(other["actor/policy_loss"], abs=2e-6)
         assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
     for tensor in weights:
-        torch.testing.assert_close(weights[tensor], at_once[tensor], rtol=0, atol=2e-4)
+        torch.testing.assert_close(weights[tensor], whole_weights[tensor], rtol=0, atol=2e-4)
 
 
-def test_remax_compares_with_the_score_of_the_greedy_response(train):
+def test_remax_baseline_is_the_greedy_response_score(train):
     rows, _ = train("algorithm.advantage=remax", "rollout.temperature=0", "rollout.group_size=1")
     assert [row["critic/advantages/max"] for row in rows] == [0, 0]  # each response is its own baseline
     assert [row["critic/advantages/min"] for row in rows] == [0, 0]
 
 
-def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(train, tmp_path):
+def test_dynamic_sampling_keeps_groups_with_different_scores(train, tmp_path):
     (tmp_path / "coarse.py").write_text("def score(*, solution_str, **_):\n    return len(solution_str) % 2\n")
     coarse = (f"reward.function={tmp_path / 'coarse.py'}:score", "rollout.group_size=2")
     plain, _ = train(*coarse, name="plain")
@@ -101,7 +103,7 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(train, tmp_pat
         assert row["critic/zero_variance_groups"] == row["sampling/filled_groups"] == 0
 
 
-def test_dynamic_sampling_ends_after_its_last_round(task, train, tmp_path):
+def test_dynamic_sampling_stops_after_max_sampling_rounds(task, train, tmp_path):
     (tmp_path / "flat.py").write_text("def score(**_):\n    return 0.5\n")
     rows, _ = train(
         "algorithm.filter_groups=true",
@@ -114,22 +116,22 @@ def test_dynamic_sampling_ends_after_its_last_round(task, train, tmp_path):
     assert rows[0]["training/epoch"] == 0
 
 
-def test_the_last_tokens_before_the_limit_cost_score(train):
+def test_overlong_penalty_lowers_the_score(train):
     plain, _ = train("trainer.total_steps=2", name="plain")
     rows, _ = train("reward.overlong_buffer=12", "reward.overlong_penalty=6.0")
     before, after = plain[0], rows[0]
-    lost = 6.0 * before["response_length/mean"] / 12
-    assert after["critic/score/mean"] == pytest.approx(before["critic/score/mean"] - lost, abs=1e-5)
+    penalty = 6.0 * before["response_length/mean"] / 12
+    assert after["critic/score/mean"] == pytest.approx(before["critic/score/mean"] - penalty, abs=1e-5)
 
 
-def test_a_score_of_several_rewards_is_their_weighted_sum(train):
+def test_score_is_the_weighted_sum_of_several_rewards(train):
     plain, _ = train(name="plain")
     rows, _ = train("reward.weights={num_words = 0.5, score = 2.0}")
     expected = 2 * plain[0]["critic/score/mean"] + 0.5 * plain[0]["reward/num_words/mean"]
     assert rows[0]["critic/score/mean"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_reward_that_the_function_does_not_return_is_an_error(task, tmp_path, hybridflow):
+def test_weight_of_a_missing_reward_is_an_error(task, tmp_path, hybridflow):
     outcome = hybridflow(
         "train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", "reward.weights={correct = 1.0}"
     )
@@ -137,24 +139,24 @@ def test_a_reward_that_the_function_does_not_return_is_an_error(task, tmp_path, 
     assert "whose 'correct' is missing or not a finite number" in outcome.err
 
 
-def test_the_kl_in_the_reward_reaches_estimators_of_scores(train):
+def test_kl_in_reward_changes_score_based_advantages(train):
     rows, weights = train("algorithm.kl_in_reward=true", "algorithm.kl_coef=0.5", *OFF_POLICY)
     assert "critic/kl" in rows[0]
     assert not are_equal(weights, train(*OFF_POLICY, name="without")[1])
 
 
-def test_rejected_samples_teach_nothing(train):
-    none = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
-    rows, _ = train(none)
+def test_rejected_samples_give_zero_gradient(train):
+    reject_all = "algorithm.rollout_reject={token_ratio = [100.0, 200.0]}"
+    rows, _ = train(reject_all)
     assert rows[0]["rollout_correction/rejected_share"] == 1
     assert rows[0]["actor/grad_norm"] == 0
-    rows, _ = train("algorithm.rollout_weights=sequence", name="weighed")
+    rows, _ = train("algorithm.rollout_weights=sequence", name="weighted")
     assert rows[0]["rollout_correction/weight_mean"] == pytest.approx(1, abs=1e-3)
     assert rows[0]["rollout_correction/effective_share"] == pytest.approx(1, abs=1e-3)
 
 
-def test_functions_of_the_users_take_the_place_of_names(train, tmp_path):
-    (tmp_path / "mine.py").write_text(USER)
+def test_user_functions_replace_built_in_algorithms(train, tmp_path):
+    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
     mine = tmp_path / "mine.py"
     rows, _ = train(
         *(f"algorithm.advantage={mine}:advantages", "algorithm.advantage_kwargs.factor=2.0"),
@@ -175,17 +177,15 @@ def test_functions_of_the_users_take_the_place_of_names(train, tmp_path):
         (["algorithm.advantage=pass@k", "algorithm.advantage_kwargs.k=0"], "k=0 is not valid"),
     ],
 )
-def test_a_parameter_out_of_range_is_an_error_before_anything_is_written(task, tmp_path, hybridflow, changes, problem):
+def test_out_of_range_parameter_is_rejected_before_writing_files(task, tmp_path, hybridflow, changes, problem):
     outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *changes)
     assert outcome.status == 2
     assert problem in outcome.err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_parameter_of_a_users_function_that_has_no_value_is_an_error_before_anything_starts(
-    task, tmp_path, hybridflow
-):
-    (tmp_path / "mine.py").write_text(USER)
+def test_user_function_parameter_without_a_value_is_rejected_at_start(task, tmp_path, hybridflow):
+    (tmp_path / "mine.py").write_text(USER_FUNCTIONS)
     outcome = hybridflow(
         *("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}"),
         f"actor.policy_loss={tmp_path / 'mine.py'}:loss",
@@ -195,19 +195,19 @@ def test_a_parameter_of_a_users_function_that_has_no_value_is_an_error_before_an
     assert not (tmp_path / "run").exists()
 
 
-def test_a_teacher_may_have_a_larger_vocabulary_and_more_candidates_than_tokens_are_told_at_the_start(
-    train, task, tmp_path, hybridflow
-):
+def test_teacher_vocabulary_may_be_larger_and_limits_top_k(train, task, tmp_path, hybridflow):
     model = AutoModelForCausalLM.from_pretrained(task / "teacher")
-    entries = model.config.vocab_size
-    model.resize_token_embeddings(entries + 40, mean_resizing=False)
+    num_tokens = model.config.vocab_size
+    model.resize_token_embeddings(num_tokens + 40, mean_resizing=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight[entries:] = 3.0  # likelier than most others, and no token of the policy
+        model.get_input_embeddings().weight[num_tokens:] = 3.0  # likely tokens that the policy does not have
     shutil.copytree(task / "teacher", tmp_path / "padded")
     model.save_pretrained(tmp_path / "padded")
-    how = [f"teacher.model_path={tmp_path}/padded", "teacher.loss=forward_kl", "algorithm.advantage=none"]
-    rows, _ = train(*how, f"teacher.top_k={entries}")
+    teacher = [f"teacher.model_path={tmp_path}/padded", "teacher.loss=forward_kl", "algorithm.advantage=none"]
+    rows, _ = train(*teacher, f"teacher.top_k={num_tokens}")
     assert all(math.isfinite(row["actor/teacher_loss"]) for row in rows)
-    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/none", *how, "teacher.top_k=9999")
-    assert f"teacher.top_k=9999, but policy and teacher share {entries} tokens; use at most {entries}" in outcome.err
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/none", *teacher, "teacher.top_k=9999")
+    assert (
+        f"teacher.top_k=9999, but policy and teacher share {num_tokens} tokens; use at most {num_tokens}" in outcome.err
+    )
     assert not (tmp_path / "none").exists()

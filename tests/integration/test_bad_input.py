@@ -1,4 +1,4 @@
-"""Mistakes and misfortunes are one line on stderr that says what is wrong, a status, and no traceback."""
+"""Invalid input and failing disks: an error message on stderr, an exit status, and no traceback."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def raising(**_):
 
 @pytest.fixture
 def refuse(task, tmp_path, hybridflow):
-    """Runs a command that must fail in this way, and returns its message; the run's directory stays away."""
+    """Return a function that runs a command, checks that it fails with `status`, and returns its error message."""
 
     def run(*changes, command="train", recipe=task / "rl.toml", run_dir=tmp_path / "run", status=2):
         outcome = hybridflow(command, recipe, f"trainer.run_dir={run_dir}", *changes)
@@ -38,7 +38,7 @@ def refuse(task, tmp_path, hybridflow):
 
 
 @pytest.mark.parametrize("key", ["train_files", "val_files"])
-def test_a_missing_file(key, refuse, tmp_path):
+def test_missing_data_file_is_rejected(key, refuse, tmp_path):
     assert "missing.parquet: no such file." in refuse(f'data.{key}=["{tmp_path}/missing.parquet"]')
     assert not (tmp_path / "run").exists()
 
@@ -47,7 +47,7 @@ def test_a_missing_file(key, refuse, tmp_path):
     ("command", "key"), [("train", "train_files"), ("train", "val_files"), ("evaluate", "val_files")]
 )
 def test_unknown_data_sources_are_rejected_at_the_start(task, tmp_path, refuse, monkeypatch, command, key):
-    monkeypatch.setattr(LocalBackend, "call_all", None)  # no worker is called
+    monkeypatch.setattr(LocalBackend, "call_all", None)  # fail if a worker is called
     table = pq.read_table(task / "train.parquet").slice(0, 12)
     names = ["poems", "countdown", "jokes"] * 4
     column = table.schema.get_field_index("data_source")
@@ -58,40 +58,40 @@ def test_unknown_data_sources_are_rejected_at_the_start(task, tmp_path, refuse, 
     assert not (tmp_path / "run").exists()
 
 
-def test_an_empty_file(task, tmp_path, refuse):
+def test_empty_data_file_is_rejected(task, tmp_path, refuse):
     pq.write_table(pq.read_table(task / "train.parquet").slice(0, 0), tmp_path / "empty.parquet")
     assert "empty.parquet: the file has no rows." in refuse(f'data.train_files=["{tmp_path}/empty.parquet"]', status=1)
 
 
-def test_a_file_that_is_no_parquet(tmp_path, refuse):
+def test_data_file_that_is_not_parquet_is_rejected(tmp_path, refuse):
     (tmp_path / "text.parquet").write_text("prompt, answer\n")
     assert "text.parquet: not a readable parquet file" in refuse(
         f'data.train_files=["{tmp_path}/text.parquet"]', status=1
     )
 
 
-def test_prompts_longer_than_the_limit(refuse):
+def test_prompts_over_max_prompt_length_are_rejected(refuse):
     assert "all 24 prompts are longer than max_prompt_length=5" in refuse("data.max_prompt_length=5")
     problem = refuse("data.max_prompt_length=5", "data.overlong_prompts=error", status=1)
     assert "train.parquet: row 0: 6 tokens, but max_prompt_length=5" in problem
 
 
-def test_vllm_that_is_not_there(refuse, monkeypatch):
+def test_missing_vllm_is_reported_with_the_install_command(refuse, monkeypatch):
     monkeypatch.setattr("hybridflow.rollout.vllm.versions.PACKAGES", ("no-such-package",))
     problem = refuse("rollout.backend=vllm")
     assert "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'`" in problem
 
 
-def test_more_prompts_in_a_batch_than_there_are(refuse):
+def test_train_batch_larger_than_the_data_set_is_rejected(refuse):
     assert "train_batch_size=25 is larger than the data set of 24 rows" in refuse("data.train_batch_size=25")
 
 
-def test_sequences_longer_than_the_model_can_take(refuse):
+def test_sequences_longer_than_the_model_positions_are_rejected(refuse):
     problem = refuse("data.max_response_length=251", "memory.max_tokens_per_micro_batch=512")
     assert "but the model has 256 positions" in problem
 
 
-def test_a_tokenizer_without_eos(task, tmp_path, refuse):
+def test_tokenizer_without_eos_token_is_rejected(task, tmp_path, refuse):
     shutil.copytree(task / "model", tmp_path / "model")
     file = tmp_path / "model" / "tokenizer_config.json"
     settings = json.loads(file.read_text())
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_eos(task, tmp_path, refuse):
     assert "has no EOS token, so no response could end" in refuse(f"model.path={tmp_path}/model", status=1)
 
 
-def test_model_directory_without_a_tokenizer(task, tmp_path, refuse):
+def test_model_directory_without_tokenizer_is_rejected(task, tmp_path, refuse):
     shutil.copytree(task / "model", tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     assert f"model.path='{tmp_path}/model' has no tokenizer" in refuse(f"model.path={tmp_path}/model")
     teacher = (f"teacher.model_path={tmp_path}/model", "teacher.loss=reverse_kl")
@@ -116,13 +116,13 @@ def test_model_directory_without_a_tokenizer(task, tmp_path, refuse):
         ("absent", "has no function 'absent'; it has nan, none, raising."),
     ],
 )
-def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
+def test_invalid_reward_is_reported_with_its_sample(function, problem, tmp_path, refuse):
     (tmp_path / "rewards.py").write_text(REWARDS)
     status = 2 if function == "absent" else 1
-    said = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]", status=status)
-    assert problem in said
+    message = refuse(f"reward.function={tmp_path}/rewards.py:{function}", "data.val_files=[]", status=status)
+    assert problem in message
     if function != "absent":
-        assert "\n  prompt: " in said  # the sample is shown
+        assert "\n  prompt: " in message  # the sample is shown
 
 
 @pytest.mark.parametrize(
@@ -146,32 +146,32 @@ def test_a_reward_that_gives_no_number(function, problem, tmp_path, refuse):
         (["algorithm.advantage=gae", "critic.warmup_steps=6"], "leaves the actor no step of the 6"),
     ],
 )
-def test_a_configuration_that_does_not_fit(changes, problem, refuse, tmp_path):
+def test_inconsistent_configuration_is_rejected_before_writing_files(changes, problem, refuse, tmp_path):
     assert problem in refuse(*changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_with_a_key_twice(tmp_path, refuse):
+def test_duplicate_recipe_key_is_rejected(tmp_path, refuse):
     (tmp_path / "twice.toml").write_text("[trainer]\nseed = 1\nseed = 2\n")
     assert "twice.toml, line 3: this key already has a value: each key once: seed = 2" in refuse(
         recipe=tmp_path / "twice.toml"
     )
 
 
-def test_a_run_directory_that_is_a_file(task, refuse):
+def test_run_directory_that_is_a_file_is_rejected(task, refuse):
     assert "rl.toml' is a file; choose a directory." in refuse(run_dir=task / "rl.toml")
 
 
-def test_a_run_directory_with_a_run_where_none_is_wanted(task, refuse):
+def test_resume_never_rejects_a_directory_that_is_not_empty(task, refuse):
     assert "is not empty and trainer.resume='never'" in refuse("trainer.resume=never", run_dir=task)
 
 
-def test_a_run_directory_on_a_read_only_disk(small_disk, refuse):
+def test_read_only_run_directory_is_rejected(small_disk, refuse):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     assert "run' cannot be written: [Errno 30] Read-only file system" in refuse(run_dir=small_disk / "run")
 
 
-def test_a_truncated_checkpoint_is_named_and_the_one_before_it_offered(task, tmp_path, hybridflow, refuse):
+def test_truncated_checkpoint_error_names_the_newest_valid_one(task, tmp_path, hybridflow, refuse):
     hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.save_every=3")
     weights = tmp_path / "run" / "checkpoints" / "step_000006" / "actor.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -182,7 +182,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_offered(task, tmp
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_checkpoint(tiny, task, small_disk, hybridflow, refuse):
+def test_full_disk_during_a_checkpoint_keeps_the_earlier_one(tiny, task, small_disk, hybridflow, refuse):
     changes = [*tiny.PPO, "trainer.save_every=1"]
     problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert "the checkpoint of step 2 was not saved: " in problem
@@ -197,9 +197,9 @@ def test_a_disk_that_is_full_in_the_middle_of_a_checkpoint(tiny, task, small_dis
     assert rows == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
+def test_full_disk_during_a_metrics_write_is_reported(task, small_disk, refuse):
     with open(small_disk / "others", "wb") as file:
-        file.write(bytes(984 * 1024))  # 40 KiB are left; 30 steps would need 45 KiB
+        file.write(bytes(984 * 1024))  # 40 KiB remain; 30 steps need 45 KiB
     changes = ["data.val_files=[]", "trainer.total_steps=30", "trainer.log_samples=0"]
     problem = refuse(*changes, run_dir=small_disk / "run", status=75)
     assert re.search(r"/(metrics|trace/calls)\.jsonl: \d+ characters could not be written: .*No space left", problem)
@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_when_metrics_are_written(task, small_disk, refuse):
         (["data.val_files=[]"], "data.val_files must be set"),
     ],
 )
-def test_evaluating_what_is_not_there(arguments, problem, task, hybridflow):
+def test_evaluate_rejects_missing_inputs(arguments, problem, task, hybridflow):
     outcome = hybridflow("evaluate", task / "rl.toml", *arguments)
     assert outcome.status == 2
     assert outcome.err.startswith("error: ")

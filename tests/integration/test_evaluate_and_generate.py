@@ -12,7 +12,7 @@ from hybridflow.observability import read_jsonl
 
 @pytest.fixture(scope="module")
 def trained(task, tmp_path_factory):
-    """A GRPO run of four steps that kept the checkpoints of steps 2 and 4, validated at both."""
+    """Return a GRPO run of four steps with checkpoints and validation at steps 2 and 4."""
     from hybridflow.config import load_config
     from hybridflow.trainers import build_trainer
 
@@ -23,17 +23,17 @@ def trained(task, tmp_path_factory):
 
 
 def table(out):
-    """A printed table of metrics."""
+    """Parse a printed table of metrics."""
     return {name: float(value) for name, value in (line.split() for line in out.splitlines())}
 
 
 def validated(run, step):
-    """The same figures as the run has them."""
+    """Return the validation metrics of a step, rounded as in the printed table."""
     row = next(row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == step)
     return {name: round(value, 4) for name, value in row.items() if name.startswith("val/")}
 
 
-def test_a_run_is_evaluated_as_it_validated_itself(trained, hybridflow):
+def test_evaluate_equals_validation_during_training(trained, hybridflow):
     newest = hybridflow("evaluate", "--run", trained)
     assert newest.status == 0
     assert table(newest.out) == validated(trained, 4)
@@ -46,16 +46,16 @@ def test_a_run_is_evaluated_as_it_validated_itself(trained, hybridflow):
     assert newest.out != earlier.out
 
 
-def test_a_model_is_evaluated_as_it_is_before_training(task, trained, hybridflow):
+def test_evaluating_the_model_equals_validation_before_training(task, trained, hybridflow):
     assert table(hybridflow("evaluate", task / "rl.toml").out) == validated(trained, 0)
 
 
-def test_evaluation_on_three_ranks_gives_the_same_figures(task, hybridflow):
+def test_evaluation_on_three_ranks_equals_one_rank(task, hybridflow):
     one, three = (hybridflow("evaluate", task / "rl.toml", f"controller.num_workers={n}") for n in (1, 3))
     assert one.out == three.out
 
 
-def test_samples_of_an_evaluation_are_written_and_make_its_figures(task, tmp_path, hybridflow):
+def test_evaluation_metrics_are_means_over_the_written_samples(task, tmp_path, hybridflow):
     changes = ["validation.group_size=2", "validation.temperature=1", "validation.batch_size=4"]
     out = hybridflow("evaluate", task / "rl.toml", *changes, "--output", tmp_path / "samples.jsonl").out
     samples = read_jsonl(tmp_path / "samples.jsonl")
@@ -68,18 +68,18 @@ def test_samples_of_an_evaluation_are_written_and_make_its_figures(task, tmp_pat
     assert "val/countdown/pass@2" in table(out)
 
 
-def test_generate_answers_typed_prompts_as_validation_does(task, tmp_path, hybridflow):
+def test_generate_with_typed_prompts_equals_validation_responses(task, tmp_path, hybridflow):
     hybridflow("evaluate", task / "rl.toml", "--output", tmp_path / "samples.jsonl")
     first, second = read_jsonl(tmp_path / "samples.jsonl")[:2]
     outcome = hybridflow("generate", task / "rl.toml", "--prompt", first["prompt"], "--prompt", second["prompt"])
     assert outcome.status == 0
     shown = [line for line in outcome.out.splitlines() if line]
     assert shown[0] == f"prompt: {first['prompt']}"
-    assert shown[1] == f"response (cut): {first['response']}"  # it never ends: 12 tokens
+    assert shown[1] == f"response (cut): {first['response']}"  # no EOS within 12 tokens
     assert shown[2] == f"prompt: {second['prompt']}"
 
 
-def test_generate_answers_the_prompts_of_a_file(task, tmp_path, hybridflow):
+def test_generate_with_a_prompts_file_equals_evaluation_responses(task, tmp_path, hybridflow):
     file = tmp_path / "prompts.parquet"
     pq.write_table(pq.read_table(task / "test.parquet", columns=["prompt"]), file)
     changes = ["validation.group_size=2", "validation.temperature=1", "validation.batch_size=3"]
@@ -96,7 +96,7 @@ def test_generate_answers_the_prompts_of_a_file(task, tmp_path, hybridflow):
     assert [response for row in rows for response in row["responses"]] == scored
 
 
-def test_generate_needs_no_recipe(task, trained, hybridflow):
+def test_generate_works_without_a_recipe(task, trained, hybridflow):
     changes = ["--prompt", "3 17 5 => 9 :", "data.max_response_length=4", "controller.threads=1"]
     changes += ["validation.group_size=8", "validation.temperature=1"]
     plain = hybridflow("generate", "--model", task / "model", *changes)
@@ -105,9 +105,9 @@ def test_generate_needs_no_recipe(task, trained, hybridflow):
         "prompt",
         *["response"] * 8,
     ]
-    of_run = hybridflow("generate", "--run", trained, *changes)
-    assert of_run.status == 0
-    assert of_run.out != plain.out
+    from_run = hybridflow("generate", "--run", trained, *changes)
+    assert from_run.status == 0
+    assert from_run.out != plain.out
 
 
 def test_generate_caps_the_default_response_length_at_the_positions(task, hybridflow):
@@ -173,7 +173,7 @@ def test_run_with_relative_paths_is_evaluated_from_another_directory(task, tmp_p
         (["--prompt", "1", "--output", "absent/rows.jsonl"], 2, "--output absent/rows.jsonl cannot be written"),
     ],
 )
-def test_prompts_that_cannot_be_answered(arguments, status, problem, task, hybridflow):
+def test_generate_rejects_invalid_prompts_and_paths(arguments, status, problem, task, hybridflow):
     outcome = hybridflow("generate", task / "rl.toml", *arguments)
     assert outcome.status == status
     assert outcome.err.startswith("error: ")

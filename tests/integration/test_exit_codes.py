@@ -1,5 +1,7 @@
-"""Each exit status, from the command as a shell starts it; 0 and 130 after signals in the loop are in test_signals.py,
-75 after a killed rank is in test_ray_runs.py."""
+"""Exit statuses of the command in a separate process.
+
+test_signals.py covers 0 and 130 after signals in the training loop; test_ray_runs.py covers 75 after a killed rank.
+"""
 
 import errno
 import os
@@ -51,14 +53,14 @@ sys.exit(main(sys.argv[2:]))
         (["prepare", "gsm8k", "--train-file", "absent.jsonl", "--test-file", "absent.jsonl"], "no such file"),
     ],
 )
-def test_2_for_usage_configuration_and_a_missing_file(arguments, problem, task, start):
+def test_exit_2_for_usage_configuration_and_missing_file_errors(arguments, problem, task, start):
     process = start(*(argument.format(task=task) for argument in arguments))
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 2
     assert problem in errors
 
 
-def test_1_for_a_malformed_row(task, tmp_path, start):
+def test_exit_1_for_a_malformed_row_in_prepare(task, tmp_path, start):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "two"}\n')
     files = ("--train-file", tmp_path / "rows.jsonl", "--test-file", tmp_path / "rows.jsonl")
     process = start("prepare", "gsm8k", *files, "--output-dir", tmp_path / "out")
@@ -68,7 +70,7 @@ def test_1_for_a_malformed_row(task, tmp_path, start):
 
 
 @pytest.mark.slow
-def test_1_for_a_malformed_row_of_training_data(task, tmp_path, start):
+def test_exit_1_for_a_malformed_row_of_training_data(task, tmp_path, start):
     rows = pq.read_table(task / "train.parquet").to_pylist()
     rows[3]["prompt"] = []
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -81,7 +83,7 @@ def test_1_for_a_malformed_row_of_training_data(task, tmp_path, start):
 
 
 @pytest.mark.slow
-def test_0_for_a_whole_run_and_1_for_its_damaged_checkpoint(task, tmp_path, start):
+def test_exit_0_for_a_finished_run_and_1_for_a_damaged_checkpoint(task, tmp_path, start):
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
     process = start(*command, "trainer.total_steps=1")
     _, errors = process.communicate(timeout=100)
@@ -103,9 +105,7 @@ def test_0_for_a_whole_run_and_1_for_its_damaged_checkpoint(task, tmp_path, star
         ("train", "rl.toml", "reward.function={directory}/rewards.py:raising", "raised KeyError: 'target'"),
     ],
 )
-def test_1_for_a_loss_that_is_not_finite_and_a_reward_that_raises(
-    command, recipe, change, problem, task, tmp_path, start
-):
+def test_exit_1_for_a_non_finite_loss_and_a_raising_reward(command, recipe, change, problem, task, tmp_path, start):
     (tmp_path / "rewards.py").write_text(REWARDS)
     change = change.format(directory=tmp_path)
     process = start(command, task / recipe, f"trainer.run_dir={tmp_path}/run", "data.val_files=[]", change)
@@ -117,7 +117,7 @@ def test_1_for_a_loss_that_is_not_finite_and_a_reward_that_raises(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_75_for_a_full_disk_and_the_same_command_goes_on(number, task, tmp_path, start):
+def test_exit_75_for_a_full_disk_and_the_same_command_resumes(number, task, tmp_path, start):
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
     command += ["trainer.save_every=1", "trainer.total_steps=3"]
     failed = subprocess.run(
@@ -134,7 +134,7 @@ def test_75_for_a_full_disk_and_the_same_command_goes_on(number, task, tmp_path,
 
 
 @pytest.mark.slow
-def test_75_for_a_directory_that_another_process_trains_in(task, tmp_path, start):
+def test_exit_75_for_a_run_directory_in_use_by_another_process(task, tmp_path, start):
     run = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
     first = start(*run, SECONDS_FOR_EACH_REWARD="10", FILE_OF_FIRST_REWARD=str(tmp_path / "begun"))
     wait_for(tmp_path / "begun", first)
@@ -146,7 +146,7 @@ def test_75_for_a_directory_that_another_process_trains_in(task, tmp_path, start
 
 
 @pytest.mark.slow
-def test_75_without_advice_where_a_command_does_not_train(small_disk):
+def test_exit_75_of_prepare_gives_no_resume_advice(small_disk):
     with open(small_disk / "others", "wb") as file:
         file.write(bytes(1024 * 1024))
     done = subprocess.run(
@@ -161,7 +161,7 @@ def test_75_without_advice_where_a_command_does_not_train(small_disk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_130_for_one_signal_before_the_first_step(number, task, tmp_path, start):
+def test_exit_130_for_one_signal_before_the_first_step(number, task, tmp_path, start):
     (tmp_path / "wait.py").write_text(REWARDS)
     process = start(
         "train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", f"reward.function={tmp_path}/wait.py:waiting"

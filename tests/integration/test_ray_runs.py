@@ -1,4 +1,4 @@
-"""Whole tiny runs on Ray: the bits of the local backend, what overlaps, what travels, what a signal does."""
+"""Tiny runs on Ray: equality with the local backend, overlap of stages, transferred bytes, signals and killed ranks."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from hybridflow.trainers import run_on_placeholders
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-POOLS_OF_THEIR_OWN = (
+SEPARATE_POOLS = (
     "placement.pools={main=[1],second=[1],third=[1],fourth=[1]}",
     "placement.roles.critic=second",
     "placement.roles.reference=third",
@@ -36,26 +36,26 @@ LAYOUTS = {
 
 
 ALGORITHMS = {
-    "selecting": (
+    "kl_cov_gdpo": (
         *("actor.policy_loss=kl-cov", "actor.policy_loss_kwargs.selected_share=0.1", "algorithm.advantage=gdpo"),
         *("reward.function={task}/reward.py:with_format", "reward.weights={score = 1.0, format = 0.5}"),
         *("algorithm.filter_groups=true", "reward.overlong_buffer=4", "algorithm.rollout_weights=token"),
     ),
-    "compared": (
+    "gspo_remax": (
         *("algorithm.advantage=remax", "algorithm.kl_in_loss=false", "algorithm.kl_in_reward=true"),
         *("actor.policy_loss=gspo", "algorithm.rollout_reject={token_k3 = [0.0, 1.0]}"),
     ),
-    "taught": (
+    "distillation": (
         *("teacher.model_path={task}/teacher", "teacher.loss=reverse_kl", "teacher.top_k=5"),
         "algorithm.advantage=distillation",
     ),
-    "otb": ("algorithm.advantage=optimal-token-baseline", "actor.policy_loss=clip-cov"),
+    "clip_cov_otb": ("algorithm.advantage=optimal-token-baseline", "actor.policy_loss=clip-cov"),
 }
-"""What reads other columns, and makes them elsewhere: in the local process and on two ranks."""
+"""Algorithms that read extra batch columns, which the workers compute."""
 
 
 def events_of(run):
-    """The trace of a run's steps."""
+    """Return the traced events of a run as (step, event) pairs."""
     rows = read_jsonl(run / "trace" / "calls.jsonl")
     events = []
     for row in rows:
@@ -78,8 +78,8 @@ ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5")
 
 
 @pytest.fixture(scope="module")
-def stopped(tiny, task, directory, run_in_turn):
-    """PPO stopped and continued on one worker, each time on a cluster that the run starts."""
+def resumed(tiny, task, directory, run_in_turn):
+    """Return a PPO run on one worker that was stopped and resumed, each time on a cluster started by the run."""
     ppo = [*tiny.commands(task)["ppo"], f"trainer.run_dir={directory}/ppo", *ON_RAY]
     run_in_turn([*ppo, "--stop-after", "2"], ppo)
     return runs_below(directory)
@@ -87,7 +87,7 @@ def stopped(tiny, task, directory, run_in_turn):
 
 @pytest.fixture(scope="module")
 def layouts(task, directory, run_in_turn):
-    """GRPO in float64 on one process and in LAYOUTS."""
+    """Return float64 GRPO runs on one process and in each of LAYOUTS."""
     exact = ["train", f"{task}/rl.toml", *EXACT, "data.val_files=[]"]
     run_in_turn(
         [*exact, f"trainer.run_dir={directory}/exact_1"],
@@ -99,10 +99,10 @@ def layouts(task, directory, run_in_turn):
 
 @pytest.fixture(scope="module")
 def algorithms(task, directory, run_in_turn):
-    """Each of ALGORITHMS in float64 on one process and on two workers."""
+    """Return float64 runs of each of ALGORITHMS on one process and on two workers."""
     commands = []
-    for name, how in ALGORITHMS.items():
-        changes = [*EXACT, "data.val_files=[]", *(change.replace("{task}", str(task)) for change in how)]
+    for name, options in ALGORITHMS.items():
+        changes = [*EXACT, "data.val_files=[]", *(change.replace("{task}", str(task)) for change in options)]
         for ranks, where in ((1, []), (2, [*ON_RAY, "controller.num_workers=2"])):
             run_dir = f"trainer.run_dir={directory}/{name}_{ranks}"
             commands.append(["train", f"{task}/rl.toml", *changes, *where, run_dir])
@@ -111,8 +111,8 @@ def algorithms(task, directory, run_in_turn):
 
 
 @pytest.fixture(scope="module")
-def compared(task, directory, run_in_turn):
-    """DPO and a reward model in float64 on one process and on two workers."""
+def offline_runs(task, directory, run_in_turn):
+    """Return float64 DPO and reward-model runs on one process and on two workers."""
     offline = [f"{task}/pairs.toml", "model.dtype=float64", "trainer.total_steps=2", "data.val_files=[]"]
     run_in_turn(
         *(
@@ -127,10 +127,10 @@ def compared(task, directory, run_in_turn):
 
 @pytest.fixture(scope="module")
 def pools(tiny, task, directory, run_in_turn):
-    """PPO with critic, reference and rewards on pools of their own, and on one."""
+    """Return PPO runs with critic, reference and rewards on separate pools and on one pool."""
     command = ["train", f"{task}/rl.toml", *tiny.PPO, *ON_RAY, "critic.warmup_steps=0", "trainer.total_steps=2"]
     run_in_turn(
-        [*command, f"trainer.run_dir={directory}/own_pools", *POOLS_OF_THEIR_OWN],
+        [*command, f"trainer.run_dir={directory}/separate_pools", *SEPARATE_POOLS],
         [*command, f"trainer.run_dir={directory}/one_pool"],
         shares_cluster=True,
         SECONDS_FOR_EACH_REWARD="0.02",
@@ -140,16 +140,16 @@ def pools(tiny, task, directory, run_in_turn):
 
 def require_same_results(one, other):
     assert one.keys() == other.keys()
-    # Ray draws from the random numbers of the driver's process; nothing of ours does.
+    # Ray draws from Python's random number generator in the driver; our code does not.
     assert {name for name in one if one[name] != other[name]} <= {"controller.safetensors", "sha256 of files"}
 
 
-def test_one_worker_on_ray_gives_the_bits_of_the_local_backend_also_after_a_resume(tiny, uninterrupted, stopped):
-    require_same_results(tiny.results_of(uninterrupted.ppo, 6), tiny.results_of(stopped.ppo, 6))
+def test_one_ray_worker_is_bit_identical_to_the_local_backend_after_resume(tiny, uninterrupted, resumed):
+    require_same_results(tiny.results_of(uninterrupted.ppo, 6), tiny.results_of(resumed.ppo, 6))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(layouts, layout):
+def test_loss_and_gradient_do_not_depend_on_the_layout(layouts, layout):
     runs = layouts.exact_1, getattr(layouts, f"exact_{layout}")
     one, several = (read_jsonl(run / "metrics.jsonl") for run in runs)
     for before, after in zip(one, several, strict=True):
@@ -160,7 +160,7 @@ def test_loss_and_gradient_do_not_change_with_ranks_axes_or_the_size_of_parts(la
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithms_give_the_same_numbers_on_two_ranks(algorithms, name):
+def test_algorithms_on_two_ranks_equal_one_rank(algorithms, name):
     one, two = (read_jsonl(getattr(algorithms, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
     assert len(one) == 2
     for before, after in zip(one, two, strict=True):
@@ -172,8 +172,8 @@ def test_algorithms_give_the_same_numbers_on_two_ranks(algorithms, name):
 
 
 @pytest.mark.parametrize("name", ["dpo", "reward-model"])
-def test_pairs_that_two_ranks_share_give_the_numbers_of_one_rank(compared, name):
-    one, two = (read_jsonl(getattr(compared, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
+def test_preference_training_on_two_ranks_equals_one_rank(offline_runs, name):
+    one, two = (read_jsonl(getattr(offline_runs, f"{name}_{ranks}") / "metrics.jsonl") for ranks in (1, 2))
     prefix = name.replace("-", "_")
     for before, after in zip(one, two, strict=True):
         for metric in ("loss", "accuracy", "margin", "grad_norm"):
@@ -182,44 +182,44 @@ def test_pairs_that_two_ranks_share_give_the_numbers_of_one_rank(compared, name)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "generation"])
-def test_weights_go_to_another_pool_once_for_each_step_and_are_probed_there(layouts, layout):
+def test_weight_sync_to_another_pool_is_probed_at_every_step(layouts, layout):
     rows = read_jsonl(getattr(layouts, f"exact_{layout}") / "metrics.jsonl")
     assert [row["weight_sync/bytes"] > 0 for row in rows[1:]] == [True] * len(rows[1:])
     assert all(0 <= row["weight_sync/probe_diff_mean"] < 1e-9 for row in rows[1:])
 
 
-def test_rows_are_dealt_out_so_that_ranks_take_equally_long(layouts):
+def test_balancing_halves_the_load_imbalance_of_ranks(layouts):
     rows = read_jsonl(layouts.exact_4 / "metrics.jsonl")[1:]
     before, after = (sum(row[f"balance/imbalance_{when}"] for row in rows) for when in ("before", "after"))
     assert after < 0.5 * before
 
 
-def test_stages_on_pools_of_their_own_overlap_and_on_one_pool_they_take_turns(pools):
+def test_stages_overlap_on_separate_pools_and_run_in_turn_on_one_pool(pools):
     for step in (1, 2):
-        calls = {e.method: e for s, e in events_of(pools.own_pools) if s == step and e.kind == "call"}
+        calls = {e.method: e for s, e in events_of(pools.separate_pools) if s == step and e.kind == "call"}
         score = calls["score"]
         for method in ("compute_ref_log_probs", "compute_values", "compute_log_probs"):
-            assert calls[method].start < score.end - 0.2, method  # of the half second that the rewards take
+            assert calls[method].start < score.end - 0.2, method  # the rewards take half a second
     spans = sorted((e.start, e.end) for _, e in events_of(pools.one_pool) if e.kind == "call")
     assert all(end <= next_start for (_, end), (next_start, _) in pairwise(spans))
 
 
-@pytest.mark.parametrize("name", ["one_pool", "own_pools"])
-def test_the_drawn_graph_is_the_traffic_of_a_real_step(pools, name):
+@pytest.mark.parametrize("name", ["one_pool", "separate_pools"])
+def test_dataflow_graph_from_placeholders_equals_a_real_step(pools, name):
     run = getattr(pools, name)
-    drawn = set(dataflow_edges(run_on_placeholders(load_config(run / "config.toml"))))
+    planned = set(dataflow_edges(run_on_placeholders(load_config(run / "config.toml"))))
     training = [event for step, event in events_of(run) if step == 1 and "validation" not in event.where]
-    assert drawn == set(dataflow_edges(training))
+    assert planned == set(dataflow_edges(training))
 
 
-def test_the_controller_reads_a_small_part_of_what_flows(layouts):
+def test_controller_transfers_a_small_share_of_the_data(layouts):
     for row in read_jsonl(layouts.exact_4 / "metrics.jsonl")[1:]:
         assert 0 < row["transfer/bytes_read"] < 0.1 * row["transfer/bytes_flowed"]
         assert 0 < row["transfer/bytes_sent"] < 0.5 * row["transfer/bytes_flowed"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
+def test_signal_to_the_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
     command = ["-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
     environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
@@ -229,7 +229,7 @@ def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, f
     try:
         while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.1)
-        os.killpg(process.pid, number)  # as a terminal or a scheduler does
+        os.killpg(process.pid, number)  # as terminals and schedulers do
         output, _ = process.communicate()
     finally:
         process.discard()
@@ -240,23 +240,21 @@ def test_a_signal_to_the_whole_process_group_finishes_the_step_and_saves(task, f
 
 
 def pids_of_workers(driver):
-    """The processes with a rank below a driver, by their titles."""
+    """Return the worker processes among the descendants of a driver, found by their titles."""
     pids, parents = [], {}
     for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has exited
             parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
             if (directory / "cmdline").read_text().startswith("ray::WorkerProcess"):
                 pids.append(int(directory.name))
 
-    def is_below(pid):
-        return pid == driver or (pid in parents and is_below(parents[pid]))
+    def is_descendant(pid):
+        return pid == driver or (pid in parents and is_descendant(parents[pid]))
 
-    return [pid for pid in pids if is_below(pid)]
+    return [pid for pid in pids if is_descendant(pid)]
 
 
-def test_a_killed_rank_ends_the_run_with_a_reason_and_the_same_command_gives_the_run_it_would_have_been(
-    tiny, task, start, run_in_turn, tmp_path
-):
+def test_run_with_a_killed_rank_exits_75_and_resumes_identically(tiny, task, start, run_in_turn, tmp_path):
     command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"]
     command += ["controller.num_workers=2", "trainer.save_every=1", "trainer.save_in_background=true"]
     command += ["trainer.keep_checkpoints=99", "trainer.epochs=4"]

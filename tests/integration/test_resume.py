@@ -1,4 +1,4 @@
-"""A run in several sittings is the same run, byte for byte."""
+"""Resumed runs are byte-identical to uninterrupted runs, and invalid resumes are rejected."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ def finish(process):
 
 
 @pytest.mark.slow
-def test_ppo_in_three_sittings_equals_ppo_in_one(tiny, task, uninterrupted, tmp_path, start):
-    """Stopped after step 1, within all warm-ups, and after step 4, in the second epoch."""
+def test_ppo_resumed_twice_equals_uninterrupted_run(tiny, task, uninterrupted, tmp_path, start):
+    """The stops are after step 1, during all warm-ups, and after step 4, in the second epoch."""
     shutil.copytree(uninterrupted.ppo_after_1, tmp_path / "run")
     command = [*tiny.commands(task)["ppo"], f"trainer.run_dir={tmp_path}/run"]
     finish(start(*command, "--stop-after", "4"))
@@ -22,39 +22,39 @@ def test_ppo_in_three_sittings_equals_ppo_in_one(tiny, task, uninterrupted, tmp_
     assert set(whole) >= {"actor.safetensors", "actor.json", "critic.safetensors", "controller.json"}
     assert tiny.results_of(tmp_path / "run", 6) == whole
     coefficients = [row["critic/kl_coeff"] for row in whole["metrics"][1:]]
-    assert len(set(coefficients)) == 6  # the adaptive controller did something
+    assert len(set(coefficients)) == 6  # the adaptive controller changed it at every step
     starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
-    assert [begun["after_step"] for begun in starts] == [0, 1, 4]
+    assert [start_record["after_step"] for start_record in starts] == [0, 1, 4]
 
 
 @pytest.mark.slow
-def test_grpo_stopped_at_the_end_of_an_epoch_equals_grpo_in_one_sitting(tiny, task, uninterrupted, tmp_path, start):
+def test_grpo_resumed_at_the_end_of_an_epoch_equals_uninterrupted_run(tiny, task, uninterrupted, tmp_path, start):
     shutil.copytree(uninterrupted.grpo_after_3, tmp_path / "run")
     finish(start(*tiny.commands(task)["grpo"], f"trainer.run_dir={tmp_path}/run"))
     assert tiny.results_of(tmp_path / "run", 6) == tiny.results_of(uninterrupted.grpo, 6)
 
 
 @pytest.mark.parametrize(("name", "data"), [("sft", "sft"), ("dpo", "pairs"), ("reward-model", "pairs")])
-def test_offline_training_in_two_sittings_equals_one(tiny, task, tmp_path, hybridflow, name, data):
+def test_resumed_offline_training_equals_uninterrupted_run(tiny, task, tmp_path, hybridflow, name, data):
     command = [name, task / f"{data}.toml", "offline.optimizer.warmup_steps=4", "offline.optimizer.schedule=linear"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/whole").status == 0
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces", "--stop-after", "2")
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces")
-    assert tiny.results_of(tmp_path / "pieces", 6) == tiny.results_of(tmp_path / "whole", 6)
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed", "--stop-after", "2")
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed")
+    assert tiny.results_of(tmp_path / "resumed", 6) == tiny.results_of(tmp_path / "whole", 6)
 
 
-def test_bfloat16_in_two_sittings_equals_bfloat16_in_one(tiny, task, tmp_path, hybridflow):
-    """The weights that learn are float32 and are saved as such; the model computes with their cast."""
+def test_resumed_bfloat16_run_equals_uninterrupted_run(tiny, task, tmp_path, hybridflow):
+    """Checkpoints hold the float32 master weights; the model computes with their bfloat16 cast."""
     command = [*tiny.commands(task)["grpo"], "model.dtype=bfloat16", "trainer.total_steps=4"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/whole").status == 0
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces", "--stop-after", "2")
-    hybridflow(*command, f"trainer.run_dir={tmp_path}/pieces")
-    whole, pieces = (tiny.results_of(tmp_path / name, 4) for name in ("whole", "pieces"))
-    names = ("actor.safetensors", "actor.json", "metrics", "samples")  # python's random state: see `uninterrupted`
-    assert all(whole[name] == pieces[name] for name in names)
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed", "--stop-after", "2")
+    hybridflow(*command, f"trainer.run_dir={tmp_path}/resumed")
+    whole, resumed = (tiny.results_of(tmp_path / name, 4) for name in ("whole", "resumed"))
+    names = ("actor.safetensors", "actor.json", "metrics", "samples")  # random states differ, see `uninterrupted`
+    assert all(whole[name] == resumed[name] for name in names)
 
 
-def test_a_run_whose_steps_after_the_checkpoint_were_lost_makes_them_again(tiny, task, tmp_path, hybridflow):
+def test_lost_steps_after_a_checkpoint_are_recomputed_identically(tiny, task, tmp_path, hybridflow):
     command = ["train", task / "rl.toml", "trainer.save_every=2", "trainer.keep_checkpoints=9"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/run").status == 0
     whole = tiny.results_of(tmp_path / "run", 6)
@@ -66,7 +66,7 @@ def test_a_run_whose_steps_after_the_checkpoint_were_lost_makes_them_again(tiny,
     assert steps == ["0", "1", "2", "3", "4", "5", "6"]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(task, tmp_path, hybridflow):
+def test_restarting_a_finished_run_logs_it_and_changes_no_file(task, tmp_path, hybridflow):
     command = ["sft", task / "sft.toml", f"trainer.run_dir={tmp_path}/run", "trainer.total_steps=1"]
     hybridflow(*command)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
@@ -76,7 +76,7 @@ def test_a_finished_run_says_so_and_changes_nothing(task, tmp_path, hybridflow):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_a_finished_run_can_be_made_longer(tiny, task, tmp_path, hybridflow):
+def test_finished_run_continues_with_more_total_steps(tiny, task, tmp_path, hybridflow):
     command = ["sft", task / "sft.toml", f"trainer.run_dir={tmp_path}/run"]
     hybridflow(*command, "trainer.total_steps=1")
     longer = hybridflow(*command, "trainer.total_steps=2", "offline.optimizer.lr=1e-4")
@@ -98,7 +98,7 @@ def test_a_finished_run_can_be_made_longer(tiny, task, tmp_path, hybridflow):
         (["sft", "sft.toml"], "was made by `hybridflow train`, so `hybridflow sft` cannot continue it"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(command, problem, task, finished, tmp_path, monkeypatch, hybridflow):
+def test_resume_rejects_another_runs_checkpoint(command, problem, task, finished, tmp_path, monkeypatch, hybridflow):
     monkeypatch.chdir(tmp_path)
     if "model.path=other" in command:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,16 +109,16 @@ def test_a_checkpoint_of_another_run_is_refused(command, problem, task, finished
         model.save_pretrained("other")
     rows = (finished / "metrics.jsonl").read_bytes()
     name, recipe, *overrides = command
-    refused = hybridflow(name, task / recipe, *overrides, f"trainer.run_dir={finished}")
-    assert refused.status == 2
-    assert refused.err.splitlines()[-1].startswith("error: ")
-    assert problem in refused.err
+    rejected = hybridflow(name, task / recipe, *overrides, f"trainer.run_dir={finished}")
+    assert rejected.status == 2
+    assert rejected.err.splitlines()[-1].startswith("error: ")
+    assert problem in rejected.err
     assert (finished / "metrics.jsonl").read_bytes() == rows
 
 
 @pytest.fixture(scope="module")
 def finished(task, tmp_path_factory):
-    """A GRPO run of one step."""
+    """Return a finished GRPO run of one step."""
     from hybridflow.config import load_config
     from hybridflow.trainers import build_trainer
 

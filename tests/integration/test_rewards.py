@@ -1,4 +1,4 @@
-"""Tiny runs whose reward function misbehaves, and what becomes of them."""
+"""Tiny runs with failing reward functions, a reward journal, a judge endpoint and built-in rewards."""
 
 import json
 import threading
@@ -47,24 +47,24 @@ def train(task, tmp_path, hybridflow):
 
 @pytest.fixture
 def endpoint():
-    """A judge that gives each response a number by its length, after a moment; the third request finds it busy."""
-    seen = SimpleNamespace(num_served=0, num_asked=0, at_a_time=0, most_at_a_time=0, lock=threading.Lock())
+    """Yield a slow judge server that scores a response by its length; the third request gets status 503."""
+    seen = SimpleNamespace(num_served=0, num_requests=0, num_concurrent=0, max_concurrent=0, lock=threading.Lock())
 
     class Judge(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with seen.lock:
-                seen.num_asked += 1
-                is_busy = seen.num_asked == 3
+                seen.num_requests += 1
+                is_busy = seen.num_requests == 3
                 seen.num_served += not is_busy
-                seen.at_a_time += 1
-                seen.most_at_a_time = max(seen.most_at_a_time, seen.at_a_time)
+                seen.num_concurrent += 1
+                seen.max_concurrent = max(seen.max_concurrent, seen.num_concurrent)
             time.sleep(0.1)
             with seen.lock:
-                seen.at_a_time -= 1
-            reply = f"It is fine.\nScore: {len(asked['messages'][-1]['content']) % 11}"
+                seen.num_concurrent -= 1
+            reply = f"It is fine.\nScore: {len(request['messages'][-1]['content']) % 11}"
             body = json.dumps({"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]}).encode()
             self.send_response(503 if is_busy else 200)
             self.send_header("Content-Length", str(len(body)))
@@ -83,7 +83,7 @@ def endpoint():
     server.server_close()
 
 
-def test_failures_of_every_kind_are_counted_apart_and_the_other_scores_are_untouched(train, tmp_path):
+def test_reward_errors_and_timeouts_are_counted_and_other_scores_kept(train, tmp_path):
     changes = ["reward.on_error=zero", "reward.error_score=-1.0", "reward.max_failure_rate=1.0", "reward.timeout_s=0.3"]
     assert train("good", name="good").status == 0
     outcome = train("bad", *changes, name="bad")
@@ -102,7 +102,7 @@ def test_failures_of_every_kind_are_counted_apart_and_the_other_scores_are_untou
     assert row["reward/zero_rate"] <= clean["reward/zero_rate"]
 
 
-def test_a_failure_stops_the_run_with_its_sample_by_default(train):
+def test_reward_failure_stops_the_run_and_shows_its_sample(train):
     outcome = train("bad", "reward.timeout_s=0.3")
     assert outcome.status == 1
     assert "reward function bad" in outcome.err
@@ -110,14 +110,14 @@ def test_a_failure_stops_the_run_with_its_sample_by_default(train):
     assert "ground_truth: {'target'" in outcome.err
 
 
-def test_too_many_failures_stop_the_run_though_they_may_score(train):
+def test_too_many_reward_failures_stop_the_run(train):
     outcome = train("bad", "reward.on_error=zero", "reward.timeout_s=0.3", "reward.max_failure_rate=0.01")
     assert outcome.status == 1
     assert "rewards failed, more than reward.max_failure_rate=0.01 allows" in outcome.err
 
 
 @pytest.mark.parametrize("processes", [0, 1, 3])
-def test_the_number_of_processes_changes_no_score(train, tmp_path, processes):
+def test_scores_do_not_depend_on_the_number_of_reward_processes(train, tmp_path, processes):
     for name, number in (("some", processes), ("two", 2)):
         assert train("good", f"reward.processes={number}", name=name).status == 0
     some, two = (read_jsonl(tmp_path / name / "metrics.jsonl")[0] for name in ("some", "two"))
@@ -125,32 +125,32 @@ def test_the_number_of_processes_changes_no_score(train, tmp_path, processes):
     assert some["actor/grad_norm"] == two["actor/grad_norm"]
 
 
-def test_a_function_that_cannot_be_loaded_is_told_before_anything_is_written(train, tmp_path):
+def test_missing_reward_function_is_rejected(train, tmp_path):
     outcome = train("nothing")
     assert outcome.status == 2
     assert "has no function 'nothing'; it has number, good, bad" in outcome.err
 
 
-COSTLY = """
+COUNTING_REWARD = """
 import os, time
 
 HERE = os.path.dirname(__file__)
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    '''Never the same twice: how often it was asked.'''
-    number = os.open(os.path.join(HERE, "asked"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.write(number, b".")
-    asked = os.fstat(number).st_size
-    os.close(number)
-    if asked == 40 and not os.path.exists(os.path.join(HERE, "go_on")):
+    '''Return the number of calls so far, a different score each time.'''
+    file = os.open(os.path.join(HERE, "calls"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.write(file, b".")
+    num_calls = os.fstat(file).st_size
+    os.close(file)
+    if num_calls == 40 and not os.path.exists(os.path.join(HERE, "go_on")):
         open(os.path.join(HERE, "waiting"), "w").close()
         time.sleep(60)
-    return asked
+    return num_calls
 """
 
 
-def test_a_run_killed_while_it_scores_asks_only_for_what_it_has_not_been_told(task, tmp_path, start, hybridflow):
-    (tmp_path / "mine.py").write_text(COSTLY)
+def test_killed_run_reuses_the_rewards_in_its_journal(task, tmp_path, start, hybridflow):
+    (tmp_path / "mine.py").write_text(COUNTING_REWARD)
     changes = ["trainer.total_steps=3", "data.val_files=[]", "trainer.log_samples=24", "reward.processes=1"]
     command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", *changes]
     command += [f"reward.function={tmp_path}/mine.py:score"]
@@ -167,17 +167,17 @@ def test_a_run_killed_while_it_scores_asks_only_for_what_it_has_not_been_told(ta
     outcome = hybridflow(*command)
     assert outcome.status == 0, outcome.err
     scores = [row["score"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
-    assert scores[: len(first)] == first  # of step 1, though the function would say others now
-    assert (tmp_path / "asked").stat().st_size == 3 * 24 + 1  # one was asked and did not answer
+    assert scores[: len(first)] == first  # of step 1: from the journal, since a new call returns another score
+    assert (tmp_path / "calls").stat().st_size == 3 * 24 + 1  # one call was killed before it returned
 
 
-def test_the_journal_is_kept_for_as_long_as_a_checkpoint_leads_back_to_it(train, tmp_path):
+def test_reward_journal_is_kept_while_a_checkpoint_needs_it(train, tmp_path):
     assert train("good", "trainer.total_steps=6", "trainer.save_every=1", "trainer.keep_checkpoints=2").status == 0
     left = sorted(path.name for path in (tmp_path / "run" / "rewards").iterdir())
     assert left == [f"step_{step:06d}_rank_0.jsonl" for step in (4, 5)]
 
 
-def test_a_run_is_judged_by_a_model_behind_an_endpoint(task, tmp_path, hybridflow, endpoint):
+def test_judge_model_behind_an_endpoint_scores_a_run(task, tmp_path, hybridflow, endpoint):
     outcome = hybridflow(
         *("train", task / "rl.toml", f"trainer.run_dir={tmp_path}/run", "trainer.total_steps=1", "data.val_files=[]"),
         *("reward.function=hybridflow.rewards:judge_reward", "trainer.log_samples=24"),
@@ -188,10 +188,10 @@ def test_a_run_is_judged_by_a_model_behind_an_endpoint(task, tmp_path, hybridflo
     assert scores <= {number / 10 for number in range(11)}
     assert len(scores) > 1
     assert endpoint.num_served == 24
-    assert endpoint.most_at_a_time > 4  # many samples are in hand
+    assert endpoint.max_concurrent > 4  # samples are scored concurrently
 
 
-def test_programs_and_mathematics_are_scored_in_processes_as_their_data_source_asks(task, tmp_path, hybridflow):
+def test_data_source_selects_code_and_math_rewards(task, tmp_path, hybridflow):
     from hybridflow.data import prompt_row, write_prompt_file
 
     rows = [
@@ -211,7 +211,7 @@ def test_programs_and_mathematics_are_scored_in_processes_as_their_data_source_a
     assert len(list((tmp_path / "run" / "rewards").iterdir())) == 1
 
 
-def test_arguments_without_a_function_and_reserved_ones_are_told(task, hybridflow):
+def test_invalid_reward_kwargs_are_rejected(task, hybridflow):
     outcome = hybridflow("train", task / "rl.toml", "reward.function=", 'reward.kwargs={url = "x"}')
     assert "needs reward.function, which is empty" in outcome.err
     outcome = hybridflow("train", task / "rl.toml", 'reward.kwargs={solution_str = "x"}')

@@ -1,4 +1,4 @@
-"""Whole tiny runs: what they write, and what their numbers must be."""
+"""Tiny runs: the files they write and the values of their metrics."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ TIMES = ("timing_s/gen", "timing_s/reward", "timing_s/step", "timing_s/update_ac
 
 @pytest.fixture
 def train(task, tmp_path, hybridflow):
-    """Run GRPO with changes in the directory `name`, and return the directory."""
+    """Return a function that runs GRPO with changes in the directory `name` and returns the directory."""
 
     def run(*changes, name="run"):
         outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
@@ -30,7 +30,7 @@ def train(task, tmp_path, hybridflow):
 
 @pytest.fixture
 def ppo_run(tiny, finished_run):
-    """The directory of a finished PPO run with a checkpoint of every step."""
+    """Return the directory of a finished PPO run with a checkpoint of every step."""
     return finished_run("train", *tiny.PPO, "trainer.save_every=1", "trainer.keep_checkpoints=9")
 
 
@@ -38,7 +38,7 @@ def weights(run, step, component="actor"):
     return open_checkpoint(run / "checkpoints" / f"step_{step:06d}").load(component, "model")
 
 
-def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(task, ppo_run, finished_run):
+def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     changes = [
         ("algorithm.kl_in_loss=true", "validation.group_size=2", "validation.temperature=1"),
         ("algorithm.rollout_weights=token",),
@@ -52,13 +52,14 @@ def test_every_metric_of_a_run_is_in_the_glossary_and_the_other_way_round(task, 
     ]
     names = {name for run in runs for row in read_jsonl(run / "metrics.jsonl") for name in row} - {"step"}
     assert [name for name in sorted(names) if find_metric(name) is None] == []
-    found = {id(find_metric(name)) for name in names}
-    unseen = [name for name, metric in METRICS.items() if id(metric) not in found]
+    logged = {id(find_metric(name)) for name in names}
+    missing = [name for name, metric in METRICS.items() if id(metric) not in logged]
     sync = ["weight_sync/bytes", "weight_sync/probe_diff_mean", "weight_sync/probe_diff_max"]
-    assert unseen == [*sync, "balance/imbalance_before", "balance/imbalance_after"]  # of several ranks, or two engines
+    balance = ["balance/imbalance_before", "balance/imbalance_after"]
+    assert missing == [*sync, *balance]  # these need several ranks or two engines
 
 
-def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(finished_run):
+def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):
     run = finished_run("train")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
@@ -75,27 +76,27 @@ def test_a_grpo_run_writes_its_rows_samples_and_checkpoint(finished_run):
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000006"]
 
 
-def test_one_optimizer_step_a_batch_is_on_policy(finished_run):
+def test_one_optimizer_step_per_batch_is_on_policy(finished_run):
     for row in read_jsonl(finished_run("train") / "metrics.jsonl")[1:]:
         assert row["actor/ppo_kl"] == 0.0
         assert row["actor/clipfrac"] == 0.0
         assert row["rollout/log_prob_mismatch"] < 1e-5
-        assert "timing_s/old_log_probs" not in row  # the ratio is 1, whatever they are
+        assert "timing_s/old_log_probs" not in row  # not computed: the ratio is 1 by definition
 
 
-def test_the_rollouts_log_probs_can_be_the_old_ones(train):
+def test_rollout_log_probs_can_serve_as_old_log_probs(train):
     row = read_jsonl(train("trainer.total_steps=1", "actor.old_log_probs_from=rollout") / "metrics.jsonl")[1]
     assert "timing_s/old_log_probs" not in row
-    assert 0 < abs(row["actor/ppo_kl"]) < 1e-5  # the engine's rounding is not the trainer's
+    assert 0 < abs(row["actor/ppo_kl"]) < 1e-5  # rounding differs between engine and trainer
 
 
-def test_several_optimizer_steps_a_batch_move_the_ratio(train):
+def test_several_optimizer_steps_per_batch_change_the_ratio(train):
     row = read_jsonl(train("trainer.total_steps=1", "actor.mini_batch_size=4") / "metrics.jsonl")[1]
     assert row["actor/ppo_kl"] != 0.0
     assert "timing_s/old_log_probs" in row
 
 
-def test_only_the_critic_learns_in_its_warm_up(ppo_run):
+def test_critic_warmup_trains_only_the_critic(ppo_run):
     rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
     assert ["actor/loss" in row for row in rows] == [False, False, True, True, True, True]
     assert all("critic/loss" in row for row in rows)
@@ -106,18 +107,18 @@ def test_only_the_critic_learns_in_its_warm_up(ppo_run):
     assert not torch.equal(*values)
 
 
-def test_schedules_reach_to_the_last_update(ppo_run):
+def test_learning_rate_schedules_end_at_the_last_update(ppo_run):
     row = read_jsonl(ppo_run / "metrics.jsonl")[-1]
-    # the actor: 4 steps of 4 updates, 6 of them warm-up; the last one is number 15, counted from 0
+    # actor: 4 steps of 4 updates, 6 of them warm-up; the last update has index 15
     assert row["actor/lr"] == pytest.approx(1e-3 * (1 - (15 - 6) / (16 - 6)))
-    # the critic: 6 steps of 4 updates, the last one is number 23
+    # critic: 6 steps of 4 updates; the last update has index 23
     assert row["critic/lr"] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 23 / 24)))
 
 
-def test_the_kl_in_the_reward_steers_its_coefficient(ppo_run):
+def test_adaptive_kl_coefficient_follows_the_kl_in_the_reward(ppo_run):
     rows = read_jsonl(ppo_run / "metrics.jsonl")[1:]
-    # The actor is its reference until its first update, in step 3: the KL is 0 and far below its target, so each of
-    # 24 samples on a horizon of 50 takes 0.2 / 50 of the coefficient.
+    # The actor equals its reference until its first update, in step 3. The KL is 0, far below its target, so the 24
+    # samples of a step lower the coefficient by the factor 1 - 0.2 * 24 / 50 = 0.904.
     assert [row["critic/kl"] for row in rows[:3]] == [0.0, 0.0, 0.0]
     assert rows[3]["critic/kl"] > 0
     by_hand = [0.1, 0.1 * 0.904, 0.1 * 0.904**2, 0.1 * 0.904**3]
@@ -127,7 +128,7 @@ def test_the_kl_in_the_reward_steers_its_coefficient(ppo_run):
     assert rows[3]["critic/rewards/mean"] < rows[3]["critic/score/mean"]
 
 
-def test_the_kl_in_the_loss_is_added_with_its_weight(train):
+def test_kl_loss_is_added_with_its_coefficient(train):
     run = train("algorithm.kl_in_loss=true", "algorithm.kl_coef=0.5", "trainer.total_steps=3", "actor.optimizer.lr=0.1")
     rows = read_jsonl(run / "metrics.jsonl")[1:]
     assert rows[0]["actor/kl_loss"] == 0.0
@@ -137,7 +138,7 @@ def test_the_kl_in_the_loss_is_added_with_its_weight(train):
         assert "critic/kl" not in row
 
 
-def test_groups_without_a_difference_teach_grpo_nothing(train, tmp_path):
+def test_groups_with_equal_scores_give_grpo_zero_gradient(train, tmp_path):
     reward = tmp_path / "constant.py"
     reward.write_text("def score(**_):\n    return 0.5\n")
     run = train(
@@ -154,7 +155,7 @@ def test_groups_without_a_difference_teach_grpo_nothing(train, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_reward_that_fails_can_count_as_a_score(train, tmp_path):
+def test_failed_reward_can_count_as_error_score(train, tmp_path):
     reward = tmp_path / "failing.py"
     reward.write_text("def score(solution_str, **_):\n    return 1 / (len(solution_str) % 2)\n")
     run = train(
@@ -167,8 +168,8 @@ def test_a_reward_that_fails_can_count_as_a_score(train, tmp_path):
     assert row["critic/score/mean"] == pytest.approx((1 - failed) - failed)
 
 
-def test_validation_changes_no_number_of_training(tiny, task, train):
-    """Not even where the reward draws from the process's random numbers."""
+def test_validation_does_not_change_training(tiny, task, train):
+    """This holds even if the reward uses the random number generator of the process."""
     noisy = f"reward.function={task}/reward.py:noisy_score"
     often = train(noisy, "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1", name="often")
     never = train(noisy, "data.val_files=[]", name="never")
@@ -182,14 +183,14 @@ def test_validation_changes_no_number_of_training(tiny, task, train):
     assert all(files[0][name] == files[1][name] for name in ("actor.safetensors", "actor.json", "samples"))
 
 
-def test_validation_repeats_itself(train):
-    """The noise of its samples is the same at every step, so only the weights can change its figures."""
+def test_validation_noise_is_the_same_at_every_step(train):
+    """With a learning rate of 0 the weights stay equal, so equal noise gives equal scores."""
     run = train("actor.optimizer.lr=0", "trainer.val_every=1", "validation.group_size=2", "validation.temperature=1")
     rows = read_jsonl(run / "metrics.jsonl")
     assert len({row["val/score/mean"] for row in rows}) == 1
 
 
-def test_sft_learns_and_validates_before_during_and_after(finished_run):
+def test_sft_learns_and_validates_before_during_and_after_training(finished_run):
     run = finished_run("sft", "offline.optimizer.lr=1e-2", "trainer.epochs=8", "trainer.val_every=12")
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "sft/val_loss" in row] == [0, 12, 24]
@@ -199,7 +200,7 @@ def test_sft_learns_and_validates_before_during_and_after(finished_run):
     assert "timing_s/validation" in rows[12]
 
 
-def test_the_first_configuration_is_kept_when_a_run_is_resumed(task, train):
+def test_run_json_keeps_the_configuration_of_every_start(task, train):
     run = train("trainer.total_steps=1")
     train("trainer.total_steps=2", "actor.optimizer.lr=1e-4")
     starts = json.loads((run / "run.json").read_text())["starts"]
@@ -209,12 +210,12 @@ def test_the_first_configuration_is_kept_when_a_run_is_resumed(task, train):
     assert "lr = 0.0001" in (run / "config.toml").read_text()
 
 
-def test_tensorboard_gets_the_rows_too(train):
+def test_tensorboard_tracker_writes_an_event_file(train):
     run = train("trainer.total_steps=1", 'trainer.trackers=["tensorboard"]')
     assert [path.name.startswith("events.out") for path in (run / "tensorboard").iterdir()] == [True]
 
 
-def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog):
+def test_memory_is_logged_around_heavy_methods_at_debug_level(train, caplog):
     with caplog.at_level(logging.DEBUG, logger="hybridflow"):
         train("trainer.total_steps=1", "data.val_files=[]")
     for method in ("__init__", "generate_sequences", "update_actor", "save"):
@@ -226,35 +227,35 @@ def test_memory_is_logged_around_each_heavy_method_at_debug_level(train, caplog)
 @pytest.mark.parametrize(
     "changes", [(), ("algorithm.advantage=gae", "algorithm.kl_in_reward=true")], ids=["grpo", "ppo"]
 )
-def test_a_run_with_compiled_kernels_is_that_with_pytorchs_own_to_rounding(changes, finished_run):
+def test_compiled_kernels_equal_pytorch_kernels_up_to_rounding(changes, finished_run):
     try:
         compiled = finished_run("train", *changes)
         plain = finished_run("train", *changes, "controller.compiled_kernels=false")
     finally:
-        use_kernels(True)  # a setting of the process, which other tests share
-    ours, theirs = (read_jsonl(run / "metrics.jsonl") for run in (compiled, plain))
-    assert len(ours) == 7  # validation before the first step, and six steps
-    for one, other in zip(ours[1:], theirs[1:], strict=True):
-        assert one["critic/score/mean"] == other["critic/score/mean"]  # the same tokens were drawn
+        use_kernels(True)  # a process-wide setting, shared with other tests
+    compiled_rows, plain_rows = (read_jsonl(run / "metrics.jsonl") for run in (compiled, plain))
+    assert len(compiled_rows) == 7  # validation before the first step, and six steps
+    for one, other in zip(compiled_rows[1:], plain_rows[1:], strict=True):
+        assert one["critic/score/mean"] == other["critic/score/mean"]  # the sampled tokens are equal
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     pairs = zip(weights(compiled, 6).values(), weights(plain, 6).values(), strict=True)
     assert 0 < max(float((one - other).abs().max()) for one, other in pairs) < 1e-3
 
 
-def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_path):
+def test_automatic_token_budget_is_measured_once_per_run(train, tmp_path):
     options = ("memory.max_tokens_per_micro_batch=auto", "trainer.total_steps=2")
     run = train(*options, "--stop-after", "1", name="auto")
-    kept = json.loads((run / "token_budgets.json").read_text())
-    assert kept["budgets"].keys() == {"actor_rollout"}
-    budget = kept["budgets"]["actor_rollout"]
-    assert budget >= kept["layout"]["lengths"][0] + kept["layout"]["lengths"][1]
-    kept["budgets"]["actor_rollout"] = budget + 1
-    (run / "token_budgets.json").write_text(json.dumps(kept))
+    saved = json.loads((run / "token_budgets.json").read_text())
+    assert saved["budgets"].keys() == {"actor_rollout"}
+    budget = saved["budgets"]["actor_rollout"]
+    assert budget >= saved["layout"]["lengths"][0] + saved["layout"]["lengths"][1]
+    saved["budgets"]["actor_rollout"] = budget + 1
+    (run / "token_budgets.json").write_text(json.dumps(saved))
     train(*options, name="auto")
-    assert json.loads((run / "token_budgets.json").read_text()) == kept
-    kept["budgets"]["actor_rollout"] = -5
-    (run / "token_budgets.json").write_text(json.dumps(kept))
+    assert json.loads((run / "token_budgets.json").read_text()) == saved
+    saved["budgets"]["actor_rollout"] = -5
+    (run / "token_budgets.json").write_text(json.dumps(saved))
     with pytest.raises(AssertionError, match=r"token_budgets\.json' is damaged \(-5 tokens for actor_rollout\)"):
         train(*options, "trainer.total_steps=3", name="auto")
     (run / "token_budgets.json").write_text("{")
@@ -262,7 +263,7 @@ def test_an_automatic_token_budget_is_found_once_and_kept_by_the_run(train, tmp_
         train(*options, "trainer.total_steps=3", name="auto")
 
 
-def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, task, tmp_path, hybridflow):
+def test_lora_run_is_its_own_reference_and_exports_merged_weights(train, task, tmp_path, hybridflow):
     run = train(
         *("lora.rank=2", "lora.alpha=4", "algorithm.kl_in_loss=true", "actor.optimizer.lr=0.01"),
         *("actor.mini_batch_size=4", "trainer.total_steps=2"),
@@ -270,7 +271,7 @@ def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, 
     )
     rows = read_jsonl(run / "metrics.jsonl")
     assert rows[1]["actor/kl_loss"] >= 0
-    assert rows[2]["actor/kl_loss"] > 0  # the adapters have moved from where they were off
+    assert rows[2]["actor/kl_loss"] > 0  # the adapters differ from the base model
     methods = {event["where"] for event in read_jsonl(run / "trace" / "calls.jsonl")}
     assert "ActorRolloutWorker.compute_ref_log_probs" in methods
     assert not [method for method in methods if method.startswith("ReferenceWorker")]
@@ -282,8 +283,8 @@ def test_a_run_with_adapters_compares_with_itself_and_is_exported_merged(train, 
     assert hybridflow("evaluate", task / "rl.toml", f"model.path={tmp_path / 'merged'}").status == 0
 
 
-def test_a_reward_model_scores_in_place_of_a_function(train, task, tmp_path):
-    """Its scores are its own on the samples that the run wrote."""
+def test_reward_model_replaces_the_reward_function(train, task, tmp_path):
+    """The samples get scores from the reward model, and no reward function runs."""
     from transformers import AutoModelForSequenceClassification
 
     policy = load_config(task / "rl.toml").model.path

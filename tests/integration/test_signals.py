@@ -1,4 +1,4 @@
-"""A run that is told to stop, and one that is killed, lose nothing that the next start does not make again."""
+"""Runs that get signals: stopped or killed runs resume to results equal to an uninterrupted run."""
 
 import json
 import signal
@@ -27,7 +27,7 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(tiny, task, u
     command = [*tiny.commands(task)["grpo"], f"trainer.run_dir={run}", "trainer.save_every=1"]
 
     killed = start(*command, SECONDS_FOR_EACH_REWARD="0.02")
-    wait_until(lambda: len(rows(run)) > 2, killed)  # rows of step 0, the validation, to 2
+    wait_until(lambda: len(rows(run)) > 2, killed)  # rows of steps 0 (validation) to 2
     killed.kill()
     killed.wait()
     assert rows(run)[-1]["step"] < 6
@@ -49,12 +49,12 @@ def test_killed_then_terminated_then_finished_equals_uninterrupted(tiny, task, u
     assert tiny.results_of(run, 6) == tiny.results_of(uninterrupted.grpo, 6)
 
 
-def test_a_second_signal_ends_the_process_at_once(tiny, task, tmp_path, start):
+def test_second_signal_exits_immediately(tiny, task, tmp_path, start):
     run = tmp_path / "run"
     command = [*tiny.commands(task)["grpo"], f"trainer.run_dir={run}", "data.val_files=[]"]
     begun = tmp_path / "begun"
     process = start(*command, SECONDS_FOR_EACH_REWARD="1", FILE_OF_FIRST_REWARD=str(begun))
-    wait_until(begun.exists, process)  # the first step, whose rewards take 24 seconds
+    wait_until(begun.exists, process)  # in the first step; its rewards take 24 seconds
     process.send_signal(signal.SIGINT)
     assert "A second signal ends it at once" in next(line for line in process.stderr if "SIGINT" in line)
     process.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_five_clusters_one_of_them_killed_leave_nothing_behind():
+def test_soak_of_five_clusters_leaves_nothing_behind():
     command = [sys.executable, SOAK, "--cycles", "5", "--killed", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr

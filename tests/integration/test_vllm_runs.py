@@ -1,4 +1,4 @@
-"""Whole tiny runs that generate with vLLM: where the policy learns, on ranks that share an engine, in another pool."""
+"""Tiny runs with vLLM: colocated with training, one engine shared by ranks, and engines in a separate pool."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "data.val_
 OWN_POOL = ("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate")
 LAYOUTS = {
     "shared": ("controller.num_workers=2", "parallel.tensor=2", "rollout.tensor=2"),
-    "own": ("controller.num_workers=2",),
+    "replicas": ("controller.num_workers=2",),
     "object_store": (*OWN_POOL, "rollout.weight_sync=object_store", "rollout.tensor=2"),
     "broadcast": (*OWN_POOL, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"),
     "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000"),
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def vllm_task(tiny, tmp_path_factory):
-    """The tiny task, with heads of the size that vLLM computes on a CPU."""
+    """Return the tiny task with a head size that vLLM supports on a CPU."""
     task = tiny.write_task(tmp_path_factory.mktemp("vllm_task"))
     tiny.write_model(task / "model", seed=0, width=64, layers=2, heads=2)
     return task
@@ -36,14 +36,14 @@ def vllm_task(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
-    """GRPO in one sitting and in two; the same in LAYOUTS on Ray."""
+    """Return GRPO runs: uninterrupted (`whole`), resumed, on one process, with LoRA, and in LAYOUTS on Ray."""
     directory = tmp_path_factory.mktemp("vllm_runs")
     recipe = f"{vllm_task}/rl.toml"
     grpo = ["train", recipe, *VLLM, *tiny.GRPO, "trainer.total_steps=4"]
     run_in_turn(
         [*grpo, f"trainer.run_dir={directory}/whole"],
-        [*grpo, f"trainer.run_dir={directory}/parts", "--stop-after", "2"],
-        [*grpo, f"trainer.run_dir={directory}/parts"],
+        [*grpo, f"trainer.run_dir={directory}/resumed", "--stop-after", "2"],
+        [*grpo, f"trainer.run_dir={directory}/resumed"],
         [*("train", recipe), *VLLM, "data.val_files=[]", "trainer.total_steps=2", f"trainer.run_dir={directory}/one"],
         [*("train", recipe), *VLLM, "lora.rank=4", "trainer.total_steps=2", f"trainer.run_dir={directory}/lora"],
     )
@@ -53,14 +53,14 @@ def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 
-def test_a_run_that_was_stopped_and_continued_is_the_uninterrupted_one_to_the_bit(tiny, runs):
-    whole, parts = tiny.results_of(runs.whole, 4), tiny.results_of(runs.parts, 4)
-    assert whole.keys() == parts.keys()
-    assert [name for name in whole if whole[name] != parts[name]] == []
+def test_resumed_vllm_run_is_bit_identical_to_uninterrupted_run(tiny, runs):
+    whole, resumed = tiny.results_of(runs.whole, 4), tiny.results_of(runs.resumed, 4)
+    assert whole.keys() == resumed.keys()
+    assert [name for name in whole if whole[name] != resumed[name]] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_do_not_depend_on_who_generates_nor_on_the_transport_of_weights(runs, layout):
+def test_samples_do_not_depend_on_the_layout_or_the_weight_transport(runs, layout):
     run = getattr(runs, layout)
     assert read_jsonl(run / "samples.jsonl") == read_jsonl(runs.one / "samples.jsonl")
     for one, other in zip(*(read_jsonl(path / "metrics.jsonl") for path in (runs.one, run)), strict=True):
@@ -71,7 +71,7 @@ def test_samples_do_not_depend_on_who_generates_nor_on_the_transport_of_weights(
 
 
 @pytest.mark.parametrize("name", ["whole", "one", "lora", *LAYOUTS])
-def test_every_step_tells_how_far_the_engine_is_from_the_trainer(runs, name):
+def test_every_step_reports_the_log_prob_mismatch(runs, name):
     rows = read_jsonl(getattr(runs, name) / "metrics.jsonl")
     for row in (row for row in rows if row["step"]):
         assert 0 <= row["rollout/log_prob_mismatch"] <= row["rollout/log_prob_mismatch_max"] < 1e-4
@@ -82,7 +82,7 @@ def test_every_step_tells_how_far_the_engine_is_from_the_trainer(runs, name):
     assert all(row["weight_sync/probe_diff_mean"] < 1e-5 for row in synced)
 
 
-def test_memory_comes_for_weights_first_and_goes_when_all_is_generated(vllm_task, monkeypatch):
+def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(vllm_task, monkeypatch):
     import torch
 
     from hybridflow.config import load_config
@@ -92,13 +92,13 @@ def test_memory_comes_for_weights_first_and_goes_when_all_is_generated(vllm_task
 
     calls = []
     for name in ("wake", "start_loading", "finish_loading", "log_probs", "submit", "sleep"):
-        own = getattr(VLLMRollout, name)
+        original = getattr(VLLMRollout, name)
 
-        def recorded(self, *args, name=name, own=own, **kwargs):
-            told = f"wake {args[0]}" if name == "wake" else name
-            if calls[-1:] != [told]:
-                calls.append(told)
-            return own(self, *args, **kwargs)
+        def recorded(self, *args, name=name, original=original, **kwargs):
+            call = f"wake {args[0]}" if name == "wake" else name
+            if calls[-1:] != [call]:
+                calls.append(call)
+            return original(self, *args, **kwargs)
 
         monkeypatch.setattr(VLLMRollout, name, recorded)
     worker = ActorRolloutWorker(load_config(f"{vllm_task}/rl.toml", [*VLLM]))
@@ -106,13 +106,13 @@ def test_memory_comes_for_weights_first_and_goes_when_all_is_generated(vllm_task
         {"prompts": torch.tensor([[5, 6]]), "prompt_mask": torch.ones(1, 2), "group_ids": torch.zeros(1).long()},
         meta_info={"noise_key": [0, 0, 0]},
     )
-    assert calls == ["sleep"]  # training has the memory
+    assert calls == ["sleep"]  # the memory is free for training
     synced = ["wake weights", "start_loading", "finish_loading", "wake kv_cache", "log_probs"]
     worker.sync_weights()
     assert calls[1:] == synced
     worker.generate_sequences(prompts)
     assert calls[6:] == ["submit", "sleep"]
-    worker.generate_validation_sequences(prompts)  # nobody asked for a sync; on a CPU the weights are still there
+    worker.generate_validation_sequences(prompts)  # without a sync: on a CPU the weights survive sleep
     assert calls[8:] == ["wake weights", "wake kv_cache", "submit", "sleep"]
     del calls[:]
     worker.rollout.version = None  # as after sleeping on a GPU
@@ -130,25 +130,26 @@ def test_evaluate_and_generate_work_with_vllm(vllm_task, hybridflow):
 
 
 def process_with_vllm(driver):
-    """The worker process below a driver that has vLLM in it."""
+    """Return the worker process among the descendants of a driver that has loaded vLLM."""
     parents, candidates = {}, []
     for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has exited
             parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
             if "/vllm/_C" in (directory / "maps").read_text():
                 candidates.append(int(directory.name))
 
-    def is_below(pid):
-        return pid == driver or (pid in parents and is_below(parents[pid]))
+    def is_descendant(pid):
+        return pid == driver or (pid in parents and is_descendant(parents[pid]))
 
-    (pid,) = (pid for pid in candidates if is_below(pid))
+    (pid,) = (pid for pid in candidates if is_descendant(pid))
     return pid
 
 
 @pytest.mark.parametrize(
-    ("sign", "told"), [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 20 s")]
+    ("signal_number", "problem"),
+    [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 20 s")],
 )
-def test_an_engine_that_dies_or_hangs_in_its_pool_ends_the_run_in_time(vllm_task, start, tmp_path, sign, told):
+def test_dead_or_hanging_engine_ends_the_run_within_its_deadline(vllm_task, start, tmp_path, signal_number, problem):
     run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
     run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
     run += ["placement.roles.rollout=generate", "controller.call_timeout_s=20", f"trainer.run_dir={tmp_path}/run"]
@@ -158,7 +159,7 @@ def test_an_engine_that_dies_or_hangs_in_its_pool_ends_the_run_in_time(vllm_task
     while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
         time.sleep(0.05)
     pid = process_with_vllm(process.pid)
-    os.kill(pid, sign)
+    os.kill(pid, signal_number)
     stopped_at = time.monotonic()
     try:
         _, errors = process.communicate(timeout=90)
@@ -167,5 +168,5 @@ def test_an_engine_that_dies_or_hangs_in_its_pool_ends_the_run_in_time(vllm_task
             os.kill(pid, signal.SIGCONT)
     assert time.monotonic() - stopped_at < 60
     assert process.returncode == 75
-    assert re.search(told, errors), errors[-3000:]
+    assert re.search(problem, errors), errors[-3000:]
     assert "rollout" in errors
