@@ -60,12 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Assign tests to groups for `pytest -n 2 --dist loadgroup`: one for the Ray control plane, one per other file.
 
-    Ray tests come first because they take longest. Module fixtures and `ray_backend` are created once.
+    A test with its own mark `xdist_group` stays in that group. Ray tests come first because they take longest. Module fixtures and `ray_backend` are created once.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)  # a stable sort
     for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
         is_control_plane = item.get_closest_marker("ray") and "integration" not in item.path.parts
         group = "ray" if is_control_plane else str(item.path.relative_to(config.rootpath))
         item.add_marker(pytest.mark.xdist_group(group))

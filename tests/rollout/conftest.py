@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +18,9 @@ def build_embedded(directory: Path, dtype: str = "float64", **options) -> "Rollo
 
 
 def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEngine":
-    from fixtures.vllm_engines import vllm_engine
+    from fixtures.vllm_engines import lend_engine
 
-    return vllm_engine(directory, dtype="float32" if dtype == "float64" else dtype, **options)  # vLLM has no float64
+    return lend_engine(directory, dtype="float32" if dtype == "float64" else dtype, **options)  # vLLM has no float64
 
 
 ENGINES = {"embedded": build_embedded, "vllm": build_vllm}
@@ -30,6 +31,14 @@ ENGINES = {"embedded": build_embedded, "vllm": build_vllm}
 def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
     """Return the builder of each implementation in turn."""
     return ENGINES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def engines_taken_back() -> Iterator[None]:
+    """Make the vLLM engines of a test available to the next one."""
+    yield
+    if "fixtures.vllm_engines" in sys.modules:
+        sys.modules["fixtures.vllm_engines"].take_back_engines()
 
 
 @pytest.fixture(scope="session")

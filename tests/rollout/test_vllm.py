@@ -21,10 +21,10 @@ PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
 
 def build(path, *, weights: bool = True, **options):
     """Return a shared engine with weights, or a new one without."""
-    from fixtures.vllm_engines import vllm_engine
+    from fixtures.vllm_engines import lend_engine
     from hybridflow.rollout.vllm import VLLMRollout
 
-    return vllm_engine(path, **options) if weights else VLLMRollout(path, enforce_eager=True, kv_cache_bytes=2**26)
+    return lend_engine(path, **options) if weights else VLLMRollout(path, enforce_eager=True, kv_cache_bytes=2**26)
 
 
 def build_unshared(path):
@@ -60,6 +60,7 @@ def test_bfloat16_log_probs_are_close_to_the_embedded_engine(tiny_model):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.slow
+@pytest.mark.xdist_group("tests/integration/test_vllm_runs.py")  # whose runs use /dev/shm too
 def test_ranks_that_share_an_engine_equal_one_rank(tiny_model, run_world, tmp_path, tensor):
     path = tiny_model("qwen2", num_key_value_heads=2)
     run_world(RANK_PROGRAM, 2, path, tensor, tmp_path)
