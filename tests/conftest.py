@@ -60,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Assign tests to groups for `pytest -n 2 --dist loadgroup`: one for the Ray control plane, one per other file.
 
-    A test with its own mark `xdist_group` stays in that group. Ray tests come first because they take longest. Module fixtures and `ray_backend` are created once.
+    A test with its own mark `xdist_group` stays in that group. Ray tests come first because they take longest. Module
+    fixtures and `ray_backend` are created once.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
