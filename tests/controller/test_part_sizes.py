@@ -107,7 +107,7 @@ class Uneven(Worker):
         return self.received
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(params=["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def backend(request):
     return LocalBackend() if request.param == "local" else request.getfixturevalue("ray_backend")
 

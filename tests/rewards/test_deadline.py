@@ -128,6 +128,7 @@ def test_the_state_of_the_garbage_collector_is_restored():
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_no_exception_follows_a_call_that_ends_near_its_limit():
     handler, ends = signal.getsignal(signal.SIGALRM), Counter()
     for index in range(3000):

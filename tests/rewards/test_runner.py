@@ -112,6 +112,7 @@ def test_a_failing_sample_is_reported_and_the_others_keep_their_scores(runner, b
             assert repr(outcome.result["object"]).startswith("<object object")
 
 
+@pytest.mark.slow
 def test_all_failures_at_once(runner):
     texts = [*PROBLEMS, "fine", *PROBLEMS, "good"]
     outcomes = runner(num_processes=3).run(samples(texts))
@@ -143,6 +144,7 @@ def test_a_slow_function_is_not_late_and_processes_run_in_parallel(runner):
     assert len([None for first, then in pairs if then["start"] < first["at"]]) >= 3
 
 
+@pytest.mark.slow
 def test_a_hanging_function_that_stops_reading_times_out(runner):
     texts = ["loop", *["x" * 3_000_000] * 4]  # more than a pipe takes
     outcomes = runner(num_processes=1).run(samples(texts))

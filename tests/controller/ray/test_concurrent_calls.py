@@ -55,6 +55,7 @@ def batch_of(number):
     return DataProto.from_dict({"x": torch.tensor([number])})
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_concurrent_calls_sets_the_number_of_simultaneous_calls(ray_backend):
     with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), ray_backend, "judge") as group:
@@ -68,6 +69,7 @@ def test_concurrent_calls_sets_the_number_of_simultaneous_calls(ray_backend):
     assert threads == (ray_backend.threads or threads)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_result_is_readable_while_an_older_call_runs(ray_backend):
     from hybridflow.controller.ray import RayBackend
