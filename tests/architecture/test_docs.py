@@ -1,11 +1,15 @@
 """The documentation is true: its programs run, its tables are the generated ones, its links lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from hybridflow.cli.main import COMMANDS
 from hybridflow.config import reference_markdown
 from hybridflow.observability import metrics_markdown
 from hybridflow.protocol import FIELDS
@@ -15,6 +19,7 @@ PAGES = sorted(ROOT.glob("docs/*.md"))
 OF_RAY = {"ray.md"}
 TEXTS = [*PAGES, *sorted(ROOT.glob("docs/decisions/*.md")), *sorted(ROOT.glob("*.md"))]
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SCRIPT = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -45,6 +50,32 @@ def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     for block in PROGRAM.finditer(text):
         blank_lines = text[: block.start(1)].count("\n")  # so that a traceback shows the line of the page
         exec(compile("\n" * blank_lines + block[1], str(page), "exec"), namespace)
+
+
+@pytest.mark.slow
+def test_commands_of_the_tutorial_run(tmp_path):
+    script = "".join(SCRIPT.findall((ROOT / "docs/tutorial.md").read_text("utf-8")))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "step 40/100" in done.stdout
+    assert "val/accuracy" in done.stdout
+    assert (tmp_path / "exported/model.safetensors").is_file()
+    assert (tmp_path / "curve.png").is_file()
+
+
+def test_every_command_is_documented():
+    page = (ROOT / "docs/commands.md").read_text("utf-8")
+    assert re.findall(r"^\| `hybridflow ([a-z-]+)", page, re.MULTILINE) == list(COMMANDS)
+    targets = re.findall(r"^([a-z_-]+):.*## ", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert [target for target in targets if f"`make {target}`" not in page] == []
 
 
 def test_the_table_of_keys_is_the_generated_one():
