@@ -1,4 +1,4 @@
-"""docs/architecture.md names the core and lists the loop; README says how long the core is and shows one step of GRPO."""
+"""docs/architecture.md names the core and lists the loop; README shows its length and one step of GRPO."""
 
 import inspect
 import re

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.cli.main import COMMANDS
-from hybridflow.config import reference_markdown
+from hybridflow.cli.main import COMMANDS, main
+from hybridflow.config import load_config, reference_markdown
 from hybridflow.observability import metrics_markdown
 from hybridflow.protocol import FIELDS
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
 PAGES = sorted(ROOT.glob("docs/*.md"))
 OF_RAY = {"ray.md"}
 TEXTS = [*PAGES, *sorted(ROOT.glob("docs/decisions/*.md")), *sorted(ROOT.glob("*.md"))]
@@ -25,7 +26,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 @pytest.fixture
 def restores_the_process():
-    """A program that trains sets threads and kernels for its whole process; one may add columns to the glossary."""
+    """Restore what a program may set for the whole process: threads, kernels and columns of the glossary."""
     glossary = dict(FIELDS)
     num_threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
@@ -50,6 +51,22 @@ def test_the_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
     for block in PROGRAM.finditer(text):
         blank_lines = text[: block.start(1)].count("\n")  # so that a traceback shows the line of the page
         exec(compile("\n" * blank_lines + block[1], str(page), "exec"), namespace)
+
+
+def test_readme_lists_the_commands_as_printed(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0]
+    assert f"commands:\n{commands}\n```" in README, f"put this into README.md:\n{commands}"
+
+
+def test_reward_and_recipe_of_readme_are_valid(tmp_path):
+    (tmp_path / "recipe.toml").write_text(re.findall(r"^```toml\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)[0])
+    assert load_config(tmp_path / "recipe.toml").trainer.run_dir == "runs/mine"
+    namespace = {}
+    exec(PROGRAM.findall(README)[1], namespace)
+    scores = [namespace["score"]("openai/gsm8k", text, "72", {})["score"] for text in ("It is #### 72\n", "#### 7")]
+    assert scores == [1.0, 0.0]
 
 
 @pytest.mark.slow
