@@ -105,13 +105,27 @@ def test_the_table_of_metrics_is_the_generated_one():
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
 def test_every_link_within_the_repository_leads_somewhere(text):
-    links = [link.partition("#")[0] for link in LINK.findall(text.read_text("utf-8")) if "://" not in link]
-    assert [link for link in links if link and not (text.parent / link).exists()] == []
+    links = [link.partition("#") for link in LINK.findall(text.read_text("utf-8")) if "://" not in link]
+    targets = [(text.parent / path if path else text, anchor) for path, _, anchor in links]
+    assert [str(path) for path, _ in targets if not path.exists()] == []
+    assert [f"{path}#{anchor}" for path, anchor in targets if anchor and anchor not in _anchors(path)] == []
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text.relative_to(ROOT)))
+def test_every_test_file_that_a_page_names_exists(text):
+    named = re.findall(r"\btests/[a-z_/]+\.py", text.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 def test_every_page_is_reached_from_the_index():
     linked = LINK.findall((ROOT / "docs/index.md").read_text("utf-8"))
     assert [page.name for page in PAGES if page.name != "index.md" and page.name not in linked] == []
+
+
+def _anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _between_marks(page):
