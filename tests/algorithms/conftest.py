@@ -10,9 +10,9 @@ Row = list[float]
 
 @pytest.fixture
 def ragged_batches() -> Callable[..., Iterator[tuple[list[list[bool]], list[list[Row]]]]]:
-    """ragged_batches(num_columns) yields 200 times (mask, columns), with NaN wherever the mask is false.
+    """Return a generator function of 200 (mask, columns) for a number of columns, with NaN where the mask is false.
 
-    1 to 5 rows of 0 to 8 places; most rows are a response and then padding, some have holes, some are empty.
+    1 to 5 rows of 0 to 8 positions; most rows are a response and then padding, some have gaps, some are empty.
     """
 
     def batches(num_columns: int) -> Iterator[tuple[list[list[bool]], list[list[Row]]]]:

@@ -1,6 +1,6 @@
-"""Every advantage estimator and policy loss once more, in float64, one number at a time, as its paper writes it.
+"""Scalar float64 references of all advantage estimators and policy losses, written as in their papers.
 
-Nothing of hybridflow is imported. A batch is lists of rows; `mask[i]` says which places of row i count.
+This module does not import hybridflow. A batch is lists of rows; `mask[i]` marks the positions of row i that count.
 """
 
 import math
@@ -53,7 +53,7 @@ def returns_of(rewards: Rows, mask: Mask, gamma: float) -> Rows:
     return returns
 
 
-# Advantages: keyword arguments as columns, lists in, one number a row or one a token out.
+# Advantages: columns are lists, passed as keyword arguments; results have one number per row or per token.
 
 
 def grpo(scores, group_ids, norm_by_std, **_):
@@ -97,7 +97,7 @@ def gpg(scores, group_ids, norm_by_std, **_):
 
 
 def pass_at_k(scores, group_ids, k, success_score, **_):
-    """By its definition: over all subsets of k responses."""
+    """Compute it by its definition, over all subsets of k responses."""
     from itertools import combinations
 
     advantages = [0.0] * len(scores)
@@ -203,8 +203,8 @@ ADVANTAGES: dict[str, Callable] = {
 }
 
 
-# Policy losses: of one response, the values at its tokens alone. Each returns the losses of the tokens, and the
-# derivative of each loss by the log-prob of its own token (for GMPO, of their sum by each log-prob).
+# Policy losses get the values of one response at its unmasked tokens. Each returns the losses of the tokens, and the
+# derivative of each loss by the log-prob of the same token (for GMPO, of their sum by each log-prob).
 
 
 def clip(x: float, lowest: float, highest: float) -> float:

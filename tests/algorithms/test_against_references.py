@@ -1,5 +1,4 @@
-"""Every estimator and loss of the tables against scalar references on a thousand ragged batches, and what may not
-change it: the order of rows, the numbers of groups, the width of the padding."""
+"""All estimators and losses against scalar references, and their invariance to row order, group ids and padding."""
 
 import inspect
 import math
@@ -41,7 +40,7 @@ PARAMETERS: dict[str, list[Any]] = {
 
 
 def random_mask(rng: random.Random, num_rows: int, width: int) -> list[list[bool]]:
-    """Most rows are a response and then padding, some have holes, some are empty."""
+    """Draw a mask: most rows are a response and then padding, some have gaps, some are empty."""
     mask = []
     for _ in range(num_rows):
         length, density = rng.randint(0, width), rng.choice([1.0, 1.0, 0.6])
@@ -50,7 +49,7 @@ def random_mask(rng: random.Random, num_rows: int, width: int) -> list[list[bool
 
 
 def random_column(name: str, rng: random.Random, mask: list[list[bool]]) -> list[list[float]]:
-    """Numbers at the true places, NaN elsewhere; log-probs are below 0."""
+    """Draw numbers where the mask is true, NaN elsewhere; log-probs are below 0."""
 
     def number() -> float:
         return -rng.expovariate(1.0) - 1e-3 if name.endswith("log_probs") else rng.gauss(0, 1)
@@ -63,7 +62,7 @@ def parameters_for(function: Any, rng: random.Random) -> dict[str, Any]:
 
 
 def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
-    """The columns of an estimator as lists, and its parameters."""
+    """Return the columns of an estimator as lists, and its parameters."""
     function = ADVANTAGES[name]
     num_groups, width = rng.randint(1, 4), rng.randint(1, 7)
     sizes = [rng.randint(GROUP_SIZE_OF.get(name, 1), 5) for _ in range(num_groups)]
@@ -83,7 +82,7 @@ def advantage_batch(name: str, rng: random.Random) -> dict[str, Any]:
         "old_log_probs": random_column("old_log_probs", rng, mask),
         "teacher_log_probs": random_column("teacher_log_probs", rng, mask),
     }
-    # the token's own, and those of the rest of the vocabulary
+    # the token's own square, and those of the rest of the vocabulary
     columns["sum_squared_probs"] = [
         [math.exp(2 * x) + rng.random() * (1 - math.exp(x)) ** 2 for x in row] for row in columns["old_log_probs"]
     ]
@@ -107,7 +106,7 @@ def as_rows(tensor: Tensor, like: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_estimator_equals_its_reference_on_a_thousand_ragged_batches(name):
+def test_an_estimator_equals_its_reference_on_1000_ragged_batches(name):
     rng = random.Random(name)
     for _ in range(NUM_BATCHES):
         batch = advantage_batch(name, rng)
@@ -120,7 +119,7 @@ def test_an_estimator_equals_its_reference_on_a_thousand_ragged_batches(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_estimator_that_compares_groups_gives_0_to_single_responses(name):
+def test_a_group_estimator_gives_0_to_single_responses(name):
     rng = random.Random(f"{name} single")
     largest = 0.0
     for _ in range(20):
@@ -134,7 +133,7 @@ def test_an_estimator_that_compares_groups_gives_0_to_single_responses(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_an_estimator_does_not_depend_on_the_order_of_rows_the_names_of_groups_or_the_padding(name):
+def test_an_estimator_ignores_row_order_group_ids_and_padding(name):
     rng = random.Random(f"{name} permuted")
     for _ in range(50):
         columns = as_tensors(advantage_batch(name, rng))
@@ -145,7 +144,7 @@ def test_an_estimator_does_not_depend_on_the_order_of_rows_the_names_of_groups_o
         for key, value in columns.items():
             changed[key] = value[order] if isinstance(value, Tensor) else value
         if "group_ids" in changed:
-            changed["group_ids"] = torch.bitwise_not(changed["group_ids"])  # descending, and all different still
+            changed["group_ids"] = torch.bitwise_not(changed["group_ids"])  # descending, and still all different
         width = 3
         padded = ("token_level_rewards", "values", "old_log_probs", "teacher_log_probs", "sum_squared_probs")
         for key in ("response_mask", *padded):
@@ -188,7 +187,7 @@ def loss_batch(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_loss_and_its_gradient_equal_the_reference_on_a_thousand_ragged_batches(name):
+def test_a_loss_and_its_gradient_equal_their_reference(name):
     rng = random.Random(name)
     for _ in range(NUM_BATCHES):
         batch = loss_batch(name, rng)
@@ -219,7 +218,7 @@ def test_a_loss_and_its_gradient_equal_the_reference_on_a_thousand_ragged_batche
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_loss_does_not_depend_on_the_order_of_rows_or_the_padding(name):
+def test_a_loss_ignores_row_order_and_padding(name):
     rng = random.Random(f"{name} permuted")
     for _ in range(50):
         columns = as_tensors(loss_batch(name, rng))
@@ -241,7 +240,7 @@ def test_a_loss_does_not_depend_on_the_order_of_rows_or_the_padding(name):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_where_the_policy_has_not_moved_every_loss_has_the_gradient_of_the_policy_gradient(name):
+def test_on_policy_every_loss_has_the_policy_gradient(name):
     rng = random.Random(f"{name} on-policy")
     for _ in range(50):
         columns = as_tensors(loss_batch(name, rng))
@@ -250,7 +249,7 @@ def test_where_the_policy_has_not_moved_every_loss_has_the_gradient_of_the_polic
         }
         if "selected_tokens" in columns:
             columns["selected_tokens"] = torch.zeros_like(columns["response_mask"])
-        if name == "gmpo":  # whose gradient is that of the mean advantage of a response
+        if name == "gmpo":  # its gradient is that of a response's mean advantage
             columns["advantages"] = columns["advantages"][:, :1].nan_to_num(0.5)
         log_probs = columns["log_probs"].requires_grad_()
         POLICY_LOSSES[name](**columns).token_losses.sum().backward()

@@ -15,7 +15,7 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
 def reference_aggregate(losses: list[list[float]], mask: list[list[bool]], mode: str) -> float:
-    """Over a whole batch, by the words of the mode."""
+    """Aggregate a whole batch by the definition of the mode."""
     rows = [
         [loss for loss, valid in zip(row, valids, strict=True) if valid]
         for row, valids in zip(losses, mask, strict=True)
@@ -33,15 +33,15 @@ def reference_aggregate(losses: list[list[float]], mask: list[list[bool]], mode:
 @pytest.mark.parametrize(
     ("mode", "expected"), [("token-mean", 17 / 4), ("seq-mean-token-sum", 17 / 2), ("seq-mean-token-mean", 11 / 2)]
 )
-def test_two_sequences_by_hand(mode, expected):
+def test_aggregations_of_two_sequences_by_hand(mode, expected):
     assert aggregate_loss(LOSSES, MASK, mode, num_tokens=4, num_sequences=2).item() == expected
 
 
-def test_the_table_has_the_three_modes_and_that_of_dr_grpo():
+def test_the_table_has_three_modes_and_dr_grpo():
     assert list(AGGREGATIONS) == [*MODES, "seq-mean-token-sum-norm"]
 
 
-def test_dr_grpo_divides_by_the_longest_length_allowed():
+def test_dr_grpo_divides_by_the_maximum_length():
     loss = aggregate_loss(LOSSES, MASK, "seq-mean-token-sum-norm", num_tokens=4, num_sequences=2, max_response_length=5)
     whole = aggregate_loss(LOSSES, MASK, "seq-mean-token-sum", num_tokens=4, num_sequences=2)
     assert loss.item() == pytest.approx(whole.item() / 5)
@@ -63,7 +63,7 @@ def test_equals_the_scalar_reference_on_ragged_batches(mode, ragged_batches):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_parts_of_any_split_add_up_to_the_whole_in_loss_and_gradient(mode, ragged_batches):
+def test_loss_and_gradient_of_parts_add_up_to_the_whole(mode, ragged_batches):
     rng = random.Random(0)
     for mask_rows, (loss_rows,) in ragged_batches(1):
         mask = torch.tensor(mask_rows, dtype=torch.bool)
@@ -90,7 +90,7 @@ def test_the_parts_of_any_split_add_up_to_the_whole_in_loss_and_gradient(mode, r
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_local_count_would_be_noticed(mode):
+def test_local_counts_change_the_result(mode):
     whole = aggregate_loss(LOSSES, MASK, mode, num_tokens=4, num_sequences=2).item()
     local = sum(
         aggregate_loss(
@@ -120,7 +120,7 @@ def test_a_part_without_rows_contributes_zero(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_padding_on_the_right_changes_nothing(mode):
+def test_right_padding_does_not_change_the_loss(mode):
     counts = {"num_tokens": 4, "num_sequences": 2}
     padded_losses = torch.cat([LOSSES, torch.full((3, 2), NAN)], dim=1)
     padded_mask = torch.cat([MASK, torch.zeros(3, 2, dtype=torch.bool)], dim=1)
@@ -129,14 +129,14 @@ def test_padding_on_the_right_changes_nothing(mode):
     )
 
 
-def test_counts_smaller_than_the_part_are_refused():
+def test_counts_smaller_than_the_part_are_rejected():
     with pytest.raises(AlgorithmError, match="num_tokens=3, but this part alone has 4"):
         aggregate_loss(LOSSES, MASK, "token-mean", num_tokens=3, num_sequences=2)
     with pytest.raises(AlgorithmError, match="num_sequences=1, but this part alone has 2"):
         aggregate_loss(LOSSES, MASK, "token-mean", num_tokens=4, num_sequences=1)
 
 
-def test_wrong_shapes_modes_and_counts_are_refused():
+def test_wrong_shapes_modes_and_counts_are_rejected():
     with pytest.raises(AlgorithmError, match="no mode 'mean'; valid are 'token-mean', 'seq-mean-token-sum'"):
         aggregate_loss(LOSSES, MASK, "mean", num_tokens=4, num_sequences=2)
     raw = unwrap(aggregate_loss)

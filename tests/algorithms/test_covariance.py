@@ -13,7 +13,7 @@ def test_covariances_by_hand():
     assert found.tolist() == [0.0, 0.0, -1.0]
 
 
-def test_clip_cov_draws_from_those_within_the_bounds_by_the_seed_alone():
+def test_clip_cov_draws_by_seed_from_tokens_within_the_bounds():
     seen = set()
     for seed in range(40):
         chosen = select_clip_cov(covariances=VALUES, seed=seed, selected_share=0.4)
@@ -24,13 +24,13 @@ def test_clip_cov_draws_from_those_within_the_bounds_by_the_seed_alone():
     assert seen == {1, 3, 4, 5}
 
 
-def test_clip_cov_takes_all_where_fewer_are_within_the_bounds_than_it_may():
+def test_clip_cov_selects_all_if_too_few_are_within_the_bounds():
     chosen = select_clip_cov(covariances=VALUES, seed=0, selected_share=1.0, cov_low=2.5, cov_high=6.0)
     assert chosen.tolist() == [False, True, False, False, True, False]
     assert not select_clip_cov(covariances=VALUES, seed=0, cov_low=8.0, cov_high=9.0).any()
 
 
-def test_kl_cov_takes_the_largest_one_at_least():
+def test_kl_cov_selects_the_largest_and_at_least_one():
     assert select_kl_cov(covariances=VALUES, seed=0, selected_share=0.5).tolist() == [
         False,
         True,
@@ -43,6 +43,6 @@ def test_kl_cov_takes_the_largest_one_at_least():
     assert select_kl_cov(covariances=VALUES[:0], seed=0).tolist() == []
 
 
-def test_a_share_out_of_range_is_refused():
+def test_a_share_out_of_range_is_rejected():
     with pytest.raises(AlgorithmError, match=r"selected_share=1\.5"):
         select_kl_cov(covariances=VALUES, seed=0, selected_share=1.5)

@@ -1,4 +1,4 @@
-"""What the table declares of a function is what its signature says."""
+"""The declarations agree with the signatures of the functions."""
 
 import inspect
 
@@ -27,16 +27,16 @@ def test_extra_columns_are_those_of_the_signature(declared, function):
 
 
 @pytest.mark.parametrize("name", [name for name, estimator in ESTIMATORS.items() if estimator.at_most_group_size])
-def test_the_default_of_a_limited_parameter_is_that_of_the_function(name):
+def test_a_limited_parameter_declares_the_default_of_its_function(name):
     parameter, default = ESTIMATORS[name].at_most_group_size
     assert inspect.signature(ADVANTAGES[name]).parameters[parameter].default == default
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_reads_selected_tokens_declares_who_selects(name):
+def test_a_loss_that_reads_selected_tokens_declares_a_selection(name):
     assert bool(LOSSES[name].selection) == ("selected_tokens" in inspect.signature(POLICY_LOSSES[name]).parameters)
 
 
-def test_losses_are_defined_for_aggregations_that_exist():
+def test_losses_declare_existing_aggregations():
     for loss in LOSSES.values():
         assert set(loss.aggregations) <= set(AGGREGATIONS)

@@ -19,7 +19,7 @@ def logs(*probs):
     return torch.tensor([[probs]], dtype=torch.float64).log()
 
 
-def test_an_advantage_is_how_much_likelier_the_teacher_finds_the_token():
+def test_an_advantage_is_teacher_minus_policy_log_prob():
     advantages, returns = distillation_advantages(
         old_log_probs=torch.tensor([[-1.0, -2.0, float("nan")]]),
         teacher_log_probs=torch.tensor([[-0.5, -3.0, float("nan")]]),
@@ -43,7 +43,7 @@ def test_kl_over_candidates_and_the_rest_by_hand():
 
 
 @pytest.mark.parametrize("direction", ["reverse_kl", "forward_kl"])
-def test_the_whole_vocabulary_gives_the_whole_kl_and_its_gradient(direction):
+def test_all_candidates_give_the_exact_kl_and_gradient(direction):
     generator = torch.Generator().manual_seed(0)
     policy, teacher = torch.randn(2, 4, 5, 7, dtype=torch.float64, generator=generator)
     policy.requires_grad_()
@@ -63,7 +63,7 @@ def test_the_whole_vocabulary_gives_the_whole_kl_and_its_gradient(direction):
 
 
 @pytest.mark.parametrize("direction", ["reverse_kl", "forward_kl"])
-def test_fewer_candidates_never_give_more_and_equal_policies_nothing(direction):
+def test_fewer_candidates_never_increase_the_kl(direction):
     generator = torch.Generator().manual_seed(1)
     policy, teacher = torch.randn(2, 20, 1, 9, dtype=torch.float64, generator=generator)
 
@@ -79,7 +79,7 @@ def test_fewer_candidates_never_give_more_and_equal_policies_nothing(direction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_candidates_that_take_all_probability_stay_finite(dtype):
+def test_candidates_with_all_probability_stay_finite(dtype):
     policy = torch.tensor([[[40.0, -40.0, 0.0]]], dtype=dtype, requires_grad=True)
     teacher = torch.tensor([[[-40.0, 40.0, 0.0]]], dtype=dtype)
     for direction in ("reverse_kl", "forward_kl"):
@@ -91,7 +91,7 @@ def test_candidates_that_take_all_probability_stay_finite(dtype):
         assert torch.isfinite(grad).all()
 
 
-def test_an_unknown_direction_is_refused():
+def test_an_unknown_direction_is_rejected():
     with pytest.raises(AlgorithmError, match="not one of reverse_kl, forward_kl"):
         inspect.unwrap(teacher_kl)(
             candidate_log_probs=logs(0.5), teacher_candidate_log_probs=logs(0.5), direction="jsd"

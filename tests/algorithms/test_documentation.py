@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 def needs(declared: Estimator | Loss) -> str:
-    """The declared needs of a function in words."""
+    """Return the declared requirements of a function in words."""
     words = [f"`{column}`: {EXTRA_COLUMNS[column]}" for column in declared.extra_columns]
     if isinstance(declared, Loss):
         words += [f"tokens that `{declared.selection.partition(':')[2]}` selects"] if declared.selection else []
@@ -27,7 +27,7 @@ def needs(declared: Estimator | Loss) -> str:
 
 
 def table(key: str) -> str:
-    """Each name of a key with its function and its needs."""
+    """Return the Markdown table of a key: each name with its function and its requirements."""
     declarations = {"algorithm.advantage": ESTIMATORS, "actor.policy_loss": LOSSES}[key]
     lines = [f"| `{key}` | function | needs |", "|---|---|---|"]
     for name, declared in declarations.items():
@@ -41,7 +41,7 @@ def test_the_examples_of_the_page_run_as_one_script():
     exec(compile("\n".join(blocks), PAGE.name, "exec"), {"__name__": "__main__"})
 
 
-def test_the_page_names_everything_public_and_every_entry_of_the_tables():
+def test_the_page_names_all_public_names_and_table_entries():
     text = PAGE.read_text()
     tables = [algorithms.ADVANTAGES, algorithms.POLICY_LOSSES, algorithms.KL_ESTIMATORS, algorithms.AGGREGATIONS]
     for name in [*algorithms.__all__, *(name for table in tables for name in table)]:

@@ -10,7 +10,7 @@ NAN = float("nan")
 
 
 def reference_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, the definition (equation 16), for one trajectory without gaps."""
+    """Compute A_t = sum over l of (gamma lam)^l delta_{t+l} (equation 16) for one trajectory without gaps."""
     values = [*values, 0.0]
     deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(rewards))]
     return [sum((gamma * lam) ** j * delta for j, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
@@ -51,7 +51,7 @@ def test_lambda_zero_gives_the_temporal_difference():
     assert advantages.tolist() == [[9, 18, -28]]
 
 
-def test_places_behind_the_mask_carry_no_reward_no_value_and_no_discount():
+def test_masked_positions_have_no_reward_value_or_discount():
     dense, dense_returns = advantages_and_returns([[1.0, 2.0]], [[4.0, 8.0]], [[True, True]], gamma=0.5, lam=0.5)
     for filler in (0.0, 100.0, NAN):
         advantages, returns = advantages_and_returns(
@@ -86,7 +86,7 @@ def test_equals_the_scalar_reference_on_ragged_batches(ragged_batches):
             assert advantages[row, gaps].tolist() == returns[row, gaps].tolist() == [0] * len(gaps)
 
 
-def test_whitening_is_over_the_batch_and_leaves_returns_alone():
+def test_whitening_covers_the_batch_and_not_the_returns():
     columns = ([[1.0, 2.0], [4.0, 0.0]], [[0.5, 0.25], [1.0, 0.0]], [[True, True], [True, False]])
     advantages, returns = advantages_and_returns(*columns, gamma=0.9, lam=0.8)
     whitened, same_returns = advantages_and_returns(*columns, gamma=0.9, lam=0.8, whiten_advantages=True)
@@ -118,7 +118,7 @@ def test_no_gradient_flows_to_the_values():
 @pytest.mark.parametrize(
     ("gamma", "lam", "message"), [(1.5, 1.0, "gamma=1.5"), (1.0, -0.1, "lam=-0.1"), (NAN, 1.0, "nan")]
 )
-def test_discounts_out_of_range_are_refused(gamma, lam, message):
+def test_discounts_out_of_range_are_rejected(gamma, lam, message):
     with pytest.raises(AlgorithmError, match=message):
         advantages_and_returns([[1.0]], [[1.0]], [[True]], gamma=gamma, lam=lam)
 

@@ -10,7 +10,7 @@ from hybridflow.errors import AlgorithmError
 
 
 def reference_grpo(scores: list[float], group_ids: list[int], norm_by_std: bool, epsilon: float) -> list[float]:
-    """The paper's formula, a row at a time, with the sample standard deviation."""
+    """Compute the paper's formula row by row, with the sample standard deviation."""
     advantages = []
     for score, group in zip(scores, group_ids, strict=True):
         of_group = [s for s, g in zip(scores, group_ids, strict=True) if g == group]
@@ -83,7 +83,7 @@ def test_equals_the_scalar_reference_on_random_groups():
             assert advantages[:, 0].tolist() == pytest.approx(expected, rel=1e-11, abs=1e-11)
 
 
-def test_the_order_of_rows_does_not_change_a_bit():
+def test_results_are_bit_identical_for_every_row_order():
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(64, generator=generator)
     group_ids = torch.randint(0, 9, (64,), generator=generator)
@@ -94,7 +94,7 @@ def test_the_order_of_rows_does_not_change_a_bit():
         assert torch.equal(permuted, advantages[order])
 
 
-def test_other_groups_do_not_matter():
+def test_a_group_does_not_depend_on_other_groups():
     alone = advantages_of([0.0, 1.0, 0.25], [4, 4, 4])
     assert advantages_of([0.0, 9.0, 1.0, 0.25, -9.0], [4, 1, 4, 4, 1])[:3:2] == alone[:2]
 
@@ -114,12 +114,12 @@ def test_no_rows_give_no_advantages():
     assert advantages.shape == returns.shape == (0, 1)
 
 
-def test_a_score_that_is_not_finite_is_refused():
+def test_a_non_finite_score_is_rejected():
     with pytest.raises(AlgorithmError, match=r"scores\[1\]=nan is not finite.*group_ids\[1\]=8"):
         advantages_of([0.0, float("nan")], [8, 8])
 
 
-def test_wrong_shapes_types_and_ranges_are_refused():
+def test_wrong_shapes_types_and_ranges_are_rejected():
     raw = unwrap(grpo_advantages)
     with pytest.raises(AlgorithmError, match=r"group_ids has shape \(3,\), but scores has shape \(2,\)"):
         raw(scores=torch.zeros(2), group_ids=torch.zeros(3, dtype=torch.int64), norm_by_std=True)

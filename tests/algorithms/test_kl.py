@@ -11,7 +11,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def reference_kl(log_p: float, log_q: float, name: str) -> tuple[float, float]:
-    """The estimator of Schulman's note with r = q / p, and its derivative with respect to log p."""
+    """Compute the estimator of Schulman's note with r = q / p, and its derivative with respect to log p."""
     log_r = log_q - log_p
     return {
         "k1": (-log_r, 1.0),
@@ -42,7 +42,7 @@ def test_k1_and_k3_have_the_kl_as_their_expectation():
         assert (p * KL_ESTIMATORS[name](p.log(), q.log())).sum().item() == pytest.approx(kl, rel=1e-12)
 
 
-def test_k3_keeps_its_digits_near_zero():
+def test_k3_is_precise_near_zero():
     log_probs, ref_log_probs = torch.tensor([0.0]), torch.tensor([1e-3])
     assert KL_ESTIMATORS["k3"](log_probs, ref_log_probs).item() == pytest.approx(5.0016671e-7, rel=1e-3)
 
@@ -84,7 +84,7 @@ def test_the_loss_of_a_far_reference_is_finite(name):
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
-def test_nan_behind_the_mask_reaches_neither_loss_nor_gradient(name):
+def test_masked_nan_reaches_neither_loss_nor_gradient(name):
     log_probs = torch.tensor([[-1.0, NAN, -INF]], requires_grad=True)
     kl = kl_loss(
         log_probs=log_probs,
@@ -110,7 +110,7 @@ def test_the_penalty_lowers_the_score_of_each_token():
     assert rewards.tolist() == [[-0.25, 1.5, 0]]
 
 
-def test_the_penalty_carries_no_gradient():
+def test_the_penalty_has_no_gradient():
     log_probs = torch.tensor([[-1.0]], requires_grad=True)
     column, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     rewards, kl = apply_kl_penalty(
@@ -131,7 +131,7 @@ def test_an_unknown_estimator_names_the_valid_ones():
         kl_loss(log_probs=column, ref_log_probs=column, response_mask=mask, kl_estimator="k4")
 
 
-def test_wrong_shapes_and_ranges_are_refused():
+def test_wrong_shapes_and_ranges_are_rejected():
     raw = unwrap(apply_kl_penalty)
     good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     settings = {"kl_coef": 0.1, "kl_estimator": "k1"}

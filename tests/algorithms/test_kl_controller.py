@@ -4,7 +4,7 @@ from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.errors import AlgorithmError
 
 
-def test_a_fixed_coefficient_stays():
+def test_a_fixed_coefficient_is_constant():
     controller = FixedKLController(0.25)
     controller.update(kl=100.0, num_samples=1000)
     assert controller.coef == 0.25
@@ -27,19 +27,19 @@ def test_the_error_is_clipped_to_a_fifth():
     assert controller.coef == pytest.approx(0.9)
 
 
-def test_on_target_nothing_moves():
+def test_the_coefficient_is_constant_on_target():
     controller = AdaptiveKLController(coef=0.3, target=0.1, horizon=10)
     controller.update(kl=0.1, num_samples=10)
     assert controller.coef == 0.3
 
 
-def test_a_batch_beyond_the_horizon_cannot_turn_the_sign():
+def test_a_batch_larger_than_the_horizon_keeps_the_sign():
     controller = AdaptiveKLController(coef=1.0, target=1.0, horizon=10)
     controller.update(kl=0.0, num_samples=10_000)
     assert controller.coef == pytest.approx(0.8)
 
 
-def test_the_state_restores_the_coefficient_to_the_bit():
+def test_the_state_restores_the_coefficient_exactly():
     controller = AdaptiveKLController(coef=0.1, target=0.3, horizon=7)
     controller.update(kl=0.7, num_samples=3)
     for restored in (AdaptiveKLController(coef=9.0, target=0.3, horizon=7), FixedKLController(9.0)):
@@ -48,7 +48,7 @@ def test_the_state_restores_the_coefficient_to_the_bit():
 
 
 @pytest.mark.parametrize("state", [{}, {"coef": 0.1, "kl": 1.0}, {"coef": -0.1}, {"coef": float("nan")}])
-def test_a_foreign_state_is_refused(state):
+def test_a_foreign_state_is_rejected(state):
     for controller in (FixedKLController(0.5), AdaptiveKLController(0.5, target=1.0, horizon=1)):
         with pytest.raises(AlgorithmError, match="coef"):
             controller.load_state_dict(state)
@@ -63,14 +63,14 @@ def test_a_foreign_state_is_refused(state):
         ({"coef": 1.0, "target": 1.0, "horizon": 0}, "horizon=0"),
     ],
 )
-def test_settings_out_of_range_are_refused(arguments, message):
+def test_settings_out_of_range_are_rejected(arguments, message):
     with pytest.raises(AlgorithmError, match=message):
         AdaptiveKLController(**arguments)
     with pytest.raises(AlgorithmError, match="coef=-1"):
         FixedKLController(-1.0)
 
 
-def test_a_kl_that_is_no_number_is_refused():
+def test_a_nan_kl_is_rejected():
     controller = AdaptiveKLController(coef=0.5, target=1.0, horizon=10)
     with pytest.raises(AlgorithmError, match="kl=nan"):
         controller.update(kl=float("nan"), num_samples=1)

@@ -19,7 +19,7 @@ INF = float("inf")
 
 
 def reference_log_prob_and_entropy(logits: list[float], label: int, temperature: float) -> tuple[float, float]:
-    """Softmax by its definition."""
+    """Compute softmax by its definition."""
     top = max(logits)
     weights = [math.exp((logit - top) / temperature) for logit in logits]
     total = math.fsum(weights)
@@ -87,7 +87,7 @@ def test_gradients_equal_finite_differences(chunk_size, temperature):
 
 
 @pytest.mark.parametrize("chunk_size", [2, 64])
-def test_impossible_tokens_get_no_gradient_and_spoil_none(chunk_size):
+def test_impossible_tokens_have_no_gradient_and_cause_no_nan(chunk_size):
     logits = torch.tensor([[-INF, -INF, 0.0, 1.0, -INF]], dtype=torch.float64, requires_grad=True)
     log_probs, entropies = log_probs_and_entropy_from_logits(logits, torch.tensor([3]), chunk_size=chunk_size)
     (log_probs + entropies).sum().backward()
@@ -98,7 +98,7 @@ def test_impossible_tokens_get_no_gradient_and_spoil_none(chunk_size):
     assert logits.grad[0].tolist() == pytest.approx([0, 0, -expected, expected, 0])
 
 
-def test_entropies_that_are_only_logged_leave_the_gradient_alone():
+def test_unused_entropies_do_not_change_the_gradient():
     logits = torch.tensor([[0.5, -1.0, 2.0]], requires_grad=True)
     labels = torch.tensor([1])
     log_probs, _ = log_probs_and_entropy_from_logits(logits, labels)
@@ -178,7 +178,7 @@ def test_no_tokens_give_no_log_probs():
     assert log_probs.shape == entropies.shape == (0,)
 
 
-def test_a_label_outside_the_vocabulary_is_refused():
+def test_a_label_outside_the_vocabulary_is_rejected():
     with pytest.raises(AlgorithmError, match="from -100 to 2, but the vocabulary has 3"):
         log_probs_from_logits(torch.zeros(2, 3), torch.tensor([2, -100]))
     with pytest.raises(AlgorithmError, match="from 3 to 3, but the vocabulary has 3"):
@@ -194,12 +194,12 @@ def test_labels_of_another_shape_name_both_shapes():
     ("settings", "message"),
     [({"temperature": 0.0}, "temperature=0.0"), ({"temperature": INF}, "temperature=inf"), ({"chunk_size": 0}, "=0")],
 )
-def test_settings_out_of_range_are_refused(settings, message):
+def test_settings_out_of_range_are_rejected(settings, message):
     with pytest.raises(AlgorithmError, match=message):
         entropy_from_logits(torch.zeros(2, 3), **settings)
 
 
-def test_logits_without_a_vocabulary_or_of_integers_are_refused():
+def test_empty_or_integer_logits_are_rejected():
     with pytest.raises(AlgorithmError, match=r"shape \(2, 0\)"):
         entropy_from_logits(torch.zeros(2, 0))
     with pytest.raises(AlgorithmError, match=r"torch\.int64"):

@@ -38,7 +38,7 @@ def test_whitening_can_keep_the_mean():
     assert whitened.tolist()[0] == pytest.approx([3 - 2 / scale, 3 - 1 / scale, 0])
 
 
-def test_one_value_per_row_counts_for_every_unmasked_place():
+def test_one_value_per_row_applies_to_all_unmasked_positions():
     per_row = torch.tensor([[1.0], [4.0]])
     assert masked_sum(per_row, MASK).item() == 6
     assert masked_mean(per_row, MASK).item() == 2
@@ -66,7 +66,7 @@ def test_a_single_value_has_variance_zero_and_whitens_to_zero():
     assert masked_whiten(values, mask).tolist() == [0, 0]
 
 
-def test_no_gradient_passes_the_mask_and_none_is_nan():
+def test_masked_values_have_zero_gradient():
     values = VALUES.clone().requires_grad_()
     masked_mean(values, MASK).backward()
     third = torch.tensor(1 / 3).item()
@@ -79,11 +79,11 @@ def test_a_mask_of_another_shape_names_both_shapes():
         unwrap(masked_mean)(VALUES, MASK[:, :2])
 
 
-def test_a_mask_of_numbers_is_refused():
+def test_a_numeric_mask_is_rejected():
     with pytest.raises(AlgorithmError, match=r"torch\.float32; it must be torch\.bool"):
         unwrap(masked_sum)(VALUES, MASK.float())
 
 
-def test_integer_values_are_refused():
+def test_integer_values_are_rejected():
     with pytest.raises(AlgorithmError, match=r"torch\.int64; it must be floating point"):
         unwrap(masked_var)(MASK.long(), MASK)

@@ -1,4 +1,4 @@
-"""Partitions against the best there is, found by trying all, and their promises on random costs."""
+"""Partitions against the optimum found by exhaustive search, and their guarantees on random costs."""
 
 from inspect import unwrap
 from itertools import product
@@ -14,8 +14,8 @@ def heaviest(costs, partition):
     return max(sum(costs[item] for item in part) for part in partition)
 
 
-def best_of_all(costs, num_parts, equal_counts):
-    """The smallest heaviest part over every way to deal out the items."""
+def optimum(costs, num_parts, equal_counts):
+    """Return the smallest cost of the heaviest part over all partitions of the items."""
     best = float("inf")
     for owners in product(range(num_parts), repeat=len(costs)):
         counts = [owners.count(part) for part in range(num_parts)]
@@ -24,19 +24,19 @@ def best_of_all(costs, num_parts, equal_counts):
     return best
 
 
-def test_numbers_that_karmarkar_and_karp_give_as_an_example_are_split_as_they_do_or_better():
+def test_the_example_of_karmarkar_and_karp_is_split_as_well_or_better():
     costs = [8, 7, 6, 5, 4]  # differencing leaves a difference of 2; 15 and 15 is possible
     assert heaviest(costs, balanced_partition(costs, 2)) <= 16
 
 
 @pytest.mark.parametrize("equal_counts", [True, False])
-def test_small_cases_are_as_good_as_the_best_of_all_or_nearly(equal_counts):
+def test_small_cases_are_close_to_the_optimum(equal_counts):
     generator, optimal = np.random.default_rng(0), 0
     for _ in range(100):
         costs = generator.integers(1, 30, int(generator.integers(1, 8))).tolist()
         num_parts = int(generator.integers(1, 4))
         ours = heaviest(costs, balanced_partition(costs, num_parts, equal_counts=equal_counts))
-        best = best_of_all(costs, num_parts, equal_counts)
+        best = optimum(costs, num_parts, equal_counts)
         assert best <= ours <= 1.15 * best
         optimal += ours == best
     assert optimal >= 95
@@ -44,7 +44,7 @@ def test_small_cases_are_as_good_as_the_best_of_all_or_nearly(equal_counts):
 
 @pytest.mark.parametrize("equal_counts", [True, False])
 @pytest.mark.parametrize(("count", "num_parts"), [(0, 3), (2, 5), (7, 7), (100, 7), (1000, 32), (8192, 64), (5000, 3)])
-def test_every_item_is_in_one_part_and_counts_are_equal_where_asked(count, num_parts, equal_counts):
+def test_every_item_is_in_one_part_and_counts_can_be_equal(count, num_parts, equal_counts):
     costs = np.random.default_rng(count).lognormal(6, 1, count).tolist()
     partition = balanced_partition(costs, num_parts, equal_counts=equal_counts)
     assert len(partition) == num_parts
@@ -62,7 +62,7 @@ def test_long_tailed_lengths_are_balanced_to_a_thousandth(equal_counts):
     assert imbalance(lengths, balanced_partition(lengths, 64, equal_counts=equal_counts)) < 1e-3
 
 
-def test_equal_costs_give_equal_partitions_and_ties_too():
+def test_partitions_are_deterministic_also_with_ties():
     costs = [5.0] * 50 + [1.0] * 14
     assert balanced_partition(costs, 8) == balanced_partition(list(costs), 8)
     assert imbalance([3, 3, 3, 3], balanced_partition([3, 3, 3, 3], 2)) == 0
@@ -82,12 +82,12 @@ def test_equal_costs_give_equal_partitions_and_ties_too():
         ([1.0], 2.0),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(costs, num_parts):
+def test_invalid_costs_are_rejected(costs, num_parts):
     with pytest.raises(AlgorithmError, match="balanced_partition"):
         unwrap(balanced_partition)(costs, num_parts)
 
 
 @pytest.mark.parametrize("costs", [[float("nan")], [-1.0]])
-def test_the_imbalance_of_costs_that_make_no_sense_is_refused(costs):
+def test_imbalance_rejects_invalid_costs(costs):
     with pytest.raises(AlgorithmError, match="imbalance: costs must be"):
         imbalance(costs, [[0]])

@@ -11,7 +11,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def reference_ppo(ratio: float, advantage: float, low: float, high: float, dual: float | None) -> tuple[float, float]:
-    """Loss and its derivative with respect to the log-prob, in the papers' own form."""
+    """Compute the loss and its derivative with respect to the log-prob, in the form of the papers."""
     clipped_ratio = min(max(ratio, 1 - low), 1 + high)
     objective, slope = clipped_ratio * advantage, 0.0
     if ratio * advantage <= objective:
@@ -146,7 +146,7 @@ def test_one_advantage_per_row_equals_its_repetition():
     assert torch.equal(narrow.clipped, wide.clipped)
 
 
-def test_nan_behind_the_mask_reaches_neither_loss_nor_gradient():
+def test_masked_nan_reaches_neither_loss_nor_gradient():
     log_probs = torch.tensor([[-1.0, NAN, -INF]], requires_grad=True)
     loss = ppo_policy_loss(
         log_probs=log_probs,
@@ -165,7 +165,7 @@ def test_nan_behind_the_mask_reaches_neither_loss_nor_gradient():
 
 
 @pytest.mark.parametrize("dual", [3.0, None])
-def test_a_ratio_beyond_all_bounds_keeps_loss_and_gradient_finite(dual):
+def test_a_huge_ratio_keeps_loss_and_gradient_finite(dual):
     log_probs = torch.tensor([[0.0, 0.0, -500.0]], requires_grad=True)
     loss = ppo_policy_loss(
         log_probs=log_probs,
@@ -193,7 +193,7 @@ SETTINGS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_dual": 3.
         ({"clip_ratio_dual": 1.0}, r"clip_ratio_dual=1\.0 is out of range; it must be a number above 1"),
     ],
 )
-def test_clip_ratios_out_of_range_are_refused(setting, message):
+def test_clip_ratios_out_of_range_are_rejected(setting, message):
     column, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(AlgorithmError, match=message):
         ppo_policy_loss(

@@ -34,12 +34,12 @@ def test_bradley_terry_by_hand():
     assert bradley_terry_loss(**scores).losses.tolist() == pytest.approx([math.log(1 + math.exp(-1)), 3.04858735])
 
 
-def test_a_policy_that_is_its_reference_loses_log_2():
+def test_a_policy_equal_to_its_reference_has_loss_log_2():
     equal = dict.fromkeys(PAIRS, torch.tensor([-7.0]))
     assert dpo_loss(**equal, beta=3.0).losses.tolist() == pytest.approx([math.log(2)])
 
 
-def test_losses_of_far_apart_responses_stay_finite():
+def test_losses_of_extreme_margins_stay_finite():
     far = {
         "chosen_log_probs": torch.tensor([-1e5, 0.0]),
         "rejected_log_probs": torch.tensor([0.0, -1e5]),
@@ -66,11 +66,11 @@ def test_slopes_are_the_gradient_of_the_mean_loss(name):
 
 def test_slopes_of_scores_by_hand():
     _, slopes = slopes_of(bradley_terry_loss, torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
-    of_first = 1 / (1 + math.exp(1)) / 2  # the chance that it is not preferred, over two pairs
-    assert slopes.flatten().tolist() == pytest.approx([-of_first, of_first, -0.25, 0.25])
+    first_slope = 1 / (1 + math.exp(1)) / 2  # probability that it is not preferred, averaged over two pairs
+    assert slopes.flatten().tolist() == pytest.approx([-first_slope, first_slope, -0.25, 0.25])
 
 
 @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan")])
-def test_a_beta_that_is_not_above_0_is_refused(beta):
+def test_a_beta_not_above_0_is_rejected(beta):
     with pytest.raises(AlgorithmError, match="must be above 0"):
         dpo_loss(**PAIRS, beta=beta)

@@ -29,7 +29,7 @@ def test_the_tests_check_shapes():
 
 
 @pytest.mark.usefixtures("checked_shapes")
-def test_the_tests_check_results_of_private_functions_too():
+def test_the_tests_check_results_of_private_functions():
     assert hasattr(masked_mean, "__wrapped__")
 
 

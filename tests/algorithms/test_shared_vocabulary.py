@@ -1,4 +1,4 @@
-"""Ranks that have some entries of the vocabulary each compute what one with all of them computes."""
+"""Ranks with shards of the vocabulary compute the same as one rank with all of it."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,23 +20,23 @@ CANDIDATES = torch.randint(0, 11, (2, 3, 4), generator=GENERATOR)
 PARTS = (4, 4, 3)
 
 
-class Meeting:
-    """Threads that wait for each other and see what all have given."""
+class Exchange:
+    """Threads that wait for each other and exchange their tensors."""
 
     def __init__(self, size):
-        self.barrier, self.given = threading.Barrier(size), [None] * size
+        self.barrier, self.tensors = threading.Barrier(size), [None] * size
 
 
 class Share:
-    def __init__(self, rank, meeting):
-        self.rank, self.meeting = rank, meeting
+    def __init__(self, rank, exchange):
+        self.rank, self.exchange = rank, exchange
         self.first, self.size = sum(PARTS[:rank]), sum(PARTS)
 
     def gather(self, x):
-        self.meeting.given[self.rank] = x.clone()
-        self.meeting.barrier.wait(timeout=30)
-        together = torch.stack(self.meeting.given)
-        self.meeting.barrier.wait(timeout=30)
+        self.exchange.tensors[self.rank] = x.clone()
+        self.exchange.barrier.wait(timeout=30)
+        together = torch.stack(self.exchange.tensors)
+        self.exchange.barrier.wait(timeout=30)
         return together
 
     def sum(self, x):
@@ -64,12 +64,12 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_three_ranks_of_unequal_parts_agree_with_one(name):
-    meeting = Meeting(len(PARTS))
+def test_three_ranks_with_unequal_shards_equal_one(name):
+    exchange = Exchange(len(PARTS))
     parts = LOGITS.split(PARTS, dim=-1)
 
     def of_rank(rank):
-        return FUNCTIONS[name](parts[rank].contiguous(), Share(rank, meeting))
+        return FUNCTIONS[name](parts[rank].contiguous(), Share(rank, exchange))
 
     with ThreadPoolExecutor(len(PARTS)) as pool:
         results = list(pool.map(of_rank, range(len(PARTS))))
@@ -78,15 +78,15 @@ def test_three_ranks_of_unequal_parts_agree_with_one(name):
             torch.testing.assert_close(found, wanted)
 
 
-def test_gradients_of_the_parts_are_the_parts_of_the_gradient():
+def test_shard_gradients_are_the_shards_of_the_gradient():
     whole = LOGITS.clone().requires_grad_()
     weights = torch.randn(CANDIDATES.shape, dtype=torch.float64, generator=GENERATOR)
     (candidate_log_probs_from_logits(whole, CANDIDATES, temperature=0.7) * weights).sum().backward()
-    meeting = Meeting(len(PARTS))
+    exchange = Exchange(len(PARTS))
     parts = [part.detach().clone().requires_grad_() for part in LOGITS.split(PARTS, dim=-1)]
 
     def of_rank(rank):
-        found = FUNCTIONS["candidates"](parts[rank], Share(rank, meeting))[0]
+        found = FUNCTIONS["candidates"](parts[rank], Share(rank, exchange))[0]
         (found * weights).sum().backward()
 
     with ThreadPoolExecutor(len(PARTS)) as pool:
@@ -94,7 +94,7 @@ def test_gradients_of_the_parts_are_the_parts_of_the_gradient():
     torch.testing.assert_close(torch.cat([part.grad for part in parts], dim=-1), whole.grad)
 
 
-def test_a_candidate_that_comes_twice_gets_both_gradients():
+def test_a_repeated_candidate_gets_both_gradients():
     logits = LOGITS[0, :1].clone().requires_grad_()
     twice = torch.tensor([[5, 5]])
     candidate_log_probs_from_logits(logits, twice).sum().backward()
@@ -102,13 +102,13 @@ def test_a_candidate_that_comes_twice_gets_both_gradients():
     torch.testing.assert_close(logits.grad, wanted)
 
 
-def test_candidates_may_be_among_the_first_entries_alone():
+def test_candidates_can_be_limited_to_the_first_entries():
     ids, log_probs = top_log_probs_from_logits(LOGITS, 3, below=5)
     assert int(ids.max()) < 5
     torch.testing.assert_close(log_probs, LOGITS.log_softmax(-1)[..., :5].topk(3).values)
 
 
 @pytest.mark.parametrize(("k", "below", "most"), [(0, None, 11), (12, None, 11), (6, 5, 5), (12, 20, 11)])
-def test_more_candidates_than_there_are_entries_are_refused(k, below, most):
+def test_more_candidates_than_entries_are_rejected(k, below, most):
     with pytest.raises(AlgorithmError, match=f"use 1 to {most}"):
         top_log_probs_from_logits(LOGITS, k, below=below)

@@ -16,7 +16,7 @@ from hybridflow.algorithms import (
 )
 
 
-def test_the_tables_name_the_functions():
+def test_the_tables_map_names_to_functions():
     assert ADVANTAGES["gae"] is gae_advantages
     assert ADVANTAGES["grpo"] is grpo_advantages
     for name, function in ADVANTAGES.items():
@@ -41,14 +41,14 @@ def test_a_signature_names_the_columns_that_are_read():
     assert list(inspect.signature(grpo_advantages).parameters)[:2] == ["scores", "group_ids"]
 
 
-def test_public_names_are_found_when_they_are_used():
+def test_public_names_are_imported_on_use():
     assert set(algorithms.__all__) <= set(dir(algorithms))
     with pytest.raises(AttributeError, match=r"module 'hybridflow.algorithms' has no attribute 'grop_advantages'"):
         algorithms.grop_advantages  # noqa: B018
 
 
 def test_no_public_name_is_the_name_of_a_file():
-    """The import of a file binds its name in the package, in front of the public one."""
+    """Importing a file binds its name in the package, which would shadow the public name."""
     files = {module.name for module in pkgutil.iter_modules(algorithms.__path__)}
     assert "grpo" in files
     assert files.isdisjoint(algorithms.__all__)

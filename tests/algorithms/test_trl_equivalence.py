@@ -17,7 +17,7 @@ ALL_ROWS = [list(range(12))]
 
 
 def loss_and_gradient(recorded, setting: str, micro_batches: list[list[int]], local_counts: bool = False):
-    """Our loss, added up over micro-batches of rows that are cut to their longest response."""
+    """Return our loss, summed over micro-batches of rows that are cut to their longest response."""
     settings, batch = recorded.record["settings"][setting], recorded.tensors
     model = recorded.build_model()
     response_mask = batch["completion_mask"].bool()
@@ -55,7 +55,7 @@ def loss_and_gradient(recorded, setting: str, micro_batches: list[list[int]], lo
             num_tokens=int(counted.sum()),
             num_sequences=int(counted.any(1).sum()),
         )
-        if settings["loss_type"] == "dr_grpo":  # a constant divisor: the longest response that is possible
+        if settings["loss_type"] == "dr_grpo":  # a constant divisor: the maximum response length
             loss = loss / recorded.record["max_completion_length"]
         if local_counts:
             loss = loss / len(micro_batches)
@@ -78,7 +78,7 @@ def relative_errors(recorded, setting: str, loss: float, grads: dict[str, Tensor
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("micro_batches", [ALL_ROWS, [[0, 7], [11, 2, 4, 8], [1, 3, 5, 6, 9], [10]]])
-def test_loss_and_gradient_equal_to_ten_digits_for_any_micro_batches(recorded_grpo, setting, micro_batches):
+def test_loss_and_gradient_equal_to_ten_digits_in_micro_batches(recorded_grpo, setting, micro_batches):
     loss, grads = loss_and_gradient(recorded_grpo, setting, micro_batches)
     loss_error, grad_error = relative_errors(recorded_grpo, setting, loss, grads)
     assert loss_error < 1e-10
@@ -94,7 +94,7 @@ def test_loss_and_gradient_equal_in_float32(recorded_grpo_float32, setting):
 
 
 @pytest.mark.parametrize("setting", ["grpo_kl", "dapo_kl"])
-def test_a_local_count_or_a_dropped_row_would_be_noticed(recorded_grpo, setting):
+def test_a_local_count_or_a_dropped_row_changes_the_result(recorded_grpo, setting):
     uneven = [[0], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
     local = loss_and_gradient(recorded_grpo, setting, uneven, local_counts=True)
     dropped = loss_and_gradient(recorded_grpo, setting, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
@@ -120,7 +120,7 @@ def test_the_recorded_batch_exercises_both_clips_and_the_delta(recorded_grpo):
     losses = recorded_grpo.record["settings"]
     assert sorted(set(mask.sum(1).tolist())) == [1, 2, 3, 4, 5, 6, 7]
     assert losses["dapo_kl"]["loss"] != pytest.approx(losses["dapo_kl_delta"]["loss"], rel=0.01)
-    # Old log-probs are the policy's plus noise, so that these are ratios.
+    # Old log-probs are the policy's plus noise, so the ratios differ from 1.
     with torch.no_grad():
         logits = recorded_grpo.build_model()(
             input_ids=torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),

@@ -10,7 +10,7 @@ NAN = float("nan")
 
 
 def reference_value_loss(new_value: float, value: float, target: float, clip: float) -> tuple[float, float]:
-    """Loss and its derivative with respect to the new value."""
+    """Compute the loss and its derivative with respect to the new value."""
     plain = 0.5 * (new_value - target) ** 2
     clipped = 0.5 * (min(max(new_value, value - clip), value + clip) - target) ** 2
     return (clipped, 0.0) if clipped > plain else (plain, new_value - target)
@@ -37,7 +37,7 @@ def test_half_the_squared_error_within_the_clip():
     assert not loss.clipped.any()
 
 
-def test_a_value_that_moved_far_towards_the_return_is_held_back():
+def test_a_large_step_toward_the_return_is_clipped():
     # v = 3 is clipped to 1.5: error 2.5 instead of 1
     loss, grad = loss_of([[3.0]], [[1.0]], [[4.0]], [[True]], value_clip=0.5)
     assert loss.token_losses.tolist() == [[3.125]]
@@ -45,8 +45,8 @@ def test_a_value_that_moved_far_towards_the_return_is_held_back():
     assert loss.clipped.tolist() == [[True]]
 
 
-def test_a_value_that_moved_far_from_the_return_is_pulled_back():
-    # v = 3 is clipped to 1.5, which would be less of an error: the larger one counts
+def test_a_large_step_away_from_the_return_keeps_the_larger_error():
+    # v = 3 is clipped to 1.5, with a smaller error: the larger one counts
     loss, grad = loss_of([[3.0]], [[1.0]], [[0.0]], [[True]], value_clip=0.5)
     assert loss.token_losses.tolist() == [[4.5]]
     assert grad.tolist() == [[3]]
@@ -66,13 +66,13 @@ def test_equals_the_scalar_reference_on_ragged_batches(ragged_batches):
                 assert grad[row, t].item() == pytest.approx(expected_slope, rel=1e-12)
 
 
-def test_nan_behind_the_mask_reaches_neither_loss_nor_gradient():
+def test_masked_nan_reaches_neither_loss_nor_gradient():
     loss, grad = loss_of([[1.0, NAN]], [[1.0, NAN]], [[2.0, NAN]], [[True, False]], value_clip=0.5)
     assert loss.token_losses.tolist() == [[0.5, 0]]
     assert grad.tolist() == [[-1, 0]]
 
 
-def test_wrong_shapes_and_ranges_are_refused():
+def test_wrong_shapes_and_ranges_are_rejected():
     raw = unwrap(clipped_value_loss)
     good, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(AlgorithmError, match=r"returns has shape \(2, 1\), but new_values has shape \(2, 3\)"):

@@ -1,8 +1,8 @@
-"""One rank of a small world that trains, saves, resumes; `test_sharded_state` starts it.
+"""One rank of a process group that trains, saves and resumes; `test_sharded_state` starts it.
 
-`resume_program.py RANK WORLD_SIZE PORT ACTIONS_JSON OUT_DIR`. An action has a `case` (of
-tests/engines/layout_program.py), a `name`, and `load` or `save`, directories of checkpoints. It trains
-two steps, saves if asked, trains two more; rank 0 leaves the weights as `OUT_DIR/<name>.safetensors`.
+`resume_program.py RANK WORLD_SIZE PORT ACTIONS_JSON OUT_DIR`. An action has a `case` of layout_program.py,
+a `name`, and a checkpoint directory as `load` or `save`. It trains two steps, saves if `save` is given, and trains two
+more; rank 0 writes the weights to `OUT_DIR/<name>.safetensors`.
 """
 
 import json
@@ -25,7 +25,7 @@ LAYOUTS = SimpleNamespace(
 
 
 class Holder(ModelWorker):
-    """A worker of an engine that is there already."""
+    """A worker with an existing engine."""
 
     component = "actor"
 

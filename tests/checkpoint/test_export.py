@@ -48,7 +48,7 @@ def make_model(config: Any, seed: int = 0) -> Any:
 
 
 def make_model_directory(directory: Path, config: Any) -> Path:
-    """The directory that training starts from: other weights, a tokenizer, a generation configuration."""
+    """Make the directory that training starts from: other weights, a tokenizer, a generation configuration."""
     make_model(config, seed=1).save_pretrained(directory)
     tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "one": 2, "two": 3}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,6 +58,13 @@ def make_model_directory(directory: Path, config: Any) -> Path:
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3], "pad_token_id": 0}))
     (directory / "modeling_evil.py").write_text("raise SystemExit('code of the model directory was executed')")
     return directory
+
+
+def write_dtype(model_dir: Path, dtype: str | None) -> None:
+    """Replace the dtype in config.json; None removes it."""
+    file = model_dir / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "dtype"}
+    file.write_text(json.dumps(config | ({"dtype": dtype} if dtype else {})))
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
@@ -70,7 +77,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_an_exported_checkpoint_loads_as_the_trained_model(tmp_path, family):
+def test_exported_checkpoint_loads_as_trained_model(tmp_path, family):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS[family])
     trained = make_model(CONFIGS[family], seed=2)
     with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
@@ -90,10 +97,10 @@ def test_an_exported_checkpoint_loads_as_the_trained_model(tmp_path, family):
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-def test_weights_are_stored_in_the_chosen_dtype(tmp_path):
+def test_weights_are_stored_in_chosen_dtype(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
     trained = make_model(CONFIGS["llama, tied"], seed=2)
-    export_model(weights_of(trained), model_dir, tmp_path / "out", dtype="bfloat16")
+    assert export_model(weights_of(trained), model_dir, tmp_path / "out", dtype="bfloat16") == "bfloat16"
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in stored
@@ -104,24 +111,35 @@ def test_weights_are_stored_in_the_chosen_dtype(tmp_path):
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
 
 
-def test_weights_of_another_dtype_than_the_configuration_keep_theirs(tmp_path):
-    config = LlamaConfig(**SIZES, dtype="bfloat16")
-    model_dir = make_model_directory(tmp_path / "model", config)
+@pytest.mark.parametrize("stated", ["bfloat16", "float32"])
+def test_default_dtype_of_an_export_is_the_one_of_config_json(tmp_path, stated):
+    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
+    write_dtype(model_dir, stated)
     trained = make_model(CONFIGS["llama"], seed=2)
-    export_model(weights_of(trained), model_dir, tmp_path / "out")
+    assert export_model(weights_of(trained), model_dir, tmp_path / "out") == stated
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == stated
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in stored.values()} == {f"torch.{stated}"}
+
+
+def test_export_has_the_trained_dtype_if_config_json_names_none(tmp_path):
+    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
+    write_dtype(model_dir, None)
+    trained = make_model(CONFIGS["llama"], seed=2)
+    assert export_model(weights_of(trained), model_dir, tmp_path / "out") == "float32"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert loaded.dtype == torch.float32
     assert torch.equal(logits_of(loaded), logits_of(trained))
 
 
-def test_a_full_state_dict_with_tied_names_is_accepted(tmp_path):
+def test_full_state_dict_with_tied_names_is_accepted(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama, tied"])
     trained = make_model(CONFIGS["llama, tied"], seed=2)
     export_model(trained.state_dict(), model_dir, tmp_path / "out")
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), logits_of(trained))
 
 
-def test_exporting_changes_neither_the_weights_nor_the_random_state(tmp_path):
+def test_export_changes_neither_weights_nor_random_state(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
     weights = weights_of(make_model(CONFIGS["llama"], seed=2))
     before = {name: weight.clone() for name, weight in weights.items()}
@@ -133,23 +151,23 @@ def test_exporting_changes_neither_the_weights_nor_the_random_state(tmp_path):
     assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
-def test_an_empty_directory_is_filled_and_a_full_one_refused(tmp_path):
+def test_export_to_existing_directory_requires_it_to_be_empty(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
     weights = weights_of(make_model(CONFIGS["llama"]))
     out = tmp_path / "out"
     out.mkdir()
-    (tmp_path / ".tmp-out-0123456789abcdef").mkdir()  # what a killed export left
+    (tmp_path / ".tmp-out-0123456789abcdef").mkdir()  # left by a killed export
     export_model(weights, model_dir, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     files = sorted(path.name for path in out.iterdir())
-    with pytest.raises(CheckpointError, match="out' exists and is not an empty directory; give a new one"):
+    with pytest.raises(CheckpointError, match="out' exists and is not an empty directory; give a new directory"):
         export_model(weights, model_dir, out)
     with pytest.raises(CheckpointError, match=r"config\.json' exists and is not an empty directory"):
         export_model(weights, model_dir, out / "config.json")
     assert sorted(path.name for path in out.iterdir()) == files
 
 
-def test_weights_that_do_not_fit_are_named(tmp_path):
+def test_error_names_weights_that_do_not_fit(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
     weights = weights_of(make_model(CONFIGS["llama"]))
     del weights["model.norm.weight"]
@@ -167,14 +185,14 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, r"is no model directory: config\.json is missing"),
+        (None, r"is not a model directory: config\.json not found"),
         ("{", "cannot be built as a causal language model"),
         ('{"model_type": "unheard_of"}', "cannot be built as a causal language model"),
         ('{"auto_map": {"AutoConfig": "modeling_evil.Config"}, "model_type": "evil"}', "cannot be built as a causal"),
         ('{"model_type": "vit"}', "cannot be built as a causal language model"),
     ],
 )
-def test_a_directory_without_a_causal_model_is_an_error(tmp_path, config, message):
+def test_directory_without_causal_model_is_an_error(tmp_path, config, message):
     (tmp_path / "modeling_evil.py").write_text("raise SystemExit('code of the model directory was executed')")
     if config is not None:
         (tmp_path / "config.json").write_text(config)
@@ -182,12 +200,12 @@ def test_a_directory_without_a_causal_model_is_an_error(tmp_path, config, messag
         export_model({}, tmp_path, tmp_path / "out")
 
 
-def test_an_unknown_dtype_is_an_error_that_lists_the_known(tmp_path):
-    with pytest.raises(CheckpointError, match="dtype='bf16' is unknown; use float32, bfloat16, float16, float64"):
+def test_unknown_dtype_error_lists_valid_dtypes(tmp_path):
+    with pytest.raises(CheckpointError, match="dtype='bf16' is invalid: expected float32, bfloat16, float16, float64"):
         export_model({}, tmp_path, tmp_path / "out", dtype="bf16")
 
 
-def test_a_checkpoint_without_an_actor_is_an_error(tmp_path):
+def test_checkpoint_without_actor_is_an_error(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
     with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
         save_state([1], directory / "data")
@@ -195,7 +213,7 @@ def test_a_checkpoint_without_an_actor_is_an_error(tmp_path):
         export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
 
 
-def test_a_full_disk_leaves_no_export(tmp_path, small_disk):
+def test_full_disk_leaves_no_partial_export(tmp_path, small_disk):
     large: dict[str, Any] = SIZES | {"vocab_size": 1 << 16}
     model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**large))
     with pytest.raises(
@@ -205,7 +223,7 @@ def test_a_full_disk_leaves_no_export(tmp_path, small_disk):
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_large_model_is_written_as_several_files_with_an_index(tmp_path, monkeypatch):
+def test_large_model_is_written_as_several_files_with_index(tmp_path, monkeypatch):
     monkeypatch.setattr("hybridflow.checkpoint.export.MAX_FILE_BYTES", 1000)
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["qwen2, tied"])
     trained = make_model(CONFIGS["qwen2, tied"], seed=2)
@@ -219,11 +237,11 @@ def test_a_large_model_is_written_as_several_files_with_an_index(tmp_path, monke
     assert torch.equal(logits_of(loaded), logits_of(trained))
 
 
-def test_a_card_says_where_the_model_came_from(tmp_path):
+def test_card_names_base_model_and_training(tmp_path):
     model_dir = make_model_directory(tmp_path / "base-model", CONFIGS["llama"])
     info = {
         "kind": "train",
-        "config": {"trainer.seed": 7, "algorithm.advantage": "grpo", "trainer.run_dir": "/home/somebody"},
+        "config": {"trainer.seed": 7, "algorithm.advantage": "grpo", "trainer.run_dir": "/home/someone"},
         "models": {"model.path": "abc123"},
     }
     with CheckpointStore(tmp_path / "checkpoints").begin(30, info=info) as directory:
@@ -235,12 +253,12 @@ def test_a_card_says_where_the_model_came_from(tmp_path):
     assert "| `trainer.seed` | `7` |" in card
     assert "abc123" in card
     assert str(tmp_path) not in card
-    assert "somebody" not in card
+    assert "someone" not in card
 
 
 @pytest.fixture
 def adapted(tmp_path, tiny_model, rollout_rows):
-    """A checkpoint of a model that learned by adapters, its base, and what it computes."""
+    """Make a checkpoint of a model trained with adapters; return it, its base model and the merged weights."""
     from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
     from hybridflow.engines import TorchEngine
 
@@ -263,7 +281,7 @@ def adapted(tmp_path, tiny_model, rollout_rows):
     return tmp_path / "checkpoints" / "step_000003", base, weights
 
 
-def test_adapters_are_merged_into_the_weights_they_started_from(adapted, tmp_path):
+def test_adapters_are_merged_into_base_weights(adapted, tmp_path):
     checkpoint, base, merged = adapted
     export_model(checkpoint, base, tmp_path / "out")
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
@@ -273,11 +291,11 @@ def test_adapters_are_merged_into_the_weights_they_started_from(adapted, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_adapters_alone_are_what_peft_reads(adapted, tmp_path):
+def test_peft_loads_exported_adapters(adapted, tmp_path):
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     checkpoint, base, merged = adapted
-    export_model(checkpoint, base, tmp_path / "out", adapter=True)
+    assert export_model(checkpoint, base, tmp_path / "out", adapter=True) == "float32"
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["adapter_model.safetensors"]
     assert "library_name: peft" in (tmp_path / "out" / "README.md").read_text()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out").merge_and_unload()
@@ -289,12 +307,12 @@ def test_adapters_alone_are_what_peft_reads(adapted, tmp_path):
 
 def test_adapters_are_not_merged_into_another_model(adapted, tiny_model, tmp_path):
     for adapter in (True, False):
-        with pytest.raises(CheckpointError, match="were trained beside another model than"):
+        with pytest.raises(CheckpointError, match="were trained on a different base model than"):
             export_model(adapted[0], tiny_model("llama", seed=1), tmp_path / "out", adapter=adapter)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_without_adapters_has_none_to_export(tmp_path):
+def test_checkpoint_without_adapters_has_no_adapters_to_export(tmp_path):
     model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
-    with pytest.raises(CheckpointError, match=r"no adapters to export alone: it was trained without lora\.rank"):
+    with pytest.raises(CheckpointError, match=r"no adapters to export: it was trained without lora\.rank"):
         export_model(weights_of(make_model(CONFIGS["llama"])), model_dir, tmp_path / "out", adapter=True)

@@ -31,7 +31,7 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run that trained from tmp_path/model and saved steps 10 and 20, whose norm weight is the step."""
+    """Make a run that trained from tmp_path/model and saved steps 10 and 20, with the step as its norm weight."""
     model = AutoModelForCausalLM.from_config(CONFIG)
     model.save_pretrained(tmp_path / "model")
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
@@ -48,25 +48,27 @@ def exported_step(directory: Path) -> float:
     return AutoModelForCausalLM.from_pretrained(directory).model.norm.weight[0].item()
 
 
-def test_the_newest_checkpoint_of_a_run_is_exported(run_dir, tmp_path, capsys):
+def test_newest_checkpoint_of_run_is_exported(run_dir, tmp_path, capsys):
     assert run(run_dir, tmp_path / "out") == 0
     assert exported_step(tmp_path / "out") == 20.0
-    assert f"wrote {tmp_path / 'out'} from {run_dir / 'checkpoints' / 'step_000020'}" in capsys.readouterr().out
+    wrote = f"wrote {tmp_path / 'out'} from {run_dir / 'checkpoints' / 'step_000020'}, weights in float32 (--dtype"
+    assert wrote in capsys.readouterr().out
 
 
-def test_a_step_and_a_dtype_can_be_chosen(run_dir, tmp_path):
+def test_step_and_dtype_can_be_chosen(run_dir, tmp_path, capsys):
     assert run(run_dir, tmp_path / "out", "--step", 10, "--dtype", "bfloat16") == 0
     assert exported_step(tmp_path / "out") == 10.0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert "weights in bfloat16" in capsys.readouterr().out
 
 
-def test_one_checkpoint_is_exported_also_from_inside_its_run(run_dir, tmp_path, monkeypatch):
+def test_checkpoint_is_exported_by_relative_path_inside_its_run(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(run_dir / "checkpoints")
     assert run("step_000010", tmp_path / "out") == 0
     assert exported_step(tmp_path / "out") == 10.0
 
 
-def test_a_checkpoint_that_was_moved_needs_the_model(run_dir, tmp_path):
+def test_moved_checkpoint_requires_model_option(run_dir, tmp_path):
     moved = (run_dir / "checkpoints" / "step_000010").rename(tmp_path / "best")
     with pytest.raises(ConfigError, match=r"config\.toml' is missing.*name it with --model DIR"):
         run(moved, tmp_path / "out")
@@ -74,22 +76,22 @@ def test_a_checkpoint_that_was_moved_needs_the_model(run_dir, tmp_path):
     assert exported_step(tmp_path / "out") == 10.0
 
 
-def test_a_model_that_is_not_where_the_run_had_it_is_an_error(run_dir, tmp_path):
+def test_moved_model_is_an_error(run_dir, tmp_path):
     (tmp_path / "model").rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"model\.path='.*model' of '.*' is no directory here"):
+    with pytest.raises(ConfigError, match=r"model\.path='.*model' of '.*' is not a directory here"):
         run(run_dir, tmp_path / "out")
 
 
-def test_a_directory_without_checkpoints_is_an_error(tmp_path):
+def test_directory_without_checkpoints_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="is neither a checkpoint nor a run with checkpoints"):
         run(tmp_path, tmp_path / "out")
 
 
-def test_a_step_of_one_checkpoint_is_an_error(run_dir, tmp_path):
+def test_step_option_with_a_single_checkpoint_is_an_error(run_dir, tmp_path):
     with pytest.raises(ConfigError, match="--step 10 chooses among the checkpoints of a run"):
         run(run_dir / "checkpoints" / "step_000010", tmp_path / "out", "--step", 10)
 
 
-def test_a_missing_step_is_an_error_that_lists_the_others(run_dir, tmp_path):
+def test_missing_step_error_lists_saved_steps(run_dir, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 15 in .*; there are 10, 20"):
         run(run_dir, tmp_path / "out", "--step", 15)

@@ -16,7 +16,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_target_appears_only_at_the_end(tmp_path):
+def test_target_appears_only_when_complete(tmp_path):
     with partial_directory(tmp_path / "deep" / "target") as partial:
         (partial / "file").write_text("new")
         assert not (tmp_path / "deep" / "target").exists()
@@ -24,7 +24,7 @@ def test_the_target_appears_only_at_the_end(tmp_path):
     assert (tmp_path / "deep" / "target" / "file").read_text() == "new"
 
 
-def test_an_old_target_is_there_until_it_is_replaced(tmp_path):
+def test_old_target_exists_until_it_is_replaced(tmp_path):
     target = make(tmp_path / "target", "old")
     with partial_directory(target) as partial:
         (partial / "other").write_text("new")
@@ -33,14 +33,14 @@ def test_an_old_target_is_there_until_it_is_replaced(tmp_path):
     assert names(target) == ["other"]
 
 
-def test_where_names_cannot_be_exchanged_two_renames_replace(tmp_path):
+def test_two_renames_replace_target_without_exchange(tmp_path):
     target = make(tmp_path / "target", "old")
     _replace_by_two_renames(make(tmp_path / ".tmp-target-0123456789abcdef", "new"), target)
     assert names(tmp_path) == ["target"]
     assert (target / "file").read_text() == "new"
 
 
-def test_a_death_between_the_two_renames_is_repaired(tmp_path):
+def test_kill_between_two_renames_is_repaired(tmp_path):
     make(tmp_path / ".old-target-0123456789abcdef", "old")
     make(tmp_path / ".tmp-target-0123456789abcdef", "new")
     remove_leftovers(tmp_path, ANY)
@@ -48,7 +48,7 @@ def test_a_death_between_the_two_renames_is_repaired(tmp_path):
     assert (tmp_path / "target" / "file").read_text() == "old"
 
 
-def test_a_death_after_the_two_renames_leaves_the_new_one(tmp_path):
+def test_kill_after_two_renames_keeps_new_target(tmp_path):
     make(tmp_path / "target", "new")
     old = make(tmp_path / ".old-target-0123456789abcdef", "old")
     assert remove_leftovers(tmp_path, ANY) == [old]
@@ -56,7 +56,7 @@ def test_a_death_after_the_two_renames_leaves_the_new_one(tmp_path):
     assert (tmp_path / "target" / "file").read_text() == "new"
 
 
-def test_only_directories_of_the_pattern_are_leftovers(tmp_path):
+def test_only_directories_that_match_pattern_are_leftovers(tmp_path):
     ours = make(tmp_path / ".tmp-step_7-0123456789abcdef", "")
     make(tmp_path / ".tmp-model-0123456789abcdef", "")
     make(tmp_path / ".tmp-step_7-short", "")
@@ -68,7 +68,7 @@ def test_only_directories_of_the_pattern_are_leftovers(tmp_path):
     assert (tmp_path / "elsewhere" / "file").read_text() == "precious"
 
 
-def test_a_directory_being_written_is_no_leftover(tmp_path):
+def test_directory_being_written_is_not_a_leftover(tmp_path):
     with partial_directory(tmp_path / "target") as partial:
         assert remove_leftovers(tmp_path, ANY) == []
         assert partial.is_dir()

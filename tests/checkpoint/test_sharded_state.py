@@ -1,4 +1,4 @@
-"""What some ranks saved, any number of ranks resumes: equal bits in the same layout, equal numbers in any other."""
+"""Resume from sharded checkpoints: bit-identical in the same layout of ranks, equal to 1e-10 in other layouts."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ WORLDS = {
     ],
     -2: [("two_from_one", {"load": "by_one"})],
 }
-"""Ranks -> actions in turn; the names of directories are shared. A negative number is so many ranks once more."""
+"""Number of ranks -> actions in order, with shared directories. A negative number is a second world of that size."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def largest_error(weights, reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["four", "two", "one"])
-def test_the_same_layout_resumes_with_the_same_bits(results, ranks):
+def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -90,12 +90,12 @@ def test_the_same_layout_resumes_with_the_same_bits(results, ranks):
         ("two_from_one", "one"),
     ],
 )
-def test_any_other_layout_resumes_with_the_same_numbers(results, resumed, saved_by):
+def test_other_layouts_resume_with_equal_numbers(results, resumed, saved_by):
     assert largest_error(getattr(results, resumed), getattr(results, saved_by)) < 1e-10
 
 
 @pytest.mark.slow
-def test_a_save_in_the_background_holds_the_state_of_its_beginning(results):
+def test_background_save_holds_state_at_its_start(results):
     saved = load_state(results.directory / "by_four" / "actor")
     assert saved["num_updates"] == 2
     assert largest_error(saved["model"], results.four) > 1e-4  # the two steps after it
@@ -103,7 +103,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_beginning(results):
 
 
 @pytest.mark.slow
-def test_each_rank_writes_its_own_shards_and_nothing_twice(results):
+def test_each_rank_writes_its_shards_without_duplicates(results):
     files = sorted((results.directory / "by_four" / "actor").iterdir())
     assert len(files) == 4
     assert {file.suffix for file in files} == {".safetensors"}  # nothing that could hold code
@@ -117,7 +117,7 @@ def test_each_rank_writes_its_own_shards_and_nothing_twice(results):
 
 
 @pytest.mark.slow
-def test_a_described_state_has_shapes_and_no_contents(results):
+def test_described_state_has_shapes_without_contents(results):
     described = describe_state(results.directory / "by_four" / "actor")
     whole = load_state(results.directory / "by_four" / "actor")
     assert {n: tuple(t.shape) for n, t in described["model"].items()} == {
@@ -127,36 +127,38 @@ def test_a_described_state_has_shapes_and_no_contents(results):
 
 
 def write_shards(directory, *shards, dtype=torch.float32):
-    """Files of rows of one tensor `model/w`: (first row, rows) each."""
+    """Write one file per shard of the tensor `model/w`; a shard is (first row, number of rows)."""
     directory.mkdir()
     for number, (first, rows) in enumerate(shards):
-        places = {"model/w": {"saved_offsets": [first, 0]}}
+        offsets = {"model/w": {"saved_offsets": [first, 0]}}
         save_file(
             {"model/w": torch.arange(first, first + rows, dtype=dtype)[:, None].expand(rows, 2).contiguous()},
             directory / f"shard-{number}.safetensors",
-            metadata={"DCP_SHARDING_INFO": json.dumps(places)},
+            metadata={"DCP_SHARDING_INFO": json.dumps(offsets)},
         )
 
 
-def test_shards_are_put_together_by_their_places(tmp_path):
+def test_shards_are_assembled_by_their_offsets(tmp_path):
     save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
     (tmp_path / "actor.safetensors").unlink()
     write_shards(tmp_path / "actor", (3, 2), (0, 3))
     assert load_state(tmp_path / "actor", "model")["w"][:, 0].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_missing_file_of_shards_is_named_by_what_it_lacks(tmp_path):
+def test_missing_file_of_shards_is_an_error(tmp_path):
     save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
     (tmp_path / "actor.safetensors").unlink()
     write_shards(tmp_path / "actor", (3, 2))
-    with pytest.raises(CheckpointError, match="'model/w' has 10 numbers and its shards 4: a file of shards is missing"):
+    with pytest.raises(
+        CheckpointError, match="'model/w' has 10 elements, but its shards have 4; a file of shards is missing"
+    ):
         load_state(tmp_path / "actor")
     (tmp_path / "actor" / "shard-0.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no safetensors file"):
         load_state(tmp_path / "actor")
 
 
-def test_a_damaged_file_of_shards_is_named(tmp_path):
+def test_damaged_file_of_shards_is_named(tmp_path):
     save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
     (tmp_path / "actor.safetensors").unlink()
     write_shards(tmp_path / "actor", (0, 5))
@@ -179,7 +181,7 @@ except CheckpointError as error:
 """
 
 
-def test_a_full_disk_is_the_cause_of_the_error(small_disk):
+def test_full_disk_is_the_cause_of_the_error(small_disk):
     done = subprocess.run([sys.executable, "-c", ON_A_FULL_DISK, small_disk / "actor"], capture_output=True, text=True)
     assert done.stdout.startswith(f"True cannot write '{small_disk}/actor' (")
     assert "No space left on device" in done.stdout

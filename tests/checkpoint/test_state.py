@@ -15,7 +15,7 @@ from hybridflow.errors import CheckpointError
 
 
 def round_trip(state: Any) -> Any:
-    """Through JSON text, as on disk, with tensors that are copies."""
+    """Split and join a state through JSON text, as on disk, with copies of the tensors."""
     tree, tensors = split_state(state)
     return join_state(json.loads(json.dumps(tree, allow_nan=False)), {name: t.clone() for name, t in tensors.items()})
 
@@ -34,13 +34,13 @@ def bits(value: float) -> bytes:
         (1, 1.0, True, "1"),
     ],
 )
-def test_plain_values_come_back_with_their_types(state):
+def test_plain_values_keep_value_and_type(state):
     result = round_trip(state)
     assert result == state
     assert repr(result) == repr(state)
 
 
-def test_integers_of_any_size_come_back():
+def test_integers_of_any_size_are_restored():
     state = [2**64 - 1, 2**64, -(2**63) - 1, -(10**5000)]
     assert round_trip(state) == state
 
@@ -51,11 +51,11 @@ FLOATS = [
 ]
 
 
-def test_floats_come_back_bit_for_bit():
+def test_floats_are_restored_bit_for_bit():
     assert [bits(value) for value in round_trip(FLOATS)] == [bits(value) for value in FLOATS]
 
 
-def test_the_tree_is_strict_json():
+def test_tree_is_strict_json():
     tree, _ = split_state({"loss": math.nan, "best": math.inf})
     assert (
         json.dumps(tree, allow_nan=False)
@@ -63,18 +63,18 @@ def test_the_tree_is_strict_json():
     )
 
 
-def test_the_order_of_keys_stays():
+def test_order_of_keys_is_kept():
     assert list(round_trip({"b": 1, "a": 2, "c": 3})) == ["b", "a", "c"]
 
 
-def test_dictionaries_of_other_kinds_come_back_as_dict():
+def test_dictionary_subclasses_are_restored_as_dict():
     result = round_trip({"ordered": OrderedDict(a=1), "default": defaultdict(list, b=[2])})
     assert result == {"ordered": {"a": 1}, "default": {"b": [2]}}
     assert type(result["ordered"]) is type(result["default"]) is dict
 
 
 @pytest.mark.parametrize("dtype", sorted(TENSOR_DTYPES, key=str), ids=str)
-def test_every_dtype_comes_back_bit_for_bit(dtype):
+def test_every_dtype_is_restored_bit_for_bit(dtype):
     raw = torch.arange(96, dtype=torch.uint8).mul(37)  # modulo 256
     if dtype == torch.bool:
         raw %= 2
@@ -85,7 +85,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype):
     assert torch.equal(result.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_shapes_without_elements_and_without_dimensions_stay():
+def test_empty_and_zero_dimensional_shapes_are_kept():
     state = [
         torch.zeros(0),
         torch.zeros(3, 0, 2, dtype=torch.int64),
@@ -102,7 +102,7 @@ def test_nan_and_infinity_in_tensors_keep_their_bits():
     assert round_trip(tensor).view(torch.int32).tolist() == tensor.view(torch.int32).tolist()
 
 
-def test_parameters_and_tensors_with_gradients_come_back_as_plain_data():
+def test_parameters_and_gradient_tensors_are_restored_as_plain_tensors():
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     result = round_trip({"p": parameter, "q": parameter * 2})
     assert type(result["p"]) is torch.Tensor
@@ -111,7 +111,7 @@ def test_parameters_and_tensors_with_gradients_come_back_as_plain_data():
     assert result["q"].tolist() == [2.0, 4.0]
 
 
-def test_one_tensor_found_twice_is_stored_once_and_is_one_tensor_again():
+def test_tensor_that_occurs_twice_is_stored_once_and_shared_again():
     embedding = torch.tensor([[1.0, 2.0]])
     tree, tensors = split_state({"embed": embedding, "head": embedding})
     assert list(tensors) == ["embed"]
@@ -119,7 +119,7 @@ def test_one_tensor_found_twice_is_stored_once_and_is_one_tensor_again():
     assert result["embed"] is result["head"]
 
 
-def test_tensors_that_share_memory_otherwise_are_stored_apart():
+def test_views_of_one_memory_are_stored_separately():
     base = torch.arange(6.0)
     state = {"all": base, "head": base[:2], "tail": base[4:], "grid": base.view(2, 3), "grid.t": base.view(2, 3).t()}
     _, tensors = split_state(state)
@@ -128,7 +128,7 @@ def test_tensors_that_share_memory_otherwise_are_stored_apart():
     assert {name: t.tolist() for name, t in result.items()} == {name: t.tolist() for name, t in state.items()}
 
 
-def test_non_contiguous_tensors_come_back_with_the_same_elements():
+def test_non_contiguous_tensors_keep_their_elements():
     grid = torch.arange(6).view(2, 3)
     state = {"t": grid.t(), "strided": grid[:, ::2], "expanded": torch.tensor([7]).expand(3), "flipped": grid.flip(0)}
     assert {name: t.tolist() for name, t in round_trip(state).items()} == {
@@ -139,7 +139,7 @@ def test_non_contiguous_tensors_come_back_with_the_same_elements():
     }
 
 
-def test_a_conjugated_view_is_resolved():
+def test_conjugated_view_is_resolved():
     z = torch.tensor([1 + 2j])
     result = round_trip({"z": z, "conj": z.conj(), "imag": z.conj().imag})
     assert result["z"].tolist() == [1 + 2j]
@@ -147,23 +147,23 @@ def test_a_conjugated_view_is_resolved():
     assert result["imag"].tolist() == [-2.0]
 
 
-def test_many_tensors_of_no_elements_stay_apart():
+def test_empty_tensors_are_not_merged():
     state = [torch.zeros(0, n) for n in range(200)]
     assert [tuple(t.shape) for t in round_trip(state)] == [(0, n) for n in range(200)]
 
 
-def test_names_that_meet_in_one_path_stay_apart():
+def test_tensors_with_colliding_paths_get_different_names():
     state = {"a": {"b/c": torch.tensor(1)}, "a/b": {"c": torch.tensor(2)}, "__metadata__": torch.tensor(3)}
     result = round_trip(state)
     assert (result["a"]["b/c"].item(), result["a/b"]["c"].item(), result["__metadata__"].item()) == (1, 2, 3)
 
 
-def test_names_of_tensors_are_their_places():
+def test_tensor_names_are_their_paths():
     _, tensors = split_state({"model": {"layers.0.weight": torch.zeros(1)}, "moments": [torch.zeros(1)]})
     assert list(tensors) == ["model/layers.0.weight", "moments/0"]
 
 
-def test_numpy_arrays_and_scalars_come_back_as_such():
+def test_numpy_arrays_and_scalars_keep_type_and_bytes():
     state = {
         "words": np.array([1, 2**32 - 1], dtype=np.uint32),
         "grid": np.arange(6, dtype=np.int16).reshape(2, 3).T,
@@ -184,13 +184,13 @@ def test_numpy_arrays_and_scalars_come_back_as_such():
     result["words"][0] = 5  # is writable
 
 
-def test_a_read_only_array_is_saved_without_complaint():
+def test_read_only_array_is_saved():
     array = np.arange(3)
     array.flags.writeable = False
     assert round_trip(array).tolist() == [0, 1, 2]
 
 
-def test_saving_changes_nothing_of_the_state():
+def test_saving_does_not_change_the_state():
     state = {"x": torch.arange(4.0), "y": (np.arange(3),), "z": [1, {"$a": 2.0}]}
     split_state(state)
     assert state["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -225,7 +225,7 @@ Pair = namedtuple("Pair", "a b")
         (np.zeros(1, dtype=np.longdouble), r"longdouble|float128"),
     ],
 )
-def test_anything_else_is_an_error_naming_its_place(value, message):
+def test_unsupported_value_error_names_its_path(value, message):
     with pytest.raises(CheckpointError, match=message):
         split_state({"a": [0, value]})
 
@@ -234,11 +234,11 @@ def test_anything_else_is_an_error_naming_its_place(value, message):
     ("tree", "message"),
     [
         ({"$tensor": "gone"}, "the tensor 'gone' is missing"),
-        ({"$code": "print(1)"}, r"'\$code' with a str means nothing; known are \$tensor"),
-        ({"$tuple": "abc"}, r"'\$tuple' with a str means nothing"),
-        ({"$float": "00"}, r"'\$float' with a str means nothing"),
+        ({"$code": "print(1)"}, r"'\$code' with a str is not a known tag; valid tags: \$tensor"),
+        ({"$tuple": "abc"}, r"'\$tuple' with a str is not a known tag"),
+        ({"$float": "00"}, r"'\$float' with a str is not a known tag"),
     ],
 )
-def test_a_tree_that_split_state_did_not_make_is_an_error(tree, message):
+def test_tree_not_made_by_split_state_is_an_error(tree, message):
     with pytest.raises(CheckpointError, match=message):
         join_state({"a": [tree]}, {})

@@ -37,14 +37,14 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_store_without_directory_is_empty(tmp_path):
+def test_store_without_directory_is_empty(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.list() == ()
     assert store.latest() is None
     assert not store.directory.exists()
 
 
-def test_a_checkpoint_comes_back_with_step_info_and_components(tmp_path):
+def test_checkpoint_has_step_info_and_components(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 20)
     checkpoint = store.latest()
@@ -65,7 +65,7 @@ def test_a_checkpoint_comes_back_with_step_info_and_components(tmp_path):
         checkpoint.load("critic")
 
 
-def test_components_may_lie_in_folders(tmp_path):
+def test_components_may_be_in_subdirectories(tmp_path):
     store = CheckpointStore(tmp_path)
     with store.begin(1) as directory:
         (directory / "critic").mkdir()
@@ -75,7 +75,7 @@ def test_components_may_lie_in_folders(tmp_path):
     assert checkpoint.load("critic/rank_0") == [1]
 
 
-def test_the_same_state_is_the_same_bytes(tmp_path):
+def test_equal_states_give_equal_checkpoints(tmp_path):
     for name in ("first", "second"):
         save(CheckpointStore(tmp_path / name), 5)
     for name in names(tmp_path / "first" / "step_000005"):
@@ -83,7 +83,7 @@ def test_the_same_state_is_the_same_bytes(tmp_path):
         assert contents[0] == contents[1]
 
 
-def test_the_newest_n_are_kept(tmp_path):
+def test_newest_checkpoints_are_kept(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3, 1_000_000, 12_345_678):
         save(store, step)
@@ -91,7 +91,7 @@ def test_the_newest_n_are_kept(tmp_path):
     assert names(tmp_path) == ["step_1000000", "step_12345678"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 10, value=1.0)
     with store.begin(10) as directory:
@@ -101,7 +101,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["step_000010"]
 
 
-def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path):
+def test_failed_replacement_keeps_old_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 10, value=1.0)
     with pytest.raises(ZeroDivisionError), store.begin(10) as directory:
@@ -110,14 +110,14 @@ def test_a_failed_replacement_leaves_the_old_checkpoint(tmp_path):
     assert names(tmp_path) == ["step_000010"]
 
 
-def test_an_exception_of_the_writer_passes_through_and_nothing_remains(tmp_path):
+def test_exception_of_writer_is_raised_and_nothing_remains(tmp_path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(KeyboardInterrupt), store.begin(1):
         raise KeyboardInterrupt
     assert names(tmp_path) == []
 
 
-def test_a_value_that_cannot_be_saved_keeps_the_earlier_checkpoint(tmp_path):
+def test_unsupported_value_keeps_earlier_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     message = r"step 2 was not saved: state\['f'\] is a function.* untouched, the newest is '.*step_000001'"
@@ -127,35 +127,38 @@ def test_a_value_that_cannot_be_saved_keeps_the_earlier_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.pt", "actor.pkl", "actor.py", "notes"])
-def test_only_safetensors_and_json_get_into_a_checkpoint(tmp_path, name):
-    message = rf"step 1 was not saved: .*{name}' is no plain"
+def test_only_safetensors_and_json_are_allowed_in_checkpoint(tmp_path, name):
+    message = rf"step 1 was not saved: .*{name}' is not a plain"
     with pytest.raises(CheckpointError, match=message), CheckpointStore(tmp_path).begin(1) as directory:
         (directory / name).write_bytes(b"x")
     assert names(tmp_path) == []
 
 
-def test_a_link_does_not_get_into_a_checkpoint(tmp_path):
+def test_symbolic_link_in_checkpoint_is_an_error(tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     store = CheckpointStore(tmp_path / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"link\.json' is no plain"), store.begin(1) as directory:
+    with pytest.raises(CheckpointError, match=r"link\.json' is not a plain"), store.begin(1) as directory:
         (directory / "link.json").symlink_to(tmp_path / "secret.json")
 
 
 @pytest.mark.parametrize("info", [{"a": (1, 2)}, {1: 2}, {"a": torch.tensor(1)}, {"a": float("nan")}])
-def test_info_that_json_would_change_is_an_error(tmp_path, info):
+def test_info_changed_by_json_is_an_error(tmp_path, info):
     with pytest.raises(CheckpointError, match="info="), CheckpointStore(tmp_path).begin(1, info=info):
         pass
     assert names(tmp_path) == []
 
 
-def test_impossible_arguments_are_errors(tmp_path):
-    with pytest.raises(CheckpointError, match="keep=0 would keep no checkpoint"):
+def test_invalid_arguments_are_errors(tmp_path):
+    with pytest.raises(CheckpointError, match="keep=0 is invalid: expected a positive number"):
         CheckpointStore(tmp_path, keep=0)
-    with pytest.raises(CheckpointError, match="step=-1 is negative"), CheckpointStore(tmp_path).begin(-1):
+    with (
+        pytest.raises(CheckpointError, match="step=-1 is invalid: expected 0 or a positive number"),
+        CheckpointStore(tmp_path).begin(-1),
+    ):
         pass
 
 
-def test_a_step_that_is_not_there_is_an_error_that_says_which_are(tmp_path):
+def test_missing_step_error_lists_saved_steps(tmp_path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 30 in .*; there are none"):
         store.open(30)
@@ -165,7 +168,7 @@ def test_a_step_that_is_not_there_is_an_error_that_says_which_are(tmp_path):
         store.open(30)
 
 
-def test_other_things_in_the_directory_are_left_alone(tmp_path):
+def test_other_files_in_directory_are_not_touched(tmp_path):
     others = ["step_12", "step_0000012", "step_000012.bak", "notes.txt", ".tmp-mine", ".tmp-other-0123456789abcdef"]
     for name in others:
         (tmp_path / name).mkdir()
@@ -191,14 +194,17 @@ def truncate(directory: Path) -> None:
 
 DAMAGES = {
     "a missing file": (lambda d: (d / "data.json").unlink(), r"data\.json' is missing"),
-    "a truncated file": (truncate, r"actor\.safetensors' has 40 bytes, but was saved with \d+: it is damaged"),
-    "a flipped bit": (lambda d: flip_a_bit(d / "actor.safetensors"), r"actor\.safetensors' has the SHA-256 .* damaged"),
-    "a flipped bit of json": (lambda d: flip_a_bit(d / "data.json"), r"data\.json' has the SHA-256 .* damaged"),
-    "a pickle": (lambda d: (d / "actor.safetensors").write_bytes(pickle.dumps([1] * 999)), r"actor\.safetensors' has"),
+    "a truncated file": (truncate, r"actor\.safetensors' is damaged: it has 40 bytes, but was saved with \d+"),
+    "a flipped bit": (lambda d: flip_a_bit(d / "actor.safetensors"), r"actor\.safetensors' is damaged: its SHA-256 is"),
+    "a flipped bit of json": (lambda d: flip_a_bit(d / "data.json"), r"data\.json' is damaged: its SHA-256 is"),
+    "a pickle": (
+        lambda d: (d / "actor.safetensors").write_bytes(pickle.dumps([1] * 999)),
+        r"actor\.safetensors' is damaged: it has",
+    ),
     "a directory for a file": (lambda d: ((d / "data.json").unlink(), (d / "data.json").mkdir()), r"data\.json' "),
     "no manifest": (
         lambda d: (d / "checkpoint.json").unlink(),
-        r"checkpoint\.json' is missing, so .* is no checkpoint",
+        r"checkpoint\.json' is missing, so .* is not a checkpoint",
     ),
     "an empty manifest": (
         lambda d: (d / "checkpoint.json").write_text(""),
@@ -209,33 +215,34 @@ DAMAGES = {
     "a list for a manifest": (lambda d: (d / "checkpoint.json").write_text("[]"), "hybridflow did not write it"),
     "a changed manifest": (
         lambda d: damage_manifest(d, info={"epoch": 9}),
-        r"checkpoint\.json' does not have the SHA-256",
+        r"checkpoint\.json' is damaged: its SHA-256 differs",
     ),
     "a newer format": (
         lambda d: damage_manifest(d, version=2),
-        r"format version 2, this hybridflow reads 1; .*a newer one",
+        r"format version 2, but this hybridflow reads version 1; .*a newer one",
     ),
     "a renamed directory": (lambda d: (d.rename(d.with_name("x")), (d.parent / "step_000001").rename(d)), "of step 1;"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_the_checkpoint_before_it_offered(tmp_path, damage):
+def test_damage_error_names_file_and_previous_valid_checkpoint(tmp_path, damage):
     store = CheckpointStore(tmp_path, keep=9)
     for step in (1, 20, 40):
         save(store, step)
     inflict, message = DAMAGES[damage]
     inflict(tmp_path / "step_000040")
-    offer = rf"{message}.*before it is valid: '.*step_000020'.*move '.*step_000040' out of .* with trainer\.resume=auto"
+    advice = r"move '.*step_000040' out of .* with trainer\.resume=auto"
+    full_message = rf"{message}.*newest valid checkpoint before it is '.*step_000020'.*{advice}"
     fresh = CheckpointStore(tmp_path, keep=9)
-    with pytest.raises(CheckpointError, match=offer):
+    with pytest.raises(CheckpointError, match=full_message):
         fresh.latest()
-    with pytest.raises(CheckpointError, match=offer):
+    with pytest.raises(CheckpointError, match=full_message):
         store.latest()
     assert value_of(fresh.open(20)) == 20.0
 
 
-def test_following_the_offer_continues_from_the_checkpoint_before(tmp_path):
+def test_moving_damaged_checkpoint_away_resumes_from_previous_one(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 20)
     save(store, 40)
@@ -244,23 +251,23 @@ def test_following_the_offer_continues_from_the_checkpoint_before(tmp_path):
     assert value_of(CheckpointStore(tmp_path / "checkpoints").latest()) == 20.0
 
 
-def test_the_offer_skips_what_is_damaged_too(tmp_path):
+def test_error_skips_other_damaged_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2, 3):
         save(store, step)
     flip_a_bit(tmp_path / "step_000003" / "data.json")
     flip_a_bit(tmp_path / "step_000002" / "data.json")
-    with pytest.raises(CheckpointError, match=r"before it is valid: '.*step_000001'"):
+    with pytest.raises(CheckpointError, match=r"newest valid checkpoint before it is '.*step_000001'"):
         CheckpointStore(tmp_path).latest()
     flip_a_bit(tmp_path / "step_000001" / "data.json")
     with pytest.raises(
-        CheckpointError, match=r"No checkpoint before it is valid; start again in an empty trainer\.run_dir"
+        CheckpointError, match=r"No earlier checkpoint is valid; start again in an empty trainer\.run_dir"
     ):
         CheckpointStore(tmp_path).latest()
 
 
 @pytest.mark.parametrize("outside", ["../secret.json", "/etc/secret.json", "a/../../secret.json", "model.pt"])
-def test_a_manifest_cannot_point_outside_or_to_code(tmp_path, outside):
+def test_manifest_cannot_refer_to_outside_files_or_code(tmp_path, outside):
     save(CheckpointStore(tmp_path), 1)
     path = tmp_path / "step_000001" / "checkpoint.json"
     document = json.loads(path.read_text())
@@ -268,11 +275,11 @@ def test_a_manifest_cannot_point_outside_or_to_code(tmp_path, outside):
     document["files"] = {outside: {"bytes": 1, "sha256": "0"}}
     document["sha256"] = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=f"lists '{outside}', which is no file of a checkpoint"):
+    with pytest.raises(CheckpointError, match=f"lists '{outside}', which is not a file of a checkpoint"):
         open_checkpoint(tmp_path / "step_000001")
 
 
-def test_a_copied_checkpoint_opens_anywhere(tmp_path):
+def test_moved_checkpoint_can_be_opened(tmp_path):
     save(CheckpointStore(tmp_path / "checkpoints"), 7)
     copy = (tmp_path / "checkpoints" / "step_000007").rename(tmp_path / "best")
     assert value_of(open_checkpoint(copy)) == 7.0
@@ -283,7 +290,7 @@ def test_a_copied_checkpoint_opens_anywhere(tmp_path):
 # --- pruning ----------------------------------------------------------------------------------------------------------
 
 
-def test_incomplete_checkpoints_do_not_count_and_stay(tmp_path):
+def test_incomplete_checkpoints_are_neither_counted_nor_pruned(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
         save(store, step)
@@ -294,7 +301,7 @@ def test_incomplete_checkpoints_do_not_count_and_stay(tmp_path):
     assert store.list() == (2, 3, 4)
 
 
-def test_the_newest_valid_one_is_never_pruned(tmp_path):
+def test_newest_valid_checkpoint_is_not_pruned(tmp_path):
     for step in (1, 2, 3):
         save(CheckpointStore(tmp_path, keep=9), step)
     for step in (2, 3):
@@ -305,7 +312,7 @@ def test_the_newest_valid_one_is_never_pruned(tmp_path):
     assert value_of(store.open(1)) == 1.0
 
 
-def test_a_save_below_damaged_newer_steps_is_not_pruned_away(tmp_path):
+def test_save_below_damaged_newer_step_is_not_pruned(tmp_path):
     save(CheckpointStore(tmp_path), 60)
     flip_a_bit(tmp_path / "step_000060" / "actor.safetensors")
     store = CheckpointStore(tmp_path, keep=1)
@@ -324,7 +331,7 @@ def save_large(store: CheckpointStore, step: int) -> None:
 
 
 def save_on_the_last_block(store: CheckpointStore, step: int) -> None:
-    """Leave no room for the manifest."""
+    """Fill the disk so that there is no room for the manifest."""
     with store.begin(step) as directory:
         save_state([1], directory / "actor")
         with contextlib.suppress(OSError), open(directory / "filler.json", "wb", buffering=0) as file:
@@ -339,7 +346,7 @@ FULL_DISKS = {
 
 
 @pytest.mark.parametrize("save_too_much", FULL_DISKS)
-def test_a_full_disk_in_the_middle_of_a_save_keeps_the_earlier_checkpoint(small_disk, save_too_much):
+def test_full_disk_during_save_keeps_earlier_checkpoint(small_disk, save_too_much):
     store = CheckpointStore(small_disk / "checkpoints")
     save(store, 10)
     untouched = r"Earlier checkpoints are untouched, the newest is '.*step_000010'"
@@ -351,7 +358,7 @@ def test_a_full_disk_in_the_middle_of_a_save_keeps_the_earlier_checkpoint(small_
     assert store.list() == (10, 20)
 
 
-def test_a_read_only_disk_can_be_read_and_says_so_when_written(small_disk):
+def test_read_only_disk_can_be_read_and_names_cause_when_written(small_disk):
     save(CheckpointStore(small_disk), 10)
     (small_disk / ".tmp-step_000020-0123456789abcdef").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
@@ -397,11 +404,11 @@ def kill(writer: subprocess.Popen[str]) -> None:
     assert writer.returncode == -signal.SIGKILL
 
 
-def test_what_a_killed_save_left_is_removed_at_the_next_start_and_not_before_it_dies(tmp_path):
+def test_leftovers_are_removed_only_after_their_writer_is_dead(tmp_path):
     save(CheckpointStore(tmp_path), 1)
     writer = start_writer(tmp_path, "between components")
     store = CheckpointStore(tmp_path)
-    assert len(names(tmp_path)) == 2, "the living writer's directory must stay"
+    assert len(names(tmp_path)) == 2, "the directory of a live writer must be kept"
     save(store, 3)
     assert len(names(tmp_path)) == 3
     kill(writer)
@@ -411,7 +418,7 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start_and_not_before_it_
 
 
 def wait_for_partial(directory: Path, prefix: str) -> None:
-    """Until a save has begun and written a file whose name starts with `prefix` (any, if it is empty)."""
+    """Wait until a save has started and has written a file whose name starts with `prefix`; empty: no file needed."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for path in directory.glob(".tmp-*"):
@@ -422,7 +429,7 @@ def wait_for_partial(directory: Path, prefix: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_writer_killed_in_any_phase_leaves_whole_checkpoints(tmp_path):
+def test_writer_killed_in_any_phase_leaves_complete_checkpoints(tmp_path):
     save(CheckpointStore(tmp_path), 1)
     save(CheckpointStore(tmp_path), 2)
     for phase in ("", "actor", "checkpoint"):
@@ -439,7 +446,7 @@ def test_a_writer_killed_in_any_phase_leaves_whole_checkpoints(tmp_path):
                 assert checkpoint.load("actor")["w"].unique().tolist() == [number]
 
 
-def test_a_directory_left_in_a_save_by_this_process_is_not_taken_from_it(tmp_path):
+def test_opening_a_store_keeps_partial_directories_of_this_process(tmp_path):
     store = CheckpointStore(tmp_path)
     with store.begin(1) as first, store.begin(2) as second:
         CheckpointStore(tmp_path)
@@ -448,6 +455,6 @@ def test_a_directory_left_in_a_save_by_this_process_is_not_taken_from_it(tmp_pat
     assert (store.open(1).load("a"), store.open(2).load("a")) == ([1], [2])
 
 
-def test_states_load_without_the_store(tmp_path):
+def test_states_can_be_loaded_without_store(tmp_path):
     save(CheckpointStore(tmp_path), 4)
     assert load_state(tmp_path / "step_000004" / "data") == {"row": 16}

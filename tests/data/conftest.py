@@ -16,7 +16,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz\n:0123456789+-*/()=, <>"
 
 @pytest.fixture
 def char_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """Builds a character tokenizer; `template` is its post-processor, `special` replaces its special tokens."""
+    """Return a builder of character tokenizers; `template`: post-processor, `special`: other special tokens."""
 
     def build(template: str | None = None, chat_template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
         vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
@@ -37,7 +37,7 @@ def char_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture
 def prompt_file(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a prompt file with one row per text; row i has the ground truth str(i), `extra_infos[i]` if given."""
+    """Return a writer of prompt files: row i has text i, the ground truth str(i) and, if given, `extra_infos[i]`."""
 
     def build(texts: list[str], name: str = "prompts.parquet", extra_infos: list[dict] | None = None) -> Path:
         rows = [

@@ -1,3 +1,4 @@
+import json
 import logging
 
 import numpy as np
@@ -15,7 +16,7 @@ CHATML = (
 )
 
 
-def test_collate_pads_prompts_on_the_left_to_the_longest_of_the_batch(char_tokenizer, prompt_file):
+def test_collate_pads_prompts_on_the_left(char_tokenizer, prompt_file):
     dataset = RLHFDataset(prompt_file(["ab", "c", "abcd"]), char_tokenizer(), max_prompt_length=8)
     batch = dataset.collate([1, 0])
     # "a" is 4, "b" 5, "c" 6; padding is 0.
@@ -30,7 +31,7 @@ def test_collate_pads_prompts_on_the_left_to_the_longest_of_the_batch(char_token
     assert {array.dtype for array in batch.non_tensor_batch.values()} == {np.dtype(object)}
 
 
-def test_several_files_follow_each_other_and_max_samples_takes_the_first_rows(char_tokenizer, prompt_file):
+def test_files_are_concatenated_and_max_samples_keeps_the_first_rows(char_tokenizer, prompt_file):
     files = [prompt_file(["a", "b"], "1.parquet"), prompt_file(["c", "d"], "2.parquet")]
     whole = RLHFDataset(files, char_tokenizer(), 8)
     assert [whole.prompt_ids(i) for i in range(len(whole))] == [[4], [5], [6], [7]]
@@ -38,7 +39,7 @@ def test_several_files_follow_each_other_and_max_samples_takes_the_first_rows(ch
     assert len(RLHFDataset(files, char_tokenizer(), 8, max_samples=9)) == 4
 
 
-def test_ground_truths_of_different_shapes_mix_across_files(char_tokenizer, prompt_file, tmp_path):
+def test_files_may_have_ground_truths_of_different_types(char_tokenizer, prompt_file, tmp_path):
     row = prompt_row(
         data_source="countdown", prompt="a", ground_truth={"target": 5, "numbers": [2, 3]}, split="train", index=0
     )
@@ -47,7 +48,7 @@ def test_ground_truths_of_different_shapes_mix_across_files(char_tokenizer, prom
     assert truths.tolist() == ["0", {"target": 5, "numbers": [2, 3]}]
 
 
-def test_a_batch_owns_its_copies(char_tokenizer, prompt_file):
+def test_changing_a_batch_does_not_change_the_dataset(char_tokenizer, prompt_file):
     dataset = RLHFDataset(prompt_file(["a"]), char_tokenizer(), 8)
     first = dataset.collate([0])
     first.non_tensor_batch["extra_infos"][0]["index"] = 99
@@ -59,14 +60,14 @@ def test_a_batch_owns_its_copies(char_tokenizer, prompt_file):
     assert second.batch["prompts"].tolist() == [[4]]
 
 
-def test_the_chat_template_is_applied_with_the_generation_prompt_and_one_bos(char_tokenizer, prompt_file):
+def test_chat_template_adds_the_generation_prompt_and_one_bos(char_tokenizer, prompt_file):
     tokenizer = char_tokenizer(template="<bos> $A", chat_template=CHATML)
     dataset = RLHFDataset(prompt_file(["b"]), tokenizer, 32)
     assert tokenizer.decode(dataset.prompt_ids(0)) == "<bos>u:b\na:"
     assert dataset.prompt_ids(0).count(2) == 1
 
 
-def test_without_a_template_messages_are_joined_by_newlines_after_one_bos(char_tokenizer, tmp_path):
+def test_without_template_messages_are_joined_by_newlines_after_one_bos(char_tokenizer, tmp_path):
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     row = prompt_row(data_source="x", prompt=messages, ground_truth="1", split="train", index=0)
     file = write_prompt_file(tmp_path / "a.parquet", [row])
@@ -78,12 +79,12 @@ def test_without_a_template_messages_are_joined_by_newlines_after_one_bos(char_t
     assert switched_off.prompt_ids(0) == [4, 30, 5]
 
 
-def test_a_bos_written_in_the_text_is_not_doubled(char_tokenizer, prompt_file):
+def test_bos_in_the_text_is_not_doubled(char_tokenizer, prompt_file):
     dataset = RLHFDataset(prompt_file(["<bos>a", "a"]), char_tokenizer(template="<bos> $A"), 32)
     assert [dataset.prompt_ids(0), dataset.prompt_ids(1)] == [[2, 4], [2, 4]]
 
 
-def test_overlong_prompts_are_dropped_and_reported(char_tokenizer, prompt_file, caplog):
+def test_overlong_prompts_are_dropped_and_logged(char_tokenizer, prompt_file, caplog):
     with caplog.at_level(logging.WARNING):
         dataset = RLHFDataset(prompt_file(["abc", "abcd", "d"]), char_tokenizer(), 3)
     assert (len(dataset), dataset.num_dropped) == (2, 1)
@@ -106,14 +107,14 @@ def test_overlong_prompts_are_truncated(char_tokenizer, prompt_file, overlong, e
     assert dataset.num_dropped == 0
 
 
-def test_overlong_error_names_the_first_long_prompt_and_the_fix(char_tokenizer, prompt_file):
+def test_overlong_error_names_the_first_long_prompt(char_tokenizer, prompt_file):
     with pytest.raises(DataError, match=r"prompts.parquet: row 1: 4 tokens, but max_prompt_length=3 \(1 of 2"):
         RLHFDataset(prompt_file(["a", "abcd"]), char_tokenizer(), 3, overlong="error")
     with pytest.raises(DataError, match="all 1 prompts are longer than max_prompt_length=3"):
         RLHFDataset(prompt_file(["abcd"]), char_tokenizer(), 3)
 
 
-def test_the_fingerprint_changes_with_order_truth_and_tokens(char_tokenizer, prompt_file):
+def test_fingerprint_depends_on_order_ground_truth_and_tokens(char_tokenizer, prompt_file):
     tokenizer = char_tokenizer()
     first = RLHFDataset(prompt_file(["a", "b"]), tokenizer, 8)
     assert first.fingerprint == RLHFDataset(prompt_file(["a", "b"], "copy.parquet"), tokenizer, 8).fingerprint
@@ -148,7 +149,7 @@ def good_row() -> dict:
         ({"audios": ["a.wav"]}, "images, audio or video are not supported yet"),
     ],
 )
-def test_bad_rows_are_refused_naming_file_row_and_column(char_tokenizer, tmp_path, changes, message):
+def test_malformed_row_is_an_error_with_file_row_and_column(char_tokenizer, tmp_path, changes, message):
     file = tmp_path / "bad.parquet"
     pq.write_table(pa.Table.from_pylist([{**good_row(), **changes}]), file)
     with pytest.raises(DataError) as error:
@@ -157,20 +158,20 @@ def test_bad_rows_are_refused_naming_file_row_and_column(char_tokenizer, tmp_pat
     assert f"{file}: row 0" in str(error.value)
 
 
-def test_the_row_that_is_wrong_is_named_by_its_own_file(char_tokenizer, prompt_file, tmp_path):
+def test_malformed_row_is_counted_within_its_file(char_tokenizer, prompt_file, tmp_path):
     bad = tmp_path / "bad.parquet"
     pq.write_table(pa.Table.from_pylist([good_row(), {**good_row(), "data_source": None}]), bad)
     with pytest.raises(DataError, match=r"bad.parquet: row 1: column 'data_source'"):
         RLHFDataset([prompt_file(["a", "b"]), bad], char_tokenizer(), 8)
 
 
-def test_empty_media_columns_and_a_missing_extra_info_do_no_harm(char_tokenizer, tmp_path):
+def test_empty_media_columns_and_missing_extra_info_are_accepted(char_tokenizer, tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([{**good_row(), "images": None}, {**good_row(), "images": []}]), file)
     assert RLHFDataset(file, char_tokenizer(), 8).collate([1]).non_tensor_batch["extra_infos"][0] == {}
 
 
-def test_missing_empty_and_unreadable_files_are_refused(char_tokenizer, tmp_path):
+def test_missing_empty_and_unreadable_files_are_errors(char_tokenizer, tmp_path):
     tokenizer = char_tokenizer()
     with pytest.raises(DataError, match="no data files were given"):
         RLHFDataset([], tokenizer, 8)
@@ -187,23 +188,53 @@ def test_missing_empty_and_unreadable_files_are_refused(char_tokenizer, tmp_path
         RLHFDataset(tmp_path / "col.parquet", tokenizer, 8)
 
 
-def test_bad_options_and_indices_are_refused(char_tokenizer, prompt_file):
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_raw_question_answer_file_names_the_prepare_command(char_tokenizer, tmp_path, suffix):
+    file, row = tmp_path / f"raw{suffix}", {"question": "1 + 1", "answer": "#### 2"}
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="question, answer") as error:
+        RLHFDataset(file, char_tokenizer(), 8)
+    assert f"`hybridflow prepare gsm8k --train-file TRAIN{suffix} --test-file TEST{suffix}`" in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "no json\n", "[1]\n", '{"text": "a"}\n'])
+def test_other_json_lines_are_an_error(char_tokenizer, tmp_path, content):
+    file = tmp_path / "other.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError, match="expected a parquet file with the columns prompt, data_source") as error:
+        RLHFDataset(file, char_tokenizer(), 8)
+    assert "hybridflow.data.write_prompt_file" in str(error.value)
+    assert ("with the columns text;" in str(error.value)) is ("text" in content)
+
+
+def test_prompt_texts_are_what_the_model_reads(char_tokenizer, prompt_file):
+    tokenizer = char_tokenizer(chat_template=CHATML)
+    whole = RLHFDataset(prompt_file(["b"]), tokenizer, 32).collate([0])
+    assert whole.non_tensor_batch["prompt_texts"].tolist() == ["<bos>u:b\na:"]
+    cut = RLHFDataset(prompt_file(["bcd"]), tokenizer, 3, overlong="truncate-left").collate([0])
+    assert cut.non_tensor_batch["prompt_texts"].tolist() == ["\na:"]
+
+
+def test_invalid_options_and_indices_are_errors(char_tokenizer, prompt_file):
     file, tokenizer = prompt_file(["a"]), char_tokenizer()
     with pytest.raises(DataError, match="overlong='cut' is not one of drop, error, truncate-left"):
         RLHFDataset(file, tokenizer, 8, overlong="cut")  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError, match="max_prompt_length=0"):
         RLHFDataset(file, tokenizer, 0)
-    with pytest.raises(DataError, match="row 1 was asked for, but the data set has rows 0 to 0"):
+    with pytest.raises(DataError, match="index=1 is out of range: the data set has rows 0 to 0"):
         RLHFDataset(file, tokenizer, 8).collate([0, 1])
 
 
-def test_a_template_that_refuses_the_messages_names_the_row(char_tokenizer, prompt_file):
+def test_error_of_the_chat_template_names_the_row(char_tokenizer, prompt_file):
     tokenizer = char_tokenizer(chat_template="{{ raise_exception('no user messages') }}")
     with pytest.raises(DataError, match=r"prompts.parquet: row 0: .*no user messages"):
         RLHFDataset(prompt_file(["a"]), tokenizer, 8)
 
 
-def test_a_tokenizer_without_pad_uses_eos_and_without_both_is_refused(char_tokenizer, prompt_file):
+def test_eos_replaces_a_missing_padding_token(char_tokenizer, prompt_file):
     file = prompt_file(["ab", "a"])
     assert RLHFDataset(file, char_tokenizer(eos_token="<eos>"), 8).collate([0, 1]).batch["prompts"].tolist() == [
         [4, 5],

@@ -13,7 +13,7 @@ TEMPLATE = (
 )
 
 
-def test_the_better_response_comes_first_and_pairs_are_numbered(char_tokenizer, tmp_path):
+def test_chosen_response_comes_first_and_pairs_are_numbered(char_tokenizer, tmp_path):
     file = write_preference_file(tmp_path / "p.parquet", [("ab", "c", "de"), ("a", "b", "c")])
     batch = PreferenceDataset(file, char_tokenizer(), 4, 4).collate([0, 1])
     # "a" is 4 ... "e" is 8; EOS is 1; padding is 0.
@@ -23,7 +23,7 @@ def test_the_better_response_comes_first_and_pairs_are_numbered(char_tokenizer, 
     assert batch.batch["group_ids"].tolist() == [0, 0, 1, 1]
 
 
-def test_a_reward_model_gets_whole_conversations_whose_score_is_read_at_their_last_token(char_tokenizer, tmp_path):
+def test_reward_model_layout_is_whole_conversations_scored_at_the_end(char_tokenizer, tmp_path):
     file = write_preference_file(tmp_path / "p.parquet", [("a", "b", "cd")])
     tokenizer = char_tokenizer(chat_template=TEMPLATE)
     batch = PreferenceDataset(file, tokenizer, 8, 8, layout="reward_model").collate([0])
@@ -35,7 +35,7 @@ def test_a_reward_model_gets_whole_conversations_whose_score_is_read_at_their_la
     assert batch.batch["response_mask"].tolist() == [[True], [True]]
 
 
-def test_a_pair_with_one_long_response_is_dropped(char_tokenizer, tmp_path, caplog):
+def test_pair_with_one_long_response_is_dropped(char_tokenizer, tmp_path, caplog):
     file = write_preference_file(tmp_path / "p.parquet", [("a", "b", "cdef"), ("a", "b", "c")])
     with caplog.at_level(logging.WARNING):
         dataset = PreferenceDataset(file, char_tokenizer(), 4, 4)
@@ -43,7 +43,7 @@ def test_a_pair_with_one_long_response_is_dropped(char_tokenizer, tmp_path, capl
     assert "dropped 1 of 2 pairs longer than max_prompt_length=4 or max_response_length=4" in caplog.text
 
 
-def test_a_pair_without_a_difference_is_refused(char_tokenizer, tmp_path):
+def test_pair_of_equal_responses_is_an_error(char_tokenizer, tmp_path):
     file = write_preference_file(tmp_path / "p.parquet", [("a", "b", "c"), ("a", "b", "b")])
     with pytest.raises(DataError, match=r"row 1: 'chosen' and 'rejected' are the same text"):
         PreferenceDataset(file, char_tokenizer(), 4, 4)
@@ -52,7 +52,7 @@ def test_a_pair_without_a_difference_is_refused(char_tokenizer, tmp_path):
         PreferenceDataset(file, char_tokenizer(), 4, 4)
 
 
-def test_a_missing_column_and_a_response_that_is_no_text_are_named(char_tokenizer, tmp_path):
+def test_missing_column_and_non_text_response_are_errors(char_tokenizer, tmp_path):
     message = [{"role": "user", "content": "a"}]
     pq.write_table(pa.Table.from_pylist([{"prompt": message, "chosen": "b"}]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="column 'rejected' is missing"):

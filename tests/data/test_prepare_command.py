@@ -14,7 +14,7 @@ def run(*arguments: str) -> int:
     return prepare.run(parser.parse_args(arguments))
 
 
-def test_countdown_is_written_and_reported(tmp_path, capsys):
+def test_prepare_countdown_writes_files_and_prints_a_summary(tmp_path, capsys):
     sizes = ("--train-size", "7", "--test-size", "3", "--output-dir", str(tmp_path / "out"))
     options = (
         "--num-operands",
@@ -34,7 +34,7 @@ def test_countdown_is_written_and_reported(tmp_path, capsys):
     assert f"the first prompt: {row['prompt'][0]['content']}\n" in output
 
 
-def test_multiplication_and_gsm8k_are_written(tmp_path):
+def test_prepare_multiplication_and_gsm8k_write_files(tmp_path):
     sizes = ("--train-size", "7", "--test-size", "3")
     assert run("multiplication", *sizes, "--digits-a", "2", "--digits-b", "1", "--output-dir", str(tmp_path / "m")) == 0
     assert pq.read_table(tmp_path / "m" / "test.parquet").num_rows == 3
@@ -45,7 +45,7 @@ def test_multiplication_and_gsm8k_are_written(tmp_path):
     assert pq.read_table(tmp_path / "g" / "train.parquet").num_rows == 1
 
 
-def test_errors_pass_through_and_a_task_is_required(tmp_path, capsys):
+def test_prepare_requires_a_task_and_passes_errors_on(tmp_path, capsys):
     with pytest.raises(DataError, match="no such file"):
         run("gsm8k", "--train-file", "nowhere.jsonl", "--test-file", "nowhere.jsonl", "--output-dir", str(tmp_path))
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ from hybridflow.errors import DataError
 from hybridflow.rewards import countdown_reward, evaluate_arithmetic
 
 
-def test_every_problem_is_solved_by_its_solution_with_each_number_once():
+def test_solution_reaches_the_target_with_each_number_once():
     train, test = generate_countdown(train_size=300, test_size=50, num_operands=(2, 3, 4), max_number=30, seed=1)
     assert (len(train), len(test)) == (300, 50)
     for problem in train + test:
@@ -26,13 +26,13 @@ def test_train_and_test_share_no_multiset_of_numbers():
     assert not {problem.group for problem in train} & {problem.group for problem in test}
 
 
-def test_no_problem_is_repeated_and_test_problems_differ_even_without_their_order():
+def test_problems_are_unique_and_test_problems_up_to_their_order():
     train, test = generate_countdown(train_size=500, test_size=150, num_operands=2, max_number=25)
     assert len(set(train)) == 500
     assert len({(problem.group, problem.target) for problem in test}) == 150
 
 
-def test_a_small_space_gives_half_of_its_groups_to_test_and_several_targets_to_each():
+def test_test_set_takes_at_most_half_of_the_groups():
     train, test = generate_countdown(train_size=30, test_size=20, num_operands=2, max_number=5)
     # 15 multisets of two numbers from 1 to 5; at most 7 of them go to the test set.
     assert len({problem.group for problem in test}) <= 7
@@ -40,7 +40,7 @@ def test_a_small_space_gives_half_of_its_groups_to_test_and_several_targets_to_e
     assert len(train) == 30
 
 
-def test_sign_patterns_are_drawn_evenly_so_adding_everything_is_no_favourite():
+def test_sign_patterns_are_drawn_uniformly():
     # Of the 8 sign patterns of three numbers, 4 give a positive sum (each pattern or its opposite) unless one is zero.
     train, _ = generate_countdown(train_size=4000, test_size=10, num_operands=3, max_number=99, operators="+-", seed=3)
     num_minus = Counter(problem.solution.count("-") for problem in train)
@@ -49,21 +49,21 @@ def test_sign_patterns_are_drawn_evenly_so_adding_everything_is_no_favourite():
     assert all(problem.target > 0 for problem in train)
 
 
-def test_only_plus_adds_and_only_minus_subtracts_all_others_from_one():
+def test_single_operators_give_sums_and_differences():
     adding, _ = generate_countdown(train_size=20, test_size=5, num_operands=3, operators="+")
     assert all(sum(problem.numbers) == problem.target for problem in adding)
     subtracting, _ = generate_countdown(train_size=20, test_size=5, num_operands=3, operators="-")
     assert all(problem.solution.count("-") == 2 for problem in subtracting)
 
 
-def test_division_is_drawn_only_where_it_is_exact():
+def test_divisions_leave_no_remainder():
     train, _ = generate_countdown(train_size=40, test_size=5, num_operands=2, max_number=60, operators="/")
     for problem in train:
         dividend, divisor = (int(text) for text in problem.solution.split(" / "))
         assert Fraction(dividend, divisor) == problem.target
 
 
-def test_the_seed_decides_the_problems_and_the_training_size_does_not_move_the_test_set():
+def test_test_set_depends_on_the_seed_and_not_on_the_training_size():
     first = generate_countdown(train_size=20, test_size=10, seed=5)
     assert first == generate_countdown(train_size=20, test_size=10, seed=5)
     assert first != generate_countdown(train_size=20, test_size=10, seed=6)
@@ -72,7 +72,7 @@ def test_the_seed_decides_the_problems_and_the_training_size_does_not_move_the_t
     assert longer_train[:20] == first[0]
 
 
-def test_prepare_writes_the_schema_that_the_reward_function_can_score(tmp_path):
+def test_prepare_writes_rows_that_the_reward_function_scores(tmp_path):
     files = prepare_countdown(tmp_path / "new" / "dir", train_size=8, test_size=4, max_number=20)
     assert (files.num_train, files.num_test) == (8, 4)
     rows = pq.read_table(files.train_file).to_pylist()
@@ -91,7 +91,7 @@ def test_prepare_writes_the_schema_that_the_reward_function_can_score(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new" / "dir").iterdir()) == ["test.parquet", "train.parquet"]
 
 
-def test_a_compact_template_makes_a_compact_prompt():
+def test_prompt_template_is_filled_in():
     problem = CountdownProblem(numbers=(3, 14, 5), target=12, solution="3 + 14 - 5")
     assert countdown_prompt(problem, "+-", "{numbers}={target}:", number_separator=" ") == "3 14 5=12:"
     assert countdown_prompt(problem, "+-", "{x} {operators} {numbers} {target}") == "{x} + - 3, 14, 5 12"
@@ -102,7 +102,7 @@ def test_a_compact_template_makes_a_compact_prompt():
     [
         ({"num_operands": 1}, "num_operands=(1,)"),
         ({"num_operands": ()}, "num_operands=()"),
-        ({"num_operands": (3, 11)}, "between 2 and 10"),
+        ({"num_operands": (3, 11)}, "from 2 to 10"),
         ({"max_number": 0}, "max_number=0"),
         ({"max_target": 0}, "max_target=0"),
         ({"operators": ""}, "operators=''"),
@@ -113,12 +113,12 @@ def test_a_compact_template_makes_a_compact_prompt():
         ({"num_operands": 2, "max_number": 1, "operators": "+"}, "raise max_number"),
     ],
 )
-def test_options_out_of_range_are_refused(options, message):
+def test_options_out_of_range_are_errors(options, message):
     with pytest.raises(DataError) as error:
         generate_countdown(**{"train_size": 10, "test_size": 2, **options})
     assert message in str(error.value)
 
 
-def test_a_template_without_the_target_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"lacks \{target\}; it may hold \{numbers\}, \{target\}, \{operators\}"):
+def test_template_without_the_target_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"lacks \{target\}; valid names are \{numbers\}, \{target\}, \{operators\}"):
         prepare_countdown(tmp_path, train_size=2, test_size=1, prompt_template="{numbers}")

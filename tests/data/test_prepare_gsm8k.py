@@ -20,7 +20,7 @@ def write_jsonl(path: Path, records: list) -> Path:
     return path
 
 
-def test_jsonl_becomes_rows_of_the_schema_with_the_quoted_instruction(tmp_path):
+def test_jsonl_becomes_prompt_rows_with_the_instruction(tmp_path):
     train = write_jsonl(tmp_path / "train.jsonl", [CLIPS, CARS])
     test = write_jsonl(tmp_path / "test.jsonl", [CARS])
     files = prepare_gsm8k(train, test, tmp_path / "out")
@@ -41,7 +41,7 @@ def test_jsonl_becomes_rows_of_the_schema_with_the_quoted_instruction(tmp_path):
     assert pq.read_table(files.test_file).to_pylist()[0]["extra_info"]["split"] == "test"
 
 
-def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
+def test_parquet_and_jsonl_give_equal_rows(tmp_path):
     jsonl = write_jsonl(tmp_path / "a.jsonl", [CLIPS, CARS])
     parquet = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([CLIPS, CARS]), parquet)
@@ -50,7 +50,7 @@ def test_parquet_and_jsonl_give_the_same_rows(tmp_path):
     assert pq.read_table(from_jsonl.train_file).equals(pq.read_table(from_parquet.train_file))
 
 
-def test_a_line_separator_inside_a_question_does_not_end_the_line(tmp_path):
+def test_unicode_line_separator_does_not_end_a_line(tmp_path):
     odd = {"question": "one\u2028two", "answer": "#### -3.5"}
     file = write_jsonl(tmp_path / "odd.jsonl", [odd])
     files = prepare_gsm8k(file, file, tmp_path / "out", instruction="")
@@ -71,14 +71,14 @@ def refused(tmp_path: Path, name: str, content: bytes | None) -> str:
     return str(error.value)
 
 
-def test_bad_files_are_refused_naming_file_and_line(tmp_path):
+def test_malformed_file_is_an_error_with_file_and_line(tmp_path):
     assert "no such file" in refused(tmp_path, "none.jsonl", None)
     assert "no such file" in refused(tmp_path, "none.parquet", None)
-    assert "ends in '.csv'" in refused(tmp_path, "some.csv", b"question,answer")
+    assert "the suffix '.csv' is invalid" in refused(tmp_path, "some.csv", b"question,answer")
     assert "has no rows" in refused(tmp_path, "empty.jsonl", b"\n")
-    assert "line 2 is not JSON" in refused(tmp_path, "cut.jsonl", json.dumps(CLIPS).encode() + b'\n{"question": "a')
-    assert "line 1 is a list" in refused(tmp_path, "list.jsonl", b"[1]")
-    assert "has no 'answer'; it has question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
+    assert "line 2: is not JSON" in refused(tmp_path, "cut.jsonl", json.dumps(CLIPS).encode() + b'\n{"question": "a')
+    assert "line 1: is a list" in refused(tmp_path, "list.jsonl", b"[1]")
+    assert "'answer' is missing; found question" in refused(tmp_path, "column.jsonl", b'{"question": "a"}')
     assert "'question' must be a text, got 3" in refused(tmp_path, "type.jsonl", b'{"question": 3, "answer": "#### 1"}')
     assert "must end in '#### number'" in refused(tmp_path, "mark.jsonl", b'{"question": "a", "answer": "72"}')
     assert "must end in '#### number'" in refused(tmp_path, "word.jsonl", b'{"question": "a", "answer": "#### many"}')
@@ -86,7 +86,7 @@ def test_bad_files_are_refused_naming_file_and_line(tmp_path):
     assert "not a readable parquet file" in refused(tmp_path, "cut.parquet", b"PAR1 and no more")
 
 
-def test_a_parquet_without_the_answer_column_is_refused(tmp_path):
+def test_parquet_without_the_answer_column_is_an_error(tmp_path):
     file = tmp_path / "questions.parquet"
     pq.write_table(pa.Table.from_pylist([{"question": "a"}]), file)
     with pytest.raises(DataError, match="column 'answer' is missing; the file has question"):

@@ -5,7 +5,7 @@ from hybridflow.data import generate_multiplication, prepare_multiplication
 from hybridflow.errors import DataError
 
 
-def test_factors_have_the_digits_asked_for():
+def test_factors_have_the_given_numbers_of_digits():
     train, test = generate_multiplication(train_size=100, test_size=20, digits_a=3, digits_b=1)
     assert all(100 <= problem.a <= 999 and 1 <= problem.b <= 9 for problem in train + test)
     assert all(problem.target == problem.a * problem.b for problem in train)
@@ -31,6 +31,6 @@ def test_prepare_writes_prompt_and_product_as_text(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"digits_a": 0}, {"digits_b": 31}, {"digits_a": 1, "digits_b": 1, "train_size": 99}]
 )
-def test_impossible_options_are_refused(options):
+def test_impossible_options_are_errors(options):
     with pytest.raises(DataError, match="digits_"):
         generate_multiplication(**{"train_size": 10, "test_size": 2, **options})

@@ -5,7 +5,7 @@ from hybridflow.data import prompt_row, write_prompt_file, write_sft_file
 from hybridflow.errors import DataError
 
 
-def test_a_prompt_text_becomes_one_user_message_and_messages_stay():
+def test_prompt_text_becomes_one_user_message():
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     plain = prompt_row(data_source="x", prompt="hi", ground_truth="1", split="train", index=0)
     assert plain["prompt"] == [{"role": "user", "content": "hi"}]
@@ -17,7 +17,7 @@ def test_sft_files_hold_messages_and_a_response(tmp_path):
     assert pq.read_table(path).to_pylist()[1] == {"prompt": [{"role": "user", "content": "1+2="}], "response": "3"}
 
 
-def test_no_rows_and_mixed_types_are_refused(tmp_path):
+def test_no_rows_and_mixed_types_are_errors(tmp_path):
     with pytest.raises(DataError, match="no rows to write"):
         write_prompt_file(tmp_path / "a.parquet", [])
     rows = [
@@ -29,7 +29,7 @@ def test_no_rows_and_mixed_types_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_path_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         write_sft_file(tmp_path / "file" / "a.parquet", [("a", "b")])

@@ -9,7 +9,7 @@ from hybridflow.data import BatchLoader, SFTDataset, write_sft_file
 from hybridflow.errors import DataError
 
 
-def test_collate_has_the_layout_of_rl_batches(char_tokenizer, tmp_path):
+def test_sft_batch_has_the_layout_of_rl_batches(char_tokenizer, tmp_path):
     file = write_sft_file(tmp_path / "sft.parquet", [("ab", "c"), ("a", "bcd")])
     batch = SFTDataset(file, char_tokenizer(), max_prompt_length=4, max_response_length=4).collate([0, 1])
     # "a" is 4 ... "d" is 7; EOS is 1; padding is 0.
@@ -23,30 +23,30 @@ def test_collate_has_the_layout_of_rl_batches(char_tokenizer, tmp_path):
     assert batch.meta_info["pad_token_id"] == 0
 
 
-def test_eos_is_not_doubled_and_an_empty_response_is_just_eos(char_tokenizer, tmp_path):
+def test_each_response_ends_in_exactly_one_eos(char_tokenizer, tmp_path):
     file = write_sft_file(tmp_path / "sft.parquet", [("a", "b<eos>"), ("a", "")])
     responses = SFTDataset(file, char_tokenizer(), 4, 4).collate([0, 1]).batch["responses"]
     assert responses.tolist() == [[5, 1], [1, 0]]
 
 
-def test_a_response_gets_no_bos_of_its_own(char_tokenizer, tmp_path):
+def test_response_gets_no_bos(char_tokenizer, tmp_path):
     file = write_sft_file(tmp_path / "sft.parquet", [("a", "b")])
     batch = SFTDataset(file, char_tokenizer(template="<bos> $A <eos>"), 4, 4).collate([0])
     assert batch.batch["input_ids"].tolist() == [[2, 4, 5, 1]]
 
 
-def test_long_examples_are_dropped_and_reported(char_tokenizer, tmp_path, caplog):
+def test_long_examples_are_dropped_and_logged(char_tokenizer, tmp_path, caplog):
     file = write_sft_file(tmp_path / "sft.parquet", [("abc", "b"), ("a", "bcd"), ("a", "bc")])
     with caplog.at_level(logging.WARNING):
         dataset = SFTDataset(file, char_tokenizer(), max_prompt_length=2, max_response_length=3)
     assert (len(dataset), dataset.num_dropped) == (1, 2)
     assert "dropped 2 of 3 examples longer than max_prompt_length=2 or max_response_length=3" in caplog.text
     assert "row 0: prompt 3, response 2 tokens" in caplog.text
-    with pytest.raises(DataError, match="none of the examples is left"):
+    with pytest.raises(DataError, match="no examples are left"):
         SFTDataset(file, char_tokenizer(), 2, 2)
 
 
-def test_the_loader_serves_it_and_its_fingerprint_tells_examples_apart(char_tokenizer, tmp_path):
+def test_loader_accepts_sft_data_and_fingerprints_differ_by_response(char_tokenizer, tmp_path):
     tokenizer = char_tokenizer()
     dataset = SFTDataset(write_sft_file(tmp_path / "1.parquet", [("a", "b"), ("b", "c")]), tokenizer, 4, 4)
     other = SFTDataset(write_sft_file(tmp_path / "2.parquet", [("a", "b"), ("b", "d")]), tokenizer, 4, 4)
@@ -54,7 +54,7 @@ def test_the_loader_serves_it_and_its_fingerprint_tells_examples_apart(char_toke
     assert len(BatchLoader(dataset, 2).next_batch()) == 2
 
 
-def test_bad_files_and_limits_are_refused(char_tokenizer, tmp_path):
+def test_malformed_files_and_invalid_limits_are_errors(char_tokenizer, tmp_path):
     tokenizer = char_tokenizer()
     message = [{"role": "user", "content": "a"}]
     pq.write_table(pa.Table.from_pylist([{"prompt": message}]), tmp_path / "a.parquet")

@@ -24,7 +24,7 @@ def chat(*contents):
 
 @pytest.fixture
 def parts(char_tokenizer, tmp_path):
-    """The prompt of a conversation, all that follows, and what of it counts, as texts."""
+    """Return a function from a conversation to its prompt and response as texts, with uncounted tokens in brackets."""
 
     def read(messages, chat_template=TEMPLATE):
         tokenizer = char_tokenizer(chat_template=chat_template)
@@ -41,23 +41,23 @@ def parts(char_tokenizer, tmp_path):
     return read
 
 
-def test_every_answer_counts_up_to_its_eos_and_nothing_else_does(parts):
+def test_each_answer_counts_up_to_its_eos(parts):
     assert parts(chat("x", "yy", "z", "w")) == ("u:x\na:", "yy<eos>(\nu:z\na:)w<eos>")
 
 
-def test_what_follows_the_last_answer_is_left_out(parts):
+def test_messages_after_the_last_answer_are_left_out(parts):
     assert parts(chat("x", "y", "z")) == ("u:x\na:", "y<eos>")
 
 
-def test_an_answer_that_the_template_does_not_end_gets_an_eos(parts):
+def test_eos_is_added_if_the_template_writes_none(parts):
     assert parts(chat("x", "y"), WITHOUT_EOS) == ("u:x\na:", "y\n<eos>")
 
 
-def test_a_single_answer_needs_no_template(parts):
+def test_single_answer_needs_no_template(parts):
     assert parts(chat("x", "y"), None) == ("x", "y<eos>")
 
 
-def test_a_system_message_belongs_to_the_prompt(parts):
+def test_system_message_belongs_to_the_prompt(parts):
     messages = [{"role": "system", "content": "be"}, *chat("x", "y")]
     assert parts(messages) == ("s:be\nu:x\na:", "y<eos>")
 
@@ -65,18 +65,18 @@ def test_a_system_message_belongs_to_the_prompt(parts):
 @pytest.mark.parametrize(
     ("messages", "template", "problem"),
     [
-        (chat("x"), TEMPLATE, "row 0: a conversation to learn from has a message of the assistant"),
-        (chat("x", "y")[1:], TEMPLATE, "its roles are assistant"),
+        (chat("x"), TEMPLATE, "row 0: the conversation has the roles user; expected a message of the assistant"),
+        (chat("x", "y")[1:], TEMPLATE, "has the roles assistant; expected"),
         (chat("x", "y", "z", "w"), None, "2 messages of the assistant need a chat template"),
-        (chat("x", "y", "z", "w"), FORGETFUL, "the chat template writes the messages before message 3 in another way"),
+        (chat("x", "y", "z", "w"), FORGETFUL, "the chat template changes the messages before message 3"),
     ],
 )
-def test_conversations_that_cannot_be_learned_from_are_refused(parts, messages, template, problem):
+def test_invalid_conversations_are_errors(parts, messages, template, problem):
     with pytest.raises(DataError, match=problem):
         parts(messages, template)
 
 
-def test_conversations_are_told_apart_by_what_counts(char_tokenizer, tmp_path):
+def test_fingerprints_of_conversations_differ_by_answer(char_tokenizer, tmp_path):
     files = [
         write_conversation_file(tmp_path / f"{number}.parquet", [messages])
         for number, messages in enumerate((chat("x", "y", "z", "w"), chat("x", "y", "z", "w")[:2] + chat("z", "v")))
@@ -86,10 +86,10 @@ def test_conversations_are_told_apart_by_what_counts(char_tokenizer, tmp_path):
     assert len(prints) == 2
 
 
-def test_a_file_with_both_forms_is_read_as_conversations_and_says_so(char_tokenizer, tmp_path, caplog):
+def test_file_with_messages_and_response_is_read_as_conversations(char_tokenizer, tmp_path, caplog):
     row = {"messages": chat("x", "y"), "prompt": chat("a")[:1], "response": "b"}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "both.parquet")
     with caplog.at_level(logging.WARNING):
         dataset = SFTDataset(tmp_path / "both.parquet", char_tokenizer(chat_template=TEMPLATE), 40, 40)
-    assert "conversations are learned from, not `response`" in caplog.text
+    assert "have the columns `messages` and `response`; `response` is ignored" in caplog.text
     assert dataset.longest == len("u:x\na:y") + 1

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def build_engine() -> "Callable[..., TorchEngine]":
-    """`build_engine(directory, "policy", dtype="float64", max_tokens=40)`; further arguments are of the optimizer.
+    """Return `build_engine(directory, "policy", dtype="float64", max_tokens=40, lr=0.01)`.
 
-    `learns=False` makes an engine without one.
+    Other arguments configure the optimizer; `learns=False` builds an engine without one.
     """
 
     def build(
@@ -29,7 +29,7 @@ def build_engine() -> "Callable[..., TorchEngine]":
         total_updates: int = 1,
         **optimizer: Any,
     ) -> "TorchEngine":
-        # Not before the tests run: the hook that checks shapes wants to see these imported.
+        # Imported late, so that the hook that checks shapes is installed before.
         from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
         from hybridflow.engines import TorchEngine
 

@@ -1,7 +1,7 @@
-"""One rank of two, of which the second meets trouble; `test_failures_of_ranks` starts it.
+"""One of two ranks, of which the second one fails in several scenarios; `test_failures_of_ranks` starts it.
 
-`failure_program.py RANK WORLD_SIZE PORT MODEL_DIR ROWS_DIR OUT_DIR`. Leaves `OUT_DIR/<scenario>_<rank>.json` with what
-was raised, and how long it took.
+`failure_program.py RANK WORLD_SIZE PORT MODEL_DIR ROWS_DIR OUT_DIR`. Writes `OUT_DIR/<scenario>_<rank>.json` with the
+raised error and the elapsed time.
 """
 
 import json
@@ -67,7 +67,7 @@ def main() -> None:
     attempt("nan_gradient", lambda: update(mine, poison_gradient), unchanged=lambda: weights() == before)
     attempt("after", lambda: update(mine), norm=lambda: update(mine))
 
-    longer = build(max_tokens=9)  # of the second rank's rows some are longer
+    longer = build(max_tokens=9)  # some rows of the second rank are longer
     attempt("too_long", lambda: longer.update(mine, loss, with_entropy=True))
     unknown = mine.select(deepcopy=True)
     if rank == 1:

@@ -1,11 +1,12 @@
-"""One rank of a small world that trains the same model in several layouts; `test_layouts` starts it.
+"""One rank of a process group that trains the same model in several layouts; `test_layouts` starts it.
 
-`layout_program.py RANK WORLD_SIZE PORT CASES_JSON OUT_DIR`. A case is a dictionary, see `Case`; rank 0 leaves
-`OUT_DIR/<name>.json` with losses and norms, and `<name>.safetensors` with the weights after the last step.
+`layout_program.py RANK WORLD_SIZE PORT CASES_JSON OUT_DIR`. A case is a dictionary, see `Case`; rank 0 writes losses
+and norms to `OUT_DIR/<name>.json`, and the weights after the last step to `OUT_DIR/<name>.safetensors`.
 """
 
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ from hybridflow.workers.losses import actor_loss, critic_loss
 STEPS, KL_COEF, TEMPERATURE = 5, 0.05, 0.7
 OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1, "epsilon": 1e-6, "clip_grad_norm": 0.5}
 ROWS_OF_REPLICAS = {1: (0, 10), 2: (0, 3, 10), 4: (0, 2, 9, 10, 10)}
-"""Where the rows of each replica of the data begin: uneven, and the last of four has none."""
+"""First row of each data-parallel replica: the split is uneven, and the last of four replicas has no rows."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`bug`: "", "local count" (losses are divided by the counts of each part) or "dropped rank" (the second
-    one's gradient is missing; of one process, that of a row)."""
+    """A training run in one layout.
+
+    `bug`: "", "local count" (losses are divided by the counts of each part) or "dropped rank" (the gradient of the
+    second rank is missing, or of a row with one process).
+    """
 
     name: str
     model: str
@@ -57,14 +61,14 @@ def config_of(aggregation: str = "token-mean") -> Config:
 
 
 def loss_of(head: str, counted: DataProto) -> Any:
-    """The worker's loss, against the counts of `counted`."""
+    """Build the worker's loss with the token and sequence counts of `counted`."""
     mask = counted.batch["response_mask"]
     counts = int(mask.sum()), int(mask.any(1).sum())
     return actor_loss(config_of(), KL_COEF, *counts) if head == "policy" else critic_loss(config_of(), *counts)
 
 
 class Float64Angles(nn.Module):
-    """Rotary angles in float64, whatever the family."""
+    """Rotary angles in float64, for all families."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ def build(case: Case) -> TorchEngine:
         engine.model_forward.max_logits = case.max_logits
     if case.dtype == "float64":
         engine.model.model.rotary_emb = Float64Angles(engine.model.config)
-    if case.head == "value":  # a head at zero has no gradient to give to the body
+    if case.head == "value":  # a zero head gives the body no gradient
         weight = engine.parameters["score.weight"]
         whole = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype)[None]
         with torch.no_grad():
@@ -107,13 +111,13 @@ def build(case: Case) -> TorchEngine:
 
 
 def rows_of(engine: TorchEngine, rows: DataProto) -> DataProto:
-    """Those of this rank's replica."""
-    starts, place = ROWS_OF_REPLICAS[engine.ranks.data], engine.ranks.place("data")
-    return rows.slice(starts[place], starts[place + 1])
+    """Select the rows of this rank's replica."""
+    starts, replica = ROWS_OF_REPLICAS[engine.ranks.data], engine.ranks.place("data")
+    return rows.slice(starts[replica], starts[replica + 1])
 
 
 def train(case: Case) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
-    """Losses, gradient norms and log-probs of the last step, and the weights it left."""
+    """Train; return losses, gradient norms and sums of the final outputs, and the final weights."""
     engine, rows = build(case), DataProto.load_from_disk(case.rows)
     whole, drops = loss_of(case.head, rows), case.bug == "dropped rank" and engine.ranks.place_in_world == 1
 
@@ -140,6 +144,7 @@ def main() -> None:
     rank, world_size, port = map(int, sys.argv[1:4])
     out = Path(sys.argv[5])
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view tensor")
     join_process_group(rank, world_size, "127.0.0.1", port, timeout_s=120)
     for case in (Case(**entry) for entry in json.loads(Path(sys.argv[4]).read_text())):
         numbers, weights = train(case)

@@ -1,7 +1,7 @@
-"""Loss, gradient norm and every parameter after three optimizer steps are the same however a mini-batch is computed.
+"""Loss, gradient norm and all parameters after three optimizer steps are equal for every way to compute a mini-batch.
 
-In float64 throughout, to a relative error of 1e-10: any budget of tokens, packed or padded, prompts shared or not, with
-activations recomputed or kept, and as a plain loop over rows through the stock attention.
+In float64, to a relative error of 1e-10: several token budgets, packed or padded, prompts shared or not, activations
+recomputed or kept, and compared with a plain loop over rows with the attention of transformers.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ RESPONSE_LENS = [4, 6, 1, 3, 6, 0, 5, 4, 3, 1]  # one row has no response
 
 @dataclass(frozen=True)
 class Run:
-    """What three optimizer steps left."""
+    """Losses, gradient norms and final parameters of three optimizer steps."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -38,7 +38,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def rows(rollout_rows) -> DataProto:
-    """Rows with every column that the losses read; ratios and values lie on both sides of their clips."""
+    """Make rows with all columns that the losses read; ratios and values are on both sides of their clip ranges."""
     batch = rollout_rows(PROMPT_LENS, RESPONSE_LENS, seed=1)
     mask = batch.batch["response_mask"]
     mask[4, 2] = False  # a response with a hole
@@ -61,7 +61,7 @@ def rows(rollout_rows) -> DataProto:
 
 @pytest.fixture(scope="module")
 def groups(rows) -> DataProto:
-    """The same, where three prompts have two to four responses each, not all neighbours."""
+    """Make the same rows with three prompts that have two to four responses each, not all adjacent."""
     columns = rows.batch.clone()
     prompt_len = columns["input_ids"].shape[1] - columns["response_mask"].shape[1]
     for row, same_as in ((3, 0), (5, 0), (9, 0), (8, 2), (7, 6)):
@@ -80,7 +80,7 @@ def config_of(aggregation: str) -> Config:
 
 
 def loss_of(head: str, aggregation: str, counted: DataProto):
-    """The worker's loss, against the counts of `counted`."""
+    """Build the worker's loss with the token and sequence counts of `counted`."""
     mask = counted.batch["response_mask"]
     counts = int(mask.sum()), int(mask.any(1).sum())
     config = config_of(aggregation)
@@ -102,7 +102,7 @@ def train(engine: TorchEngine, aggregation: str, rows: DataProto, *, bug: str = 
 
 
 def relative_error(run: Run, reference: Run) -> float:
-    """The largest over losses, gradient norms and parameters (each tensor as a vector)."""
+    """Return the largest relative error of losses, gradient norms and parameters (each tensor as a vector)."""
     assert run.parameters.keys() == reference.parameters.keys()
     ours, theirs = run.losses + run.grad_norms, reference.losses + reference.grad_norms
     errors = [abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)]
@@ -115,7 +115,7 @@ def engine_of(tiny_model, build_engine, use_float64_throughout):
     def build(head: str, **options) -> TorchEngine:
         engine = build_engine(tiny_model("qwen2"), head, dtype="float64", **OPTIMIZER, **options)
         use_float64_throughout(engine.model)
-        if head == "value":  # a head at zero has no gradient to give to the body
+        if head == "value":  # a zero head gives the body no gradient
             with torch.no_grad():
                 engine.parameters["score.weight"].copy_(torch.linspace(-1, 1, 32)[None])
         return engine
@@ -125,7 +125,7 @@ def engine_of(tiny_model, build_engine, use_float64_throughout):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("head", HEADS)
-def test_any_split_gives_the_same_training(engine_of, rows, head, aggregation):
+def test_all_splits_into_micro_batches_give_the_same_training(engine_of, rows, head, aggregation):
     whole = engine_of(head, packing=False)
     before = {name: parameter.detach().clone() for name, parameter in whole.parameters.items()}
     reference = train(whole, aggregation, rows)
@@ -141,7 +141,7 @@ def test_any_split_gives_the_same_training(engine_of, rows, head, aggregation):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_prompt_shared_by_its_responses_gives_the_same_training(engine_of, groups, head, monkeypatch):
+def test_shared_prompts_give_the_same_training(engine_of, groups, head, monkeypatch):
     monkeypatch.setattr("hybridflow.engines.packing.sharing_pays", lambda shared, *_: shared > 0)  # float64 as well
     reference = train(engine_of(head, packing=False), "token-mean", groups)
     for max_tokens, checkpointing in ((12, False), (24, False), (1000, False), (24, True)):
@@ -157,7 +157,7 @@ def test_a_prompt_shared_by_its_responses_gives_the_same_training(engine_of, gro
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("bug", ["local count", "dropped row"])
-def test_a_planted_bug_would_be_noticed(engine_of, rows, head, aggregation, bug):
+def test_planted_bug_is_detected(engine_of, rows, head, aggregation, bug):
     reference = train(engine_of(head, packing=False), aggregation, rows)
     assert (
         relative_error(train(engine_of(head, max_tokens=24), aggregation, rows, bug=bug), reference) > 1000 * TOLERANCE
@@ -165,8 +165,8 @@ def test_a_planted_bug_would_be_noticed(engine_of, rows, head, aggregation, bug)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_equals_a_plain_loop_over_rows(tiny_model, build_engine, use_float64_throughout, rows, tied):
-    """The stock attention, one row at a time, torch's AdamW, and the formulas written out."""
+def test_training_equals_plain_loop_over_rows(tiny_model, build_engine, use_float64_throughout, rows, tied):
+    """Compare with the attention of transformers, one row at a time, torch's AdamW, and the formulas written out."""
     path = tiny_model("qwen2", tie_word_embeddings=tied)
     engine = build_engine(path, dtype="float64", max_tokens=24, **OPTIMIZER)
     use_float64_throughout(engine.model)
@@ -211,9 +211,9 @@ def test_training_equals_a_plain_loop_over_rows(tiny_model, build_engine, use_fl
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_compiled_layers_give_the_same_training_for_any_number_of_tokens(engine_of, rows):
-    """Compiled once; of other micro-batches no kernel is made anew."""
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+def test_compiled_layers_give_the_same_training(engine_of, rows):
+    """Compile once; micro-batches of other sizes do not recompile."""
     reference = train(engine_of("policy", packing=False), "token-mean", rows)
     compiled = engine_of("policy", max_tokens=24, compile=True)
     assert relative_error(train(compiled, "token-mean", rows), reference) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""Trouble on one of two ranks reaches both, with a reason and nothing applied."""
+"""A failure on one of two ranks is an error on both, with the cause, and nothing is applied."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).parent / "failure_program.py"
 
 @pytest.fixture(scope="module")
 def outcomes(rollout_rows, tiny_model, run_world, tmp_path_factory):
-    """What each rank met in each scenario."""
+    """Run all scenarios, and return the record of each scenario and rank."""
     out = tmp_path_factory.mktemp("failures")
     batch = rollout_rows([3, 1, 5, 2, 4, 3, 1, 6, 2, 3], [4, 6, 1, 3, 6, 2, 5, 4, 3, 1], seed=1)
     names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns")
@@ -28,7 +28,7 @@ def outcomes(rollout_rows, tiny_model, run_world, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_nan_on_one_rank_is_refused_on_both_with_the_row_named(outcomes, rank):
+def test_nan_on_one_rank_is_an_error_on_both_that_names_the_row(outcomes, rank):
     outcome = outcomes["nan_loss", rank]
     assert outcome["raised"] == "NonFiniteError"
     assert "row 5: loss nan" in outcome["message"]  # the third row of the second rank
@@ -37,7 +37,7 @@ def test_a_nan_on_one_rank_is_refused_on_both_with_the_row_named(outcomes, rank)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_gradient_that_is_not_finite_on_one_rank_is_found_by_its_row(outcomes, rank):
+def test_non_finite_gradient_on_one_rank_names_its_row(outcomes, rank):
     outcome = outcomes["nan_gradient", rank]
     assert outcome["raised"] == "NonFiniteError"
     assert "row 5: loss" in outcome["message"]
@@ -46,13 +46,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_found_by_its_row(outcomes,
     assert outcome["unchanged"]
 
 
-def test_training_goes_on_after_a_refused_step(outcomes):
+def test_training_continues_after_a_rejected_step(outcomes):
     assert outcomes["after", 0]["raised"] == outcomes["after", 1]["raised"] == ""
     assert outcomes["after", 0]["norm"] == outcomes["after", 1]["norm"] > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_token_that_the_vocabulary_lacks_is_refused_on_both_before_a_collective(outcomes, rank):
+def test_unknown_token_on_one_rank_is_an_error_on_both(outcomes, rank):
     outcome = outcomes["unknown_token", rank]
     assert outcome["raised"] == "BatchError"
     assert "rank 1: " in outcome["message"]
@@ -60,30 +60,30 @@ def test_a_token_that_the_vocabulary_lacks_is_refused_on_both_before_a_collectiv
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_sequence_that_is_too_long_on_one_rank_is_refused_on_both_before_a_collective(outcomes, rank):
+def test_too_long_sequence_on_one_rank_is_an_error_on_both(outcomes, rank):
     outcome = outcomes["too_long", rank]
     assert outcome["raised"] == "BatchError"
     assert "rank 1: row" in outcome["message"]
     assert "memory.max_tokens_per_micro_batch=9" in outcome["message"]
 
 
-def test_axes_that_do_not_divide_the_ranks_are_refused(outcomes):
+def test_axes_that_do_not_divide_ranks_are_an_error(outcomes):
     assert outcomes["mesh", 0]["raised"] == "ModelConfigError"
     assert "parallel.sequence=2 times parallel.tensor=2 does not divide the 2 ranks" in outcomes["mesh", 0]["message"]
 
 
-def test_the_others_stop_with_a_reason_when_a_rank_dies_in_a_collective(outcomes):
+def test_death_of_a_rank_in_a_collective_is_an_error_on_the_others(outcomes):
     outcome = outcomes["death", 0]
     assert outcome["raised"] == "LostWorkerError"
     assert "another rank" in outcome["message"]
     assert outcome["seconds"] < 60
 
 
-def test_a_rank_without_memory_says_what_to_set_and_lets_nobody_into_the_steps_it_left(outcomes):
+def test_out_of_memory_error_names_settings_and_later_steps_fail(outcomes):
     lost, after = outcomes["out_of_memory", 1], outcomes["after_out_of_memory", 1]
     assert lost["raised"] == "ModelError"
-    assert "out of memory in a step, which is lost" in lost["message"]
+    assert "out of memory in a step, nothing was applied" in lost["message"]
     assert "set a smaller memory.max_tokens_per_micro_batch" in lost["message"]
     assert after["raised"] == "WorkerError"
-    assert "this rank left a step that others were in" in after["message"]
+    assert "this rank is out of sync with the others since an earlier step failed" in after["message"]
     assert after["seconds"] < 1

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the numbers of the CPU, and memory that is where it is asked to be."""
+"""The engine on a CUDA device: results equal those on the CPU, and offloaded memory is not on the device."""
 
 import gc
 
@@ -34,7 +34,7 @@ def rows(rollout_rows):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_log_probs_and_updates_are_those_of_the_cpu(tiny_model, rows, dtype, monkeypatch):
+def test_log_probs_and_updates_equal_those_on_cpu(tiny_model, rows, dtype, monkeypatch):
     on_device = build(tiny_model("qwen2"), dtype)
     monkeypatch.setattr("hybridflow.engines.torch_engine.own_device", lambda: torch.device("cpu"))
     on_host = build(tiny_model("qwen2"), dtype)
@@ -47,7 +47,7 @@ def test_log_probs_and_updates_are_those_of_the_cpu(tiny_model, rows, dtype, mon
 
 
 @pytest.mark.parametrize("offload", ["idle", "host"])
-def test_offloaded_weights_leave_the_device_between_calls_and_change_no_number(tiny_model, rows, offload):
+def test_offloaded_weights_free_device_memory_and_change_no_result(tiny_model, rows, offload):
     path = tiny_model("qwen2", **SIZES)
     plain = build(path, "bfloat16")
     expected = [plain.update(rows, loss).grad_norm for _ in range(2)]
@@ -62,12 +62,12 @@ def test_offloaded_weights_leave_the_device_between_calls_and_change_no_number(t
     assert torch.cuda.memory_allocated() - before < 0.2 * weights
 
 
-def test_the_token_budget_is_found_from_the_memory_of_the_device(tiny_model):
+def test_token_budget_is_found_from_device_memory(tiny_model):
     engine = build(tiny_model("qwen2", max_position_embeddings=1024, **SIZES), "bfloat16")
     assert engine.find_token_budget(100, 400, 1) >= 4096
 
 
-def test_compiled_layers_give_the_same_numbers(tiny_model, rows):
+def test_compiled_layers_give_the_same_results(tiny_model, rows):
     path = tiny_model("qwen2")
     engines = [
         TorchEngine(

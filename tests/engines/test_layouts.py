@@ -1,7 +1,7 @@
-"""Loss, gradient norm and every parameter after five optimizer steps are the same in every layout of ranks.
+"""Loss, gradient norm and all parameters after five optimizer steps are equal in all layouts of ranks.
 
-In float64 to a relative error of 1e-10, by real processes on gloo, against one process that pads. Each layout has
-planted bugs that must show. `HYBRIDFLOW_WRITE_TABLES=1` writes the table of docs/scaling.md.
+In float64 to a relative error of 1e-10, by real processes on gloo, compared with one process that pads. In each layout,
+planted bugs must be detected. `HYBRIDFLOW_WRITE_TABLES=1` writes the table of docs/scaling.md.
 """
 
 import json
@@ -47,7 +47,7 @@ LAYOUTS = {
     "sequence 4 (2 key-value heads)": (4, {"sequence": 4, "max_tokens": 6}),
     "sequence 2 x tensor 2": (4, {"sequence": 2, "tensor": 2}),
 }
-"""Row of the table -> ranks, and how they share the work. The first is what the others are compared with."""
+"""Row of the table -> number of ranks, and options of the layout. The first is the reference for the others."""
 
 REFERENCE = next(iter(LAYOUTS))
 
@@ -61,13 +61,15 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def rows(rollout_rows, tmp_path_factory) -> str:
-    """Rows with every column that the losses read; ratios and values lie on both sides of their clips."""
+    """Make rows with all columns that the losses read; ratios and values are on both sides of their clip ranges."""
     batch = rollout_rows([3, 1, 5, 2, 4, 3, 1, 6, 2, 3], [4, 6, 1, 3, 6, 0, 5, 4, 3, 1], seed=1)
     mask = batch.batch["response_mask"]
     mask[4, 2] = False  # a response with a hole
     mask[8] = False  # a response that does not count
     for row, column in ((1, 7), (7, 9)):
-        batch.batch["input_ids"][row, column] = 0  # the padding token as a token: nn.Embedding learns nothing from it
+        batch.batch["input_ids"][row, column] = (
+            0  # the padding token as a real token: nn.Embedding has no gradient for it
+        )
     generator = torch.Generator().manual_seed(2)
     scales = {"old_log_probs": 2.0, "ref_log_probs": 2.0, "rollout_log_probs": 2.0}
     scales |= {"advantages": 1.0, "values": 0.5, "returns": 1.0}
@@ -81,7 +83,7 @@ def rows(rollout_rows, tmp_path_factory) -> str:
 
 
 def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
-    """Every case by name, with the ranks that it needs."""
+    """Return all cases by name, with their number of ranks."""
     qwen2, cases = str(tiny_model("qwen2")), {}
     for layout, (ranks, options) in LAYOUTS.items():
         for head in ("policy", "value"):
@@ -108,7 +110,7 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
 
 @pytest.fixture(scope="module")
 def results(tiny_model, rows, tmp_path_factory, run_world) -> dict[str, SimpleNamespace]:
-    """What each case left, by name: three worlds of 1, 2 and 4 processes, one after another."""
+    """Run all cases, in worlds of 1, 2 and 4 processes one after another, and return their results by name."""
     out, cases = tmp_path_factory.mktemp("layouts"), cases_of(tiny_model, rows)
     for world_size in (1, 2, 4):
         listed = [{"name": name, **case} for name, (ranks, case) in cases.items() if ranks == world_size]
@@ -124,7 +126,7 @@ def read_result(out: Path, name: str) -> SimpleNamespace:
 
 
 def errors_of(result: SimpleNamespace, reference: SimpleNamespace) -> dict[str, float]:
-    """The largest relative errors; that of a parameter is of its tensor as a vector."""
+    """Return the largest relative errors; the error of a parameter is that of its tensor as a vector."""
 
     def largest(name: str) -> float:
         pairs = zip(getattr(result, name), getattr(reference, name), strict=True)
@@ -142,14 +144,14 @@ def errors_of(result: SimpleNamespace, reference: SimpleNamespace) -> dict[str, 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_training(results, layout, head):
+def test_all_layouts_give_the_same_training(results, layout, head):
     errors = errors_of(results[f"{layout} {head}"], results[f"{REFERENCE} {head}"])
     assert max(errors.values()) <= TOLERANCE, errors
 
 
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_a_planted_bug_would_be_noticed_in_every_layout(results, layout, bug):
+def test_planted_bug_is_detected_in_all_layouts(results, layout, bug):
     ranks, options = LAYOUTS[layout]
     if bug == "local count" and ranks == 1 and options.get("max_tokens") == 1000:
         pytest.skip("one micro-batch on one rank: its count is the global one")
@@ -158,18 +160,18 @@ def test_a_planted_bug_would_be_noticed_in_every_layout(results, layout, bug):
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_the_parameters_moved_far_more_than_the_layouts_differ(results, tiny_model, head):
+def test_parameters_change_far_more_than_layouts_differ(results, tiny_model, head):
     before = load_file(tiny_model("qwen2") / "model.safetensors")
     after = results[f"{REFERENCE} {head}"].weights
     shared = before.keys() & after.keys()
-    assert len(shared) >= len(after) - 2  # but the value head
+    assert len(shared) >= len(after) - 2  # all except the value head
     moved = [float((after[name] - before[name].double()).norm() / after[name].norm()) for name in shared]
     assert min(moved) > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize("axis", ["tensor", "sequence"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gives_the_same_training_on_two_ranks(results, family, axis):
+def test_all_families_give_the_same_training_on_two_ranks(results, family, axis):
     if f"{family} {axis}" not in results:
         pytest.skip("3 heads cannot be shared by 2 ranks of a layer")
     errors = errors_of(results[f"{family} {axis}"], results[f"{family} alone"])
@@ -177,8 +179,8 @@ def test_every_family_gives_the_same_training_on_two_ranks(results, family, axis
 
 
 @pytest.mark.parametrize("what", ["data", "recomputed"])
-def test_a_family_that_is_computed_by_its_own_code_is_sharded_too(results, what):
-    """Its norms are float32 whatever the dtype, so only to that."""
+def test_family_without_fused_pass_can_be_sharded(results, what):
+    """Compare to float32 rounding only, because its norms are float32 in every dtype."""
     errors = errors_of(results[f"own code {what}"], results["own code alone"])
     assert max(errors.values()) <= 1e-5, errors
 
@@ -189,12 +191,12 @@ def test_adapters_give_the_same_training_on_two_ranks(results, axis):
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-def test_adapters_beside_bfloat16_weights_learn_on_two_ranks(results):
+def test_adapters_of_bfloat16_weights_train_on_two_ranks(results):
     norms, exact = results["lora bfloat16"].grad_norms, results["lora alone"].grad_norms
     assert norms == pytest.approx(exact, rel=0.1)
 
 
-def test_the_documentation_has_the_table_of_these_layouts(results):
+def test_documentation_has_table_of_layouts(results):
     lines = ["| layout | ranks | loss | gradient norm | parameters |", "|---|---|---|---|---|"]
     for layout, (ranks, _) in LAYOUTS.items():
         errors = errors_of(results[f"{layout} policy"], results[f"{REFERENCE} policy"])

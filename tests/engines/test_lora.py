@@ -1,4 +1,4 @@
-"""Adapters: what learns, what they compute, and that the model without them is the one they started from."""
+"""Adapters: what is trained, what they compute, and that the model without them equals the base model."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def learn(engine, rows):
     return {name: parameter.grad for name, parameter in engine.parameters.items()}
 
 
-def test_only_adapters_learn_and_at_first_they_change_nothing(build, rows):
+def test_only_adapters_are_trained_and_initially_change_nothing(build, rows):
     adapted, plain = build(), build(None)
     assert all(".lora_" in name for name in adapted.parameters)
     assert len(adapted.parameters) == 2 * 7 * 2  # A and B of seven layers in each of two blocks
@@ -53,7 +53,7 @@ def test_only_adapters_learn_and_at_first_they_change_nothing(build, rows):
     assert changed == {name for name in adapted.parameters if "lora_B" in name}  # A's gradient is zero while B is
 
 
-def test_the_gradient_is_that_of_the_weight_times_the_other_factor(build, rows):
+def test_gradient_is_that_of_the_weight_times_the_other_factor(build, rows):
     adapted, whole = build(), build(None)
     of_adapters, of_weights = learn(adapted, rows), learn(whole, rows)
     for layer in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
@@ -62,7 +62,7 @@ def test_the_gradient_is_that_of_the_weight_times_the_other_factor(build, rows):
         torch.testing.assert_close(of_adapters[f"{layer}.lora_B.default.weight"], expected, rtol=1e-10, atol=1e-12)
 
 
-def test_merged_weights_compute_the_same_as_weights_with_adapters(build, rows):
+def test_merged_weights_equal_weights_with_adapters(build, rows):
     adapted, plain = build(), build(None)
     for _ in range(3):
         adapted.update(rows, loss)
@@ -74,7 +74,7 @@ def test_merged_weights_compute_the_same_as_weights_with_adapters(build, rows):
     )
 
 
-def test_without_adapters_the_model_is_the_one_it_started_from(build, rows):
+def test_model_without_adapters_equals_base_model(build, rows):
     adapted, plain = build(), build(None)
     for _ in range(2):
         adapted.update(rows, loss)
@@ -87,7 +87,7 @@ def test_without_adapters_the_model_is_the_one_it_started_from(build, rows):
         plain.without_adapters()
 
 
-def test_the_first_contents_depend_on_the_seed_and_the_layer_and_draw_no_random_numbers(build):
+def test_initial_values_depend_only_on_seed_and_layer(build):
     before = torch.random.get_rng_state()
     one, same, other = (build(seed=seed).parameters for seed in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
@@ -98,7 +98,7 @@ def test_the_first_contents_depend_on_the_seed_and_the_layer_and_draw_no_random_
     assert one[name].abs().max() <= 32**-0.5
 
 
-def test_adapters_learn_in_float32_beside_bfloat16_weights(build, rows):
+def test_adapters_of_bfloat16_weights_are_trained_in_float32(build, rows):
     engine = build(dtype="bfloat16")
     assert {p.dtype for p in engine.parameters.values()} == {torch.float32}
     assert engine.model.lm_head.weight.dtype == torch.bfloat16
@@ -106,7 +106,7 @@ def test_adapters_learn_in_float32_beside_bfloat16_weights(build, rows):
     assert {weight.dtype for _, weight in engine.weights()} == {torch.bfloat16}
 
 
-def test_a_checkpoint_holds_adapters_only_and_continues_them(build, rows):
+def test_checkpoint_has_only_adapters_and_resumes_them(build, rows):
     engine, other = build(), build(seed=9)
     engine.update(rows, loss)
     state = engine.state_dict()
@@ -118,30 +118,32 @@ def test_a_checkpoint_holds_adapters_only_and_continues_them(build, rows):
     assert all(torch.equal(p, other.parameters[name]) for name, p in engine.parameters.items())
     with pytest.raises(CheckpointError, match=r"trained with lora\.rank=3, not 2, lora\.alpha=6\.0, not 32\.0"):
         build(LoRAConfig(rank=2)).load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"has adapters alone; set lora\.rank = 3"):
+    with pytest.raises(CheckpointError, match=r"has only adapters; set lora\.rank = 3"):
         build(None).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"trained without adapters, but lora\.rank=3; use lora\.rank = 0"):
         build().load_state_dict(build(None).state_dict())
-    with pytest.raises(CheckpointError, match=r"trained with lora\.alpha=6\.0, not 7\.0; set it back"):
+    with pytest.raises(CheckpointError, match=r"trained with lora\.alpha=6\.0, not 7\.0; use these values"):
         build(LoRAConfig(rank=3, alpha=7.0)).load_state_dict(state)
 
 
-def test_a_rank_above_every_layer_is_refused(build):
-    with pytest.raises(ModelError, match=r"lora\.rank=33 exceeds the smaller side of every layer .* use at most 32"):
+def test_rank_larger_than_all_layers_is_an_error(build):
+    with pytest.raises(
+        ModelError, match=r"lora\.rank=33 exceeds the smaller dimension of every layer .* use at most 32"
+    ):
         build(LoRAConfig(rank=33))
-    build(LoRAConfig(rank=32))  # beside layers of 32 x 16 too
+    build(LoRAConfig(rank=32))  # although some layers are 32 x 16
 
 
-def test_a_head_that_is_the_embedding_too_cannot_have_adapters(tiny_model):
+def test_tied_head_cannot_have_adapters(tiny_model):
     targets = LoRAConfig(rank=2, targets=("lm_head", "q_proj"))
     tied = load_causal_lm(tiny_model("llama", tie_word_embeddings=True))
-    with pytest.raises(ModelError, match=r"lora\.targets: lm_head of this model has the weight of its input embedding"):
+    with pytest.raises(ModelError, match=r"lora\.targets: the weight of lm_head is tied to the input embedding"):
         add_adapters(tied, targets, torch.float32)
     add_adapters(load_causal_lm(tiny_model("llama")), targets, torch.float32)
 
 
-def test_layers_that_are_not_there_are_named(build):
+def test_missing_layers_are_named_in_error(build):
     with pytest.raises(
-        ModelError, match=r"lora\.targets: the model has no linear layer called nowhere; there are .*up_proj"
+        ModelError, match=r"lora\.targets: the model has no linear layer named nowhere; valid names: .*up_proj"
     ):
         build(LoRAConfig(rank=2, targets=("q_proj", "nowhere")))

@@ -1,4 +1,4 @@
-"""What an idle role has where; moved to another device for real only by the GPU checks."""
+"""Moves of an idle role's weights between devices, recorded without a GPU; `test_gpu` moves them for real."""
 
 import torch
 from torch import nn
@@ -7,34 +7,34 @@ from hybridflow.engines.offload import HOST, Offload
 
 
 class Moves(Offload):
-    """Records where it would move to."""
+    """An offload that records the devices and stays on the host."""
 
     def move_to(self, device):
-        self.places = [*getattr(self, "places", []), device.type]
+        self.devices = [*getattr(self, "devices", []), device.type]
         super().move_to(HOST)
 
 
-def test_it_waits_on_the_host_and_calls_within_each_other_move_once():
+def test_nested_contexts_move_weights_once():
     model = nn.Linear(2, 2)
     offload = Moves(model, model.parameters(), {}, torch.device("cuda"))
     with offload():
         with offload():
             pass
-        assert offload.places == ["cpu", "cuda"]
-    assert offload.places == ["cpu", "cuda", "cpu"]
+        assert offload.devices == ["cpu", "cuda"]
+    assert offload.devices == ["cpu", "cuda", "cpu"]
 
 
-def test_an_error_within_takes_it_back_as_well():
+def test_error_inside_context_moves_weights_back():
     offload = Moves(nn.Linear(2, 2), [], {}, torch.device("cuda"))
     try:
         with offload():
             raise ValueError
     except ValueError:
         pass
-    assert offload.places[-1] == "cpu"
+    assert offload.devices[-1] == "cpu"
 
 
-def test_parameters_stay_the_objects_they_are_and_masters_and_moments_move_along():
+def test_parameters_keep_identity_and_masters_and_moments_move():
     model, master = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
     moments = {master: {"exp_avg": torch.ones(3), "step": torch.tensor(2.0)}}
     before = list(model.parameters())

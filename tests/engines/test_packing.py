@@ -26,7 +26,7 @@ def with_masks(attention_mask: list[int], response_mask: list[bool]) -> DataProt
     )
 
 
-def test_packed_rows_lie_one_after_another_without_padding():
+def test_packed_rows_are_concatenated_without_padding():
     packed = pack(ROWS)
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 13, 14, 15, 23, 16]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]]
@@ -36,7 +36,7 @@ def test_packed_rows_lie_one_after_another_without_padding():
     assert (packed.num_tokens, packed.num_computed_tokens) == (9, 9)
 
 
-def test_padded_rows_are_moved_to_the_left():
+def test_padded_rows_are_left_aligned():
     padded = pad(ROWS)
     assert padded.input_ids.tolist() == [[11, 12, 21, 22], [13, 14, 15, 23], [16, 0, 0, 0]]
     assert padded.position_ids.tolist() == [[0, 1, 2, 3]] * 3
@@ -46,7 +46,7 @@ def test_padded_rows_are_moved_to_the_left():
     assert (padded.num_tokens, padded.num_computed_tokens) == (9, 12)
 
 
-def test_a_padded_row_costs_no_more_than_the_longest_even_if_another_prompt_is_longer():
+def test_padded_width_is_that_of_the_longest_row():
     rows = DataProto.from_dict(
         {
             "input_ids": torch.tensor([[1, 2, 3, 4, 0, 0], [0, 0, 5, 6, 7, 8]]),
@@ -58,20 +58,20 @@ def test_a_padded_row_costs_no_more_than_the_longest_even_if_another_prompt_is_l
 
 
 @pytest.mark.parametrize("arrange", [pack, pad])
-def test_a_response_mask_with_holes_still_finds_its_tokens(arrange):
+def test_response_mask_with_holes_selects_its_tokens(arrange):
     arranged = arrange(with_masks([1, 1, 1, 1, 1, 1], [True, False, True]))
     assert arranged.labels.tolist() == [21, 23]
     assert arranged.input_ids.flatten()[arranged.positions].tolist() == [13, 22]
 
 
 @pytest.mark.parametrize("arrange", [pack, pad])
-def test_the_first_counted_token_may_come_later(arrange):
+def test_first_counted_token_may_come_later(arrange):
     arranged = arrange(with_masks([0, 1, 1, 1, 1, 0], [False, True, False]))
     assert arranged.labels.tolist() == [22]
     assert arranged.input_ids.flatten()[arranged.positions].tolist() == [21]
 
 
-def test_values_return_to_their_rows_and_gradients_to_the_values():
+def test_to_rows_scatters_values_and_is_differentiable():
     packed = pack(ROWS)
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     rows = packed.to_rows(values)
@@ -81,7 +81,7 @@ def test_values_return_to_their_rows_and_gradients_to_the_values():
     assert values.grad.tolist() == [10, 20, 30]
 
 
-def test_lengths_count_real_tokens():
+def test_sequence_lengths_count_real_tokens():
     assert sequence_lengths(ROWS).tolist() == [4, 4, 1]
 
 
@@ -90,8 +90,8 @@ def test_lengths_count_real_tokens():
     ("attention_mask", "response_mask"),
     [([0, 0, 0, 1, 1, 1], [True, True, True]), ([1, 1, 1, 1, 0, 0], [True, True, False])],
 )
-def test_a_counted_token_that_nothing_predicts_is_an_error(arrange, attention_mask, response_mask):
-    with pytest.raises(BatchError, match="row 0: response_mask counts a token that attention_mask calls padding, or"):
+def test_counted_token_without_predictor_is_an_error(arrange, attention_mask, response_mask):
+    with pytest.raises(BatchError, match="row 0: response_mask is true for a token that is padding by attention_mask"):
         arrange(with_masks(attention_mask, response_mask))
 
 
@@ -114,7 +114,7 @@ GROUPS = DataProto.from_dict(
 )
 
 
-def test_neighbours_share_their_prompt_but_for_its_last_token():
+def test_adjacent_rows_share_prompt_except_last_token():
     packed = pack(GROUPS)
     assert packed.input_ids.tolist() == [[11, 12, 13, 21, 22, 13, 23, 11, 12, 24, 12, 14, 25, 14, 26]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 1, 0, 1, 0, 1]]
@@ -124,25 +124,25 @@ def test_neighbours_share_their_prompt_but_for_its_last_token():
     assert (packed.num_tokens, packed.num_computed_tokens, packed.num_padding_tokens) == (18, 15, 0)
 
 
-def test_prompts_that_are_not_shared_are_packed_whole():
+def test_prompts_are_packed_whole_without_sharing():
     packed = pack(GROUPS, share_prompts=False)
     assert packed.plan == PackedPlan(((1, 5), (1, 4), (1, 3), (3, 2)))
     assert packed.num_computed_tokens == 18
-    assert pack(GROUPS.select_idxs([0, 2, 1])).plan == PackedPlan(((1, 5), (1, 3), (1, 4)))  # no neighbours
+    assert pack(GROUPS.select_idxs([0, 2, 1])).plan == PackedPlan(((1, 5), (1, 3), (1, 4)))  # not adjacent
 
 
-def test_rows_with_one_prompt_are_a_family():
+def test_rows_with_the_same_prompt_are_a_family():
     families, shared = prompt_families(GROUPS, compiled=True)
     assert families.tolist() == [0, 0, 1, 1, 2, 2]
     assert shared.tolist() == [2, 2, 1, 1, 0, 0]
 
 
-def test_without_compiled_attention_short_prompts_are_not_shared():
+def test_short_prompts_are_not_shared_without_compiled_attention():
     assert prompt_families(GROUPS, compiled=False)[0].tolist() == [0, 1, 2, 3, 4, 5]
     assert pack(GROUPS, compiled=False).plan == pack(GROUPS, share_prompts=False).plan
 
 
-def test_a_row_that_does_not_pay_is_whole_between_rows_that_share():
+def test_row_that_is_slower_shared_is_packed_whole():
     ids = torch.ones(4, 305, dtype=torch.int64)
     mask = torch.ones_like(ids)
     mask[1:, 290:] = 0
@@ -154,7 +154,7 @@ def test_a_row_that_does_not_pay_is_whole_between_rows_that_share():
     assert sharing_pays(shared, lengths, compiled=False).tolist() == [True, False, False, False]
 
 
-def test_a_row_without_a_prompt_shares_nothing():
+def test_row_without_prompt_shares_nothing():
     rows = DataProto.from_dict(
         {
             "input_ids": torch.tensor([[0, 5, 6], [0, 5, 7]]),

@@ -11,7 +11,7 @@ def linear_model() -> nn.Linear:
     return model
 
 
-def test_a_model_in_its_own_dtype_is_its_own_master():
+def test_model_in_training_dtype_needs_no_masters():
     for dtype in (torch.float32, torch.float64):
         model = linear_model().to(dtype)
         assert MasterParameters(model, dtype).by_name["weight"] is model.weight
@@ -39,7 +39,7 @@ def test_gradients_accumulate_in_float32():
     assert model.weight.grad is None
 
 
-def test_small_steps_add_up_in_the_master_and_reach_the_model_by_one_cast():
+def test_small_steps_accumulate_in_master_until_cast():
     model = linear_model()
     master = MasterParameters(model, torch.bfloat16)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_small_steps_add_up_in_the_master_and_reach_the_model_by_one_cast():
     assert model.weight.tolist() == [[1.0 + 2.0**-7, 2.0]]
 
 
-def test_a_tied_parameter_has_one_master_and_its_whole_gradient():
+def test_tied_parameter_has_one_master_with_whole_gradient():
     embedding, head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
     head.weight = embedding.weight
     model = nn.Sequential(embedding, head)

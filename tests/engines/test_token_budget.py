@@ -1,4 +1,4 @@
-"""How many tokens fit: the line through measured peaks, and what is said where nothing fits."""
+"""The token budget: the extrapolation of measured peaks, and the error if one sequence does not fit."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def engine(tiny_model, build_engine):
 
 
 def memory(monkeypatch, *, limit, base, per_token):
-    """A machine where a micro-batch takes exactly so much; what is computed is computed."""
+    """Simulate memory in which a micro-batch takes exactly `base + per_token * tokens` bytes; trials still run."""
     tried = []
 
     def peak(call, device):
@@ -27,35 +27,35 @@ def memory(monkeypatch, *, limit, base, per_token):
     monkeypatch.setattr(token_budget, "memory_limit", lambda *_: limit)
 
 
-def test_the_budget_is_what_the_limit_leaves_beside_the_model(engine, monkeypatch):
+def test_budget_fits_in_memory_beside_the_model(engine, monkeypatch):
     memory(monkeypatch, limit=10_000_000, base=2_000_000, per_token=1000)
     assert engine.find_token_budget(4, 4, 1) == 8000 // 256 * 256
     assert all(parameter.grad is None for parameter in engine.parameters.values())
     assert engine.num_updates == 0
 
 
-def test_a_budget_is_never_below_the_longest_sequence_nor_without_bound(engine, monkeypatch):
+def test_budget_is_between_longest_sequence_and_maximum(engine, monkeypatch):
     memory(monkeypatch, limit=2_009_000, base=2_000_000, per_token=1000)
     assert engine.find_token_budget(4, 4, 1) == 8
     memory(monkeypatch, limit=10**15, base=0, per_token=1)
     assert engine.find_token_budget(4, 4, 1) == token_budget.LARGEST
 
 
-def test_a_sequence_that_does_not_fit_is_an_error_that_says_what_to_set(engine, monkeypatch):
+def test_sequence_that_does_not_fit_is_an_error_with_settings(engine, monkeypatch):
     memory(monkeypatch, limit=2_007_000, base=2_000_000, per_token=1000)
-    with pytest.raises(ModelError, match=r"one sequence of 8 tokens takes .* set model\.gradient_checkpointing = true"):
+    with pytest.raises(ModelError, match=r"one sequence of 8 tokens needs .* set model\.gradient_checkpointing = true"):
         engine.find_token_budget(4, 4, 1)
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_a_real_trial_on_this_machine_gives_a_budget(tiny_model, build_engine, learns):
+def test_real_trial_gives_a_budget(tiny_model, build_engine, learns):
     engine = build_engine(tiny_model("qwen2"), learns=learns)
     budget = engine.find_token_budget(24, 40, 1)
     assert 64 <= budget <= token_budget.LARGEST
 
 
-def test_more_tokens_take_more_memory_as_measured(tiny_model, build_engine):
-    """The measurement sees what a larger micro-batch holds, on a model that is large enough to be seen."""
+def test_measured_memory_grows_with_tokens(tiny_model, build_engine):
+    """Measure the memory of a larger micro-batch, on a model that is large enough for the measurement."""
     from hybridflow.runtime import peak_memory_of
 
     engine = build_engine(tiny_model("qwen2", vocab_size=4000, max_position_embeddings=1024), max_tokens=100_000)

@@ -22,7 +22,7 @@ def rows(rollout_rows) -> DataProto:
 
 
 def policy_gradient(outputs, part) -> tuple[Tensor, dict[str, float]]:
-    """-mean of advantage * log-prob over the eleven response tokens of `rows`."""
+    """Return minus the mean of advantage * log-prob over the eleven response tokens of `rows`."""
     columns = part.batch
     weighted = torch.where(columns["response_mask"], columns["advantages"] * outputs["log_probs"], 0.0)
     share = -weighted.sum() / 11
@@ -43,7 +43,7 @@ def same(ours, theirs) -> bool:
     return torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
 
 
-def test_the_engine_has_what_the_protocol_says(tiny_model, build_engine):
+def test_engine_implements_protocol(tiny_model, build_engine):
     engine: TrainEngine = build_engine(tiny_model())
     for name, method in inspect.getmembers(TrainEngine, inspect.isfunction):
         if not name.startswith("_"):
@@ -56,7 +56,7 @@ def test_the_engine_has_what_the_protocol_says(tiny_model, build_engine):
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_and_entropies_equal_those_of_the_stock_model(tiny_model, build_engine, rows, packing, temperature):
+def test_log_probs_and_entropies_equal_those_of_transformers(tiny_model, build_engine, rows, packing, temperature):
     engine = build_engine(tiny_model(), dtype="float64", max_tokens=8, packing=packing, learns=False)
     outputs = engine.forward(rows, with_entropy=True, temperature=temperature)
     stock = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64, attn_implementation="sdpa")
@@ -75,13 +75,13 @@ def test_log_probs_and_entropies_equal_those_of_the_stock_model(tiny_model, buil
     assert not outputs["entropies"][~columns["response_mask"]].any()
 
 
-def test_temperature_zero_is_the_untempered_distribution(tiny_model, build_engine, rows):
+def test_temperature_0_is_treated_as_1(tiny_model, build_engine, rows):
     engine = build_engine(tiny_model(), learns=False)
     greedy, plain = engine.forward(rows, temperature=0.0), engine.forward(rows, temperature=1.0)
     assert torch.equal(greedy["log_probs"], plain["log_probs"])
 
 
-def test_bfloat16_logits_are_divided_by_the_temperature_in_float32(tiny_model, build_engine, rows):
+def test_bfloat16_logits_are_divided_by_temperature_in_float32(tiny_model, build_engine, rows):
     engine = build_engine(tiny_model(), dtype="bfloat16", learns=False)
     inputs = engine._arrange(rows)
     arguments = {"position_ids": inputs.position_ids, "attention_plan": inputs.plan}
@@ -93,26 +93,26 @@ def test_bfloat16_logits_are_divided_by_the_temperature_in_float32(tiny_model, b
     torch.testing.assert_close(log_probs[rows.batch["response_mask"]], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_values_are_zero_before_the_first_update_and_move_after_it(tiny_model, build_engine, rows):
+def test_values_are_zero_before_first_update(tiny_model, build_engine, rows):
     engine = build_engine(tiny_model(), "value")
     assert not engine.forward(rows)["values"].any()
     engine.update(rows, squared_values)
     assert engine.forward(rows)["values"][rows.batch["response_mask"]].all()
 
 
-def test_outputs_have_the_dtype_that_losses_want(tiny_model, build_engine, rows):
+def test_outputs_have_dtype_of_losses(tiny_model, build_engine, rows):
     for head, name in (("policy", "log_probs"), ("value", "values")):
         for dtype, expected in (("bfloat16", torch.float32), ("float32", torch.float32), ("float64", torch.float64)):
             assert build_engine(tiny_model(), head, dtype=dtype).forward(rows)[name].dtype == expected
 
 
-def test_an_update_reports_what_it_did(tiny_model, build_engine, rows):
+def test_update_result_has_loss_rate_and_counts(tiny_model, build_engine, rows):
     engine = build_engine(tiny_model(), max_tokens=6, packing=False, schedule="linear", warmup_steps=2, total_updates=6)
     results = [engine.update(rows, policy_gradient) for _ in range(3)]
     assert [result.lr for result in results] == pytest.approx([0.005, 0.01, 0.01])
     first = results[0]
     assert first.loss == pytest.approx(first.metrics["loss"])
-    assert first.metrics["rows"] == 4  # metrics of the parts are added up
+    assert first.metrics["rows"] == 4  # metrics of the micro-batches are summed
     assert (first.num_tokens, first.num_computed_tokens) == (21, 21)  # lengths 4 | 5 | 6 | 6, a row each
     assert first.grad_norm > 0
     assert engine.num_updates == 3
@@ -125,7 +125,7 @@ def test_padding_is_counted(tiny_model, build_engine, rows):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_norm_is_clipped(tiny_model, build_engine, rows, dtype):
+def test_gradient_norm_is_clipped(tiny_model, build_engine, rows, dtype):
     engine = build_engine(tiny_model(), dtype=dtype, clip_grad_norm=1e-3, betas=(0.0, 0.999))
     result = engine.update(rows, policy_gradient)
     gradients = [moments["exp_avg"] for moments in engine.state_dict()["optimizer"].values()]
@@ -133,7 +133,7 @@ def test_the_gradient_norm_is_clipped(tiny_model, build_engine, rows, dtype):
     assert float(torch.stack([gradient.norm() for gradient in gradients]).norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_batch_without_counted_tokens_gives_no_gradient(tiny_model, build_engine, rows):
+def test_batch_without_counted_tokens_gives_zero_gradient(tiny_model, build_engine, rows):
     rows.batch["response_mask"] = torch.zeros_like(rows.batch["response_mask"])
     for packing in (True, False):
         engine = build_engine(tiny_model(), packing=packing, weight_decay=0.0)
@@ -143,14 +143,14 @@ def test_a_batch_without_counted_tokens_gives_no_gradient(tiny_model, build_engi
         assert same(engine.state_dict()["model"], before)
 
 
-def test_a_response_of_one_token_after_a_prompt_of_one_token(tiny_model, build_engine, rollout_rows):
+def test_prompt_and_response_of_one_token(tiny_model, build_engine, rollout_rows):
     rows = rollout_rows([1, 1], [1, 1])
     packed, padded = (build_engine(tiny_model(), packing=packing).forward(rows) for packing in (True, False))
     torch.testing.assert_close(packed["log_probs"], padded["log_probs"], rtol=1e-5, atol=1e-6)
     assert (packed["log_probs"] < 0).all()
 
 
-def test_bfloat16_trains_close_to_float32_and_keeps_float32_parameters(tiny_model, build_engine, rows):
+def test_bfloat16_training_is_close_to_float32_with_float32_parameters(tiny_model, build_engine, rows):
     engine, exact = (build_engine(tiny_model(), dtype=dtype, max_tokens=8) for dtype in ("bfloat16", "float32"))
     for _ in range(3):
         ours, theirs = engine.update(rows, policy_gradient), exact.update(rows, policy_gradient)
@@ -172,31 +172,31 @@ def test_activations_are_recomputed_in_updates_only(tiny_model, build_engine, ro
     assert not engine.model.training
 
 
-def test_recomputing_activations_changes_no_bit(tiny_model, build_engine, rows):
+def test_recomputing_activations_is_bit_identical(tiny_model, build_engine, rows):
     kept, recomputed = (build_engine(tiny_model("qwen3"), gradient_checkpointing=on) for on in (False, True))
     for engine in (kept, recomputed):
         engine.update(rows, policy_gradient)
     assert same(kept.state_dict(), recomputed.state_dict())
 
 
-def test_an_engine_without_optimizer_computes_and_refuses_to_learn(tiny_model, build_engine, rows):
+def test_engine_without_optimizer_cannot_update(tiny_model, build_engine, rows):
     engine = build_engine(tiny_model(), learns=False)
     assert not any(parameter.requires_grad for parameter in engine.parameters.values())
     with pytest.raises(ModelError, match="this engine has no optimizer"):
         engine.update(rows, policy_gradient)
 
 
-def test_a_row_longer_than_the_budget_is_an_error(tiny_model, build_engine, rows):
+def test_row_longer_than_budget_is_an_error(tiny_model, build_engine, rows):
     with pytest.raises(BatchError, match=r"row 1 has 6 tokens, more than memory.max_tokens_per_micro_batch=5"):
         build_engine(tiny_model(), max_tokens=5).forward(rows)
 
 
-# ------------------------------------------------------------------------------------------ refused steps
+# ------------------------------------------------------------------------------------------ rejected steps
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_is_refused_and_names_its_samples(tiny_model, build_engine, rows, dtype, bad):
+def test_non_finite_step_is_rejected_and_names_its_samples(tiny_model, build_engine, rows, dtype, bad):
     engine, untouched = (build_engine(tiny_model(), dtype=dtype, max_tokens=12) for _ in range(2))
     engine.update(rows, policy_gradient)
     untouched.update(rows, policy_gradient)
@@ -215,7 +215,7 @@ def test_a_step_that_is_not_finite_is_refused_and_names_its_samples(tiny_model, 
     assert same(engine.state_dict(), untouched.state_dict())
 
 
-def test_a_finite_loss_whose_gradient_is_not_is_refused_too(tiny_model, build_engine, rows):
+def test_finite_loss_with_non_finite_gradient_is_rejected(tiny_model, build_engine, rows):
     def loss(outputs, part):
         counted = outputs["log_probs"] * (part.batch["row_ids"] == 43)[:, None]
         return counted.sum().abs().clamp(max=0).sqrt(), {}  # 0, with an infinite slope times 0
@@ -227,7 +227,7 @@ def test_a_finite_loss_whose_gradient_is_not_is_refused_too(tiny_model, build_en
     assert same(engine.state_dict(), before)
 
 
-def test_the_report_of_many_samples_is_short(tiny_model, build_engine, rollout_rows):
+def test_report_of_many_samples_is_short(tiny_model, build_engine, rollout_rows):
     rows = rollout_rows([1] * 12, [1] * 12)
     rows.batch["advantages"] = torch.full((12, 1), float("nan"))
     with pytest.raises(NonFiniteError, match=r"row 7: .*; and 4 more") as error:
@@ -235,14 +235,14 @@ def test_the_report_of_many_samples_is_short(tiny_model, build_engine, rollout_r
     assert "row 8:" not in str(error.value)
 
 
-def test_samples_without_row_ids_are_named_by_their_place(tiny_model, build_engine, rows):
+def test_samples_without_row_ids_are_named_by_index(tiny_model, build_engine, rows):
     rows.batch["advantages"][3] = float("nan")
     del rows.batch["row_ids"]
     with pytest.raises(NonFiniteError, match="Samples: row 3: loss nan"):
         build_engine(tiny_model()).update(rows, policy_gradient)
 
 
-def test_an_update_that_an_error_ended_leaves_no_gradient_behind(tiny_model, build_engine, rows):
+def test_failed_update_leaves_no_gradient(tiny_model, build_engine, rows):
     engine, untouched = (build_engine(tiny_model(), max_tokens=6) for _ in range(2))
 
     def fails_late(outputs, part):
@@ -262,7 +262,7 @@ def test_an_update_that_an_error_ended_leaves_no_gradient_behind(tiny_model, bui
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("head", "loss"), [("policy", policy_gradient), ("value", squared_values)])
-def test_a_loaded_state_continues_bit_for_bit(tiny_model, build_engine, rows, dtype, head, loss):
+def test_loaded_state_resumes_bit_identically(tiny_model, build_engine, rows, dtype, head, loss):
     options = {"dtype": dtype, "schedule": "cosine", "warmup_steps": 1, "total_updates": 5, "max_tokens": 12}
     engine = build_engine(tiny_model(), head, **options)
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_a_loaded_state_continues_bit_for_bit(tiny_model, build_engine, rows, dt
     assert same(resumed.state_dict(), engine.state_dict())
 
 
-def test_a_loaded_state_is_a_copy(tiny_model, build_engine, rows):
+def test_loaded_state_is_a_copy(tiny_model, build_engine, rows):
     engine, other = build_engine(tiny_model()), build_engine(tiny_model())
     engine.update(rows, policy_gradient)
     other.load_state_dict(engine.state_dict())
@@ -286,7 +286,7 @@ def test_a_loaded_state_is_a_copy(tiny_model, build_engine, rows):
     assert same(engine.state_dict(), before)
 
 
-def test_a_tied_model_stores_its_embedding_once(tiny_model, build_engine):
+def test_tied_model_stores_embedding_once(tiny_model, build_engine):
     engine = build_engine(tiny_model("qwen2", tie_word_embeddings=True))
     names = list(engine.state_dict()["model"])
     assert "model.embed_tokens.weight" in names
@@ -314,15 +314,15 @@ def damaged(state: dict, damage: str) -> dict:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("missing parameter", "has no parameter 'model.norm.weight'; it is of another model. Check model.path"),
+        ("missing parameter", "has no parameter 'model.norm.weight'; it is of a different model. Check model.path"),
         ("other shape", r"'model.norm.weight' has shape \(7,\) in the checkpoint and \(32,\) in the model"),
-        ("extra parameter", "has parameters the model lacks: model.layers.2.norm.weight; it is of another model"),
+        ("extra parameter", "has parameters the model lacks: model.layers.2.norm.weight; it is of a different model"),
         ("no optimizer", "no optimizer state"),
         ("other moments", r"exp_avg of 'model.norm.weight' has shape \(7,\)"),
         ("extra moments", "optimizer state of 'elsewhere.weight', which the model lacks"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_whole(tiny_model, build_engine, rows, damage, message):
+def test_state_that_does_not_fit_changes_nothing(tiny_model, build_engine, rows, damage, message):
     engine = build_engine(tiny_model())
     engine.update(rows, policy_gradient)
     before = snapshot(engine)

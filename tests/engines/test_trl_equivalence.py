@@ -42,13 +42,13 @@ def rows(recorded_grpo) -> DataProto:
 
 @pytest.fixture
 def relative_errors(recorded_grpo, directory, rows, build_engine, use_float64_throughout):
-    """(of the loss, of the gradient as one vector), for a setting of TRL and options of the engine."""
+    """Return `compute(setting, **options)`, the relative errors of the loss and of the gradient as one vector."""
 
     def compute(setting: str, counted: DataProto | None = None, **options) -> tuple[float, float]:
         recorded, settings = recorded_grpo.record, recorded_grpo.record["settings"][setting]
         config = Config(
             actor={
-                "epochs": 2,  # old log-probs are read, not taken to be the new ones
+                "epochs": 2,  # so that old log-probs are read and not replaced by the new ones
                 "loss_aggregation": AGGREGATION[settings["loss_type"]],
                 "clip_ratio_low": recorded["clip"]["epsilon"],
                 "clip_ratio_high": recorded["clip"]["epsilon_high"],
@@ -79,10 +79,10 @@ def relative_errors(recorded_grpo, directory, rows, build_engine, use_float64_th
     "options",
     [{}, {"max_tokens": 15}, {"max_tokens": 25, "packing": False, "gradient_checkpointing": True}],
 )
-def test_loss_and_gradient_equal_to_ten_digits(relative_errors, setting, options):
+def test_loss_and_gradient_equal_trl_to_ten_digits(relative_errors, setting, options):
     assert max(relative_errors(setting, **options)) < 1e-10
 
 
 @pytest.mark.parametrize("setting", ["grpo_kl", "dapo_kl"])
-def test_a_dropped_row_would_be_noticed(relative_errors, rows, setting):
+def test_dropped_row_is_detected(relative_errors, rows, setting):
     assert min(relative_errors(setting, counted=rows.slice(0, 11))) > 1e-3

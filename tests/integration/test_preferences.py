@@ -50,7 +50,7 @@ def test_a_reward_model_learns_is_exported_and_scores_the_responses_of_a_run(run
     )
     assert (model.config.num_labels, model.config.pad_token_id) == (1, tokenizer.pad_token_id)
     refused = hybridflow("sft", task / "sft.toml", f"model.path={exported}", f"trainer.run_dir={tmp_path}/refused")
-    assert "is a LlamaForSequenceClassification, such as a reward model is, and writes no text" in refused.err
+    assert "is a LlamaForSequenceClassification (a classifier or reward model), which does not generate text" in refused.err
     assert "is of a reward model, which writes no responses" in hybridflow("evaluate", "--run", learned).err
     changes = [f"reward.model_path={exported}", "reward.function=", "trainer.total_steps=1"]
     trained = tmp_path / "trained"
@@ -68,5 +68,5 @@ def test_what_does_not_fit_is_told_before_anything_starts(task, tmp_path, hybrid
     outcome = hybridflow("dpo", task / "sft.toml", run_dir)
     assert "column 'chosen' is missing; the file has prompt, response" in outcome.err
     outcome = hybridflow("dpo", task / "pairs.toml", run_dir, f"reference.model_path={tmp_path}/none")
-    assert "is no model directory" in outcome.err
+    assert "is not a model directory" in outcome.err
     assert not (tmp_path / "run").exists()

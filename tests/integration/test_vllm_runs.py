@@ -90,8 +90,8 @@ def test_samples_do_not_depend_on_who_generates_nor_on_the_transport_of_weights(
 def test_every_step_tells_how_far_the_engine_is_from_the_trainer(runs, name):
     rows = read_jsonl(getattr(runs, name) / "metrics.jsonl")
     for row in (row for row in rows if row["step"]):
-        assert 0 <= row["rollout/log_prob_drift"] <= row["rollout/log_prob_drift_max"] < 1e-4
-        assert row["rollout/log_prob_drift_share"] == 0.0
+        assert 0 <= row["rollout/log_prob_mismatch"] <= row["rollout/log_prob_mismatch_max"] < 1e-4
+        assert row["rollout/log_prob_mismatch_share"] == 0.0
         assert abs(row["rollout/log_prob_kl"]) < 1e-6
     synced = [row for row in rows if "weight_sync/bytes" in row]
     assert synced

@@ -15,7 +15,7 @@ def draw(*shape, dtype, seed=0):
 
 
 def exact_attention(query, key, value, lengths, scaling):
-    """One sequence at a time in float64."""
+    """Compute attention in float64, one sequence at a time."""
     outs = []
     for q, k, v in zip(*(x.double().split(lengths) for x in (query, key, value)), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -26,7 +26,7 @@ def exact_attention(query, key, value, lengths, scaling):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_packed_attention_and_its_gradients_equal_one_sequence_at_a_time(heads, kv_heads, dim, dtype):
+def test_packed_attention_and_gradients_equal_single_sequences(heads, kv_heads, dim, dtype):
     lengths = [1, 17, 16, 3, 38, 1, 33]
     tokens = sum(lengths)
     inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
@@ -49,7 +49,7 @@ def test_packed_attention_and_its_gradients_equal_one_sequence_at_a_time(heads, 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_branches_of_a_trunk_equal_sequences_that_repeat_it(heads, kv_heads, dim, dtype):
+def test_branches_equal_sequences_that_repeat_their_trunk(heads, kv_heads, dim, dtype):
     families = [[17, 3, 1, 20], [1, 2, 2], [5], [16, 16]]
     tokens = sum(map(sum, families))
     inputs = [draw(tokens, n, dim, dtype=dtype, seed=n + i) for i, n in enumerate((heads, kv_heads, kv_heads))]
@@ -57,13 +57,13 @@ def test_branches_of_a_trunk_equal_sequences_that_repeat_it(heads, kv_heads, dim
     weights = draw(tokens, heads, dim, dtype=dtype, seed=9)
     repeated, lengths, counted, start = [], [], [], 0
     for trunk, *branches in families:
-        place = start + trunk
+        begin = start + trunk
         for i, branch in enumerate(branches or [0]):
-            repeated += [*range(start, start + trunk), *range(place, place + branch)]
+            repeated += [*range(start, start + trunk), *range(begin, begin + branch)]
             lengths.append(trunk + branch)
             counted += [i == 0] * trunk + [True] * branch
-            place += branch
-        start = place
+            begin += branch
+        start = begin
     ours = causal_attention(*leaves, families, 0.3)
     exact = exact_attention(*(x[repeated] for x in leaves), lengths, 0.3)[counted]
     order = [token for token, is_counted in zip(repeated, counted, strict=True) if is_counted]
@@ -76,7 +76,7 @@ def test_branches_of_a_trunk_equal_sequences_that_repeat_it(heads, kv_heads, dim
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
-def test_a_new_token_attends_to_its_row_of_the_cache_and_is_added_to_it(heads, kv_heads, dim, dtype):
+def test_new_token_is_cached_and_attends_to_its_row(heads, kv_heads, dim, dtype):
     ends, capacity = [0, 5, 31, 40, 16], 41
     rows = len(ends)
     keys, values = (draw(rows, kv_heads, capacity, dim, dtype=dtype, seed=seed) for seed in (1, 2))
@@ -94,7 +94,7 @@ def test_a_new_token_attends_to_its_row_of_the_cache_and_is_added_to_it(heads, k
         assert float((out[row].double() - exact).norm() / exact.norm()) < TOLERANCE[dtype]
 
 
-def test_memory_beyond_a_row_is_never_read():
+def test_memory_beyond_a_row_is_not_read():
     keys, values = (torch.full((2, 1, 8, 16), torch.nan) for _ in range(2))
     keys[:, :, :3], values[:, :, :3] = 1.0, 2.0
     one = torch.ones(2, 1, 16)
@@ -102,14 +102,14 @@ def test_memory_beyond_a_row_is_never_read():
     torch.testing.assert_close(out, 2 * one)
 
 
-def test_a_large_score_neither_overflows_nor_loses_the_rest():
+def test_large_score_does_not_overflow():
     query, key = torch.full((2, 1, 16), 30.0), torch.full((2, 1, 16), 30.0)
     key[0] = 0
     value = torch.stack([torch.zeros(1, 16), torch.ones(1, 16)])
     torch.testing.assert_close(causal_attention(query, key, value, [[2]], 1.0), value)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads_or_on_the_neighbours():
+def test_results_do_not_depend_on_threads_or_other_rows():
     families = [[30], [7], [35, 4, 6]]
     query, key, value = (draw(82, 4, 32, dtype=torch.float32, seed=seed).requires_grad_() for seed in range(3))
     threads = torch.get_num_threads()
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_threads_or_on_the_neighbours():
 
 
 @pytest.mark.parametrize("families", [[[3]], [[3, 3]], [[5, 0]]])
-def test_lengths_that_are_not_those_of_the_tokens_are_refused(families):
+def test_lengths_that_do_not_match_tokens_are_an_error(families):
     x = torch.ones(5, 2, 16)
-    with pytest.raises(ModelError, match="the lengths add up to"):
+    with pytest.raises(ModelError, match="the lengths of families are invalid: expected 5 tokens"):
         causal_attention(x, x, x, families, 1.0)

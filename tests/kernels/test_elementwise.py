@@ -51,7 +51,7 @@ def inputs_of(shapes, dtype, second_dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_equal_those_of_pytorch_in_float64(name, dtype):
+def test_values_and_gradients_equal_pytorch_in_float64(name, dtype):
     function, *shapes = CASES[name]
     angles = torch.float32 if function is rotary_of else dtype
     first, second, weights = inputs_of(shapes, dtype, angles)
@@ -65,7 +65,7 @@ def test_values_and_gradients_equal_those_of_pytorch_in_float64(name, dtype):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bits_do_not_depend_on_the_number_of_threads(name):
+def test_results_do_not_depend_on_number_of_threads(name):
     function, *shapes = CASES[name]
     first, second, weights = inputs_of(shapes, torch.float32, torch.float32)
     threads = torch.get_num_threads()
@@ -79,25 +79,25 @@ def test_bits_do_not_depend_on_the_number_of_threads(name):
     assert all(torch.equal(one, two) for one, two in zip(single, double, strict=True))
 
 
-def test_rms_norm_by_hand():
+def test_rms_norm_equals_hand_computed_values():
     x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0])
     torch.testing.assert_close(rms_norm(x, weight, 0.0), torch.tensor([[3 / 12.5**0.5, 8 / 12.5**0.5]]))
 
 
-def test_a_quarter_turn_moves_the_first_half_to_the_second():
+def test_rotation_by_90_degrees_exchanges_halves():
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     turned = rotary(x, torch.zeros(1, 2), torch.ones(1, 2))
     torch.testing.assert_close(turned, torch.tensor([[[-3.0, -4.0, 1.0, 2.0]]]))
 
 
-def test_silu_mul_by_hand_at_its_extremes():
+def test_silu_mul_of_extreme_values_equals_hand_computed_values():
     gate = torch.tensor([0.0, 1.0, -200.0, 200.0, -1e38])
     wanted = torch.tensor([0.0, 2 / (1 + 2.718281828**-1), 0.0, 400.0, 0.0])
     torch.testing.assert_close(silu_mul(gate, torch.full((5,), 2.0)), wanted)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_nan_stays_a_nan(dtype):
+def test_nan_is_propagated(dtype):
     x = torch.ones(2, 32, dtype=dtype)
     x[0, 3] = torch.nan
     assert rms_norm(x, torch.ones(32, dtype=dtype), 1e-6)[0].isnan().all()
@@ -105,7 +105,7 @@ def test_a_nan_stays_a_nan(dtype):
     assert rotary(x[:, None], torch.ones(2, 16), torch.zeros(2, 16))[0, 0, 3].isnan()
 
 
-def test_inputs_that_are_not_contiguous_are_read_in_place(only_pytorch):
+def test_non_contiguous_inputs_are_supported(only_pytorch):
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
     heads, cos, sin = x[:, 32:64].unflatten(1, (2, 16)), torch.rand(7, 8), torch.rand(7, 8)
     expected = rotary(heads, cos, sin)
@@ -114,19 +114,19 @@ def test_inputs_that_are_not_contiguous_are_read_in_place(only_pytorch):
     torch.testing.assert_close(rotary(heads.transpose(1, 2).contiguous().transpose(1, 2), cos, sin), expected)
 
 
-def test_without_kernels_nothing_is_served(only_pytorch):
+def test_disabled_kernels_serve_no_tensor(only_pytorch):
     assert not serves(torch.ones(1))
     torch.testing.assert_close(silu_mul(torch.ones(1), torch.ones(1)), torch.tensor([0.7310586]))
 
 
-def test_a_weight_that_is_not_contiguous_is_read_by_its_strides():
+def test_non_contiguous_weight_is_supported():
     x, weight = torch.ones(2, 8), torch.arange(16.0)[::2].requires_grad_()
     torch.testing.assert_close(rms_norm(x, weight, 0.0), weight.expand(2, 8))
     (gradient,) = torch.autograd.grad(rms_norm(x, weight, 0.0).sum(), weight)
     torch.testing.assert_close(gradient, torch.full((8,), 2.0))
 
 
-def test_dtypes_that_differ_and_integer_constants_are_taken_as_pytorch_takes_them():
+def test_mixed_dtypes_and_integer_constants_work_as_in_pytorch():
     x, half = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.full((4, 8), 0.5)
     torch.testing.assert_close(silu_mul(x, half.bfloat16()), silu_mul(x, half))
     torch.testing.assert_close(silu_mul(x, half[:1]), silu_mul(x, half))
@@ -135,6 +135,6 @@ def test_dtypes_that_differ_and_integer_constants_are_taken_as_pytorch_takes_the
     torch.testing.assert_close(turned, rotary(x.view(4, 2, 4), torch.zeros(4, 2), torch.ones(4, 4)[:, ::2]))
 
 
-def test_a_weight_of_another_width_is_refused():
+def test_weight_of_wrong_width_is_an_error():
     with pytest.raises(RuntimeError, match="size"):
         rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6)

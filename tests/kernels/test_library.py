@@ -16,12 +16,12 @@ print(serves(torch.ones(2)), rms_norm(torch.full((1, 2), 3.0), torch.ones(2), 0.
 
 
 def run(tmp_path, **environment):
-    """A new process with a cache of its own, since a process builds at most once."""
+    """Run the program in a new process with a separate cache, because a process builds the library at most once."""
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **environment}
     return subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_kernels_are_built_once_into_a_private_directory_of_the_cache(tmp_path):
+def test_kernels_are_built_once_into_private_cache_directory(tmp_path):
     assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
     directory = tmp_path / "hybridflow"
     assert directory.stat().st_mode & 0o077 == 0
@@ -33,7 +33,7 @@ def test_kernels_are_built_once_into_a_private_directory_of_the_cache(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 0.5, 1])
-def test_a_damaged_library_in_the_cache_is_built_anew(tmp_path, kept):
+def test_damaged_library_in_cache_is_rebuilt(tmp_path, kept):
     assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
     (built,) = (tmp_path / "hybridflow").iterdir()
     whole = built.read_bytes()
@@ -44,7 +44,7 @@ def test_a_damaged_library_in_the_cache_is_built_anew(tmp_path, kept):
     assert built.stat().st_size == len(whole)
 
 
-def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
+def test_missing_compiler_falls_back_to_pytorch_with_a_warning(tmp_path):
     done = run(tmp_path, CC="no-such-compiler")
     assert done.stdout == "False [[1.0, 1.0]]\n"
     assert "no compiled CPU kernels" in done.stderr
@@ -52,13 +52,13 @@ def test_without_a_compiler_pytorch_computes_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("compiler", ["false", "\x27gcc"])
-def test_a_compiler_that_fails_is_no_compiler(tmp_path, compiler):
+def test_failing_compiler_falls_back_to_pytorch(tmp_path, compiler):
     done = run(tmp_path, CC=compiler)
     assert done.stdout == "False [[1.0, 1.0]]\n"
     assert "no compiled CPU kernels" in done.stderr
 
 
-def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
+def test_cache_that_others_can_write_is_not_used(tmp_path):
     directory = tmp_path / "hybridflow"
     directory.mkdir()
     directory.chmod(0o770)
@@ -66,12 +66,12 @@ def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
     assert not list(directory.iterdir())
 
 
-def test_a_cache_that_cannot_be_made_is_no_error(tmp_path):
+def test_cache_that_cannot_be_created_is_not_an_error(tmp_path):
     (tmp_path / "hybridflow").write_text("in the way")
     assert run(tmp_path).stdout == "True [[1.0, 1.0]]\n"
 
 
-def test_float64_and_integers_are_left_to_pytorch():
+def test_float64_and_integers_are_computed_by_pytorch():
     assert serves(torch.ones(1))
     assert serves(torch.ones(1, dtype=torch.bfloat16))
     assert not serves(torch.ones(1, dtype=torch.float64))

@@ -19,7 +19,7 @@ def error(ours, exact):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_a_product_with_bias_and_residual_equals_float64(rows, inputs, outputs, dtype):
+def test_product_with_bias_and_residual_equals_float64(rows, inputs, outputs, dtype):
     x, weight = draw(rows, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
     bias, residual = draw(outputs, dtype=dtype, seed=2), draw(rows, outputs, dtype=dtype, seed=3)
     exact = x.double() @ weight.double().T
@@ -31,7 +31,7 @@ def test_a_product_with_bias_and_residual_equals_float64(rows, inputs, outputs, 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_a_gated_product_equals_float64(rows, inputs, outputs, dtype):
+def test_gated_product_equals_float64(rows, inputs, outputs, dtype):
     x = draw(rows, inputs, dtype=dtype)
     weights = [draw(outputs, inputs, dtype=dtype, seed=seed) / inputs**0.5 for seed in (1, 2)]
     biases = [draw(outputs, dtype=dtype, seed=seed) for seed in (3, 4)]
@@ -42,7 +42,7 @@ def test_a_gated_product_equals_float64(rows, inputs, outputs, dtype):
         assert error(PackedLinear(weights, given, gated=True)(x), silu(gate) * up) < 2 * TOLERANCE[dtype]
 
 
-def test_layers_side_by_side_are_one_product_and_strided_weights_are_read_as_they_are():
+def test_concatenated_layers_and_strided_weights_equal_pytorch():
     x = draw(5, 12, dtype=torch.float32)
     first, second = draw(12, 7, dtype=torch.float32, seed=1).T, draw(3, 24, dtype=torch.float32, seed=2)[:, ::2]
     both = PackedLinear([first, second], [None, torch.ones(3)])(x)
@@ -51,7 +51,7 @@ def test_layers_side_by_side_are_one_product_and_strided_weights_are_read_as_the
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_has_the_same_bits_whatever_its_neighbours_and_threads(dtype):
+def test_row_is_bit_identical_for_any_batch_and_threads(dtype):
     x, weight = draw(301, 64, dtype=dtype), draw(100, 64, dtype=dtype, seed=1)
     linear, threads = PackedLinear([weight], [None]), torch.get_num_threads()
     try:
@@ -65,14 +65,14 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_and_threads(dtype):
         assert torch.equal(linear(x[start:stop]), single[start:stop])
 
 
-def test_no_rows_are_no_output():
+def test_empty_input_gives_empty_output():
     assert PackedLinear([torch.ones(3, 4)], [None])(torch.ones(0, 4)).shape == (0, 3)
 
 
-def test_an_input_or_a_weight_that_does_not_fit_is_refused():
+def test_unsupported_inputs_and_weights_are_errors():
     linear = PackedLinear([torch.ones(3, 4)], [None])
     for x in (torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4)):
-        with pytest.raises(ModelError, match=r"this layer takes \(rows, 4\) of torch.float32"):
+        with pytest.raises(ModelError, match=r"expected \(rows, 4\) of torch.float32"):
             linear(x)
-    with pytest.raises(ModelError, match="a bfloat16 weight has 5 inputs"):
+    with pytest.raises(ModelError, match="a bfloat16 weight with 5 inputs cannot be packed"):
         PackedLinear([torch.ones(3, 5, dtype=torch.bfloat16)], [None])

@@ -11,18 +11,18 @@ SCALING = 0.3
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of one sequence, (heads, tokens, dim) each, one number at a time -> (tokens, heads, dim)."""
+    """Compute causal attention of one sequence, one value at a time; (heads, tokens, dim) -> (tokens, heads, dim)."""
     heads, tokens, dim = query.shape
     out = torch.zeros(tokens, heads, value.shape[2], dtype=query.dtype)
     for head in range(heads):
-        served_by = head // (heads // len(key))
+        kv_head = head // (heads // len(key))
         for t in range(tokens):
             scores = [
-                SCALING * sum(float(query[head, t, d] * key[served_by, s, d]) for d in range(dim)) for s in range(t + 1)
+                SCALING * sum(float(query[head, t, d] * key[kv_head, s, d]) for d in range(dim)) for s in range(t + 1)
             ]
             total = sum(math.exp(score) for score in scores)
             for s in range(t + 1):
-                out[t, head] += math.exp(scores[s]) / total * value[served_by, s]
+                out[t, head] += math.exp(scores[s]) / total * value[kv_head, s]
     return out
 
 
@@ -33,13 +33,13 @@ def random_layer(tokens: int, kv_heads: int, dtype=torch.float64) -> tuple[Tenso
     )
 
 
-def test_neighbours_of_one_length_are_one_run():
+def test_consecutive_sequences_of_one_length_are_one_run():
     assert PackedPlan.from_lengths([3, 3, 1, 3]).runs == ((2, 3), (1, 1), (1, 3))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("lengths", [[5], [1], [1, 1, 1], [2, 2, 1, 4, 4, 4, 1]])
-def test_a_packed_sequence_attends_to_itself_alone(lengths, kv_heads):
+def test_packed_sequence_attends_only_to_itself(lengths, kv_heads):
     query, key, value = random_layer(sum(lengths), kv_heads)
     out = PackedPlan.from_lengths(lengths).attend(0, query, key, value, SCALING)
     assert out.shape == (1, sum(lengths), 4, 4)
@@ -54,7 +54,7 @@ def test_a_packed_sequence_attends_to_itself_alone(lengths, kv_heads):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("short", [512, 4, 1])
-def test_a_branch_attends_to_its_trunk_and_to_itself(monkeypatch, short, kv_heads, dtype):
+def test_branch_attends_to_its_trunk_and_to_itself(monkeypatch, short, kv_heads, dtype):
     monkeypatch.setattr("hybridflow.models.shared_prompts.SHORT", short)
     families = ((3, 1, 2), (2,), (1, 4, 1, 1))
     query, key, value = random_layer(sum(map(sum, families)), kv_heads, dtype)
@@ -62,17 +62,17 @@ def test_a_branch_attends_to_its_trunk_and_to_itself(monkeypatch, short, kv_head
     tolerance = {"rtol": 1e-12, "atol": 1e-14} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
     start = 0
     for trunk, *branches in families:
-        place = start + trunk
+        begin = start + trunk
         for branch in branches or [0]:
-            own = [*range(start, start + trunk), *range(place, place + branch)]
+            own = [*range(start, start + trunk), *range(begin, begin + branch)]
             expected = by_hand(*(x[0, :, own].double() for x in (query, key, value)))
             torch.testing.assert_close(out[0, own].double(), expected, **tolerance)
-            place += branch
-        start = place
+            begin += branch
+        start = begin
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_a_padded_row_does_not_see_its_padding(kv_heads):
+def test_padded_row_does_not_attend_to_padding(kv_heads):
     lengths = [5, 1, 3]
     parts = [random_layer(5, kv_heads), random_layer(6, kv_heads), random_layer(7, kv_heads)]
     query, key, value = (torch.cat([part[i][:, :, :5] for part in parts]) for i in range(3))
@@ -90,7 +90,7 @@ def test_values_may_be_wider_than_keys():
     torch.testing.assert_close(out[0], by_hand(query[0], key[0], value[0]), rtol=1e-12, atol=1e-14)
 
 
-def test_bfloat16_attention_is_rounded_once_at_its_end():
+def test_bfloat16_attention_is_rounded_once():
     query, key, value = random_layer(6, 2, torch.bfloat16)
     out = PackedPlan.from_lengths([6]).attend(0, query, key, value, SCALING)
     exact = PackedPlan.from_lengths([6]).attend(0, query.float(), key.float(), value.float(), SCALING)
@@ -98,14 +98,14 @@ def test_bfloat16_attention_is_rounded_once_at_its_end():
     assert torch.equal(out, exact.bfloat16())
 
 
-def test_a_model_without_a_plan_says_what_it_needs(tiny_model):
+def test_model_called_without_plan_is_an_error(tiny_model):
     model = load_causal_lm(tiny_model())
     with pytest.raises(ModelError, match="without attention_plan"):
         model(torch.tensor([[3, 4]]))
 
 
-def test_a_mask_besides_the_plan_is_refused(tiny_model):
+def test_mask_in_addition_to_plan_is_an_error(tiny_model):
     model = load_causal_lm(tiny_model())
     mask = torch.zeros(1, 1, 2, 2)
-    with pytest.raises(ModelError, match="LlamaAttention uses attention_mask, but attention over all tokens before"):
+    with pytest.raises(ModelError, match="LlamaAttention uses attention_mask, which is not supported"):
         model(torch.tensor([[3, 4]]), attention_mask=mask, attention_plan=PackedPlan.from_lengths([2]))

@@ -7,43 +7,43 @@ SMALL = DecoderShape(
 )
 
 
-def test_weights_are_projections_mlp_and_head():
+def test_matrix_weights_are_projections_mlp_and_head():
     # per layer: q 8x8, k 8x4, v 8x4, o 8x8 = 192; gate, up and down 8x16 = 384; head 8x10 = 80
     assert SMALL.num_matrix_weights == 2 * (192 + 384) + 80
 
 
-def test_a_mlp_without_a_gate_has_two_matrices():
+def test_mlp_without_gate_has_two_matrices():
     plain = DecoderShape(1, 8, 16, 4, 4, 10, gated_mlp=False)
     assert plain.num_matrix_weights == 4 * 64 + 2 * 128 + 80
 
 
-def test_a_head_dim_of_its_own_widens_the_projections():
+def test_explicit_head_dim_widens_projections():
     wide = DecoderShape(1, 8, 16, 4, 2, 10, head_dim=4)
     # q 8x16, k 8x8, v 8x8, o 16x8 = 384
     assert wide.num_matrix_weights == 384 + 384 + 80
 
 
-def test_a_token_costs_two_for_each_weight_and_its_attention():
+def test_flops_per_token_count_weights_and_attention():
     # scores and weighted values: 2 layers x 2 products x 2 flops x 8 wide x 5 tokens
     assert flops_per_token(SMALL, 5) == 2 * 1232 + 2 * 2 * 2 * 8 * 5
 
 
-def test_causal_sequences_sum_over_their_tokens():
+def test_flops_of_causal_sequences_sum_over_tokens():
     one_by_one = sum(flops_per_token(SMALL, i) for i in (1, 2, 3)) + sum(flops_per_token(SMALL, i) for i in (1, 2))
     assert forward_flops(SMALL, [3, 2]) == one_by_one
     assert training_flops(SMALL, [3, 2]) == 3 * one_by_one
 
 
-def test_the_count_of_a_known_model_is_close_to_two_flops_for_each_parameter():
+def test_llama_2_takes_two_flops_per_parameter():
     # Llama-2 7B: 6.74e9 parameters, of them 0.13e9 embeddings that are looked up, not multiplied
     llama = DecoderShape(32, 4096, 11008, 32, 32, 32000)
     assert flops_per_token(llama, 0) == pytest.approx(2 * (6.738e9 - 0.131e9), rel=1e-3)
 
 
-def test_mfu_is_the_share_of_the_peak():
+def test_mfu_is_the_share_of_peak_flops():
     assert mfu(flops=3e12, seconds=2.0, peak_flops=1e13) == pytest.approx(0.15)
 
 
-def test_mfu_of_nothing_measured_is_zero():
+def test_mfu_without_measurement_is_zero():
     assert mfu(0.0, 0.0, 1e12) == 0.0
     assert mfu(1e12, 1.0, 0.0) == 0.0

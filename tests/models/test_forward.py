@@ -48,7 +48,7 @@ def error(ours, exact):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_fused_pass_equals_the_models_own(variant, kernels, tiny_model):
+def test_fused_pass_equals_model_code(variant, kernels, tiny_model):
     family, config = VARIANTS[variant]
     model = load_causal_lm(tiny_model(family, **config))
     assert isinstance(forward_of(model), FusedForward)
@@ -60,7 +60,7 @@ def test_the_fused_pass_equals_the_models_own(variant, kernels, tiny_model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_in_bfloat16_the_fused_pass_is_as_close_to_float32_as_the_models_own(family, kernels, tiny_model):
+def test_bfloat16_fused_pass_is_as_close_to_float32_as_model_code(family, kernels, tiny_model):
     exact_model, model = (load_causal_lm(tiny_model(family), dtype) for dtype in (torch.float32, torch.bfloat16))
     inputs = packed_input()
     exact = logits_and_gradients(OwnForward(exact_model), exact_model, inputs)
@@ -71,7 +71,7 @@ def test_in_bfloat16_the_fused_pass_is_as_close_to_float32_as_the_models_own(fam
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_critic_has_its_values_from_the_fused_pass(family, kernels, tiny_model):
+def test_critic_values_equal_those_of_model_code(family, kernels, tiny_model):
     model = load_value_model(tiny_model(family))
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ def test_a_critic_has_its_values_from_the_fused_pass(family, kernels, tiny_model
 
 
 @pytest.mark.parametrize("of", [FusedForward, OwnForward])
-def test_the_head_is_computed_for_the_tokens_asked_for(of, tiny_model):
+def test_head_is_computed_for_requested_tokens(of, tiny_model):
     keep = torch.tensor([3, 0, 11])
     for model in (load_causal_lm(tiny_model()), load_value_model(tiny_model())):
         every = of(model)(**packed_input())
@@ -88,7 +88,7 @@ def test_the_head_is_computed_for_the_tokens_asked_for(of, tiny_model):
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation makes."""
+    """A recorder of the number of elements of the largest tensor that any operation creates."""
 
     numel = 0
 
@@ -100,7 +100,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def read_and_gradients(forward, model, inputs, positions):
-    """Log-probs and entropies of a label for each position, and gradients that come from both."""
+    """Compute log-probs of a label and entropies at each position, and gradients of a loss of both."""
     labels = torch.randint(40, (len(positions),), generator=torch.Generator().manual_seed(1))
     inputs = dict(inputs)
 
@@ -121,7 +121,7 @@ def read_and_gradients(forward, model, inputs, positions):
 
 @pytest.mark.parametrize("max_logits", [1, 40, 130, 10**6])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_logits_are_read_in_parts_with_the_same_results(layout, max_logits, kernels, tiny_model):
+def test_reading_logits_in_parts_gives_the_same_results(layout, max_logits, kernels, tiny_model):
     model = load_causal_lm(tiny_model(), torch.float64)
     inputs, positions = packed_input(), torch.tensor([0, 3, 4, 9, 13, 14, 20, 24])
     if layout == "padded":
@@ -135,12 +135,21 @@ def test_logits_are_read_in_parts_with_the_same_results(layout, max_logits, kern
     fused = FusedForward(model)
     fused.max_logits = max_logits
     for name, value in read_and_gradients(fused, model, inputs, positions).items():
-        # The model's own norms are float32 whatever the dtype.
+        # The norms of the model's code are float32 in every dtype.
         assert error(value, own[name]) < 1e-6, name
 
 
+def test_read_logits_returns_no_views(tiny_model):
+    """Otherwise FSDP2 warns on every rank."""
+    inputs = packed_input()
+    (values,) = FusedForward(load_causal_lm(tiny_model())).read_logits(
+        inputs.pop("input_ids"), torch.tensor([0, 3]), lambda logits, which: (logits[:, 0],), **inputs
+    )
+    assert values._base is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_logits_of_a_micro_batch_never_exist_at_once(dtype, tiny_model):
+def test_logits_in_memory_are_limited(dtype, tiny_model):
     model = load_causal_lm(tiny_model(vocab_size=20_000, hidden_size=8, intermediate_size=8), dtype)
     inputs, positions = packed_input(), torch.arange(sum(LENGTHS))
     forward = FusedForward(model)
@@ -154,7 +163,7 @@ def test_all_logits_of_a_micro_batch_never_exist_at_once(dtype, tiny_model):
     assert largest[60_000] == 20_000 * 8  # the gradient of the head
 
 
-def test_padded_rows_share_one_call(tiny_model):
+def test_padded_rows_are_computed_in_one_call(tiny_model):
     model = load_causal_lm(tiny_model())
     tokens = torch.randint(40, (3, 6), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens, "position_ids": torch.arange(6).expand(3, 6), "attention_plan": PaddedPlan()}
@@ -163,12 +172,12 @@ def test_padded_rows_share_one_call(tiny_model):
     torch.testing.assert_close(fused, OwnForward(model)(**inputs))
 
 
-def test_another_activation_is_left_to_the_models_own_pass(tiny_model):
+def test_other_activation_uses_model_code(tiny_model):
     model = load_causal_lm(tiny_model(hidden_act="gelu"))
     assert isinstance(forward_of(model), OwnForward)
 
 
-def test_angles_grow_with_the_positions_asked_for(tiny_model):
+def test_rotary_table_grows_with_positions(tiny_model):
     model = load_causal_lm(tiny_model())
     forward = forward_of(model)
     for start in (0, 3, 40):
@@ -179,7 +188,7 @@ def test_angles_grow_with_the_positions_asked_for(tiny_model):
 
 
 def decoded(forward, steps=3):
-    """Logits of the last of LENGTHS, then of a few tokens after each."""
+    """Compute the logits after each prompt of LENGTHS, then after a few more tokens in each row."""
     cache, plan = KVCache(torch.device("cpu")), PrefillPlan(LENGTHS)
     logits = [forward(**{**packed_input(), "attention_plan": plan}, logits_to_keep=torch.tensor(LENGTHS).cumsum(0) - 1)]
     cache.append(plan, torch.arange(len(LENGTHS)), max(LENGTHS) + steps)
@@ -191,7 +200,7 @@ def decoded(forward, steps=3):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_compiled_decoder_gives_the_logits_of_the_models_own_pass(variant, dtype, tiny_model):
+def test_compiled_decoder_gives_logits_of_model_code(variant, dtype, tiny_model):
     family, config = VARIANTS[variant]
     exact_model, model = (load_causal_lm(tiny_model(family, **config), d) for d in (torch.float64, dtype))
     forward = forward_of(model)
@@ -202,7 +211,7 @@ def test_the_compiled_decoder_gives_the_logits_of_the_models_own_pass(variant, d
         assert error(decoded(forward), exact) < max(1.5 * uncompiled, 2e-6)
 
 
-def test_the_copy_is_read_until_it_is_dropped(tiny_model):
+def test_packed_weights_are_used_until_dropped(tiny_model):
     model = load_causal_lm(tiny_model())
     forward = forward_of(model)
     with torch.no_grad():
@@ -213,7 +222,7 @@ def test_the_copy_is_read_until_it_is_dropped(tiny_model):
         assert not decoded(forward)[1:].any()
 
 
-def test_a_row_decodes_to_the_same_bits_whatever_its_neighbours(tiny_model):
+def test_decoding_a_row_is_bit_identical_for_any_batch(tiny_model):
     forward = forward_of(load_causal_lm(tiny_model("qwen3")))
     tokens = torch.arange(1, 31)
     with torch.no_grad():
@@ -227,7 +236,7 @@ def test_a_row_decodes_to_the_same_bits_whatever_its_neighbours(tiny_model):
             assert torch.equal(forward.decode(tokens[:count], DecodePlan(cache, count)), every[:count])
 
 
-def test_gradients_are_of_the_models_own_weights_while_a_copy_is_there(tiny_model):
+def test_gradients_use_model_weights_while_weights_are_packed(tiny_model):
     model = load_causal_lm(tiny_model())
     forward = forward_of(model)
     expected = logits_and_gradients(forward, model, packed_input())
@@ -236,7 +245,7 @@ def test_gradients_are_of_the_models_own_weights_while_a_copy_is_there(tiny_mode
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_layer_that_is_more_than_a_product_is_called_and_never_copied(tiny_model):
+def test_linear_subclass_is_called_and_not_packed(tiny_model):
     model = load_causal_lm(tiny_model())
 
     class Adapter(torch.nn.Linear):
@@ -254,13 +263,13 @@ def test_a_layer_that_is_more_than_a_product_is_called_and_never_copied(tiny_mod
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_angles_that_depend_on_the_length_are_left_to_the_models_own_pass(kind, tiny_model):
+def test_length_dependent_rotary_angles_use_model_code(kind, tiny_model):
     model = load_causal_lm(tiny_model())
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": kind}
     assert isinstance(forward_of(model), OwnForward)
 
 
-def test_an_embedding_that_is_more_than_a_lookup_is_called_and_never_copied(tiny_model):
+def test_embedding_subclass_is_called_and_not_packed(tiny_model):
     model = load_causal_lm(tiny_model())
 
     class Scaled(torch.nn.Embedding):

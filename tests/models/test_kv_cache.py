@@ -19,7 +19,7 @@ def prefilled(lengths: list[int], seed: int) -> tuple[PrefillPlan, tuple[torch.T
     return plan, qkv
 
 
-def test_prefill_attends_as_a_packed_plan_and_keeps_keys_by_row():
+def test_prefill_equals_packed_attention_and_stores_keys_by_row():
     plan, (query, key, value) = prefilled([2, 1, 3], seed=0)
     out = plan.attend(0, query, key, value, SCALING)
     assert torch.equal(out, PackedPlan.from_lengths([2, 1, 3]).attend(0, query, key, value, SCALING))
@@ -31,7 +31,7 @@ def test_prefill_attends_as_a_packed_plan_and_keeps_keys_by_row():
     assert not cache.keys[0][1, :, 1:].any()
 
 
-def test_rows_of_a_group_start_from_one_prompt_and_later_rows_keep_the_earlier_ones():
+def test_rows_of_group_share_prompt_and_later_rows_keep_earlier_ones():
     cache = KVCache(torch.device("cpu"))
     first, (_, key, value) = prefilled([2, 1], seed=1)
     cache.append(first, torch.tensor([0, 0, 1]), capacity=4)
@@ -46,14 +46,14 @@ def test_rows_of_a_group_start_from_one_prompt_and_later_rows_keep_the_earlier_o
     assert torch.equal(cache.keys[0][3, :, :3], later_key[0])
 
 
-def test_a_short_later_row_does_not_shrink_the_others():
+def test_short_later_row_does_not_shrink_capacity():
     cache = KVCache(torch.device("cpu"))
     cache.append(prefilled([5], seed=1)[0], torch.tensor([0]), capacity=9)
     cache.append(prefilled([1], seed=2)[0], torch.tensor([0]), capacity=3)
     assert cache.keys[0].shape[2] == cache.values[0].shape[2] == cache.capacity == 9
 
 
-def test_kept_rows_take_the_places_they_are_given():
+def test_keep_moves_rows_to_given_order():
     cache = KVCache(torch.device("cpu"))
     plan, (_, key, _) = prefilled([2, 1, 3], seed=3)
     cache.append(plan, torch.tensor([0, 1, 2]), capacity=4)
@@ -69,7 +69,7 @@ def test_kept_rows_take_the_places_they_are_given():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_decoding_token_by_token_equals_attention_over_the_whole_sequence(dtype):
+def test_decoding_by_token_equals_attention_over_whole_sequence(dtype):
     prompts, new = [2, 1, 4], 3
     whole = [tuple(x.to(dtype) for x in random_tokens(length + new, seed=10 + length)) for length in prompts]
     plan = PrefillPlan(prompts)
@@ -90,7 +90,7 @@ def test_decoding_token_by_token_equals_attention_over_the_whole_sequence(dtype)
         cache.lengths += 1
 
 
-def test_only_the_first_rows_decode():
+def test_decode_plan_writes_only_its_first_rows():
     cache = KVCache(torch.device("cpu"))
     cache.append(prefilled([2, 1, 3], seed=3)[0], torch.tensor([0, 1, 2]), capacity=4)
     before = cache.keys[0].clone()

@@ -24,7 +24,7 @@ SMALL = {
 
 @pytest.fixture
 def directory(tiny_model, tmp_path) -> Path:
-    """A model directory that may be damaged."""
+    """Make a copy of a model directory, which a test may damage."""
     return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
 
 
@@ -41,7 +41,7 @@ def edit_weights(directory: Path, drop: str = "", **changes) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_logits_equal_those_of_eager_attention(tiny_model, family, tied):
+def test_packed_logits_equal_eager_attention(tiny_model, family, tied):
     path = tiny_model(family, tie_word_embeddings=tied)
     model = load_causal_lm(path)
     eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -58,13 +58,13 @@ def test_packed_logits_equal_those_of_eager_attention(tiny_model, family, tied):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_parameters_have_the_dtype_and_rotary_frequencies_stay_float32(tiny_model, dtype):
+def test_parameters_have_dtype_and_rotary_frequencies_stay_float32(tiny_model, dtype):
     for model in (load_causal_lm(tiny_model(), dtype), load_value_model(tiny_model(), dtype)):
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
-def test_dropout_is_off_even_in_training_mode(tmp_path):
+def test_dropout_is_off_in_training_mode(tmp_path):
     config = transformers.OPTConfig(
         vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16,
         max_position_embeddings=64, dropout=0.5, attention_dropout=0.5, layerdrop=0.5, pad_token_id=0,
@@ -82,14 +82,14 @@ def test_dropout_is_off_even_in_training_mode(tmp_path):
     assert torch.equal(logits(), expected)
 
 
-def test_a_new_value_head_starts_at_zero(tiny_model):
+def test_new_value_head_is_zero(tiny_model):
     model = load_value_model(tiny_model("qwen2"))
     assert model.score.weight.shape == (1, 32)
     assert not model.score.weight.any()
     assert not model.score.bias.any()
 
 
-def test_a_stored_value_head_is_kept(tiny_model, tmp_path):
+def test_stored_value_head_is_loaded(tiny_model, tmp_path):
     model = load_value_model(tiny_model("qwen2"))
     with torch.no_grad():
         model.score.weight.fill_(0.5)
@@ -97,7 +97,7 @@ def test_a_stored_value_head_is_kept(tiny_model, tmp_path):
     assert (load_value_model(tmp_path).score.weight == 0.5).all()
 
 
-def test_a_critic_starts_from_a_reward_model_whose_head_has_no_bias(tmp_path):
+def test_critic_loads_reward_model_head_without_bias(tmp_path):
     config = transformers.LlamaConfig(**SMALL, num_labels=1)
     stored = transformers.LlamaForSequenceClassification(config)
     stored.save_pretrained(tmp_path)
@@ -107,14 +107,14 @@ def test_a_critic_starts_from_a_reward_model_whose_head_has_no_bias(tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
-def test_a_sharded_directory_loads(tiny_model, tmp_path, load):
+def test_directory_with_several_weight_files_loads(tiny_model, tmp_path, load):
     whole = load_causal_lm(tiny_model())
     whole.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
     assert torch.equal(load(tmp_path).model.norm.weight, whole.model.norm.weight)
 
 
-def test_loading_leaves_the_settings_of_transformers_alone(tiny_model):
+def test_loading_keeps_log_settings_of_transformers(tiny_model):
     before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     load_value_model(tiny_model())
     assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
@@ -124,8 +124,8 @@ def test_loading_leaves_the_settings_of_transformers_alone(tiny_model):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (shutil.rmtree, "it has no config.json; give a local Hugging Face directory"),
-        (lambda path: (path / "config.json").unlink(), "it has no config.json"),
+        (shutil.rmtree, "config.json not found; give a local Hugging Face directory"),
+        (lambda path: (path / "config.json").unlink(), "config.json not found"),
         (lambda path: (path / "config.json").write_text('{"model_type":'), "not a valid JSON file. The directory must"),
         (lambda path: (path / "config.json").write_text("{}"), "should have a `model_type` key"),
         (lambda path: edit_config(path, hidden_size="wide"), "'hidden_size' expected int, got str"),
@@ -138,20 +138,20 @@ def test_loading_leaves_the_settings_of_transformers_alone(tiny_model):
         ),
         (
             lambda path: edit_config(path, intermediate_size=64),
-            r"has shape \(.*48.*\) in the weights and \(.*64.*\) by",
+            r"has shape \(.*48.*\) in the weights, but \(.*64.*\) by",
         ),
         (lambda path: edit_config(path, num_hidden_layers=3), r"lack model.layers.2.* and 6 more, .* copy them again"),
         (lambda path: edit_weights(path, drop="model.norm.weight"), "the weights lack model.norm.weight, which"),
     ],
 )
-def test_a_damaged_directory_is_an_error_with_a_fix(directory, load, damage, message):
+def test_damaged_directory_error_names_a_fix(directory, load, damage, message):
     damage(directory)
     with pytest.raises(ModelError, match="(?is)" + message) as error:
         load(directory)
     assert str(directory) in str(error.value)
 
 
-def test_a_missing_shard_is_an_error(tiny_model, tmp_path):
+def test_missing_weight_file_is_an_error(tiny_model, tmp_path):
     load_causal_lm(tiny_model()).save_pretrained(tmp_path, max_shard_size="20KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
@@ -159,19 +159,19 @@ def test_a_missing_shard_is_an_error(tiny_model, tmp_path):
         load_value_model(tmp_path)
 
 
-def test_a_critic_is_no_policy(tiny_model, tmp_path):
+def test_critic_cannot_be_loaded_as_policy(tiny_model, tmp_path):
     load_value_model(tiny_model("llama")).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"is a LlamaForTokenClassification, such as a reward model is"):
+    with pytest.raises(ModelError, match=r"is a LlamaForTokenClassification \(a classifier or reward model\)"):
         load_causal_lm(tmp_path)
 
 
-def test_weights_without_a_place_are_said(directory, caplog):
+def test_unused_weights_are_logged(directory, caplog):
     edit_config(directory, num_hidden_layers=1)
     load_causal_lm(directory)
-    assert "no place for: model.layers.1.input_layernorm.weight" in caplog.text
+    assert "are not part of its config.json's model: model.layers.1.input_layernorm.weight" in caplog.text
 
 
-def test_code_in_the_directory_is_not_run(directory):
+def test_code_in_directory_is_not_executed(directory):
     (directory / "evil.py").write_text(f"open('{directory / 'was_run'}', 'w')\nclass Model: pass\nclass Config: pass\n")
     edit_config(
         directory, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

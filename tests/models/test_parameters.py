@@ -4,7 +4,7 @@ from torch import nn
 from hybridflow.models.parameters import part_like, replace_parameters
 
 
-def test_a_tied_parameter_is_replaced_once_and_stays_tied():
+def test_tied_parameter_is_replaced_once_and_stays_tied():
     model = nn.ModuleDict({"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
     model["head"].weight = model["embedding"].weight
     names = []
@@ -19,6 +19,6 @@ def test_a_tied_parameter_is_replaced_once_and_stays_tied():
     assert all((parameter == 7).all() for parameter in model.parameters())
 
 
-def test_a_rank_that_is_alone_has_the_whole_of_a_tensor():
+def test_single_rank_has_the_whole_tensor():
     whole = torch.arange(3.0)
     assert part_like(whole, nn.Parameter(torch.zeros(3))) is whole

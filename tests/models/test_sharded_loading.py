@@ -1,4 +1,4 @@
-"""Models built without memory and filled from files; here whole ones, `tests/engines` has shards."""
+"""Models built on the meta device and filled from files, without shards; `tests/engines` tests shards."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def in_two_files(path):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_weights_are_those_that_transformers_loads(tiny_model, family, tied):
+def test_weights_equal_those_loaded_by_transformers(tiny_model, family, tied):
     path = tiny_model(family, tie_word_embeddings=tied)
     ours, theirs = load(path), load_causal_lm(path)
     assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
@@ -56,13 +56,13 @@ def test_the_weights_are_those_that_transformers_loads(tiny_model, family, tied)
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
 
 
-def test_a_value_head_that_is_not_stored_is_zero_and_the_dtype_is_cast(tiny_model):
+def test_missing_value_head_is_zero_and_dtype_is_cast(tiny_model):
     model = load(tiny_model("qwen2"), "value", torch.float64)
     assert not model.score.weight.any()
     assert model.dtype == torch.float64
 
 
-def test_files_with_an_index_and_a_body_without_a_prefix_are_read(copy_of):
+def test_indexed_files_and_body_without_prefix_are_read(copy_of):
     path = copy_of()
     weights = load_file(path / "model.safetensors")
     body = {name.removeprefix("model."): weight for name, weight in weights.items()}
@@ -72,7 +72,7 @@ def test_files_with_an_index_and_a_body_without_a_prefix_are_read(copy_of):
     assert all(torch.equal(model.get_parameter(name), weight) for name, weight in weights.items())
 
 
-def test_a_file_that_the_index_lists_and_is_missing_is_named(copy_of):
+def test_missing_file_of_index_is_named_in_error(copy_of):
     path = copy_of()
     in_two_files(path)
     (path / "model-00002-of-00002.safetensors").unlink()
@@ -80,7 +80,7 @@ def test_a_file_that_the_index_lists_and_is_missing_is_named(copy_of):
         load(path)
 
 
-def test_an_index_cannot_lead_out_of_the_directory(copy_of):
+def test_index_cannot_refer_to_files_outside_directory(copy_of):
     path = copy_of()
     in_two_files(path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../elsewhere.safetensors"}}))
@@ -88,7 +88,7 @@ def test_an_index_cannot_lead_out_of_the_directory(copy_of):
         StoredModel(path)
 
 
-def test_weights_of_another_model_are_refused_by_name(copy_of):
+def test_weights_of_another_model_are_named_in_error(copy_of):
     path = copy_of()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
@@ -97,11 +97,11 @@ def test_weights_of_another_model_are_refused_by_name(copy_of):
     (path / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
     )
-    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.2\..* which config\.json asks for"):
+    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.2\..* which config\.json requires"):
         load(path)
 
 
-def test_a_model_of_placeholders_has_no_weights_and_takes_some(tiny_model):
+def test_model_of_placeholders_has_shapes_without_memory(tiny_model):
     path = tiny_model("qwen2", tie_word_embeddings=True)
     model = build_with_placeholders(path, "policy", torch.bfloat16, torch.device("cpu"))
     assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) < 200

@@ -41,7 +41,7 @@ GPT2 = {
         ("Mixtral", SMALL | {"num_local_experts": 2}),
     ],
 )
-def test_other_families_with_full_attention_work_as_they_are(tmp_path, family, config):
+def test_other_families_with_full_attention_work(tmp_path, family, config):
     config = getattr(transformers, f"{family}Config")(**config)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_causal_lm(tmp_path)
@@ -66,11 +66,15 @@ def test_other_families_with_full_attention_work_as_they_are(tmp_path, family, c
         ("Gemma2", SMALL | {"head_dim": 8, "layer_types": ["full_attention"] * 2}, "Gemma2Attention uses softcap"),
         ("Llama", SMALL | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic'"),
         ("Mamba", {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}, "type linear_attention"),
-        ("Bloom", {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "of 2 layers 0 use attention"),
-        ("GPTJ", GPT2 | {"rotary_dim": 8}, "its attention cannot be planned"),
+        (
+            "Bloom",
+            {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+            "only 0 of 2 layers use a supported attention",
+        ),
+        ("GPTJ", GPT2 | {"rotary_dim": 8}, "its attention is not supported"),
     ],
 )
-def test_models_without_full_causal_attention_are_refused_at_loading(tmp_path, family, config, message):
+def test_models_without_full_causal_attention_are_rejected(tmp_path, family, config, message):
     config = getattr(transformers, f"{family}Config")(**config)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"{message}.*use a model with full causal attention such as Llama"):
@@ -80,7 +84,10 @@ def test_models_without_full_causal_attention_are_refused_at_loading(tmp_path, f
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), "fill in masked tokens"),
+        (
+            transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)),
+            "are masked language models, but a causal language model is required",
+        ),
         (
             transformers.T5ForConditionalGeneration(
                 transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
@@ -89,7 +96,7 @@ def test_models_without_full_causal_attention_are_refused_at_loading(tmp_path, f
         ),
     ],
 )
-def test_a_directory_of_another_kind_of_model_is_refused(tmp_path, model, message):
+def test_other_kinds_of_models_are_rejected(tmp_path, model, message):
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=message):
         load_causal_lm(tmp_path)

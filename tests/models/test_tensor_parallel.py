@@ -1,4 +1,4 @@
-"""Which axis of which weight is shared, and which models and sizes are refused; `tests/engines` checks the numbers."""
+"""The placement of each weight, and the checks of models and sizes; `tests/engines` checks the numbers."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ CONFIG["vocab_size"] = 40
         ("score.weight", Replicate()),
     ],
 )
-def test_outputs_are_shared_by_rows_and_inputs_by_columns(name, placement):
+def test_outputs_are_sharded_by_rows_and_inputs_by_columns(name, placement):
     assert placement_of(name) == placement
 
 
@@ -38,19 +38,19 @@ def test_outputs_are_shared_by_rows_and_inputs_by_columns(name, placement):
     [
         (8, {}, "parallel.tensor=8 does not divide num_attention_heads=12 and num_key_value_heads=4"),
         (4, {"intermediate_size": 98}, "parallel.tensor=4 does not divide intermediate_size=98"),
-        (4, {"vocab_size": 5}, "parallel.tensor=4 leaves a rank none of the vocab_size=5 entries"),
+        (4, {"vocab_size": 5}, "parallel.tensor=4 is too large for vocab_size=5"),
         (
             2,
             {"model_type": "gpt2"},
-            "gpt2 models have no plan for it, only llama, qwen2, qwen3; use parallel.tensor = 1",
+            "is not supported for gpt2 models, only for llama, qwen2, qwen3; use parallel.tensor = 1",
         ),
     ],
 )
-def test_sizes_and_families_that_do_not_fit_are_refused(size, changes, message):
+def test_unsupported_sizes_and_families_are_rejected(size, changes, message):
     with pytest.raises(ModelError, match=message):
         require_tensor_parallel(SimpleNamespace(**CONFIG | changes), size)
 
 
-def test_one_rank_takes_any_family():
+def test_one_rank_supports_any_family():
     require_tensor_parallel(SimpleNamespace(model_type="gpt2"), 1)
     require_tensor_parallel(SimpleNamespace(**CONFIG), 4)

@@ -30,19 +30,22 @@ def live(file):
     return Console(file=file, force_terminal=True, width=100, color_system=None)
 
 
-def test_a_file_gets_one_line_for_each_step(file, clock):
+def test_file_output_is_one_line_per_step_with_its_metrics(file, clock):
     tracker = ConsoleTracker(4, console=Console(file=file), clock=clock)
     clock.now = 10.0
     tracker.log(1, {"critic/score/mean": 0.5, "response_length/mean": 31.25, "timing_s/step": 10.0, "actor/lr": 1e-5})
     clock.now = 30.0
-    tracker.log(2, {"critic/score/mean": 0.625, "val/score/mean": 0.75})
+    tracker.log(2, {"critic/score/mean": 0.625, "val/accuracy": 0.25, "val/score/mean": 0.75})
+    clock.now = 50.0
+    tracker.log(3, {"critic/score/mean": 0.75})
     assert file.getvalue() == (
         "step 1/4  reward 0.5  response length 31.2  s/step 10  left 0:00:30\n"
-        "step 2/4  reward 0.625  response length 31.2  s/step 10  validation 0.75  left 0:00:30\n"
+        "step 2/4  reward 0.625  val accuracy 0.25  val score 0.75  left 0:00:30\n"
+        "step 3/4  reward 0.75  left 0:00:17\n"
     )
 
 
-def test_the_time_left_counts_neither_earlier_steps_nor_the_first_validation(file, clock):
+def test_time_left_excludes_earlier_steps_and_the_first_validation(file, clock):
     tracker = ConsoleTracker(10, start_step=5, console=Console(file=file), clock=clock)
     clock.now = 100.0
     tracker.log(5, {"val/score/mean": 0.5})
@@ -51,7 +54,7 @@ def test_the_time_left_counts_neither_earlier_steps_nor_the_first_validation(fil
     assert [line.partition("left ")[2] for line in file.getvalue().splitlines()] == ["", "0:00:08"]
 
 
-def test_the_time_left_follows_the_recent_steps(file, clock):
+def test_time_left_is_estimated_from_recent_steps(file, clock):
     tracker = ConsoleTracker(100, console=Console(file=file), clock=clock)
     for step in range(1, 51):
         clock.now += 1.0 if step <= 30 else 5.0
@@ -59,7 +62,7 @@ def test_the_time_left_follows_the_recent_steps(file, clock):
     assert file.getvalue().splitlines()[-1] == "step 50/100  left 0:04:10"
 
 
-def test_the_last_step_has_no_time_left_and_an_unknown_total_has_none(file, clock):
+def test_no_time_left_on_the_last_step_or_without_a_total(file, clock):
     ConsoleTracker(1, console=Console(file=file), clock=clock).log(1, {})
     ConsoleTracker(0, console=Console(file=file), clock=clock).log(3, {})
     assert file.getvalue() == "step 1/1\nstep 3\n"
@@ -71,7 +74,7 @@ def test_other_figures_and_a_title_can_be_chosen(file):
     assert file.getvalue() == "warm start  step 1/1  loss 2\n"
 
 
-def test_a_terminal_gets_a_bar_and_samples(file):
+def test_terminal_shows_a_bar_and_samples(file):
     tracker = ConsoleTracker(2, console=live(file))
     tracker.log(1, {"critic/score/mean": 0.5})
     tracker.log_samples([{"prompt": "use [1, 2]\nmake 3", "response": "1 + 2", "score": 1.0}, {"prompt": "[bold]"}])
@@ -85,12 +88,22 @@ def test_a_terminal_gets_a_bar_and_samples(file):
     assert "━" in last
 
 
-def test_a_file_gets_no_samples(file):
+def test_live_display_keeps_the_last_validation_and_its_step(file):
+    tracker = ConsoleTracker(3, console=live(file))
+    tracker.log(1, {"critic/score/mean": 0.5, "val/accuracy": 0.25})
+    assert "val accuracy 0.25" in file.getvalue()
+    assert "(step" not in file.getvalue()
+    tracker.log(2, {"critic/score/mean": 0.75})
+    tracker.close()
+    assert "reward 0.75  val accuracy 0.25 (step 1)" in file.getvalue()
+
+
+def test_file_output_has_no_samples(file):
     ConsoleTracker(2, console=Console(file=file)).log_samples([{"prompt": "a", "response": "b", "score": 1.0}])
     assert file.getvalue() == ""
 
 
-def test_the_live_display_keeps_log_lines_above_it(file, capsys):
+def test_log_lines_appear_above_the_live_display(file, capsys):
     tracker = ConsoleTracker(2, console=live(file))
     tracker.log(1, {"critic/score/mean": 0.5})
     handler = next(h for h in get_logger("hybridflow").handlers if type(h).__name__ == "_StderrHandler")
@@ -102,7 +115,7 @@ def test_the_live_display_keeps_log_lines_above_it(file, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_figure_that_is_not_finite_is_shown(file):
+def test_non_finite_metric_is_shown(file):
     ConsoleTracker(1, console=Console(file=file), figures={"loss": "sft/loss"}).log(1, {"sft/loss": float("nan")})
     assert file.getvalue() == "step 1/1  loss nan\n"
 
@@ -116,5 +129,5 @@ def test_a_figure_that_is_not_finite_is_shown(file):
         ("0123456789", 4, "0…89"),
     ],
 )
-def test_a_long_text_loses_its_middle(text, width, line):
+def test_one_line_removes_the_middle_of_a_long_text(text, width, line):
     assert one_line(text, width) == line

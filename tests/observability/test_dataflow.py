@@ -16,7 +16,7 @@ EVENTS = [
 ]
 
 
-def test_an_edge_is_who_made_a_column_and_who_read_it_and_counts_once():
+def test_edges_are_unique_triples_of_producer_reader_and_column():
     assert dataflow_edges(EVENTS) == [
         ("controller", "Actor.gen", "prompts"),
         ("Actor.gen", "Reward.score", "text"),
@@ -25,7 +25,7 @@ def test_an_edge_is_who_made_a_column_and_who_read_it_and_counts_once():
     ]
 
 
-def test_the_drawings_name_every_reader_with_its_sources():
+def test_drawings_show_every_reader_with_its_sources():
     edges = dataflow_edges(EVENTS)
     assert draw_text(edges, {"Actor.gen": "pool main"}) == (
         "Actor.gen  (pool main)\n    <- controller: prompts\n"

@@ -9,7 +9,7 @@ from hybridflow.observability.log import get_logger, level_from_environment
 
 
 def run(program, **environment):
-    """Standard error of a fresh interpreter, where no test framework has added handlers."""
+    """Return the standard error of a new interpreter, which has no handlers of the test framework."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
@@ -29,13 +29,13 @@ SPEAK = (
 )
 
 
-def test_messages_go_to_stderr_once_with_level_and_name():
+def test_messages_are_on_stderr_once_with_level_and_name():
     lines = run(SPEAK).splitlines()
     assert len(lines) == 1
     assert lines[0].endswith(" INFO hybridflow.trainers.ppo: step 3")
 
 
-def test_the_environment_sets_the_level_in_any_case():
+def test_environment_sets_the_level_in_any_letter_case():
     assert [line.split(": ")[1] for line in run(SPEAK, HYBRIDFLOW_LOGGING_LEVEL="DEBUG").splitlines()] == [
         "quiet",
         "step 3",
@@ -43,16 +43,16 @@ def test_the_environment_sets_the_level_in_any_case():
     assert run(SPEAK, HYBRIDFLOW_LOGGING_LEVEL="warning") == ""
 
 
-def test_the_programs_own_logging_replaces_ours():
+def test_handlers_of_the_program_replace_the_default_handler():
     shown = run("import logging; logging.basicConfig(level='INFO', format='mine %(message)s')\n" + SPEAK)
     assert shown.splitlines() == ["mine step 3", "mine not ours"]
 
 
-def test_a_level_that_does_not_exist_is_a_clear_error(monkeypatch):
+def test_unknown_level_is_an_error_with_the_valid_levels(monkeypatch):
     monkeypatch.setenv("HYBRIDFLOW_LOGGING_LEVEL", "loud")
     with pytest.raises(
         ConfigError,
-        match="HYBRIDFLOW_LOGGING_LEVEL='loud' is no level; use debug, info, warning, error or critical",
+        match="HYBRIDFLOW_LOGGING_LEVEL='loud' is not a log level; use debug, info, warning, error or critical",
     ):
         level_from_environment()
 
@@ -62,6 +62,6 @@ def test_an_empty_level_is_the_default(monkeypatch):
     assert level_from_environment() == logging.INFO
 
 
-def test_a_name_outside_the_package_still_logs_below_it():
+def test_logger_of_another_name_is_below_the_package():
     assert get_logger("my_script").name == "hybridflow.my_script"
     assert get_logger("hybridflow").name == "hybridflow"

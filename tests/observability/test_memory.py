@@ -9,7 +9,7 @@ import torch
 from hybridflow.observability import log_memory, memory_bytes
 
 
-def test_a_larger_process_is_seen():
+def test_memory_bytes_grow_with_the_process():
     before = memory_bytes()
     ballast = bytearray(64 * 2**20)
     ballast[::4096] = b"x" * len(ballast[::4096])
@@ -30,7 +30,7 @@ def test_memory_is_logged_at_debug_level_only(caplog):
     assert message.endswith(" GiB")
 
 
-def test_torch_is_not_loaded_to_measure():
+def test_memory_bytes_does_not_import_torch():
     program = (
         "import sys\nfrom hybridflow.observability.memory import memory_bytes\n"
         "assert 'cuda_allocated' not in memory_bytes()\nassert 'torch' not in sys.modules"
@@ -38,7 +38,7 @@ def test_torch_is_not_loaded_to_measure():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_device_that_is_in_use_is_asked_and_one_that_is_not_is_left_alone(monkeypatch):
+def test_cuda_memory_is_reported_only_if_cuda_is_initialized(monkeypatch):
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
         memory_allocated=lambda: 1,
@@ -57,7 +57,7 @@ def test_a_device_that_is_in_use_is_asked_and_one_that_is_not_is_left_alone(monk
 
 
 @pytest.mark.gpu
-def test_memory_of_the_device_is_measured_once_cuda_is_in_use():
+def test_cuda_memory_is_reported_on_a_gpu():
     tensor = torch.zeros(2**20, dtype=torch.float32, device="cuda")
     sizes = memory_bytes()
     assert sizes["cuda_allocated"] >= tensor.nbytes

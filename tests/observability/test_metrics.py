@@ -29,15 +29,15 @@ def test_spread_is_mean_max_and_min():
     }
 
 
-def test_spread_of_nothing_is_nothing():
+def test_spread_without_values_is_empty():
     assert spread("response_length", []) == {}
 
 
-def test_the_mean_of_a_spread_does_not_lose_small_numbers():
+def test_mean_of_a_spread_keeps_small_numbers():
     assert spread("x", [1e16, 1.0, -1e16, 1.0])["x/mean"] == 0.5
 
 
-def test_every_name_is_reduced_by_its_rule():
+def test_each_metric_has_its_own_reduction():
     ranks = [
         {"actor/loss": 0.25, "actor/lr": 1e-5, "timing_s/gen": 2.0, "critic/score/min": 3.0, "critic/score/mean": 1.0},
         {"actor/loss": 0.5, "actor/lr": 2e-5, "timing_s/gen": 1.0, "critic/score/min": 2.0, "critic/score/mean": 2.0},
@@ -51,27 +51,27 @@ def test_every_name_is_reduced_by_its_rule():
     }
 
 
-def test_a_rule_can_be_given():
+def test_reduction_can_be_passed():
     assert reduce_metrics([{"mine": 1.0}, {"mine": 5.0}], {"mine": "mean"}) == {"mine": 3.0}
     assert reduce_metrics([{"actor/loss": 1.0}, {"actor/loss": 5.0}], {"actor/loss": "max"}) == {"actor/loss": 5.0}
 
 
-def test_a_name_without_a_rule_must_be_equal_everywhere():
+def test_metric_without_reduction_must_be_equal_on_all_ranks():
     assert reduce_metrics([{"mine": 2}, {"mine": 2}]) == {"mine": 2}
-    with pytest.raises(FieldError, match=r"different values of 'mine' \(1, 2\) and no rule joins them"):
+    with pytest.raises(FieldError, match=r"different values of 'mine' \(1, 2\) and it has no reduction"):
         reduce_metrics([{"mine": 1}, {"mine": 2}])
 
 
-def test_a_rank_that_lacks_a_metric_is_an_error_that_names_both():
-    with pytest.raises(FieldError, match="rank 1 reports no actor/lr, other ranks do"):
+def test_metric_missing_on_a_rank_raises_with_rank_and_name():
+    with pytest.raises(FieldError, match="rank 1 does not report actor/lr, which other ranks report"):
         reduce_metrics([{"actor/loss": 1.0, "actor/lr": 1.0}, {"actor/loss": 1.0}])
 
 
-def test_no_ranks_have_no_metrics():
+def test_reduction_over_no_ranks_is_empty():
     assert reduce_metrics([]) == {}
 
 
-def test_lists_of_a_concatenated_batch_are_reduced_and_numbers_stay():
+def test_reduce_lists_reduces_lists_and_keeps_numbers():
     assert reduce_lists({"actor/loss": [0.25, 0.5], "actor/lr": 1e-5, "actor/entropy": []}) == {
         "actor/loss": 0.75,
         "actor/lr": 1e-5,
@@ -86,14 +86,14 @@ def test_lists_of_a_concatenated_batch_are_reduced_and_numbers_stay():
         ("val/score/mean", "val/score/mean"),
     ],
 )
-def test_a_name_finds_its_entry_through_placeholders(name, pattern):
+def test_find_metric_matches_placeholders(name, pattern):
     assert find_metric(name) is METRICS[pattern]
 
 
-def test_a_name_that_nobody_documents_has_no_entry():
+def test_find_metric_of_an_unknown_name_is_none():
     assert find_metric("actor/losss") is None
 
 
-def test_the_table_has_one_row_for_each_name():
+def test_metrics_table_has_one_row_per_name():
     rows = [line for line in metrics_markdown().splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == list(METRICS)

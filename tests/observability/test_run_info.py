@@ -25,7 +25,7 @@ def git(directory, *arguments):
     return done.stdout.strip()
 
 
-def test_a_run_knows_its_versions_and_hardware():
+def test_run_info_has_versions_and_hardware():
     info = collect_run_info()
     assert info["versions"]["python"] == platform.python_version()
     assert info["versions"]["hybridflow"] == __version__
@@ -36,12 +36,12 @@ def test_a_run_knows_its_versions_and_hardware():
     assert len(info["hardware"]["gpus"]) == torch.cuda.device_count()
 
 
-def test_a_run_s_record_is_json():
+def test_run_info_is_json():
     info = collect_run_info()
     assert json.loads(json.dumps(info, allow_nan=False)) == info
 
 
-def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
+def test_git_commit_has_hash_and_whether_files_changed(tmp_path):
     git(tmp_path, "init", "-q")
     (tmp_path / "a.py").write_text("1")
     git(tmp_path, "add", "a.py")
@@ -54,7 +54,7 @@ def test_the_commit_of_a_checkout_and_whether_it_was_changed(tmp_path):
     assert git_commit(tmp_path) == {"commit": commit, "changed": True}
 
 
-def test_a_directory_that_git_does_not_know_has_no_commit(tmp_path):
+def test_untracked_directory_has_no_commit(tmp_path):
     git(tmp_path, "init", "-q")
     (tmp_path / "a.py").write_text("1")
     git(tmp_path, "add", "a.py")
@@ -65,5 +65,5 @@ def test_a_directory_that_git_does_not_know_has_no_commit(tmp_path):
     assert git_commit(installed) is None
 
 
-def test_outside_a_repository_there_is_no_commit(tmp_path):
+def test_directory_outside_a_repository_has_no_commit(tmp_path):
     assert git_commit(tmp_path) is None

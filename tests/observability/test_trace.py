@@ -11,7 +11,7 @@ EVENTS = [
 ]
 
 
-def test_the_report_adds_up_bytes_and_seconds_of_each_worker_and_keeps_the_most_memory():
+def test_report_sums_bytes_and_seconds_and_has_the_peak_memory():
     report = transfer_report(EVENTS)
     assert report["total_transfer_time"] == 0.5 + 0.25 + 0.5 + 0.0 + 0.25
     assert report["total_data_transferred"] == 100 + 120 + 120 + 40
@@ -26,12 +26,12 @@ def test_latency_and_bandwidth_of_a_node_are_medians_of_its_probes():
     assert transfer_report(EVENTS)["nodes"] == {"a": {"latency": 0.002, "bandwidth": 1e6}}
 
 
-def test_a_report_of_nothing_divides_by_nothing():
+def test_report_without_events():
     nothing = {"total_transfer_time": 0, "total_data_transferred": 0, "average_throughput": 0.0}
     assert transfer_report([]) == {**nothing, "workers": {}, "nodes": {}}
 
 
-def test_the_metrics_of_a_step_leave_probes_out():
+def test_transfer_metrics_exclude_probes():
     assert transfer_metrics(iter(EVENTS)) == {
         "transfer/bytes_flowed": 240,
         "transfer/bytes_sent": 100,
@@ -40,12 +40,12 @@ def test_the_metrics_of_a_step_leave_probes_out():
     }
 
 
-def test_a_stage_lasts_while_any_of_its_calls_does():
+def test_stage_seconds_is_the_union_of_its_calls():
     assert stage_seconds(EVENTS, {}) == {"timing_s/update": 4.0 + 1.0}  # 1 to 5, and 6 to 7
     assert stage_seconds(EVENTS, {"update": "update_actor"}) == {"timing_s/update_actor": 5.0}
 
 
-def test_events_are_handed_over_once_and_not_recorded_while_paused():
+def test_take_drops_events_and_paused_records_none():
     trace = Trace()
     with trace.paused():
         trace.record(EVENTS[0])
@@ -54,7 +54,7 @@ def test_events_are_handed_over_once_and_not_recorded_while_paused():
     assert trace.take() == []
 
 
-def test_a_row_has_every_field_by_its_name():
+def test_trace_row_has_every_field():
     row = trace_row(EVENTS[1])
     assert (row["kind"], row["where"], row["bytes_out"], row["memory_bytes"]) == ("call", "Actor.update", 20, 7)
     assert TraceEvent(**row) == EVENTS[1]

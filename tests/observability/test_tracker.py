@@ -1,4 +1,4 @@
-"""What every tracker promises, tried on each; and what only one of them does."""
+"""The contract of every tracker, tested on each, and features of single trackers."""
 
 import io
 import json
@@ -76,38 +76,38 @@ def case(request, tmp_path):
     made.tracker.close()
 
 
-def test_what_was_logged_is_there_when_log_returns(case):
+def test_metrics_are_stored_when_log_returns(case):
     case.tracker.log(1, {METRIC: 0.25})
     assert case.steps() == [(1, 0.25)]
     case.tracker.log(2, {METRIC: 0.5})
     assert case.steps() == [(1, 0.25), (2, 0.5)]
 
 
-def test_a_step_may_have_no_metrics(case):
+def test_step_without_metrics_is_accepted(case):
     case.tracker.log(1, {})
     case.tracker.log(2, {METRIC: 0.5})
     assert (2, 0.5) in case.steps()
 
 
-def test_metrics_are_not_changed(case):
+def test_log_does_not_change_the_metrics(case):
     metrics = {METRIC: 0.25, "timing_s/step": 1.5}
     case.tracker.log(1, metrics)
     assert metrics == {METRIC: 0.25, "timing_s/step": 1.5}
 
 
-def test_text_missing_and_non_finite_values_are_taken(case):
+def test_text_none_and_non_finite_values_are_accepted(case):
     case.tracker.log(1, {"note": "text", "nothing": None, "bad": math.nan, METRIC: 0.25})
     assert case.steps() == [(1, 0.25)]
 
 
-def test_a_tracker_may_be_closed_twice(case):
+def test_tracker_can_be_closed_twice(case):
     case.tracker.log(1, {METRIC: 0.25})
     case.tracker.close()
     case.tracker.close()
     assert case.steps() == [(1, 0.25)]
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_writes_again(tmp_path):
+def test_tensorboard_drops_steps_that_a_resumed_run_repeats(tmp_path):
     first = TensorBoardCase(tmp_path)
     for step in (1, 2, 3):
         first.tracker.log(step, {METRIC: 0.25 * step})
@@ -118,7 +118,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_writes_again(tmp_path)
     assert first.steps() == [(1, 0.25), (2, 0.5), (3, 0.125)]
 
 
-def test_without_the_package_the_tensorboard_tracker_is_a_clear_error(tmp_path, monkeypatch):
+def test_missing_tensorboard_package_is_an_error_with_the_fix(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[tensorboard\]'"):

@@ -1,4 +1,4 @@
-"""One rank of test_gather: gathers a few batches and writes what it got. Arguments: rank, world size, folder."""
+"""One rank of test_gather: gathers a few batches and writes the results. Arguments: rank, world size, folder."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from hybridflow.protocol import DataProto, all_gather_data_proto
 
 
 def batch_of(rank: int) -> DataProto:
-    """Rank 0 has one row of a short response, rank 1 has two rows of a long one."""
+    """Return one row with a short response on rank 0, two rows with a long response on rank 1."""
     num_rows, response_len = rank + 1, 2 * rank + 1
     return DataProto.from_dict(
         {

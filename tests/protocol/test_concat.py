@@ -9,7 +9,7 @@ T = torch.tensor
 
 
 def short_and_long() -> list[DataProto]:
-    """One row of prompt [5, 6], response [7]; one row of prompt [1, 2, 3], response [4, 8]."""
+    """Return a row of prompt [5, 6], response [7] and a row of prompt [1, 2, 3], response [4, 8]."""
     first = DataProto.from_dict(
         {
             "prompts": T([[5, 6]]),
@@ -70,7 +70,7 @@ def test_concat_rebuilds_sequences_from_prompt_and_response():
     assert both["position_ids"].tolist() == [[0, 0, 1, 2, 0], [0, 0, 1, 2, 3]]
 
 
-def test_concat_aligns_sequences_whose_total_lengths_happen_to_be_equal():
+def test_concat_aligns_sequences_of_equal_total_length():
     first = DataProto.from_dict({"prompts": T([[1, 2]]), "responses": T([[3]]), "input_ids": T([[1, 2, 3]])})
     second = DataProto.from_dict({"prompts": T([[4]]), "responses": T([[5, 6]]), "input_ids": T([[4, 5, 6]])})
     both = DataProto.concat([first, second]).batch
@@ -78,12 +78,12 @@ def test_concat_aligns_sequences_whose_total_lengths_happen_to_be_equal():
 
 
 @pytest.mark.parametrize("known", ["prompts", "responses"])
-def test_one_of_prompts_and_responses_is_enough_to_rebuild_sequences(known):
+def test_prompts_or_responses_suffice_to_rebuild_sequences(known):
     parts = [part.select([known, "input_ids"]) for part in short_and_long()]
     assert DataProto.concat(parts).batch["input_ids"].tolist() == [[0, 5, 6, 7, 0], [1, 2, 3, 4, 8]]
 
 
-def test_a_prompt_batch_is_padded_on_the_left():
+def test_batch_of_prompts_is_padded_on_the_left():
     first = DataProto.from_dict({"prompts": T([[5]]), "input_ids": T([[5]]), "attention_mask": T([[1]])})
     second = DataProto.from_dict({"prompts": T([[6, 7]]), "input_ids": T([[6, 7]]), "attention_mask": T([[1, 1]])})
     both = DataProto.concat([first, second]).batch
@@ -103,11 +103,11 @@ def test_concat_pads_tokens_with_the_pad_token_of_the_batch():
 
 def test_sequences_alone_cannot_be_padded():
     parts = [part.select(["input_ids"]) for part in short_and_long()]
-    with pytest.raises(BatchError, match=r"'input_ids'.*\(1, 3\), \(1, 5\); prompts or responses must be there"):
+    with pytest.raises(BatchError, match=r"'input_ids'.*\(1, 3\), \(1, 5\); the batch needs prompts or responses"):
         DataProto.concat(parts)
 
 
-def test_sequences_that_are_not_prompt_and_response_are_an_error():
+def test_sequence_length_must_be_prompt_plus_response_length():
     first, second = short_and_long()
     second.batch["input_ids"] = T([[1, 2, 3, 4]])
     with pytest.raises(BatchError, match="in part 1 a prompt of length 3 and a response of length 2"):
@@ -121,7 +121,7 @@ def test_advantages_of_one_number_per_row_are_not_padded():
     assert DataProto.concat([second, first]).batch["advantages"].tolist() == [[1.5], [0.5]]
 
 
-def test_advantages_per_token_are_padded_and_never_mixed_with_one_per_row():
+def test_advantages_per_token_are_padded_but_not_mixed_with_per_row():
     first, second = (part.select(["responses"]) for part in short_and_long())
     first.batch["advantages"], second.batch["advantages"] = T([[0.5]]), T([[1.5, 2.5]])
     assert DataProto.concat([first, second]).batch["advantages"].tolist() == [[0.5, 0.0], [1.5, 2.5]]
@@ -130,12 +130,12 @@ def test_advantages_per_token_are_padded_and_never_mixed_with_one_per_row():
         DataProto.concat([first, second])
 
 
-def test_a_column_outside_the_glossary_is_not_padded():
+def test_column_outside_the_glossary_is_not_padded():
     with pytest.raises(BatchError, match=r"'mine' has different lengths in the parts: \(1, 2\), \(1, 3\)"):
         DataProto.concat([DataProto.from_dict({"mine": torch.zeros(1, n)}) for n in (2, 3)])
 
 
-def test_a_column_added_to_the_glossary_is_padded(monkeypatch):
+def test_column_added_to_the_glossary_is_padded(monkeypatch):
     monkeypatch.setitem(FIELDS, "mine", Field("mine", ("batch", "my_len"), torch.float32, "left", -2.0))
     both = DataProto.concat([DataProto.from_dict({"mine": torch.ones(1, n)}) for n in (1, 2)])
     assert both.batch["mine"].tolist() == [[-2.0, 1.0], [1.0, 1.0]]
@@ -173,12 +173,12 @@ def test_parts_with_different_columns_are_an_error():
         (np.zeros((1, 2)), np.zeros((1, 3))),
     ],
 )
-def test_parts_of_different_types_are_an_error_and_not_converted(first, second):
+def test_parts_of_different_dtypes_raise_without_conversion(first, second):
     with pytest.raises(BatchError, match=r"'x' is .* in part 0, but .* in part 1"):
         DataProto.concat([DataProto.from_single_dict({"x": first}), DataProto.from_single_dict({"x": second})])
 
 
-def test_concat_leaves_its_parts_as_they_were():
+def test_concat_does_not_change_its_parts():
     parts = short_and_long()
     DataProto.concat(parts).batch["scores"][0] = 100
     assert parts[0].batch["scores"].tolist() == [1.0]

@@ -11,7 +11,7 @@ from hybridflow.protocol import DataProto, DataProtoItem
 
 
 def wrong(value: Any) -> Any:
-    """A value of a type that the signature does not allow."""
+    """Return a value of a type that the signature does not allow, without a type error."""
     return value
 
 
@@ -31,7 +31,7 @@ def test_from_dict_takes_tensors_arrays_and_lists():
     assert data.meta_info == {"epoch": 7}
 
 
-def test_a_list_of_equally_long_lists_stays_one_entry_a_row():
+def test_list_of_lists_becomes_one_entry_per_row():
     data = DataProto.from_dict(non_tensors={"pairs": [[1, 2], [3, 4], [5, 6]]})
     assert data.non_tensor_batch["pairs"].shape == (3,)
     assert data.non_tensor_batch["pairs"][1] == [3, 4]
@@ -46,7 +46,7 @@ def test_from_single_dict_sorts_by_type():
         DataProto.from_single_dict({"c": [1, 2]})
 
 
-def test_batches_without_tensors_without_arrays_and_without_anything():
+def test_batch_may_lack_tensors_arrays_or_all_columns():
     assert len(DataProto()) == 0
     assert len(DataProto(meta_info={"metrics": {"loss": 1.0}})) == 0
     only_arrays = DataProto.from_dict(non_tensors={"x": np.arange(4)})
@@ -58,7 +58,7 @@ def test_batches_without_tensors_without_arrays_and_without_anything():
     assert [len(part) for part in DataProto(meta_info={"k": 1}).chunk(2)] == [0, 0]
 
 
-def test_different_numbers_of_rows_are_an_error_that_names_columns_and_shapes():
+def test_unequal_numbers_of_rows_raise_with_columns_and_shapes():
     with pytest.raises(BatchError, match=r"x \(3, 1\).*y \(2,\)"):
         DataProto.from_dict({"x": torch.zeros(3, 1)}, {"y": np.zeros(2)})
     with pytest.raises(BatchError, match=r"'x': \(3,\), 'y': \(2,\)"):
@@ -67,7 +67,7 @@ def test_different_numbers_of_rows_are_an_error_that_names_columns_and_shapes():
         DataProto.from_dict(non_tensors={"x": [1, 2], "y": [1]})
 
 
-def test_a_batch_has_exactly_one_batch_dimension():
+def test_batch_needs_exactly_one_batch_dimension():
     with pytest.raises(BatchError, match="exactly one batch dimension"):
         DataProto(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3]))
     with pytest.raises(BatchError, match="exactly one batch dimension"):
@@ -76,14 +76,14 @@ def test_a_batch_has_exactly_one_batch_dimension():
         DataProto.from_dict({"x": torch.zeros(2, 3)}, num_batch_dims=2)
 
 
-def test_malformed_parts_are_named():
+def test_malformed_column_is_named_in_the_error():
     with pytest.raises(BatchError, match=r"use DataProto\.from_dict"):
         DataProto(wrong({"x": torch.zeros(2)}))
     with pytest.raises(FieldError, match=r"non_tensor_batch\['x'\] is a list"):
         DataProto(non_tensor_batch=wrong({"x": [1, 2]}))
     with pytest.raises(FieldError, match="no dimension"):
         DataProto(non_tensor_batch={"x": np.array(3)})
-    with pytest.raises(FieldError, match="tensor without dimensions"):
+    with pytest.raises(FieldError, match="0-dimensional tensor"):
         DataProto.from_dict({"x": torch.tensor(3)})
     with pytest.raises(FieldError, match=r"tensors\['x'\] is a list"):
         DataProto.from_dict(wrong({"x": [1, 2]}))
@@ -121,14 +121,14 @@ def test_malformed_parts_are_named():
         lambda data: data.__reduce_ex__(5),
     ],
 )
-def test_every_operation_refuses_a_batch_that_was_made_inconsistent(operation):
+def test_every_operation_rejects_an_inconsistent_batch(operation):
     data = batch_of_three()
     data.non_tensor_batch["raw_prompts"] = np.array(["a", "b", "c", "d"], dtype=object)
     with pytest.raises(BatchError, match="same number of rows"):
         operation(data)
 
 
-def test_check_consistency_sees_what_was_written_into_a_batch():
+def test_check_consistency_detects_later_changes_of_the_batch():
     data = batch_of_three()
     data.check_consistency()
     data.non_tensor_batch["late"] = np.zeros(5)
@@ -136,7 +136,7 @@ def test_check_consistency_sees_what_was_written_into_a_batch():
         data.check_consistency()
 
 
-def test_an_int_gives_an_item_without_the_batch_dimension():
+def test_integer_index_returns_an_item_without_batch_dimension():
     item = batch_of_three()[1]
     assert isinstance(item, DataProtoItem)
     assert item.batch["input_ids"].tolist() == [3, 4]
@@ -149,7 +149,7 @@ def test_iterating_yields_every_row_as_an_item():
     assert [item.non_tensor_batch["raw_prompts"] for item in batch_of_three()] == ["a", "b", "c"]
 
 
-def test_select_keeps_the_named_columns_and_everything_of_kinds_not_named():
+def test_select_keeps_all_columns_of_a_kind_that_is_not_named():
     data = batch_of_three().select(batch_keys=["scores"])
     assert list(data.batch.keys()) == ["scores"]
     assert list(data.non_tensor_batch) == ["raw_prompts"]
@@ -164,7 +164,7 @@ def test_select_of_no_tensors_keeps_the_number_of_rows():
     assert len(batch_of_three().select([], [])) == 3
 
 
-def test_a_missing_name_is_an_error_that_lists_what_there_is():
+def test_missing_name_raises_with_the_available_names():
     data = batch_of_three()
     with pytest.raises(FieldError, match="batch has no 'values'; it has 'input_ids', 'scores'"):
         data.select(batch_keys=["values", "scores"])
@@ -220,19 +220,19 @@ def test_rename_of_tensors_and_arrays_keeps_order_and_contents():
     assert list(batch_of_three().rename("scores", "points").batch.keys()) == ["input_ids", "points"]
 
 
-def test_rename_can_exchange_two_columns():
+def test_rename_can_swap_two_columns():
     data = DataProto.from_dict({"a": torch.tensor([1]), "b": torch.tensor([2])}).rename(["a", "b"], ["b", "a"])
     assert (data.batch["a"].item(), data.batch["b"].item()) == (2, 1)
 
 
-def test_rename_refuses_missing_columns_and_unequal_lists():
+def test_rename_rejects_missing_columns_and_unequal_lists():
     with pytest.raises(FieldError, match="has no 'x'"):
         batch_of_three().rename("x", "y")
-    with pytest.raises(FieldError, match="2 old and 1 different new"):
+    with pytest.raises(FieldError, match="2 old names and 1 different new"):
         batch_of_three().rename(["input_ids", "scores"], ["x", "x"])
 
 
-def test_chunk_gives_equal_views():
+def test_chunk_returns_equal_views():
     data = DataProto.from_dict({"x": torch.arange(6)}, {"o": list("abcdef")}, {"k": 1})
     parts = data.chunk(3)
     assert [part.batch["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
@@ -245,13 +245,13 @@ def test_chunk_of_uneven_rows_needs_padding_enabled():
     data = DataProto.from_dict({"x": torch.arange(5)}, {"o": np.arange(5)})
     with pytest.raises(BatchError, match="5 rows do not make 2 equal parts"):
         data.chunk(2)
-    with pytest.raises(BatchError, match="chunks=0 must be at least 1"):
+    with pytest.raises(BatchError, match="chunks=0 is invalid: must be at least 1"):
         data.chunk(0)
-    with pytest.raises(BatchError, match=r"chunks must be an integer, got 2\.0"):
+    with pytest.raises(BatchError, match=r"chunks=2\.0 is invalid: must be an integer"):
         data.chunk(wrong(2.0))
 
 
-def test_split_cuts_by_size_and_leaves_the_last_part_short():
+def test_split_by_size_has_a_shorter_last_part():
     data = DataProto.from_dict({"x": torch.arange(5)}, {"o": np.arange(5)})
     assert [part.batch["x"].tolist() for part in data.split(2)] == [[0, 1], [2, 3], [4]]
     assert [len(part) for part in data.split(9)] == [5]
@@ -260,7 +260,7 @@ def test_split_cuts_by_size_and_leaves_the_last_part_short():
         data.split(0)
 
 
-def test_concat_undoes_chunk_and_split():
+def test_concat_is_the_inverse_of_chunk_and_split():
     data = DataProto.from_dict({"x": torch.arange(6)}, {"o": np.arange(6)}, {"k": 1})
     for parts in (data.chunk(3), data.split(4)):
         whole = DataProto.concat(parts)
@@ -281,7 +281,7 @@ def test_repeat_interleaves_or_tiles():
     assert after.non_tensor_batch["n"].tolist() == [[1, 0], [0, 1], [1, 0], [0, 1]]
 
 
-def test_repeat_zero_times_leaves_no_rows():
+def test_repeat_zero_times_returns_no_rows():
     data = DataProto.from_dict({"x": torch.zeros(2, 3)}, {"o": ["a", "b"]})
     for interleave in (True, False):
         empty = data.repeat(0, interleave)
@@ -299,7 +299,7 @@ def test_sample_level_repeat_takes_a_count_per_row(times):
 
 
 @pytest.mark.parametrize("times", [[1, 1], [1, 1, -1], [1.0, 1.0, 1.0], 2])
-def test_sample_level_repeat_refuses_other_counts(times):
+def test_sample_level_repeat_rejects_invalid_counts(times):
     with pytest.raises(BatchError, match="one integer >= 0 for each of the 3 rows"):
         batch_of_three().sample_level_repeat(times)
 
@@ -313,7 +313,7 @@ def test_reorder_returns_the_rows_in_another_order():
 
 
 @pytest.mark.parametrize("indices", [[0, 1], [0, 0, 1]])
-def test_reorder_refuses_to_lose_rows(indices):
+def test_reorder_rejects_indices_that_drop_rows(indices):
     with pytest.raises(BatchError, match="each of the 3 rows exactly once"):
         batch_of_three().reorder(indices)
 
@@ -343,7 +343,7 @@ def test_copy_and_deepcopy_keep_type_and_contents():
     assert deep.non_tensor_batch["raw_prompts"].tolist() == ["a", "b", "c"]
 
 
-def test_repeating_once_copies_as_any_other_repeating_does():
+def test_repeat_once_is_a_copy():
     data = DataProto.from_dict({"x": torch.zeros(2)}, {"a": np.zeros(2)})
     once = data.repeat(1)
     once.batch["x"][0] = once.non_tensor_batch["a"][0] = 1

@@ -17,7 +17,7 @@ def saved_and_loaded(data: DataProto, path: Path) -> DataProto:
     return DataProto.load_from_disk(path)
 
 
-def test_a_batch_survives_the_disk(tmp_path):
+def test_batch_round_trips_through_disk(tmp_path):
     data = DataProto.from_dict(
         {
             "ids": torch.arange(6).reshape(3, 2),
@@ -71,7 +71,7 @@ def test_plain_values_keep_type_and_contents(value, tmp_path):
     assert type(loaded.meta_info["m"]) is type(value)
 
 
-def test_foreign_byte_order_loads_as_the_native_one(tmp_path):
+def test_foreign_byte_order_is_loaded_as_native(tmp_path):
     data = DataProto.from_dict(non_tensors={"n": np.array([1.0, 2.0], dtype=">f8")})
     loaded = saved_and_loaded(data, tmp_path / "batch").non_tensor_batch["n"]
     assert loaded.tolist() == [1.0, 2.0]
@@ -85,24 +85,24 @@ def test_tensors_inside_objects_are_saved(tmp_path):
     assert loaded.meta_info["t"].item() == 1.5
 
 
-def test_batches_without_tensors_and_without_columns_survive(tmp_path):
+def test_batches_without_tensors_or_columns_round_trip(tmp_path):
     for data in (DataProto(), DataProto(meta_info={"k": 1}), DataProto.from_dict(non_tensors={"o": ["a"]})):
         assert saved_and_loaded(data, tmp_path / "batch").get_data_info() == data.get_data_info()
     assert len(saved_and_loaded(DataProto.from_dict({"x": torch.zeros(3)}).select([]), tmp_path / "batch")) == 3
 
 
-def test_columns_that_share_memory_are_saved_each(tmp_path):
+def test_columns_that_share_memory_are_saved_separately(tmp_path):
     x = torch.arange(4.0)
     loaded = saved_and_loaded(DataProto.from_dict({"a": x, "b": x, "c": x.view(4, 1)}), tmp_path / "batch")
     assert loaded.batch["a"].tolist() == loaded.batch["b"].tolist() == loaded.batch["c"][:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_a_view_saves_its_own_rows_only(tmp_path):
+def test_view_saves_only_its_rows(tmp_path):
     DataProto.from_dict({"x": torch.zeros(100_000)}).chunk(100)[5].save_to_disk(tmp_path / "batch")
     assert (tmp_path / "batch").stat().st_size < 6000
 
 
-def test_a_loaded_batch_outlives_its_file_and_can_be_written(tmp_path):
+def test_loaded_batch_outlives_its_file_and_is_writable(tmp_path):
     path = tmp_path / "batch"
     loaded = saved_and_loaded(DataProto.from_dict({"x": torch.arange(3)}, {"n": np.arange(3)}), path)
     path.write_bytes(b"")
@@ -111,7 +111,7 @@ def test_a_loaded_batch_outlives_its_file_and_can_be_written(tmp_path):
     assert loaded.batch["x"].tolist() == loaded.non_tensor_batch["n"].tolist() == [1, 2, 3]
 
 
-def test_saving_replaces_a_file_as_a_whole_and_leaves_nothing_beside_it(tmp_path):
+def test_saving_replaces_the_file_and_leaves_no_temporary_file(tmp_path):
     path = tmp_path / "batch"
     DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(str(path))
     saved_and_loaded(DataProto.from_dict({"y": torch.arange(2)}), path)
@@ -123,7 +123,7 @@ class Unknown:
     pass
 
 
-def test_what_cannot_be_saved_is_named_and_the_old_file_stays(tmp_path):
+def test_unsavable_value_is_named_and_the_old_file_kept(tmp_path):
     path = tmp_path / "batch"
     DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(path)
     with pytest.raises(BatchError, match=r"non_tensor_batch\['o'\]\[1\]\['k'\] is a .*Unknown, which cannot be saved"):
@@ -138,35 +138,35 @@ def test_what_cannot_be_saved_is_named_and_the_old_file_stays(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["batch"]
 
 
-def test_a_directory_that_is_not_there_is_an_error(tmp_path):
+def test_missing_directory_is_an_error(tmp_path):
     with pytest.raises(BatchError, match="could not be written"):
         DataProto().save_to_disk(tmp_path / "missing" / "batch")
 
 
 def test_missing_empty_truncated_and_foreign_files_are_errors(tmp_path):
     path = tmp_path / "batch"
-    with pytest.raises(BatchError, match="batch: no readable batch"):
+    with pytest.raises(BatchError, match="batch: not a readable batch"):
         DataProto.load_from_disk(path)
     path.write_bytes(b"")
-    with pytest.raises(BatchError, match="no readable batch"):
+    with pytest.raises(BatchError, match="not a readable batch"):
         DataProto.load_from_disk(path)
     DataProto.from_dict({"x": torch.arange(100)}).save_to_disk(path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(BatchError, match="no readable batch"):
+    with pytest.raises(BatchError, match="not a readable batch"):
         DataProto.load_from_disk(path)
     save_file({"weight": torch.zeros(2)}, path)
     with pytest.raises(BatchError, match="not a saved DataProto"):
         DataProto.load_from_disk(path)
-    with pytest.raises(BatchError, match="no readable batch"):
+    with pytest.raises(BatchError, match="not a readable batch"):
         DataProto.load_from_disk(tmp_path)
 
 
-def test_another_version_and_a_damaged_structure_are_errors(tmp_path):
+def test_other_format_version_and_damaged_structure_are_errors(tmp_path):
     path = tmp_path / "batch"
     save_file(
         {"structure": torch.zeros(2, dtype=torch.uint8)}, path, {"format": "hybridflow.DataProto", "version": "9"}
     )
-    with pytest.raises(BatchError, match="format version 9; this release reads 1"):
+    with pytest.raises(BatchError, match="format version 9; this release reads version 1"):
         DataProto.load_from_disk(path)
     for text in (b"{", b"{}", b"[]", b'{"num_rows": 2, "batch": [["x", "9"]], "non_tensor_batch": []}'):
         structure = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -180,14 +180,14 @@ class Exploding:
         return (pytest.fail, ("code was executed on load",))
 
 
-def test_a_pickle_is_refused_without_being_executed(tmp_path):
+def test_pickle_is_rejected_without_being_executed(tmp_path):
     path = tmp_path / "batch"
     path.write_bytes(pickle.dumps(Exploding()))
-    with pytest.raises(BatchError, match="no readable batch"):
+    with pytest.raises(BatchError, match="not a readable batch"):
         DataProto.load_from_disk(path)
 
 
-def test_the_file_is_an_ordinary_safetensors_file(tmp_path):
+def test_file_is_a_regular_safetensors_file(tmp_path):
     path = tmp_path / "batch"
     DataProto.from_dict({"x": torch.arange(3)}).save_to_disk(path)
     assert load_file(path)["0"].tolist() == [0, 1, 2]

@@ -19,7 +19,7 @@ def test_every_field_is_described_and_stored_under_its_name():
         assert field.consumer
 
 
-def test_a_column_with_a_length_says_how_it_is_padded_and_one_without_does_not():
+def test_exactly_the_columns_with_a_length_define_padding():
     for field in FIELDS.values():
         has_length = any("len" in axis for axis in field.shape)
         assert (field.padding_side is not None) == has_length
@@ -47,7 +47,7 @@ def test_padding_values_fit_their_types():
                 assert DataProto.from_dict({field.name: column}).batch[field.name].dtype == field.dtype
 
 
-def test_the_examples_are_one_batch_with_the_types_and_the_shapes_of_the_glossary():
+def test_examples_form_one_batch_with_the_declared_dtypes_and_shapes():
     batch = DataProto.from_single_dict(
         {
             field.name: torch.tensor(ast.literal_eval(field.example))
@@ -60,11 +60,11 @@ def test_the_examples_are_one_batch_with_the_types_and_the_shapes_of_the_glossar
     for field in FIELDS.values():
         column = (batch.batch if field.is_tensor else batch.non_tensor_batch)[field.name]
         assert column.dtype == field.dtype
-        shape = [lengths.get(axis, 1) for axis in field.shape]  # "response_len|1" is 1 here
+        shape = [lengths.get(axis, 1) for axis in field.shape]  # "response_len|1" has length 1 in the examples
         assert list(column.shape) == shape
 
 
-def test_the_documentation_shows_the_glossary_as_it_is():
+def test_documentation_table_equals_the_glossary():
     lines = DOCUMENTATION.read_text().splitlines()
     for field in FIELDS.values():
         dtype = str(field.dtype).removeprefix("torch.") if field.is_tensor else "object"
@@ -77,7 +77,7 @@ def test_the_documentation_shows_the_glossary_as_it_is():
         assert line in lines
 
 
-def test_the_documentation_names_everything_public():
+def test_documentation_names_every_public_name():
     text = DOCUMENTATION.read_text()
     for name in hybridflow.protocol.__all__:
         assert f"`{name}" in text or f"## {name}" in text

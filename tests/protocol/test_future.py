@@ -10,7 +10,7 @@ from hybridflow.protocol.handle import HeldBatch, take
 
 
 class Stored(HeldBatch):
-    """A handle whose contents are there; counts how often it was read."""
+    """A handle of local contents that counts its reads."""
 
     def __init__(self, contents):
         super().__init__(DataProto())
@@ -57,7 +57,7 @@ def test_get_collects_then_dispatches():
     assert future.get().meta_info == {"k": 1}
 
 
-def test_nothing_is_read_before_get_and_a_result_without_a_table_once():
+def test_result_without_a_table_is_read_once_and_only_by_get():
     stored = handles([1, 2], [3, 4])
     future, undeclared = future_of([1, 2], [3, 4]), DataProtoFuture(DataProto.concat, stored)
     derived = [*future.select(["x"], ()).rename("x", "y").repeat(2).chunk(4), DataProtoFuture.concat([future, future])]
@@ -89,7 +89,7 @@ def test_concat_takes_handles_and_futures():
         DataProtoFuture.concat([])
 
 
-def test_select_rename_and_repeat_are_those_of_the_batch():
+def test_select_rename_and_repeat_equal_those_of_the_batch():
     data = DataProto.from_dict({"x": torch.tensor([1, 2]), "y": torch.zeros(2)}, {"o": ["a", "b"]}, {"k": 1, "m": 2})
     future = DataProtoFuture(DataProto.concat, [Stored(data)], num_rows=2, columns=("x", "y", "o"), part_rows=[2])
     result = future.select(["x"], ["o"], ["k"]).rename(["x", "o"], ["z", "p"]).repeat(2, interleave=False)
@@ -114,7 +114,7 @@ def test_get_of_columns_finds_tensors_and_arrays():
         future.get("z")
 
 
-def test_a_declared_future_refuses_a_missing_column_without_being_read():
+def test_missing_column_of_a_declared_future_raises_before_reading():
     future = future_of([1])
     for attempt in (
         lambda: future.get("z"), lambda: future.select("z"), lambda: future.rename("z", "w"),
@@ -132,7 +132,7 @@ def test_union_of_disjoint_columns():
     assert both.get().batch["y"].tolist() == [3, 4]
 
 
-def test_a_union_is_read_only_where_the_columns_are():
+def test_union_reads_only_the_handles_of_the_columns():
     first, second = future_of([1, 2]), future_of([3, 4], column="y")
     both = first.union(second)
     chunk = both.rename("x", "w").repeat(2).chunk(2)[1]
@@ -151,7 +151,7 @@ def test_union_of_the_same_column_is_an_error():
 
 def test_rename_onto_an_existing_column_is_an_error():
     both = future_of([1]).union(future_of([2], column="y"))
-    with pytest.raises(FieldError, match="already has one of them"):
+    with pytest.raises(FieldError, match="already has one of the new names"):
         both.rename("x", "y")
     swapped = both.rename(["x", "y"], ["y", "x"])
     assert swapped.get("x").batch["x"].tolist() == [2]
@@ -165,12 +165,12 @@ def test_len_is_the_declared_number_of_rows():
         len(undeclared)
 
 
-def test_another_number_of_rows_than_declared_is_an_error():
-    with pytest.raises(BatchError, match="declared 5 rows, but has 2"):
+def test_undeclared_number_of_rows_is_an_error():
+    with pytest.raises(BatchError, match="declares 5 rows, but has 2"):
         DataProtoFuture(DataProto.concat, handles([1, 2]), num_rows=5).get()
 
 
-def test_readers_of_one_future_do_not_share_dicts():
+def test_two_reads_of_a_future_do_not_share_dicts():
     future = future_of([1, 2])
     first = future.get()
     first.meta_info["k"] = 2
@@ -187,14 +187,14 @@ def test_an_error_of_the_call_reaches_every_reader():
             part.get()
 
 
-def test_a_result_that_is_no_batch_comes_as_it_is():
+def test_get_returns_other_results_unchanged():
     future = DataProtoFuture(list, [Stored(1), Stored("two")])
     assert future.get() == [1, "two"]
     with pytest.raises(BatchError, match="returned a list"):
         future.get("x")
 
 
-def test_a_future_travels_without_what_it_has_read():
+def test_pickled_future_drops_the_contents_it_has_read():
     future = future_of([0], declared=False)
     before = len(pickle.dumps(future))
     future._contents = DataProto.from_dict({"x": torch.zeros(100_000)})
@@ -205,7 +205,7 @@ def test_a_future_travels_without_what_it_has_read():
     assert pickle.loads(pickle.dumps(union)).get().batch["z"].tolist() == [2]
 
 
-def test_non_tensor_columns_pass_through_a_union():
+def test_union_keeps_non_tensor_columns():
     texts = [Stored(DataProto.from_dict(non_tensors={"o": np.array(["a"])}))]
     first = DataProtoFuture(DataProto.concat, texts, num_rows=1, columns=("o",), part_rows=[1])
     assert first.union(future_of([1])).get().non_tensor_batch["o"].tolist() == ["a"]

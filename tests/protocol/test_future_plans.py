@@ -1,4 +1,4 @@
-"""A future is a table: operations give what they give on the batch, and no handle, column or row is read in vain."""
+"""Operations on futures equal those on batches, and read only the handles, columns and rows that are needed."""
 
 import pickle
 import random
@@ -17,7 +17,7 @@ from hybridflow.protocol.packed_batch import PackedBatch
 
 
 class Logged(HeldBatch):
-    """A handle that notes which columns and rows were read of it (None: all)."""
+    """A handle that logs the columns and rows of each read (None: all)."""
 
     def __init__(self, number: int, contents: DataProto, is_packed: bool = False):
         super().__init__(contents)
@@ -52,12 +52,12 @@ def names_of(batch: DataProto) -> list[str]:
     return [*(() if batch.batch is None else batch.batch.keys()), *batch.non_tensor_batch]
 
 
-# Random programs. Every cell says where it comes from: tensors hold (base * 10 + column) * 1000 + row, texts the same.
+# Random programs. Every cell encodes its origin: tensors and texts hold (base * 10 + column) * 1000 + row.
 
 
 @dataclass
 class Pair:
-    """A future, the batch that it stands for, and the batch with the padded copies unmarked: where cells come from."""
+    """A future, the equal batch, and that batch with unmarked padding copies, whose cells encode their origin."""
 
     future: DataProtoFuture
     batch: DataProto
@@ -68,12 +68,12 @@ class Pair:
 
 
 class Program:
-    """Up to eight random operations on futures and on the batches that they stand for."""
+    """Up to eight random operations on futures and on the equal batches."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
         self.handles: list[Logged] = []
-        self.place_of: list[tuple[int, int]] = []  # of each handle: its base, and its first row there
+        self.place_of: list[tuple[int, int]] = []  # per handle: its base and its first row in it
         self.num_bases, self.num_names = 0, 0
         self.is_packed = seed % 2 == 1
         self.steps: list[str] = []
@@ -190,7 +190,7 @@ class Program:
         return Pair(pair.future.pad_to_divisor(divisor), padded, pair.origin.select_idxs(copies))
 
     def needed(self, origin: DataProto) -> dict[int, tuple[set[int], set[int]]]:
-        """Of each handle that holds some of these cells, the columns (by number) and rows that do."""
+        """Return the columns (by number) and rows of these cells for each handle that holds some of them."""
         needed: dict[int, tuple[set[int], set[int]]] = {}
         for name in names_of(origin):
             column = origin.non_tensor_batch[name] if name in origin.non_tensor_batch else origin.batch[name]
@@ -204,7 +204,7 @@ class Program:
         return needed
 
     def check_reads(self, origin: DataProto) -> None:
-        """What was read since the last check is what these cells need, or no rows at all."""
+        """Assert that the reads since the last check returned only what these cells need, or no rows."""
         needed = self.needed(origin)
         for number, handle in enumerate(self.handles):
             of_columns = {name: index for index, name in enumerate(names_of(handle.contents))}
@@ -244,7 +244,7 @@ SEEDS = range(300)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_program_on_futures_gives_what_it_gives_on_batches(seed):
+def test_operations_on_futures_equal_those_on_batches(seed):
     program = Program(seed)
     future, batch = program.result.future, program.result.batch
     assert [handle.log for handle in program.handles] == [[]] * len(program.handles)
@@ -256,7 +256,7 @@ def test_a_program_on_futures_gives_what_it_gives_on_batches(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_program_reads_only_the_handles_columns_and_rows_that_it_needs(seed):
+def test_only_needed_handles_columns_and_rows_are_read(seed):
     program = Program(seed)
     future, origin = program.result.future, program.result.origin
     future.get()
@@ -273,14 +273,14 @@ def some_rows(program: Program, num_rows: int) -> Any:
 
 
 def sent(future: DataProtoFuture, handles: list[Logged]) -> DataProtoFuture:
-    """The future as another process gets it: pickled, with the handles' numbers in their place."""
+    """Return the future as another process receives it: pickled, with numbers in place of the handles."""
     numbered = future.with_handles(lambda handle: handle.number if isinstance(handle, Logged) else handle)
     arrived = pickle.loads(pickle.dumps(numbered))
     return arrived.with_handles(lambda handle: handles[handle] if isinstance(handle, int) else handle)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
+def test_narrowed_future_is_equal_after_it_was_sent(seed):
     program = Program(seed)
     future, batch, origin = program.result.future, program.result.batch, program.result.origin
     whole = future.narrow()
@@ -300,13 +300,13 @@ def test_a_narrowed_future_gives_the_same_after_it_was_sent(seed):
 
 
 def held_by(future: DataProtoFuture) -> set[int]:
-    """The handles of which a narrowed future holds rows."""
+    """Return the handles that hold rows of a narrowed future."""
     handles = future.handles() if len(future) else ()
     return {handle.number for handle in handles if isinstance(handle, Logged) and len(handle.contents)}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_narrowed_future_holds_no_handle_in_vain(seed):
+def test_narrowed_future_holds_no_unused_handle(seed):
     program = Program(seed)
     future, origin = program.result.future, program.result.origin
     rows, columns = some_rows(program, len(origin)), program.some(names_of(origin))
@@ -314,10 +314,10 @@ def test_a_narrowed_future_holds_no_handle_in_vain(seed):
     assert held <= set(program.needed(take(origin, columns, rows)))
 
 
-# By hand: which reads there are
+# Expected reads, written by hand
 
 
-def test_a_slice_reads_its_rows_of_the_handles_that_hold_them():
+def test_slice_reads_only_the_handles_of_its_rows():
     future = future_of(xy(1, 2), xy(3, 4), xy(5, 6))
     assert future.slice(1, 4).get("x").batch["x"].tolist() == [2, 3, 4]
     first, second, third = future.futures
@@ -334,7 +334,7 @@ def test_a_reorder_reads_each_handle_once():
     assert [columns for columns, _ in log_of(future)] == [("y",), ("y",)]
 
 
-def test_padded_copies_are_read_where_their_originals_are_and_marked():
+def test_padded_copies_are_read_from_the_original_rows_and_marked():
     numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8]), "x": torch.tensor([1, 2])})
     future = future_of(numbered, numbered).slice(0, 3).pad_to_divisor(5)
     assert future.get().batch["row_ids"].tolist() == [7, 8, 7, -1, -1]
@@ -344,7 +344,7 @@ def test_padded_copies_are_read_where_their_originals_are_and_marked():
     assert numbered.batch["row_ids"].tolist() == [7, 8]
 
 
-def test_padding_fewer_rows_than_the_divisor_goes_around():
+def test_padding_repeats_the_rows_if_fewer_than_the_divisor():
     future = future_of(xy(1, 2)).pad_to_divisor(5)
     assert future.get("x").batch["x"].tolist() == [1, 2, 1, 2, 1]
     assert len(future) == 5
@@ -352,7 +352,7 @@ def test_padding_fewer_rows_than_the_divisor_goes_around():
     assert len(future_of(DataProto.from_dict({"x": torch.zeros(0)})).pad_to_divisor(4)) == 0
 
 
-def test_columns_of_the_same_origin_are_joined_once():
+def test_union_of_columns_from_the_same_shards_keeps_one():
     future = future_of(xy(1, 2), xy(3))
     joined = future.select_columns(["x"]).union(future).union(future.rename("y", "z"))
     assert joined.columns == ("x", "y", "z")
@@ -361,7 +361,7 @@ def test_columns_of_the_same_origin_are_joined_once():
     assert sliced.get("x").batch["x"].tolist() == [2, 3]
 
 
-def test_the_same_rows_by_another_route_are_of_the_same_origin():
+def test_equal_rows_by_other_operations_are_the_same_column():
     future = future_of(xy(1, 2), xy(3, 4))
     for other in (
         future.pad_to_divisor(3).slice(0, 4),
@@ -372,7 +372,7 @@ def test_the_same_rows_by_another_route_are_of_the_same_origin():
         assert future.union(other).get().batch["x"].tolist() == [1, 2, 3, 4]
 
 
-def test_columns_of_another_origin_are_an_error_before_anything_is_read():
+def test_union_of_other_shards_raises_before_reading():
     future = future_of(xy(1, 2), xy(3, 4))
     others = (
         future_of(xy(1, 2), xy(3, 4)),
@@ -388,7 +388,7 @@ def test_columns_of_another_origin_are_an_error_before_anything_is_read():
     assert log_of(future) == []
 
 
-def test_unknown_columns_are_an_error_before_anything_is_read():
+def test_unknown_columns_raise_before_reading():
     future = future_of(xy(1, 2), xy(3, 4))
     for part in (future, future.slice(0, 3), future.union(future_of(DataProto.from_dict({"z": torch.zeros(4)})))):
         for attempt in (
@@ -399,14 +399,14 @@ def test_unknown_columns_are_an_error_before_anything_is_read():
             lambda part: part.rename("w", "v"),
             lambda part: part.rename("x", "z").get("x"),
         ):
-            with pytest.raises(FieldError, match=r"has no '[wx]'; it has|already has one of them"):
+            with pytest.raises(FieldError, match=r"has no '[wx]'; it has|already has one of the new names"):
                 attempt(part)
-    with pytest.raises(FieldError, match="2 old and 1 different new names"):
+    with pytest.raises(FieldError, match="2 old names and 1 different new names"):
         future.rename(["x", "y"], "z")
     assert log_of(future) == []
 
 
-def test_a_result_without_a_table_says_what_to_do():
+def test_operation_on_a_result_without_a_table_names_the_fix():
     undeclared = DataProtoFuture(DataProto.concat, [Logged(0, xy(1, 2)), Logged(1, xy(3, 4))])
     for attempt in (
         lambda: undeclared.slice(0, 1), lambda: undeclared.reorder([0]), lambda: undeclared.pad_to_divisor(2),
@@ -420,7 +420,7 @@ def test_a_result_without_a_table_says_what_to_do():
     assert log_of(undeclared) == []
 
 
-def test_a_result_without_a_table_is_concatenated_and_chunked_by_whole_shards():
+def test_results_without_a_table_are_chunked_by_whole_shards():
     first, second = (DataProtoFuture(DataProto.concat, [Logged(n, xy(n)), Logged(n, xy(n, n))]) for n in (1, 2))
     both = DataProtoFuture.concat([first, second, Logged(3, xy(3))])
     assert both.get("x").batch["x"].tolist() == [1, 1, 1, 2, 2, 2, 3]
@@ -432,28 +432,28 @@ def test_a_result_without_a_table_is_concatenated_and_chunked_by_whole_shards():
         DataProtoFuture.concat([first, future_of(xy(1))])
 
 
-def test_a_select_of_one_kind_asks_the_glossary_for_the_other():
+def test_select_of_one_kind_uses_the_glossary_for_the_other():
     known = DataProto.from_dict({"scores": torch.zeros(2), "row_ids": torch.arange(2)}, {"finish_reasons": ["a", "b"]})
     future = future_of(known)
     assert future.select(["scores"]).columns == ("scores", "finish_reasons")
     assert future.select(None, ["finish_reasons"]).columns == ("finish_reasons", "scores", "row_ids")
     assert future.select(["scores"], ()).columns == ("scores",)
-    with pytest.raises(FieldError, match="whether 'y' is a tensor is not known before the future is read; name"):
+    with pytest.raises(FieldError, match="whether 'y' is a tensor is not known before the future is read; pass"):
         future_of(xy(1, 2)).select(["x"])
 
 
-def test_a_concat_of_futures_that_name_a_column_differently_reads_each_by_its_name():
+def test_concat_reads_a_renamed_column_by_its_stored_name():
     first, second = future_of(xy(1, 2)), future_of(xy(3)).rename(["x", "y"], ["y", "x"])
     both = DataProtoFuture.concat([first, second])
     assert both.get("x").batch["x"].tolist() == [1, 2, -3]
     assert both.rename("y", "z").slice(1).get().batch["z"].tolist() == [-2, 3]
     assert [columns for columns, _ in log_of(both)] == [("x",), ("x", "y"), ("y",), ("y", "x")]
     assert [columns for _, columns in both.narrow(("x",)).sources()] == [("x",), ("y",)]
-    with pytest.raises(FieldError, match=r"concat: one future has \('x', 'y'\), another \('x',\); select first"):
+    with pytest.raises(FieldError, match=r"concat: one future has \('x', 'y'\), another has \('x',\); select the same"):
         DataProtoFuture.concat([first, first.select_columns("x")])
 
 
-def test_wrong_lengths_are_errors():
+def test_wrong_numbers_of_rows_are_errors():
     future = future_of(xy(1, 2), xy(3, 4))
     with pytest.raises(BatchError, match="this future has 4 rows, the other has 3"):
         future.union(DataProto.from_dict({"z": torch.zeros(3)}))
@@ -468,19 +468,19 @@ def test_wrong_lengths_are_errors():
             attempt()
     handles = [Logged(0, xy(1, 2)), Logged(1, xy(3))]
     wrong = DataProtoFuture(DataProto.concat, handles, num_rows=4, columns=("x", "y"), part_rows=[2, 2])
-    with pytest.raises(BatchError, match="the future declared 4 rows, but part 1 has 1"):
+    with pytest.raises(BatchError, match="the future declares 4 rows, but part 1 has 1"):
         wrong.get()
-    with pytest.raises(BatchError, match="the future declared 1 rows, but has 0"):
+    with pytest.raises(BatchError, match="the future declares 1 rows, but has 0"):
         wrong.slice(3).get()
 
 
-def test_what_was_read_of_one_future_is_written_unnoticed():
+def test_writing_to_a_read_batch_does_not_change_the_future():
     future = future_of(xy(1, 2), xy(3, 4))
     future.get().batch["x"].zero_()
     assert future.get().batch["x"].tolist() == [1, 2, 3, 4]
 
 
-# What does not hold
+# Regressions
 
 
 def test_a_concat_of_selected_futures_can_be_sent_for_one_column():
@@ -490,12 +490,12 @@ def test_a_concat_of_selected_futures_can_be_sent_for_one_column():
     assert future.narrow().get().batch["x"].tolist() == [1, 2, 3]
 
 
-def test_a_selected_future_narrowed_to_fewer_columns_gives_these():
+def test_narrow_after_select_columns_keeps_the_fewer_columns():
     narrowed = future_of(xy(1, 2)).select_columns(["x", "y"]).narrow(("x",))
     assert list(narrowed.get().batch.keys()) == ["x"]
 
 
-def test_a_select_of_one_kind_narrowed_to_fewer_columns_gives_these():
+def test_narrow_after_select_keeps_the_fewer_columns():
     narrowed = future_of(xy(1, 2)).select(["x", "y"]).narrow(("x",))
     assert list(narrowed.get().batch.keys()) == ["x"]
 
@@ -506,45 +506,45 @@ def test_a_padded_future_can_be_narrowed_twice():
     assert future.narrow(None, slice(2, 4)).get().batch["row_ids"].tolist() == [2, -1]
 
 
-def test_a_narrowed_future_knows_its_length():
+def test_narrowed_future_has_the_length_of_its_rows():
     assert len(future_of(xy(1, 2)).narrow(None, slice(0, 1))) == 1
 
 
-def test_rows_may_be_an_open_slice():
+def test_narrow_accepts_an_open_slice():
     assert future_of(xy(1, 2)).narrow(None, slice(None, 1)).get("x").batch["x"].tolist() == [1]
 
 
-def test_meta_info_of_a_part_elsewhere_comes_with_its_columns():
+def test_meta_info_of_a_remote_part_is_read_with_its_columns():
     other = DataProto.from_dict({"z": torch.zeros(2)}, meta_info={"temperature": 0.5})
     both = future_of(xy(1, 2)).union(future_of(other))
     assert both.select_columns("x").get().meta_info == {}
     assert both.get(["x", "z"]).meta_info == {"temperature": 0.5}
-    assert future_of(xy(1, 2)).union(other).select_columns("x").get().meta_info == {"temperature": 0.5}  # it is here
+    assert future_of(xy(1, 2)).union(other).select_columns("x").get().meta_info == {"temperature": 0.5}  # local
 
 
-def test_rows_of_a_future_have_the_meta_info_of_the_parts_that_hold_them():
+def test_rows_of_a_future_have_the_meta_info_of_their_parts():
     parts = [xy(1, 2, meta_info={"metrics": {"loss": 1.0}}), xy(3, 4, meta_info={"metrics": {"loss": 2.0}})]
     assert future_of(*parts).slice(0, 2).get().meta_info == {"metrics": {"loss": [1.0]}}
     assert future_of(*parts).slice(1, 3).get().meta_info == {"metrics": {"loss": [1.0, 2.0]}}
 
 
-def test_a_batch_as_a_future_is_that_batch():
+def test_get_of_a_local_batch_returns_its_contents():
     batch = xy(1, 2, meta_info={"metrics": {"loss": 1.0}})
     assert DataProtoFuture.of(batch).get().meta_info == {"metrics": {"loss": 1.0}}
 
 
-def test_a_batch_of_meta_info_alone_joins_a_future():
+def test_union_with_a_batch_that_has_only_meta_info_on_futures():
     extra = DataProto(meta_info={"step": 1})
     assert xy(1, 2).union(extra).meta_info == {"step": 1}
     assert future_of(xy(1, 2)).union(extra).get().meta_info == {"step": 1}
 
 
-def test_no_columns_of_repeated_objects_are_no_error():
+def test_reading_no_columns_of_repeated_objects():
     future = future_of(DataProto.from_dict(non_tensors={"texts": ["a", "b"]}, meta_info={"k": 1}))
     assert future.repeat(2).get([]).meta_info == {"k": 1}
 
 
-def test_meta_info_given_here_replaces_that_of_the_shards():
+def test_with_meta_info_replaces_keys_of_the_shards():
     future = future_of(xy(1, 2, meta_info={"step": 1, "seed": 2})).with_meta_info({"step": 5})
     assert future.get().meta_info == {"step": 5, "seed": 2}
     assert future.slice(0, 1).get("x").meta_info == {"step": 5, "seed": 2}
@@ -554,7 +554,7 @@ def test_meta_info_given_here_replaces_that_of_the_shards():
         future.union(DataProto(meta_info={"step": 6}))
 
 
-def test_a_concat_keeps_what_each_part_says_of_its_meta_info():
+def test_concat_keeps_each_parts_selection_of_meta_info():
     def of(**meta_info):
         return future_of(xy(1, 2, meta_info=meta_info))
 
@@ -565,14 +565,14 @@ def test_a_concat_keeps_what_each_part_says_of_its_meta_info():
     assert DataProtoFuture.concat(replaced).get().meta_info == {"k": 1, "j": 2}
 
 
-def test_futures_do_not_share_the_meta_info_that_is_here():
+def test_futures_do_not_share_local_meta_info():
     future = future_of(xy(1, 2)).with_meta_info({"step": [1]})
     future.slice(0, 1).meta_info["step"].append(2)
     future.rename("x", "z").meta_info["new"] = 1
     assert future.meta_info == {"step": [1]}
 
 
-def test_a_concat_of_batches_here_pads_with_their_pad_token():
+def test_concat_of_local_batches_pads_with_their_pad_token():
     short, long = (
         DataProto.from_dict({"responses": torch.ones(1, n, dtype=torch.int64)}, meta_info={"pad_token_id": 7})
         for n in (1, 3)
@@ -581,7 +581,7 @@ def test_a_concat_of_batches_here_pads_with_their_pad_token():
     assert joined.get().batch["responses"].tolist() == [[1, 7, 7], [1, 1, 1]]
 
 
-def test_a_column_under_two_names_can_be_joined_to_others_and_sent():
+def test_column_under_two_names_can_be_concatenated_and_sent():
     future = future_of(xy(1, 2, meta_info={"o": object()}))
     doubled = future.union(future.rename("x", "z"))
     assert doubled.get(["x", "z"]).batch["z"].tolist() == [1, 2]
@@ -592,7 +592,7 @@ def test_a_column_under_two_names_can_be_joined_to_others_and_sent():
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_concat_of_renamed_futures_is_sent_as_any_other(is_held):
+def test_concat_of_renamed_futures_can_be_sent(is_held):
     first, second, third = (DataProto.from_dict({name: torch.arange(2) + start}) for start, name in enumerate("pqr"))
     p, q, r = map(DataProtoFuture.of if is_held else future_of, (first, second, third))
     inner = DataProtoFuture.concat([p.rename("p", "q"), q])
@@ -604,7 +604,7 @@ def test_a_concat_of_renamed_futures_is_sent_as_any_other(is_held):
     assert arrived.get().batch["x"].tolist() == [1, 1, 2, 2]
 
 
-def test_popped_columns_are_gone_from_the_future():
+def test_pop_removes_columns_from_the_future():
     future = future_of(xy(1, 2, meta_info={"of": "shards"})).with_meta_info({"step": 1, "seed": 2})
     popped = future.pop(["x"], meta_info_keys=["step"])
     assert (popped.columns, popped.get().meta_info) == (("x",), {"step": 1})
@@ -613,9 +613,7 @@ def test_popped_columns_are_gone_from_the_future():
         future.pop("x")
 
 
-def test_a_future_is_shown_by_its_rows_and_columns():
+def test_repr_shows_rows_and_columns():
     future = DataProtoFuture.of(DataProto.from_dict({"x": torch.zeros(3)}))
     assert repr(future.repeat(2)) == "DataProtoFuture of 6 rows: x"
-    assert repr(DataProtoFuture(list, [])) == (
-        "DataProtoFuture of as many rows as its call makes: columns that are not declared"
-    )
+    assert repr(DataProtoFuture(list, [])) == ("DataProtoFuture of an unknown number of rows: undeclared columns")

@@ -1,4 +1,4 @@
-"""Mistakes of the widely used implementation of this batch, one test (or more) for each: ours does not make them."""
+"""Regression tests for known mistakes of the widely used implementation of this batch."""
 
 import pickle
 from itertools import chain
@@ -78,7 +78,7 @@ def test_from_dict_does_not_write_into_the_callers_dicts():
     assert meta_info == {"k": [1]}
 
 
-def test_padding_for_dispatch_leaves_the_callers_batch_alone():
+def test_padding_for_dispatch_does_not_change_the_callers_batch():
     data = DataProto.from_dict({"x": torch.arange(5), "row_ids": torch.arange(5)}, {"o": list("abcde")})
     padded, pad_size = pad_dataproto_to_divisor(data, 4)
     assert (len(padded), pad_size) == (8, 3)
@@ -86,27 +86,27 @@ def test_padding_for_dispatch_leaves_the_callers_batch_alone():
     assert data.batch["row_ids"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_padding_of_a_non_blocking_call_is_removed_when_the_future_is_read():
+def test_padding_of_a_non_blocking_call_is_removed_on_read():
     padded, pad_size = pad_dataproto_to_divisor(DataProto.from_dict({"x": torch.arange(5)}), 4)
     handles = [HeldBatch(part) for part in padded.chunk(4)]
     future = DataProtoFuture(DataProto.concat, handles, lambda data: unpad_dataproto(data, pad_size), num_rows=5)
     assert future.get().batch["x"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_five_rows_in_four_parts_are_two_and_three_times_one():
+def test_five_rows_in_four_chunks_are_2_1_1_1():
     data = DataProto.from_dict({"x": torch.arange(5)}, {"o": np.arange(5)}, auto_padding=True)
     parts = data.chunk(4)
     assert [part.batch["x"].tolist() for part in parts] == [[0, 1], [2], [3], [4]]
     assert [part.non_tensor_batch["o"].tolist() for part in parts] == [[0, 1], [2], [3], [4]]
 
 
-def test_five_rows_in_four_parts_where_padding_is_on_for_every_batch(monkeypatch):
+def test_five_rows_in_four_chunks_with_padding_for_every_batch(monkeypatch):
     monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
     assert [len(part) for part in DataProto.from_dict({"x": torch.arange(5)}).chunk(4)] == [2, 1, 1, 1]
     assert [len(part) for part in DataProto.from_dict({"x": torch.arange(2)}).chunk(4)] == [1, 1, 0, 0]
 
 
-def test_concat_does_not_shorten_metrics_when_a_part_lacks_one():
+def test_concat_raises_if_a_part_lacks_a_metric():
     parts = [
         DataProto(meta_info={"metrics": {"loss": 1.0, "kl": 0.5}}),
         DataProto(meta_info={"metrics": {"loss": 2.0}}),
@@ -121,9 +121,9 @@ def test_concat_does_not_shorten_metrics_when_a_part_lacks_one():
 
 def test_rename_onto_an_existing_column_is_an_error():
     data = DataProto.from_dict({"a": torch.zeros(1), "b": torch.ones(1)}, {"c": ["x"]})
-    for taken in ("b", "c"):
-        with pytest.raises(FieldError, match=rf"\['{taken}'\] is taken"):
-            data.rename("a", taken)
+    for existing in ("b", "c"):
+        with pytest.raises(FieldError, match=rf"the batch already has \['{existing}'\]"):
+            data.rename("a", existing)
     assert data.batch["b"].item() == 1
 
 
@@ -145,7 +145,7 @@ def test_nan_equals_nan_in_every_union(make):
     DataProto.concat([DataProto.from_dict(**make()), DataProto.from_dict(**make())])
 
 
-def test_make_iterator_with_a_seed_shuffles_every_epoch_and_repeats_itself():
+def test_make_iterator_with_a_seed_shuffles_reproducibly():
     data = DataProto.from_dict({"x": torch.arange(64)})
     orders = [
         [part.batch["x"].tolist() for part in data.make_iterator(mini_batch_size=16, epochs=2, seed=1)]
@@ -160,7 +160,7 @@ def test_make_iterator_with_a_seed_shuffles_every_epoch_and_repeats_itself():
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (3, 0, 2)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool])
-def test_zero_rows_and_zero_elements_serialise(shape, dtype, tmp_path):
+def test_batches_of_zero_rows_or_elements_serialize(shape, dtype, tmp_path):
     data = DataProto.from_dict({"x": torch.zeros(shape, dtype=dtype)}, {"o": [None] * shape[0], "n": np.zeros(shape)})
     data.save_to_disk(tmp_path / "batch")
     buffers: list[pickle.PickleBuffer] = []
@@ -173,7 +173,7 @@ def test_zero_rows_and_zero_elements_serialise(shape, dtype, tmp_path):
         assert copy.non_tensor_batch["n"].shape == shape
 
 
-def test_arrays_of_different_lengths_are_refused():
+def test_arrays_of_different_lengths_are_rejected():
     with pytest.raises(BatchError, match=r"a \(2,\), b \(3,\)"):
         DataProto(non_tensor_batch={"a": np.zeros(2), "b": np.zeros(3)})
     with pytest.raises(BatchError, match=r"a \(2,\), b \(3,\)"):

@@ -25,7 +25,7 @@ def test_metrics_aggregate_the_same_in_one_step_or_two():
     assert concat(concat(a, b), c) == concat(a, b, c) == {"metrics": {"loss": [1.0, 2.0, 3.0]}}
 
 
-def test_no_metrics_anywhere_stay_no_metrics():
+def test_concat_without_metrics_adds_none():
     assert concat({"k": 1}, {}) == {"k": 1}
     assert concat({"metrics": None}, {}) == {}
     assert concat({"metrics": {}}, {}) == {"metrics": {}}
@@ -44,7 +44,7 @@ def test_equal_values_merge_and_different_ones_are_an_error():
         concat({"a": [1, 2]}, {"a": [1, 3]})
 
 
-def test_copies_keep_the_kind_of_dict_and_share_what_is_no_container():
+def test_copy_structure_keeps_dict_types_and_shares_other_values():
     counts, array = defaultdict(list, {"x": [1]}), np.zeros(3)
     data = DataProto(meta_info={"counts": counts, "ordered": OrderedDict(a=1), "array": array, "set": {1}})
     assert isinstance(data.meta_info["counts"], defaultdict)

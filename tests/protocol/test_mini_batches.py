@@ -14,7 +14,7 @@ def rows(iterator) -> list[list[int]]:
     return [part.batch["x"].tolist() for part in iterator]
 
 
-def test_without_a_seed_rows_come_in_order_every_epoch():
+def test_without_a_seed_every_epoch_keeps_the_order():
     assert rows(numbered(4).make_iterator(mini_batch_size=2, epochs=2)) == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
@@ -28,12 +28,12 @@ def test_another_seed_is_another_order():
     assert rows(numbered(64).make_iterator(64, 1, seed=1)) != rows(numbered(64).make_iterator(64, 1, seed=2))
 
 
-def test_shuffle_false_keeps_the_order_in_spite_of_a_seed():
+def test_shuffle_false_keeps_the_order_even_with_a_seed():
     iterator = numbered(4).make_iterator(2, 1, seed=1, dataloader_kwargs={"shuffle": False})
     assert rows(iterator) == [[0, 1], [2, 3]]
 
 
-def test_a_size_that_does_not_divide_must_say_what_happens_to_the_rest():
+def test_size_that_does_not_divide_needs_drop_last():
     with pytest.raises(BatchError, match="mini_batch_size=2 does not divide the 5 rows"):
         numbered(5).make_iterator(2, 1)
     assert rows(numbered(5).make_iterator(2, 1, dataloader_kwargs={"drop_last": False})) == [[0, 1], [2, 3], [4]]
@@ -45,12 +45,12 @@ def test_a_size_that_does_not_divide_must_say_what_happens_to_the_rest():
     [
         ({"mini_batch_size": 0, "epochs": 1}, "mini_batch_size=0"),
         ({"mini_batch_size": 2, "epochs": -1}, "epochs=-1"),
-        ({"mini_batch_size": 2, "epochs": 1, "seed": "x"}, "seed must be an integer"),
+        ({"mini_batch_size": 2, "epochs": 1, "seed": "x"}, "seed='x' is invalid: must be an integer"),
         ({"mini_batch_size": 2, "epochs": 1, "dataloader_kwargs": {"num_workers": 2}}, r"\['num_workers'\]; valid are"),
         ({"mini_batch_size": 2, "epochs": 1, "dataloader_kwargs": {"shuffle": True}}, "needs a seed"),
     ],
 )
-def test_wrong_arguments_are_errors_before_the_first_mini_batch(kwargs, message):
+def test_invalid_arguments_raise_before_the_first_mini_batch(kwargs, message):
     with pytest.raises(BatchError, match=message):
         numbered(4).make_iterator(**kwargs)
 

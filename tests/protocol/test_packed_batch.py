@@ -1,4 +1,4 @@
-"""A packed batch gives back what was packed, any columns and rows of it, in memory of the reader's own."""
+"""A packed batch returns any of its columns and rows in private memory of the reader."""
 
 import pickle
 from typing import Any
@@ -62,7 +62,7 @@ def everything() -> DataProto:
 
 
 def arrived(packed: PackedBatch, read_only: bool = True) -> PackedBatch:
-    """As it is after the way through a store: its buffers are memory that cannot be written."""
+    """Return the packed batch after a round trip through a store, with read-only buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     kind = bytes if read_only else bytearray
@@ -80,7 +80,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         if expected.dtype.hasobject:
             for mine, theirs in zip(found.flat, expected.flat, strict=True):
                 assert_equal(mine, theirs)
-        elif expected.dtype.fields:  # between fields there may be bytes that mean nothing
+        elif expected.dtype.fields:  # there may be undefined padding bytes between fields
             assert repr(found.tolist()) == repr(expected.tolist())
         else:
             assert found.tobytes() == expected.tobytes()
@@ -110,7 +110,7 @@ def assert_same_batch(found: DataProto, expected: DataProto) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("protocol", range(6))
-def test_every_protocol_of_pickle_carries_every_kind_of_column(protocol, compress):
+def test_every_kind_of_column_round_trips_in_every_pickle_protocol(protocol, compress):
     packed = PackedBatch.pack(everything(), pickle.dumps, compress)
     assert_same_batch(pickle.loads(pickle.dumps(packed, protocol)).read(), everything())
     left_to_pickle = PackedBatch.pack(everything(), compress=compress)
@@ -127,7 +127,7 @@ def test_every_protocol_of_pickle_carries_every_kind_of_column(protocol, compres
         torch.tensor(2.0, requires_grad=True),
     ],
 )
-def test_a_tensor_without_dimensions_stays_one(value):
+def test_0_dimensional_tensor_round_trips(value):
     column = PackedColumn.of_tensor(value)
     for protocol in range(6):
         read = pickle.loads(pickle.dumps(column, protocol)).read(None)
@@ -142,19 +142,19 @@ def test_a_tensor_without_dimensions_stays_one(value):
     [np.array(5, np.int8), np.array("abc"), np.array("2024-02-29", "M8[s]"), np.array((1, 2.0), "i4,f8")],
     ids=["int8", "text", "time", "record"],
 )
-def test_an_array_without_dimensions_stays_one(value):
+def test_0_dimensional_array_round_trips(value):
     read = pickle.loads(pickle.dumps(PackedColumn.of_array("value", value), 5)).read(None)
     assert_equal(read, value)
 
 
-def test_an_object_without_dimensions_stays_one():
+def test_0_dimensional_object_array_round_trips():
     value = np.array({"a": 1}, dtype=object)
     column = pickle.loads(pickle.dumps(PackedColumn.of_array("value", value, pickle.dumps), 5))
     assert column.read(None).shape == ()
     assert column.read(None).item() == {"a": 1}
 
 
-def test_packing_copies_nothing_that_is_contiguous():
+def test_packing_does_not_copy_contiguous_columns():
     tensor, array = torch.arange(4), np.arange(4)
     data = DataProto.from_dict({"tensor": tensor}, {"array": array})
     packed = PackedBatch.pack(data, pickle.dumps)
@@ -181,7 +181,7 @@ CHOICES: list[Any] = [
 
 
 @pytest.mark.parametrize("rows", CHOICES, ids=str)
-def test_rows_are_those_of_the_batch(rows):
+def test_read_returns_the_rows_of_the_batch(rows):
     data, packed = everything(), arrived(PackedBatch.pack(everything(), pickle.dumps))
     expected: Any = data if rows is None else data[rows] if isinstance(rows, slice) else data.select_idxs(rows)
     assert_same_batch(packed.read(None, rows), expected)
@@ -194,14 +194,14 @@ def test_rows_are_those_of_the_batch(rows):
 
 @pytest.mark.parametrize("name", [name for name in ARRAYS if name != "aligned"])
 @pytest.mark.parametrize("rows", CHOICES, ids=str)
-def test_a_shared_array_is_the_same(name, rows):
+def test_shared_read_of_an_array_is_equal(name, rows):
     packed = arrived(PackedBatch.pack(everything(), pickle.dumps))
     expected = ARRAYS[name] if rows is None else ARRAYS[name][rows]
     assert_equal(packed.read([name], rows, shared=True).non_tensor_batch[name], expected)
 
 
 @pytest.mark.parametrize("rows", CHOICES, ids=str)
-def test_a_shared_tensor_is_the_same(rows):
+def test_shared_read_of_a_tensor_is_equal(rows):
     packed = arrived(PackedBatch.pack(everything(), pickle.dumps))
     for name, tensor in TENSORS.items():
         expected = DataProto.from_dict({name: tensor.detach()})
@@ -209,12 +209,12 @@ def test_a_shared_tensor_is_the_same(rows):
         assert_equal(packed.read([name], rows, shared=True).batch[name], expected.batch[name])
 
 
-def test_a_shared_record_with_padding_bytes_keeps_its_type():
+def test_shared_read_of_an_aligned_record_keeps_its_dtype():
     packed = arrived(PackedBatch.pack(everything(), pickle.dumps))
     assert packed.read(["aligned"], shared=True).non_tensor_batch["aligned"].dtype == ARRAYS["aligned"].dtype
 
 
-def test_a_batch_of_no_rows_keeps_shapes_and_types():
+def test_batch_of_no_rows_keeps_shapes_and_dtypes():
     data = everything()[0:0]
     packed = arrived(PackedBatch.pack(data, pickle.dumps))
     assert len(packed) == packed.num_rows == 0
@@ -223,12 +223,12 @@ def test_a_batch_of_no_rows_keeps_shapes_and_types():
     assert_same_batch(packed.read(shared=True), data)
 
 
-def test_a_view_is_packed_with_its_own_rows_only():
+def test_view_is_packed_with_only_its_rows():
     large = DataProto.from_dict({"x": torch.zeros(1000)}, {"n": np.zeros(1000)})
     assert PackedBatch.pack(large[10:12]).num_bytes() == 2 * 4 + 2 * 8
 
 
-def test_batches_without_tensors_or_without_columns_come_back():
+def test_packed_batches_without_tensors_or_columns_round_trip():
     objects = arrived(PackedBatch.pack(DataProto.from_dict(non_tensors={"o": ["a", "b"]}), pickle.dumps)).read()
     assert objects.batch is None
     assert objects.non_tensor_batch["o"].tolist() == ["a", "b"]
@@ -240,7 +240,7 @@ def test_batches_without_tensors_or_without_columns_come_back():
     assert len(arrived(PackedBatch.pack(rows)).read()) == 3
 
 
-def test_no_columns_have_the_rows_of_the_batch():
+def test_reading_no_columns_keeps_the_number_of_rows():
     packed = PackedBatch.pack(everything())
     assert len(packed.read([])) == 5
     assert len(packed.read([], slice(1, 3))) == 2
@@ -253,7 +253,7 @@ def test_an_unknown_column_is_an_error():
         PackedBatch.pack(DataProto.from_dict({"x": torch.zeros(1)})).read(["x", "z"])
 
 
-def test_a_subclass_comes_back_as_itself():
+def test_subclass_is_kept():
     assert type(pickle.loads(pickle.dumps(PackedBatch.pack(OwnBatch(meta_info={"k": 1})))).read()) is OwnBatch
 
 
@@ -278,7 +278,7 @@ def test_the_repr_names_the_columns():
 
 @pytest.mark.parametrize("rows", [None, slice(1, 4), np.array([0, 2])], ids=str)
 @pytest.mark.parametrize("compress", [False, True])
-def test_what_is_read_can_be_written_and_nobody_else_sees_it(rows, compress):
+def test_read_columns_are_writable_private_copies(rows, compress):
     packed = arrived(PackedBatch.pack(everything(), pickle.dumps, compress))
     first = packed.read(None, rows)
     for column in first.batch.values():
@@ -297,14 +297,14 @@ def test_what_is_read_can_be_written_and_nobody_else_sees_it(rows, compress):
     assert_same_batch(packed.read(None, rows), expected)
 
 
-def test_columns_of_one_read_share_no_memory():
+def test_columns_of_one_read_do_not_share_memory():
     packed = arrived(PackedBatch.pack(everything(), pickle.dumps))
     first, second = packed.read(["int64"]), packed.read(["int64"])
     first.batch["int64"][0] = 0
     assert second.batch["int64"][0] == 2**62
 
 
-def test_shared_columns_are_the_memory_of_the_store():
+def test_shared_read_returns_views_of_the_store():
     buffers: list[pickle.PickleBuffer] = []
     data = DataProto.from_dict(
         {"x": torch.arange(6).reshape(3, 2)}, {"n": np.arange(3), "t": np.array(["a", "b", "c"])}
@@ -325,7 +325,7 @@ def test_shared_columns_are_the_memory_of_the_store():
     assert own.non_tensor_batch["n"].tolist() == [1, 2]
 
 
-def test_shared_objects_are_private_all_the_same():
+def test_shared_read_of_objects_is_private():
     packed = arrived(PackedBatch.pack(everything(), pickle.dumps))
     packed.read(["objects"], shared=True).non_tensor_batch["objects"][0]["a"] = "written"
     assert packed.read(["objects"], shared=True).non_tensor_batch["objects"][0] == {"a": 1}
@@ -343,7 +343,7 @@ def test_shared_memory_outlives_the_packed_batch():
 # Bytes
 
 
-def test_bytes_are_those_of_the_columns():
+def test_num_bytes_is_the_size_of_the_columns():
     data = DataProto.from_dict(
         {"bf16": torch.zeros(5, 3, dtype=torch.bfloat16), "bool": torch.zeros(5, dtype=torch.bool)},
         {"text": np.array(["abc"] * 5), "objects": ["some", "objects", None, 1, 2]},
@@ -357,7 +357,7 @@ def test_bytes_are_those_of_the_columns():
     assert PackedColumn.of_tensor(torch.zeros(1).expand(4)).num_bytes == 16
 
 
-def test_buffers_leave_out_of_band_and_the_stream_stays_small():
+def test_buffers_are_out_of_band_and_the_stream_is_small():
     data = DataProto.from_dict(
         {"x": torch.zeros(1000, 10), "y": torch.zeros(1000, dtype=torch.bool)}, {"n": np.zeros(1000)}
     )
@@ -398,14 +398,14 @@ def test_compression_shrinks_and_round_trips():
         assert_same_batch(packed.read(["ids"], rows), data.select_idxs(rows).select(["ids"], []))
 
 
-def test_what_would_not_shrink_or_is_small_is_not_compressed():
+def test_small_or_incompressible_columns_are_not_compressed():
     noise = np.random.default_rng(0).integers(0, 256, COMPRESS_FROM_BYTES * 4, dtype=np.uint8)
     assert not PackedColumn.of_array("noise", noise, compress=True).is_compressed
     assert not PackedColumn.of_tensor(torch.zeros(COMPRESS_FROM_BYTES - 1, dtype=torch.uint8), True).is_compressed
     assert PackedColumn.of_tensor(torch.zeros(COMPRESS_FROM_BYTES, dtype=torch.uint8), True).is_compressed
 
 
-def test_compressed_buffers_leave_out_of_band():
+def test_compressed_buffers_are_out_of_band():
     buffers: list[pickle.PickleBuffer] = []
     packed = PackedBatch.pack(DataProto.from_dict({"x": torch.zeros(10_000)}), compress=True)
     pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
@@ -417,7 +417,7 @@ def test_compressed_buffers_leave_out_of_band():
 
 
 class Bomb:
-    """Cannot be unpickled."""
+    """An object that cannot be unpickled."""
 
     def __reduce__(self):
         return _explode, ()
@@ -438,18 +438,18 @@ def test_reading_a_column_does_not_unpickle_the_others():
             packed.read(columns)
 
 
-def test_what_cannot_be_pickled_is_an_error_with_its_name():
+def test_column_that_cannot_be_pickled_is_named_in_the_error():
     with pytest.raises(BatchError, match="'locals' cannot be sent to another process"):
         PackedBatch.pack(DataProto.from_dict(non_tensors={"locals": [lambda: 1]}), pickle.dumps)
     with pytest.raises(BatchError, match="'meta_info' cannot be sent to another process"):
         PackedBatch.pack(DataProto(meta_info={"f": lambda: 1}), pickle.dumps)
 
 
-# What does not hold
+# Regressions
 
 
 @pytest.mark.parametrize("name", ["conjugated", "negated"])
-def test_a_lazy_view_of_torch_is_packed(name):
+def test_lazy_conjugate_or_negative_view_is_packed(name):
     waves = torch.tensor([1 + 2j, 3 - 1j])
     tensor = {"conjugated": waves.conj(), "negated": torch._neg_view(torch.tensor([1.0, 2.0]))}[name]
     assert_equal(PackedColumn.of_tensor(tensor).read(None), tensor.resolve_conj().resolve_neg())
@@ -462,12 +462,12 @@ def test_one_row_of_an_expanded_column_is_packed():
     assert pickle.loads(pickle.dumps(part)).batch["temperatures"].tolist() == [7.5]
 
 
-def test_a_masked_column_is_refused_because_its_mask_would_be_lost():
+def test_masked_array_is_rejected():
     with pytest.raises(FieldError, match="masked array"):
         DataProto.from_dict(non_tensors={"n": np.ma.array([1, 2, 3], mask=[False, True, False])})
 
 
-def test_objects_left_to_pickle_are_read_into_an_array_of_their_own():
+def test_objects_packed_without_dumps_are_read_into_a_new_array():
     packed = PackedBatch.pack(DataProto.from_dict(non_tensors={"o": ["a", "b"]}))
     packed.read().non_tensor_batch["o"][0] = "written"
     assert packed.read().non_tensor_batch["o"].tolist() == ["a", "b"]

@@ -12,25 +12,25 @@ def numbered(num_rows: int, **kwargs) -> DataProto:
     )
 
 
-def test_rows_are_taken_from_the_start():
+def test_padding_copies_the_first_rows():
     padded, pad_size = pad_dataproto_to_divisor(numbered(6), 4)
     assert pad_size == 2
     assert padded.batch["x"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
     assert padded.non_tensor_batch["o"].tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
-def test_too_few_rows_are_taken_again_and_again():
+def test_padding_repeats_the_rows_if_there_are_too_few():
     padded, pad_size = pad_dataproto_to_divisor(numbered(2), 7)
     assert pad_size == 5
     assert padded.batch["x"].tolist() == [0, 1, 0, 1, 0, 1, 0]
 
 
-def test_copies_are_marked_by_their_row_id():
+def test_copies_have_row_id_minus_one():
     padded, _ = pad_dataproto_to_divisor(numbered(2), 4)
     assert padded.batch["row_ids"].tolist() == [0, 1, -1, -1]
 
 
-def test_an_even_batch_gets_no_rows_but_its_own_dicts():
+def test_divisible_batch_gets_no_rows_but_new_dicts():
     data = numbered(4)
     padded, pad_size = pad_dataproto_to_divisor(data, 2)
     assert pad_size == 0
@@ -38,12 +38,12 @@ def test_an_even_batch_gets_no_rows_but_its_own_dicts():
     assert padded is not data
 
 
-def test_a_batch_without_rows_divides_evenly():
+def test_batch_without_rows_needs_no_padding():
     padded, pad_size = pad_dataproto_to_divisor(numbered(0), 4)
     assert (len(padded), pad_size) == (0, 0)
 
 
-def test_unpad_takes_the_copies_away():
+def test_unpad_removes_the_copies():
     padded, pad_size = pad_dataproto_to_divisor(numbered(5, meta_info={"k": 1}), 4)
     data = unpad_dataproto(padded, pad_size)
     assert data.batch["row_ids"].tolist() == [0, 1, 2, 3, 4]
@@ -52,10 +52,10 @@ def test_unpad_takes_the_copies_away():
     assert len(unpad_dataproto(data, 0)) == 5
 
 
-def test_impossible_sizes_are_errors():
+def test_invalid_sizes_are_errors():
     with pytest.raises(BatchError, match="size_divisor=0"):
         pad_dataproto_to_divisor(numbered(2), 0)
-    with pytest.raises(BatchError, match="pad_size=3 is more than the 2 rows"):
+    with pytest.raises(BatchError, match="pad_size=3 is invalid: the batch has only 2 rows"):
         unpad_dataproto(numbered(2), 3)
     with pytest.raises(BatchError, match="pad_size=-1"):
         unpad_dataproto(numbered(2), -1)
@@ -73,7 +73,7 @@ def test_padding_appends_to_this_batch():
     assert len(data) == 4
 
 
-def test_padding_refuses_what_it_cannot_do():
+def test_padding_rejects_invalid_arguments():
     with pytest.raises(BatchError, match="valid are 'first' and 'last'"):
         numbered(2).padding(1, "middle")
     with pytest.raises(BatchError, match="no row to copy"):

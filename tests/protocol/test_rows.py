@@ -26,7 +26,7 @@ def numbered(num_rows: int = 4) -> DataProto:
         slice(3, None, -2),
     ],
 )
-def test_rows_are_chosen_in_the_order_asked_for(index):
+def test_rows_are_returned_in_the_requested_order(index):
     chosen = numbered()[index]
     assert chosen.batch["x"].tolist() == [3, 1]
     assert chosen.non_tensor_batch["o"].tolist() == [3, 1]
@@ -82,14 +82,14 @@ def test_select_idxs_is_a_copy():
 
 
 @pytest.mark.parametrize("index", [[], (), np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64)])
-def test_no_indices_give_no_rows(index):
+def test_empty_index_returns_no_rows(index):
     data = DataProto.from_dict({"x": torch.zeros(4, 3, dtype=torch.bfloat16)}, {"o": list("abcd")})
     assert len(data[index]) == 0
     assert data[index].batch["x"].shape == (0, 3)
     assert data[index].non_tensor_batch["o"].shape == (0,)
 
 
-def test_columns_that_are_not_contiguous_or_of_unusual_types_are_chosen_too():
+def test_rows_of_strided_columns_and_unusual_dtypes():
     columns = {
         "t": torch.arange(8).reshape(2, 4).T,
         "b": torch.tensor([True, False, True, False]),
@@ -104,14 +104,14 @@ def test_columns_that_are_not_contiguous_or_of_unusual_types_are_chosen_too():
 
 
 @pytest.mark.parametrize("index", [4, -5, [0, 4], [-5], torch.tensor([9]), np.array([4])])
-def test_a_row_outside_the_batch_is_a_batch_error_and_an_index_error(index):
+def test_row_out_of_range_is_a_batch_error_and_an_index_error(index):
     with pytest.raises(BatchError, match=r"not in a batch of 4 rows; valid are -4 to 3"):
         numbered()[index]
     with pytest.raises(IndexError):
         numbered()[index]
 
 
-def test_an_index_error_survives_pickling():
+def test_row_index_error_can_be_pickled():
     with pytest.raises(BatchError) as caught:
         numbered(0)[0]
     assert str(pickle.loads(pickle.dumps(caught.value))) == "row 0 is not in a batch of 0 rows; it is empty."
@@ -121,8 +121,8 @@ def test_an_index_error_survives_pickling():
     "index",
     ["x", None, True, 1.0, [0.5], [[0], [1]], [[0], [1, 2]], {1}, torch.tensor([0.5]), torch.tensor([[0]]), (0, "x")],
 )
-def test_any_other_index_is_an_error_that_says_what_is_valid(index):
-    with pytest.raises(BatchError, match="rows are chosen by an int, a slice, a list"):
+def test_invalid_index_raises_with_the_valid_types(index):
+    with pytest.raises(BatchError, match="rows must be selected by an int, a slice, a list"):
         numbered()[index]
 
 

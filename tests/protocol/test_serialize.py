@@ -36,22 +36,22 @@ def assert_equal(first: DataProto, second: DataProto) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_batch_survives_pickling_with_every_protocol(protocol):
+def test_batch_round_trips_through_every_pickle_protocol(protocol):
     assert_equal(mixed(), pickle.loads(pickle.dumps(mixed(), protocol=protocol)))
 
 
-def test_a_batch_survives_pickling_out_of_band():
+def test_batch_round_trips_through_out_of_band_pickling():
     stream, buffers = out_of_band(mixed())
     assert_equal(mixed(), pickle.loads(stream, buffers=buffers))
 
 
-def test_batches_without_tensors_and_without_columns_survive_pickling():
+def test_batches_without_tensors_or_columns_can_be_pickled():
     for data in (DataProto(), DataProto.from_dict(non_tensors={"o": ["a"]}), mixed().select([], [])):
         assert_equal(data, pickle.loads(pickle.dumps(data)))
         assert len(pickle.loads(pickle.dumps(data))) == len(data)
 
 
-def test_each_tensor_leaves_as_one_buffer_without_a_copy():
+def test_each_tensor_is_one_out_of_band_buffer_without_a_copy():
     data = DataProto.from_dict({"x": torch.arange(1000), "y": torch.zeros(1000, 10)}, {"n": np.zeros(1000)})
     stream, buffers = out_of_band(data)
     assert [buffer.raw().nbytes for buffer in buffers] == [8000, 40000, 8000]
@@ -60,7 +60,7 @@ def test_each_tensor_leaves_as_one_buffer_without_a_copy():
     assert pickle.loads(stream, buffers=buffers).batch["x"][0] == 77
 
 
-def test_a_view_ships_its_own_rows_only():
+def test_view_sends_only_its_rows():
     data = DataProto.from_dict({"x": torch.arange(1000)}, {"n": np.zeros(1000), "o": ["word"] * 1000})
     stream, buffers = out_of_band(data.chunk(10)[3])
     assert [buffer.raw().nbytes for buffer in buffers] == [800, 800]
@@ -69,14 +69,14 @@ def test_a_view_ships_its_own_rows_only():
     assert pickle.loads(stream, buffers=buffers).batch["x"].tolist() == list(range(300, 400))
 
 
-def test_columns_with_gaps_leave_out_of_band_too():
+def test_strided_columns_are_out_of_band_buffers_too():
     data = DataProto.from_dict({"x": torch.zeros(100, 100)[:, ::2]}, {"n": np.zeros((100, 100))[:, ::2]})
     stream, buffers = out_of_band(data)
     assert [buffer.raw().nbytes for buffer in buffers] == [100 * 50 * 4, 100 * 50 * 8]
     assert len(stream) < 1500
 
 
-def test_a_batch_in_read_only_memory_loads_as_a_private_copy_that_can_be_written():
+def test_batch_in_read_only_memory_loads_as_a_writable_copy():
     stream, buffers = out_of_band(DataProto.from_dict({"x": torch.arange(3)}, {"n": np.arange(3)}))
     frozen = [bytes(buffer.raw()) for buffer in buffers]
     for _ in range(2):
@@ -86,14 +86,14 @@ def test_a_batch_in_read_only_memory_loads_as_a_private_copy_that_can_be_written
         loaded.non_tensor_batch["n"][0] = 5
 
 
-def test_a_batch_loads_writable_from_the_stream():
+def test_batch_in_the_pickle_stream_loads_writable():
     loaded = pickle.loads(pickle.dumps(DataProto.from_dict({"x": torch.arange(3)}, {"n": np.arange(3)})))
     loaded.batch["x"] += 1
     loaded.non_tensor_batch["n"] += 1
     assert loaded.batch["x"].tolist() == loaded.non_tensor_batch["n"].tolist() == [1, 2, 3]
 
 
-def test_tensors_that_require_gradients_travel_detached():
+def test_tensors_that_require_gradients_are_sent_detached():
     loaded = pickle.loads(pickle.dumps(DataProto.from_dict({"x": torch.ones(2, requires_grad=True) * 2})))
     assert not loaded.batch["x"].requires_grad
 
@@ -103,7 +103,7 @@ def test_a_batch_with_a_device_arrives_on_the_cpu():
     assert pickle.loads(pickle.dumps(data)).batch.device == torch.device("cpu")
 
 
-def test_an_inconsistent_batch_is_not_shipped():
+def test_inconsistent_batch_is_not_pickled():
     data = mixed()
     data.non_tensor_batch["o"] = np.zeros(7)
     with pytest.raises(BatchError, match="same number of rows"):

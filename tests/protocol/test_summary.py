@@ -4,7 +4,7 @@ import torch
 from hybridflow.protocol import DataProto
 
 
-def test_get_data_info_is_one_line_a_field():
+def test_get_data_info_has_one_line_per_field():
     data = DataProto.from_dict(
         tensors={"input_ids": torch.zeros(3, 512, dtype=torch.int64), "scores": torch.zeros(3)},
         non_tensors={"raw_prompts": ["a", "b", "c"], "rewards": np.zeros(3, dtype=np.float32)},
@@ -26,6 +26,6 @@ def test_get_data_info_is_one_line_a_field():
     )
 
 
-def test_the_headings_are_there_without_fields():
+def test_get_data_info_of_an_empty_batch_has_the_headings():
     assert DataProto().get_data_info() == "batch\nnon_tensor_batch\nmeta_info"
     assert repr(DataProto()).startswith("DataProto of 0 rows\nbatch")

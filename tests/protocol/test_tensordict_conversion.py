@@ -9,7 +9,7 @@ from hybridflow.errors import BatchError, FieldError
 from hybridflow.protocol import DataProto
 
 
-def test_a_batch_survives_the_way_to_tensordict_and_back():
+def test_batch_round_trips_through_a_tensordict():
     data = DataProto.from_dict(
         {"x": torch.arange(2)},
         {"o": [[1, 2], {"k": None}], "n": np.array([1, 2], dtype=np.float32), "s": np.array(["a", "bb"])},
@@ -23,7 +23,7 @@ def test_a_batch_survives_the_way_to_tensordict_and_back():
     assert back.meta_info == {"k": [1, {"m": 2}]}
 
 
-def test_a_batch_without_rows_or_without_tensors_survives_too():
+def test_batch_without_rows_or_tensors_round_trips():
     for data in (DataProto(), DataProto.from_dict(non_tensors={"o": ["a"]}, meta_info={"k": 1})):
         back = DataProto.from_tensordict(data.to_tensordict())
         assert len(back) == len(data)
@@ -31,7 +31,7 @@ def test_a_batch_without_rows_or_without_tensors_survives_too():
         assert list(back.non_tensor_batch) == list(data.non_tensor_batch)
 
 
-def test_rows_chosen_in_the_tensordict_are_rows_of_the_batch():
+def test_rows_selected_in_the_tensordict_are_rows_of_the_batch():
     data = DataProto.from_dict({"x": torch.arange(3)}, {"o": ["a", "a", "b"]}, {"k": 1})
     back = DataProto.from_tensordict(data.to_tensordict()[:2])
     assert back.batch["x"].tolist() == [0, 1]
@@ -45,7 +45,7 @@ def test_from_tensordict_adds_meta_info():
     assert data.non_tensor_batch["o"].tolist() == ["a", "b"]
 
 
-def test_other_tensordicts_are_errors():
+def test_invalid_tensordicts_are_errors():
     with pytest.raises(BatchError, match="exactly one batch dimension"):
         DataProto.from_tensordict(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
     plain: Any = {"x": torch.zeros(2)}

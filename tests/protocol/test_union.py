@@ -16,7 +16,7 @@ def test_union_puts_columns_side_by_side():
     assert list(first.batch.keys()) == ["a"]
 
 
-def test_the_same_column_twice_with_equal_contents_is_fine():
+def test_union_accepts_a_common_column_with_equal_contents():
     first = DataProto.from_dict({"a": torch.tensor([1, 2])}, {"o": [[1], {"k": "v"}], "s": np.array(["x", "yy"])})
     second = DataProto.from_dict({"a": torch.tensor([1, 2])}, {"o": [[1], {"k": "v"}], "s": np.array(["x", "yy"])})
     assert list(first.union(second).batch.keys()) == ["a"]
@@ -33,7 +33,7 @@ def test_the_same_column_twice_with_equal_contents_is_fine():
         (np.array([[1], "x"], dtype=object), np.array([(1,), "x"], dtype=object), "differ in 1 of 2 rows"),
     ],
 )
-def test_the_same_column_with_other_contents_is_an_error_that_shows_both(mine, theirs, message):
+def test_union_of_different_contents_shows_both_in_the_error(mine, theirs, message):
     with pytest.raises(FieldError, match=message):
         DataProto.from_single_dict({"a": mine}).union(DataProto.from_single_dict({"a": theirs}))
 
@@ -57,7 +57,7 @@ def test_union_with_a_batch_that_has_only_meta_info():
         assert both.meta_info == {"k": 1}
 
 
-def test_meta_info_that_differs_is_an_error_that_shows_both():
+def test_union_of_different_meta_info_shows_both_in_the_error():
     with pytest.raises(BatchError, match="'k' is 1 in one batch and 2 in another"):
         DataProto(meta_info={"k": 1}).union(DataProto(meta_info={"k": 2}))
 

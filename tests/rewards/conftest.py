@@ -1,4 +1,4 @@
-"""A real HTTP server on this machine, whose answers a test writes."""
+"""A local HTTP server with answers that a test defines."""
 
 import json
 import threading
@@ -39,7 +39,7 @@ class Server:
         return len({request.client_port for request in self.requests})
 
     def answer_in_turn(self, *answers: Any) -> None:
-        """The first request gets the first answer, and so on; the last answer stays."""
+        """Answer the first request with the first answer, and so on; repeat the last answer."""
         self.answer = lambda request: answers[min(len(self.requests), len(answers)) - 1]
 
     def hang(self, request: Request) -> None:
@@ -52,7 +52,7 @@ class _ManyAtOnce(ThreadingHTTPServer):
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
-    """A server that answers 1.0 until a test says otherwise; pauses between attempts are short."""
+    """Start a server that answers 1.0 by default, with short pauses between attempts."""
     monkeypatch.setattr(http_client, "BACKOFF_S", 0.01)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -80,7 +80,7 @@ def server(monkeypatch) -> Iterator[Server]:
             try:
                 self.wfile.write(body)
             except ConnectionError:
-                self.close_connection = True  # the client has seen enough
+                self.close_connection = True  # the client closed the connection
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -23,7 +23,7 @@ from hybridflow.rewards import ExpressionError, evaluate_arithmetic
         ("007", 7, [7]),
     ],
 )
-def test_expressions_have_the_value_that_school_arithmetic_gives(text, value, numbers):
+def test_expressions_are_evaluated_by_the_rules_of_arithmetic(text, value, numbers):
     assert evaluate_arithmetic(text) == (value, numbers)
 
 
@@ -35,12 +35,12 @@ def test_expressions_have_the_value_that_school_arithmetic_gives(text, value, nu
         "5 / (3 - 3)",
     ],
 )  # fmt: skip
-def test_anything_else_is_refused(text):
+def test_other_texts_are_rejected(text):
     with pytest.raises(ExpressionError):
         evaluate_arithmetic(text)
 
 
-def test_bounds_hold_and_are_quick():
+def test_limits_are_enforced_quickly():
     start = time.perf_counter()
     for text in ("9" * 400, "(" * 250 + "1" + ")" * 249, "-" * 400 + "1", "1+" * 10_000 + "1", "9" * 16):
         with pytest.raises(ExpressionError):

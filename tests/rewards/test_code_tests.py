@@ -1,4 +1,4 @@
-"""Programs that try everything: each scores zero, quickly, and leaves nothing behind."""
+"""Hostile programs: each scores zero quickly and leaves no process or file."""
 
 import errno
 import json
@@ -50,7 +50,7 @@ def children() -> set[str]:
             tasks = list(Path("/proc/self/task").iterdir())
             return {pid for task in tasks for pid in (task / "children").read_text().split()}
         except (FileNotFoundError, ProcessLookupError):
-            continue  # a thread has ended meanwhile: its children belong to another one now
+            continue  # the thread has ended: its children belong to another one now
 
 
 def test_a_program_reads_stdin_and_prints():
@@ -72,17 +72,17 @@ def test_statements_run_after_the_program_in_its_namespace():
     assert score(program, {"tests": ["assert y == P(3)"]}) == ALL
 
 
-def test_partial_credit_is_the_share_and_max_tests_takes_the_first_ones():
+def test_partial_credit_scores_the_share_and_max_tests_limits_the_tests():
     assert score("input()\nprint(3)", SUM, partial_credit=True)["score"] == 0.5
     assert score("input()\nprint(3)", SUM, max_tests=1) == ALL
 
 
 @pytest.mark.parametrize("program", ["def", "x = \x00", "\ud800", "(" * 10_000, "x = 1 +" * 2])
-def test_what_does_not_compile_says_so(program):
+def test_a_program_that_does_not_compile_is_reported(program):
     assert score(program, ADD) == NO_PROGRAM
 
 
-def test_a_program_that_raises_fails_whatever_it_printed():
+def test_a_program_that_raises_fails_despite_correct_output():
     assert score("print('done')\nraise ValueError", PRINTS) == NOTHING
     assert score("print('done')\nimport os\nos._exit(1)", PRINTS) == NOTHING
     assert score("print('don')", PRINTS) == NOTHING
@@ -106,7 +106,7 @@ def test_a_program_that_raises_fails_whatever_it_printed():
         "import os\nos.closerange(3, 64)\nadd = min",
     ],
 )
-def test_a_program_does_not_pass_by_leaving_early_or_replacing_functions(program):
+def test_a_program_does_not_pass_by_exiting_or_replacing_functions(program):
     assert score(program, ADD)["score"] == 0.0
 
 
@@ -175,24 +175,24 @@ def test_a_program_may_only_compute(attempt, tmp_path):
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass",
     ],
 )
-def test_a_program_that_does_not_end_is_killed(program):
+def test_an_endless_program_is_killed(program):
     start = time.monotonic()
     assert score(program, PRINTS, timeout_s=0.3) == NOTHING
     assert time.monotonic() - start < 5.0
 
 
-def test_statements_that_do_not_end_are_killed():
+def test_endless_statements_are_killed():
     assert score("def add(a, b):\n    while True:\n        pass", {"tests": ["add(1, 2)"]}, timeout_s=0.3) == NOTHING
 
 
-def test_threads_are_possible_and_bounded():
+def test_threads_are_allowed_and_limited():
     program = "import threading\nt = threading.Thread(target=print, args=('done',))\nt.start()\nt.join()"
     assert score(program, PRINTS) == ALL
     bomb = "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()"
     assert score(bomb, PRINTS, timeout_s=0.5, memory_bytes=2**28) == NOTHING
 
 
-def test_a_program_may_write_in_its_own_directory_of_which_nothing_stays():
+def test_a_program_may_write_in_its_directory_which_is_removed():
     program = """
 import os, tempfile
 with tempfile.TemporaryFile() as file:
@@ -210,7 +210,7 @@ print("done")
     assert score(program, PRINTS) == ALL
 
 
-def test_the_environment_is_empty_and_only_the_standard_library_is_there(monkeypatch):
+def test_environment_is_empty_and_only_the_standard_library_imports(monkeypatch):
     monkeypatch.setenv("SECRET", "42")
     assert score("import os\nassert 'SECRET' not in os.environ\nprint('done')", PRINTS) == ALL
     assert score("import numpy\nprint('done')", PRINTS) == NOTHING
@@ -218,7 +218,7 @@ def test_the_environment_is_empty_and_only_the_standard_library_is_there(monkeyp
     assert score(f"import {modules}\nprint('done')", PRINTS) == ALL
 
 
-def test_it_works_in_any_thread():
+def test_code_reward_works_in_any_thread():
     results = []
     threads = [
         threading.Thread(target=lambda: results.append(score("def add(a, b):\n    return a + b", ADD)))
@@ -231,7 +231,7 @@ def test_it_works_in_any_thread():
     assert results == [ALL, ALL, ALL]
 
 
-def test_a_ground_truth_may_be_json_and_hold_arrays():
+def test_ground_truth_may_be_json_or_hold_arrays():
     assert score("print(sum(map(int, input().split())))", json.dumps(SUM)) == ALL
     arrays = {name: np.array(texts, dtype=object) for name, texts in SUM.items()}
     assert score("print(sum(map(int, input().split())))", {**arrays, "tests": None}) == ALL
@@ -252,7 +252,7 @@ def test_a_ground_truth_may_be_json_and_hold_arrays():
         {**SUM, **ADD},
     ],
 )
-def test_a_ground_truth_without_tests_is_an_error(truth):
+def test_ground_truth_without_tests_is_an_error(truth):
     with pytest.raises(RewardError, match="the ground truth must look like"):
         score("print(1)", truth)
 
@@ -286,14 +286,14 @@ def test_a_response_without_a_program_scores_zero():
     [
         (
             "import json\nsys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {'filter': '00' * 8})",
-            "the kernel refuses seccomp filters",
+            "the kernel rejects seccomp filters",
         ),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
         ("import os\nos._exit(1)", "did not start"),
     ],
 )
-def test_where_a_program_cannot_be_kept_in_none_is_run(tmp_path, monkeypatch, spoil, message):
+def test_no_program_runs_without_restrictions(tmp_path, monkeypatch, spoil, message):
     folder = Path(code_runner.__file__).parent
     script = tmp_path / "spoiled.py"
     script.write_text(f"""
@@ -305,26 +305,26 @@ code_process.__file__ = {str(folder / "code_process.py")!r}
 code_process.main()
 """)
     monkeypatch.setattr(code_runner, "_SCRIPT", script)
-    with pytest.raises(RewardError, match=f"(?s)so that none was run.*{message}.*Linux 5.13"):
+    with pytest.raises(RewardError, match=f"(?s)so no program was run.*{message}.*Linux 5.13"):
         score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
     assert not (tmp_path / "new").exists()
 
 
-def test_on_another_machine_no_program_is_run(tmp_path, monkeypatch):
+def test_no_program_runs_on_an_unsupported_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
-    with pytest.raises(RewardError, match=r"(?s)so that none was run.*not for 'riscv64'.*Linux 5.13"):
+    with pytest.raises(RewardError, match=r"(?s)so no program was run.*not 'riscv64'.*Linux 5.13"):
         score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
     assert not (tmp_path / "new").exists()
 
 
-def test_there_is_a_filter_for_both_machines():
+def test_the_filter_exists_for_both_machines():
     for machine in ("x86_64", "aarch64"):
         instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
-        assert 200 < len(instructions) < 4096  # the kernel's bound
+        assert 200 < len(instructions) < 4096  # the kernel's limit
         assert filter_program(machine).count(OWN_ID) == 1
 
 
-def test_the_filter_refuses_by_the_numbers_of_each_machine():
+def test_the_filter_denies_by_the_call_numbers_of_each_machine():
     """Numbers are those of the kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unistd.h."""
     numbers = {"x86_64": (41, 57, 59, 62, 101, 165, 425, 448), "aarch64": (198, 221, 129, 117, 40, 425, 448)}
     for machine, refused in numbers.items():
@@ -334,7 +334,7 @@ def test_the_filter_refuses_by_the_numbers_of_each_machine():
             assert instructions[at + 1] == (0x06, 0, 0, 0x00050000 | errno.EPERM)
 
 
-def test_the_table_of_rewards_loads_no_math_verify():
+def test_importing_the_reward_table_does_not_import_math_verify():
     program = "import sys, hybridflow.rewards; sys.exit('math_verify' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -350,6 +350,6 @@ def test_the_table_of_rewards_loads_no_math_verify():
         ({"max_tests": -1}, "max_tests=-1 must be a whole number, 0 or more"),
     ],
 )
-def test_limits_that_nothing_can_pass_are_an_error_and_no_zero(limit, message):
+def test_limits_out_of_range_are_an_error(limit, message):
     with pytest.raises(RewardError, match=message):
         score("print(3)", PRINTS, **limit)

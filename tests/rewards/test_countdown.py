@@ -20,7 +20,7 @@ def score(solution: str, truth: object = TRUTH) -> float:
         "<answer>44<answer>44 + 19 + 35</answer>",
     ],
 )
-def test_the_last_answer_counts_when_it_makes_the_target_of_all_numbers(solution):
+def test_the_last_answer_scores_one_if_it_solves_the_problem(solution):
     assert score(solution) == 1.0
 
 
@@ -45,11 +45,11 @@ def test_the_last_answer_counts_when_it_makes_the_target_of_all_numbers(solution
         "<answer>" + "(" * 10_000 + "</answer>",
     ],
 )
-def test_everything_else_scores_zero_and_raises_nothing(solution):
+def test_other_responses_score_zero_without_an_error(solution):
     assert score(solution) == 0.0
 
 
-def test_division_is_exact_and_repeated_numbers_are_used_as_often_as_given():
+def test_division_is_exact_and_repeated_numbers_are_counted():
     assert score("<answer>1 / 3 * 6</answer>", {"target": 2, "numbers": [1, 3, 6]}) == 1.0
     assert score("<answer>5 / 2 - 2</answer>", {"target": 0, "numbers": [5, 2, 2]}) == 0.0
     assert score("<answer>2 + 2</answer>", {"target": 4, "numbers": [2, 2]}) == 1.0
@@ -60,7 +60,7 @@ def test_many_open_tags_take_linear_time():
     assert score("<answer>" * 200_000) == 0.0
 
 
-def test_numbers_may_be_an_array_and_a_malformed_ground_truth_is_an_error():
+def test_numbers_may_be_an_array_and_bad_ground_truth_is_an_error():
     assert score("<answer>44+19+35</answer>", {"target": np.int64(98), "numbers": np.array([44, 19, 35])}) == 1.0
     for truth in ("98", None, {"target": 98}, {"target": 98, "numbers": 3}, {"target": 9.5, "numbers": [1]}):
         with pytest.raises(RewardError, match="must look like"):

@@ -35,20 +35,20 @@ def swallow_and_loop():
     loop()
 
 
-def test_a_result_in_time_is_returned_and_an_exception_is_raised():
+def test_a_result_in_time_is_returned_and_an_exception_propagates():
     assert call_within(5.0, max, 1, 2) == 2
     with pytest.raises(ZeroDivisionError):
         call_within(5.0, lambda: 1 / 0)
 
 
-def test_what_takes_longer_is_ended():
+def test_a_slow_computation_is_interrupted():
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         call_within(0.05, loop)
     assert 0.05 <= time.monotonic() - start < 5.0
 
 
-def test_another_thread_has_no_deadline_and_a_result():
+def test_another_thread_has_no_time_limit():
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(call_within(0.01, add_slowly, 1, 2)))
     thread.start()
@@ -56,7 +56,7 @@ def test_another_thread_has_no_deadline_and_a_result():
     assert results == [3]
 
 
-def test_an_alarm_that_was_set_before_comes_after_it():
+def test_an_earlier_alarm_is_restored():
     came: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
     timer = signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -72,7 +72,7 @@ def test_an_alarm_that_was_set_before_comes_after_it():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exception_that_is_lost_is_raised_again():
+def test_a_dropped_exception_is_raised_again():
     with pytest.raises(DeadlineExceeded):
         call_within(0.05, swallow_and_loop)
 
@@ -84,7 +84,7 @@ def sleep_in_python(seconds: float) -> None:
 
 
 class Left:
-    """One of a cycle, whose end takes as long as the computation that it must not be part of."""
+    """Object in a reference cycle with a slow finalizer, which must not run within the computation."""
 
     def __init__(self, ended: list[bool]) -> None:
         self.itself = self
@@ -100,11 +100,11 @@ def _end_slowly(ended: list[bool]) -> None:
 
 def make_cycles():
     while True:
-        kept = [[] for _ in range(10_000)]  # enough for the collector to start, were it on
+        kept = [[] for _ in range(10_000)]  # enough to trigger the garbage collector if it were on
         del kept
 
 
-def test_the_end_of_others_objects_is_not_broken_off():
+def test_finalizers_of_unrelated_objects_are_not_interrupted():
     ended: list[bool] = []
     gc.collect()
     Left(ended)
@@ -116,7 +116,7 @@ def test_the_end_of_others_objects_is_not_broken_off():
     assert ended == [True]
 
 
-def test_the_collector_stays_as_it_was():
+def test_the_state_of_the_garbage_collector_is_restored():
     gc.disable()
     try:
         assert call_within(5.0, gc.isenabled) is False
@@ -128,7 +128,7 @@ def test_the_collector_stays_as_it_was():
     assert gc.isenabled()
 
 
-def test_nothing_comes_after_a_call_that_ended_about_in_time():
+def test_no_exception_follows_a_call_that_ends_near_its_limit():
     handler, ends = signal.getsignal(signal.SIGALRM), Counter()
     for index in range(3000):
         try:

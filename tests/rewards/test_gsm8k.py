@@ -29,7 +29,7 @@ def flexible(solution: str, truth: object = "72") -> float:
         ("#### +7", 7),
     ],
 )
-def test_strict_takes_the_number_after_the_last_mark(solution, truth):
+def test_strict_reads_the_number_after_the_last_mark(solution, truth):
     assert strict(solution, truth) == 1.0
 
 
@@ -37,7 +37,7 @@ def test_strict_takes_the_number_after_the_last_mark(solution, truth):
     "solution",
     ["", "72", "the answer is 72", "#### 73", "#### x 72", "72 ####", "#### 72 #### 73", "### 72", "#### 7 2"],
 )
-def test_strict_gives_nothing_without_it(solution):
+def test_strict_scores_zero_without_the_mark(solution):
     assert strict(solution) == 0.0
 
 
@@ -54,16 +54,16 @@ def test_strict_gives_nothing_without_it(solution):
         ("**72**", "72"),
     ],
 )
-def test_flexible_takes_the_last_number_of_the_text(solution, truth):
+def test_flexible_reads_the_last_number_of_the_text(solution, truth):
     assert flexible(solution, truth) == 1.0
 
 
 @pytest.mark.parametrize("solution", ["", "none", "72 or 73", "1" * 5000, "٧٢"])
-def test_flexible_scores_zero_for_another_number_or_none(solution):
+def test_flexible_scores_zero_for_a_wrong_or_missing_number(solution):
     assert flexible(solution) == 0.0
 
 
-def test_a_ground_truth_that_is_no_number_is_an_error():
+def test_ground_truth_must_be_a_number():
     for truth in ("many", None, ""):
         with pytest.raises(RewardError, match="must be a number"):
             strict("#### 72", truth)

@@ -1,4 +1,4 @@
-"""What a server may do to a client, done by a real one."""
+"""The HTTP client against a real server that fails in many ways."""
 
 import asyncio
 import gzip
@@ -35,7 +35,7 @@ def failure(url, payload=None, **changes):
     return str(error.value)
 
 
-def test_json_goes_there_and_comes_back(server):
+def test_json_is_posted_and_the_json_reply_returned(server):
     server.answer = lambda request: {"got": request.json}
     payload = {"text": "é {x} \ud800", "number": np.float32(0.5), "numbers": np.arange(2), "nothing": None}
     got = {"text": "é {x} \ud800", "number": 0.5, "numbers": [0, 1], "nothing": None}
@@ -44,14 +44,14 @@ def test_json_goes_there_and_comes_back(server):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
-def test_a_status_that_may_pass_is_tried_again(server, status):
+def test_temporary_statuses_are_retried(server, status):
     server.answer_in_turn((status, {}, ""), (status, {}, "{}"), 0.5)
     assert post(server.url) == 0.5
     assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("status", [300, 400, 404, 422, 501])
-def test_any_other_status_is_not(server, status):
+def test_other_statuses_are_not_retried(server, status):
     server.answer = lambda request: (status, {}, "no such model")
     message = failure(server.url)
     assert f"POST {server.url} failed after 1 attempt, status {status}" in message
@@ -59,7 +59,7 @@ def test_any_other_status_is_not(server, status):
     assert len(server.requests) == 1
 
 
-def test_after_the_last_retry_the_error_names_url_status_body_attempts_and_fix(server):
+def test_error_after_retries_names_url_status_body_attempts_and_fix(server):
     server.answer = lambda request: (503, {}, "x" * 300)
     assert failure(server.url, retries=2) == (
         f"POST {server.url} failed after 3 attempts, status 503: '{'x' * 200}'. If the server is overloaded, lower "
@@ -69,13 +69,13 @@ def test_after_the_last_retry_the_error_names_url_status_body_attempts_and_fix(s
     assert len(server.requests) == 3
 
 
-def test_retry_after_in_seconds_is_waited_for(server):
+def test_retry_after_in_seconds_is_respected(server):
     server.answer_in_turn((429, {"Retry-After": "1"}, ""), 1.0)
     assert post(server.url) == 1.0
     assert 1.0 <= server.requests[1].at - server.requests[0].at < 3.0
 
 
-def test_retry_after_as_a_date_is_waited_for(server):
+def test_retry_after_as_a_date_is_respected(server):
     def busy_once(request):
         date = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)  # whole seconds: 1 to 2 from now
         return (503, {"Retry-After": date}, "") if len(server.requests) == 1 else 1.0
@@ -94,13 +94,13 @@ def test_retry_after_is_bounded(server, monkeypatch, retry_after):
 
 
 @pytest.mark.parametrize("retry_after", ["soon", "-5", "nan", "Thu, 01 Jan 1970 00:00:00 GMT"])
-def test_retry_after_that_says_nothing_is_no_wait(server, retry_after):
+def test_invalid_retry_after_is_ignored(server, retry_after):
     server.answer_in_turn((429, {"Retry-After": retry_after}, ""), 1.0)
     assert post(server.url) == 1.0
     assert server.requests[1].at - server.requests[0].at < 1.0
 
 
-def test_pauses_double_up_to_a_bound_and_leave_the_global_random_numbers_alone(monkeypatch):
+def test_pauses_double_up_to_a_bound_and_keep_the_global_random_state(monkeypatch):
     monkeypatch.setattr(http_client, "BACKOFF_S", 1.0)
     before = random.getstate()
     longest = [max(http_client._pause_s(attempt, "") for _ in range(2000)) for attempt in (1, 2, 3, 2000)]
@@ -109,7 +109,7 @@ def test_pauses_double_up_to_a_bound_and_leave_the_global_random_numbers_alone(m
     assert random.getstate() == before
 
 
-def test_a_server_that_hangs_is_given_up_and_tried_again(server):
+def test_a_hanging_server_times_out_and_is_retried(server):
     server.answer = lambda request: server.hang(request) if len(server.requests) == 1 else 1.0
     assert post(server.url, request_timeout_s=0.2) == 1.0
     server.answer = server.hang
@@ -118,23 +118,23 @@ def test_a_server_that_hangs_is_given_up_and_tried_again(server):
     )
 
 
-def test_a_server_that_sends_half_of_its_reply_is_given_up(server):
+def test_an_incomplete_reply_times_out(server):
     server.answer = lambda request: (200, {"Content-Length": "100"}, "0.5")
     started = time.monotonic()
     assert "no complete reply within 0.2 s" in failure(server.url, retries=0, request_timeout_s=0.2)
     assert time.monotonic() - started < 3.0
 
 
-def test_a_connection_that_the_server_closes_is_tried_again(server):
+def test_a_connection_closed_by_the_server_is_retried(server):
     server.answer_in_turn(None, None, 1.0)
     assert post(server.url) == 1.0
     server.answer_in_turn(None)
     message = failure(server.url, retries=1)
     assert "failed after 2 attempts, RemoteProtocolError: 'Server disconnected" in message
-    assert "Look whether the server runs" in message
+    assert "Check that the server runs" in message
 
 
-def test_where_nobody_listens_the_error_says_so(server):
+def test_error_without_a_server_names_the_connection(server):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/score"
@@ -147,14 +147,14 @@ def test_a_reply_that_is_not_json_is_an_error_at_once(server, body):
     assert "failed after 1 attempt, status 200, but the reply is not JSON" in failure(server.url)
 
 
-def test_a_reply_of_more_than_a_mebibyte_is_not_read_to_its_end(server):
+def test_a_reply_above_one_mebibyte_is_not_read_to_the_end(server):
     server.answer = lambda request: (200, {}, '"' + "x" * (2**20 - 2) + '"')
     assert len(post(server.url)) == 2**20 - 2
     server.answer = lambda request: (200, {}, b"1" * 2**26)
     assert "failed after 1 attempt, the reply is larger than 1048576 bytes" in failure(server.url)
 
 
-def test_a_compressed_reply_is_not_unpacked(server):
+def test_a_compressed_reply_is_not_decompressed(server):
     server.answer = lambda request: (200, {"Content-Encoding": "gzip"}, gzip.compress(b"1.0"))
     assert "the reply is not JSON" in failure(server.url)
     assert server.requests[0].headers["Accept-Encoding"] == "identity"
@@ -162,7 +162,7 @@ def test_a_compressed_reply_is_not_unpacked(server):
 
 def test_a_redirect_is_not_followed(server):
     server.answer = lambda request: (307, {"Location": f"{server.url}/there?token=secret"}, "")
-    assert f"status 307, a redirect to {server.url}/there. It is not followed; set url" in failure(server.url)
+    assert f"status 307, a redirect to {server.url}/there. Redirects are not followed; set url" in failure(server.url)
     assert len(server.requests) == 1
 
 
@@ -180,7 +180,7 @@ def test_a_redirect_is_not_followed(server):
         (8000, "url=8000 must be an http"),
     ],
 )
-def test_what_is_no_http_address_is_refused(url, shown):
+def test_an_invalid_url_is_rejected(url, shown):
     message = failure(url)
     assert shown in message
     assert "secret" not in message
@@ -197,18 +197,18 @@ def test_what_is_no_http_address_is_refused(url, shown):
         ({"request_timeout_s": 0.0}, "request_timeout_s=0.0 must be more than 0"),
     ],
 )
-def test_settings_out_of_range_are_refused(server, changes, message):
+def test_settings_out_of_range_are_rejected(server, changes, message):
     assert message in failure(server.url, **changes)
     assert server.requests == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, datetime(2020, 1, 1), {(1, 2): 3}])
-def test_what_is_not_json_is_not_sent(server, value):
+def test_values_without_json_are_not_sent(server, value):
     assert "the sample cannot be sent as JSON" in failure(server.url, {"extra_info": value})
     assert server.requests == []
 
 
-def test_the_rate_is_kept_over_all_samples_and_retries_count(server):
+def test_the_rate_limit_covers_all_samples_and_retries(server):
     server.answer = lambda request: BUSY if len(server.requests) % 2 else 1.0
 
     async def many():
@@ -222,7 +222,7 @@ def test_the_rate_is_kept_over_all_samples_and_retries_count(server):
     assert 0.05 * len(gaps) - 0.2 < sum(gaps) < 0.05 * len(gaps) + 2.0
 
 
-def test_samples_that_are_cancelled_while_they_wait_take_no_turn(server):
+def test_canceled_samples_do_not_use_the_rate_limit(server):
     async def cancelled_then_one():
         waiting = [asyncio.create_task(post_once(server.url, requests_per_second=5.0)) for _ in range(50)]
         await asyncio.sleep(0.1)
@@ -236,7 +236,7 @@ def test_samples_that_are_cancelled_while_they_wait_take_no_turn(server):
     assert asyncio.run(cancelled_then_one()) < 2.0
 
 
-def test_samples_that_are_cancelled_give_their_connections_back(server, monkeypatch):
+def test_canceled_samples_release_their_connections(server, monkeypatch):
     monkeypatch.setattr(http_client, "MAX_CONNECTIONS", 2)
     server.answer = server.hang
 
@@ -275,14 +275,14 @@ def test_waiting_for_a_connection_does_not_count_in_the_timeout(server, monkeypa
     assert asyncio.run(many()) == [1.0] * 20
 
 
-def test_connections_end_with_their_event_loop(server):
+def test_connections_close_with_their_event_loop(server):
     for _ in range(3):
         post(server.url)
     assert server.num_connections == 3
     assert http_client._endpoints == {}
 
 
-def test_the_key_is_sent_and_never_shown(server, monkeypatch):
+def test_the_key_is_sent_and_redacted_in_errors(server, monkeypatch):
     monkeypatch.setenv("SCORER_KEY", "sk-123456\n")
     assert post(server.url, api_key_env="SCORER_KEY") == 1.0
     assert server.requests[0].headers["Authorization"] == "Bearer sk-123456"
@@ -293,7 +293,7 @@ def test_the_key_is_sent_and_never_shown(server, monkeypatch):
         assert "sk-1" not in failure(server.url, api_key_env="SCORER_KEY")
 
 
-def test_without_a_key_none_is_sent(server):
+def test_no_authorization_is_sent_without_a_key(server):
     post(server.url)
     assert "Authorization" not in server.requests[0].headers
 
@@ -309,14 +309,14 @@ def test_a_missing_key_is_an_error_before_anything_is_sent(server, monkeypatch, 
     assert server.requests == []
 
 
-def test_a_key_in_place_of_its_variable_is_not_shown(server):
+def test_a_key_given_as_variable_name_is_not_shown(server):
     message = failure(server.url, api_key_env="sk-123456")
     assert "api_key_env=(not shown, it may be a key itself) must be the name of an environment variable" in message
     assert "sk-" not in message
 
 
 @pytest.mark.parametrize("key", ["two words", "line\nbreak", "schlüssel"])
-def test_a_key_that_no_header_holds_is_an_error_that_does_not_show_it(server, monkeypatch, key):
+def test_an_invalid_key_is_an_error_that_does_not_show_it(server, monkeypatch, key):
     monkeypatch.setenv("SCORER_KEY", key)
     message = failure(server.url, api_key_env="SCORER_KEY")
     assert message == "the key in the environment variable SCORER_KEY must be ASCII without spaces."

@@ -32,7 +32,7 @@ def test_the_sample_is_posted_and_a_number_is_the_score(server):
         (-3, -3),
     ],
 )
-def test_an_object_gives_a_score_further_numbers_and_an_answer(server, reply, result):
+def test_an_object_holds_score_further_numbers_and_answer(server, reply, result):
     server.answer = lambda request: reply
     assert score(server) == result
 
@@ -49,7 +49,7 @@ def test_a_reply_without_a_score_is_an_error_that_shows_it(server, reply):
 
 
 @pytest.mark.parametrize(("body", "shown"), [("1e999", "inf"), ("null", "None")])
-def test_no_number_and_one_beyond_floats_are_errors(server, body, shown):
+def test_non_finite_and_too_large_numbers_are_errors(server, body, shown):
     server.answer = lambda request: (200, {}, body)
     with pytest.raises(RewardError, match=f"the scorer replied {shown}; it must"):
         score(server)
@@ -67,7 +67,7 @@ def test_the_settings_reach_the_client(server, monkeypatch):
         score(server, api_key_env="SCORER_KEY")
 
 
-def test_its_results_are_scores_to_the_scorer(server):
+def test_the_scorer_accepts_its_results(server):
     server.answer = lambda request: {"score": 0.5, "length": 10}
     result = score(server)
     scored = RewardScorer(lambda **sample: result).score(["4"], ["sums"], ["4"])

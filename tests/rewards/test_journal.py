@@ -30,7 +30,7 @@ def place(tmp_path):
 
 @pytest.fixture
 def scorer(place):
-    """A scorer that journals in `place`, as a run that has just started has one; `asked` is what the function saw."""
+    """Return a builder of scorers with a new journal in `place`, as at the start of a run; `asked` lists all calls."""
 
     def build(function="score", *, rank=0, kwargs=None, identity=None, **settings):
         runner = RewardRunner(f"{place}/mine.py:{function}", num_processes=1, timeout_s=5.0, memory_bytes=2**29)
@@ -56,7 +56,7 @@ def score(scorer, texts, step=0):
     return scorer.score(texts, ["d"] * len(texts), [None] * len(texts), step=step)
 
 
-def test_a_step_that_comes_again_asks_nothing_and_gives_the_same_scores(place, scorer):
+def test_a_repeated_step_reuses_all_outcomes(place, scorer):
     first = score(scorer(), ["a", "b", "a"])
     assert first.scores.tolist() == [1, 2, 3]
     again = score(scorer(), ["a", "b", "a"])
@@ -65,7 +65,7 @@ def test_a_step_that_comes_again_asks_nothing_and_gives_the_same_scores(place, s
     assert again.answers == ["a", "b", "a"]
 
 
-def test_another_step_asks_anew(place, scorer):
+def test_another_step_calls_the_function_again(place, scorer):
     one = scorer()
     assert score(one, ["a"], step=0).scores.tolist() == [1]
     assert score(one, ["a"], step=1).scores.tolist() == [2]
@@ -73,24 +73,24 @@ def test_another_step_asks_anew(place, scorer):
     assert asked(place) == ["a", "a"]
 
 
-def test_what_was_known_when_a_kill_came_is_not_asked_again(place, scorer):
+def test_outcomes_written_before_a_kill_are_reused(place, scorer):
     score(scorer(), ["a", "b", "c"])
     file = next((place / "rewards").iterdir())
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0] + lines[1] + lines[2][:20])  # the third is torn
+    file.write_bytes(lines[0] + lines[1] + lines[2][:20])  # the third is incomplete
     assert score(scorer(), ["a", "b", "c"]).scores.tolist() == [1, 2, 4]
     assert score(scorer(), ["a", "b", "c"]).scores.tolist() == [1, 2, 4]
     assert asked(place) == ["a", "b", "c", "c"]
 
 
-def test_a_function_that_was_changed_is_asked_again(place, scorer):
+def test_a_changed_function_is_called_again(place, scorer):
     score(scorer(), ["a"])
-    (place / "mine.py").write_text(FUNCTION + "\n# mended\n")
+    (place / "mine.py").write_text(FUNCTION + "\n# fixed\n")
     score(scorer(), ["a"])
     assert asked(place) == ["a", "a"]
 
 
-def test_failures_are_kept_where_they_score_and_asked_again_where_they_stop_the_run(place, scorer):
+def test_failures_are_kept_only_with_on_error_zero(place, scorer):
     for _ in range(2):
         assert score(scorer(on_error="zero"), ["bad", "a"]).failed.tolist() == [True, False]
     assert asked(place) == ["bad", "a"]
@@ -100,22 +100,22 @@ def test_failures_are_kept_where_they_score_and_asked_again_where_they_stop_the_
     assert asked(place) == ["bad", "a", "bad", "bad"]
 
 
-def test_a_batch_of_which_a_part_is_known_is_asked_as_a_whole(place, scorer):
+def test_a_partially_known_batch_is_called_as_a_whole(place, scorer):
     assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
     assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [1, 2]
     assert score(scorer("all_at_once"), ["a", "b", "c"]).scores.tolist() == [3, 4, 5]  # another batch
 
 
-def test_ranks_take_their_own_first_and_then_what_others_wrote(place, scorer):
+def test_ranks_use_their_own_outcomes_first_then_those_of_others(place, scorer):
     zero, one = scorer(rank=0), scorer(rank=1)
     assert score(zero, ["a", "b"]).scores.tolist() == [1, 2]
-    assert score(one, ["a", "c"]).scores.tolist() == [3, 4]  # not what rank 0 has written meanwhile
+    assert score(one, ["a", "c"]).scores.tolist() == [3, 4]  # not the rows that rank 0 has written meanwhile
     assert score(scorer(rank=1), ["a", "c"]).scores.tolist() == [3, 4]
     assert score(scorer(rank=0), ["b", "c", "a"]).scores.tolist() == [2, 4, 1]
     assert len(asked(place)) == 4
 
 
-def test_steps_before_the_oldest_checkpoint_are_forgotten(place, scorer):
+def test_files_before_the_oldest_checkpoint_are_removed(place, scorer):
     one = scorer()
     for step in range(4):
         score(one, ["a"], step=step)
@@ -136,7 +136,7 @@ def test_steps_before_the_oldest_checkpoint_are_forgotten(place, scorer):
         "garbage",
     ],
 )
-def test_damaged_rows_of_any_kind_are_named(place, scorer, row):
+def test_damaged_rows_are_named_in_the_error(place, scorer, row):
     score(scorer(), ["a"])
     next((place / "rewards").iterdir()).write_text(row + "\n")
     with pytest.raises(RewardError, match=r"step_000000_rank_0.jsonl, line 1, is damaged"):
@@ -152,7 +152,7 @@ def test_damaged_rows_of_any_kind_are_named(place, scorer, row):
         Outcome(None, "timeout", "late"),
     ],
 )
-def test_outcomes_survive_being_written(tmp_path, outcome):
+def test_outcomes_survive_serialization(tmp_path, outcome):
     journal = RewardJournal(tmp_path, 0, None, failures=True)
     journal.open(0)
     asked = {"solution_str": "\ud800", "ground_truth": {1: object, "a": np.arange(3)}}
@@ -165,7 +165,7 @@ def test_outcomes_survive_being_written(tmp_path, outcome):
     assert again.call(asked, [{"role": "user"}]).known is None
 
 
-def test_equal_calls_keep_their_answers_in_whatever_order_these_came(tmp_path):
+def test_equal_calls_keep_their_outcomes_in_call_order(tmp_path):
     journal = RewardJournal(tmp_path, 0, None, failures=False)
     journal.open(0)
     first, second = (journal.call({"solution_str": "x"}, None) for _ in range(2))
@@ -177,23 +177,23 @@ def test_equal_calls_keep_their_answers_in_whatever_order_these_came(tmp_path):
     assert [outcome and outcome.result for outcome in known] == [1.0, 2.0, None]
 
 
-def test_what_is_no_score_is_asked_again_after_it_has_stopped_the_run(place, scorer):
+def test_an_invalid_result_that_stopped_the_run_is_called_again(place, scorer):
     (place / "mine.py").write_text(FUNCTION.replace('"score": len(asked)', '"score": 1.0 if len(asked) > 1 else None'))
     with pytest.raises(RewardError, match="missing or not a finite number"):
         score(scorer(), ["a"])
     assert score(scorer(), ["a"]).scores.tolist() == [1.0]
 
 
-def test_a_batch_is_kept_as_a_whole(place, scorer):
+def test_a_batch_is_journaled_as_a_whole(place, scorer):
     score(scorer("all_at_once"), ["a", "b"])
     file = next((place / "rewards").iterdir())
-    file.write_bytes(file.read_bytes()[:-9])  # torn
+    file.write_bytes(file.read_bytes()[:-9])  # incomplete
     assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [3, 4]
     assert score(scorer("all_at_once"), ["a", "b"]).scores.tolist() == [3, 4]
 
 
 @pytest.mark.parametrize("function", ["score", "all_at_once"])
-def test_what_failed_and_scored_is_asked_again_where_failures_stop_the_run(place, scorer, function):
+def test_kept_failures_are_called_again_if_failures_stop_the_run(place, scorer, function):
     assert score(scorer(function, on_error="zero"), ["bad"]).failed.tolist() == [True]
     (place / "asked").unlink()
     with pytest.raises(RewardError, match="ValueError: no"):
@@ -201,7 +201,7 @@ def test_what_failed_and_scored_is_asked_again_where_failures_stop_the_run(place
     assert asked(place) == ["bad"]
 
 
-def test_a_runner_that_was_not_started_journals_a_batch_as_a_whole_too(place):
+def test_a_runner_not_yet_started_journals_a_batch_as_a_whole(place):
     runner = RewardRunner(f"{place}/mine.py:all_at_once", num_processes=1, timeout_s=5.0, memory_bytes=2**29)
     try:
         for _ in range(2):

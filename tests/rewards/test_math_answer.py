@@ -47,7 +47,7 @@ def score(solution: str, truth: object, **settings: float) -> float:
         ("2^{2^{2^{2}}}", "2^{2^{2^{2}}}"),
     ],
 )
-def test_an_answer_that_means_the_same_scores_one(truth, answer):
+def test_an_equal_answer_scores_one(truth, answer):
     assert score(rf"So it is $\boxed{{{answer}}}$.", truth) == 1.0
 
 
@@ -73,7 +73,7 @@ def test_an_answer_that_means_the_same_scores_one(truth, answer):
         ("5", "\x00"),
     ],
 )
-def test_another_answer_scores_zero(truth, answer):
+def test_a_different_answer_scores_zero(truth, answer):
     assert score(rf"So it is $\boxed{{{answer}}}$.", truth) == 0.0
 
 
@@ -93,19 +93,19 @@ def test_another_answer_scores_zero(truth, answer):
         ("I cannot say.", 0.0),
     ],
 )
-def test_the_last_box_counts_and_without_one_the_answer_that_is_found(solution, expected):
+def test_the_last_box_counts_else_the_answer_that_math_verify_finds(solution, expected):
     assert score(solution, "5") == expected
 
 
 @pytest.mark.parametrize("truth", ["5", 5, 5.0, "$5$", "$$5$$", r"\(5\)", r"\[ 5 \]", r"\boxed{5}", r"$\boxed{5}$"])
-def test_a_ground_truth_may_be_a_number_and_may_be_wrapped(truth):
+def test_ground_truth_may_be_a_number_or_delimited_latex(truth):
     assert score(r"\boxed{5}", truth) == 1.0
     assert score(r"\boxed{\frac{10}{2}}", truth) == 1.0
     assert score(r"\boxed{6}", truth) == 0.0
 
 
 @pytest.mark.parametrize("truth", ["", "???", r"\frac{", None, ["5"], {"answer": "5"}])
-def test_a_ground_truth_that_cannot_be_parsed_is_an_error(truth):
+def test_unparsable_ground_truth_is_an_error(truth):
     with pytest.raises(RewardError, match="the ground truth must be a number or LaTeX"):
         score(r"\boxed{5}", truth)
 
@@ -147,7 +147,7 @@ def test_a_hostile_answer_scores_zero_at_once(answer):
     assert time.perf_counter() - start < 2.0
 
 
-def test_an_answer_that_sympy_would_think_about_for_minutes_ends_with_its_time():
+def test_timeout_interrupts_a_slow_comparison():
     score(r"\boxed{\frac{3}{2}}", "5")
     start = time.perf_counter()
     assert score(r"\boxed{\sum_{n=1}^{9999} \sin(n^n)^n}", "5", timeout_s=0.3) == 0.0
@@ -155,7 +155,7 @@ def test_an_answer_that_sympy_would_think_about_for_minutes_ends_with_its_time()
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "5", True])
-def test_a_time_that_is_none_is_an_error(timeout_s):
+def test_an_invalid_timeout_is_an_error(timeout_s):
     with pytest.raises(RewardError, match=r"timeout_s=.* must be more than 0 seconds, and at most 86400"):
         score(r"\boxed{5}", "5", timeout_s=timeout_s)
 
@@ -167,7 +167,7 @@ def test_many_boxes_and_braces_take_linear_time():
     assert time.perf_counter() - start < 5.0
 
 
-def test_it_works_outside_of_the_main_thread():
+def test_math_reward_works_outside_the_main_thread():
     scores: list[float] = []
     thread = threading.Thread(target=lambda: scores.append(score(r"\boxed{\frac{4}{8}}", r"\frac{1}{2}")))
     thread.start()
@@ -175,7 +175,7 @@ def test_it_works_outside_of_the_main_thread():
     assert scores == [1.0]
 
 
-def test_a_vote_is_what_the_last_box_holds():
+def test_a_vote_is_the_content_of_the_last_box():
     assert boxed_answer(r"\boxed{1} or \boxed{ \frac{1}{2} }") == r"\frac{1}{2}"
     assert boxed_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
     assert boxed_answer("none") is None
@@ -197,5 +197,5 @@ def test_a_vote_is_what_the_last_box_holds():
         ("1/3", "0.333333", 1.0),
     ],
 )
-def test_small_numbers_spaces_and_other_ways_of_writing(truth, boxed, score):
+def test_small_numbers_spaces_and_other_notations(truth, boxed, score):
     assert math_reward("math", rf"so \boxed{{{boxed}}}", truth) == score

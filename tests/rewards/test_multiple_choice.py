@@ -42,7 +42,7 @@ def score(solution: str, truth: object = "B", extra_info: object = None) -> floa
         r"\boxed{A} no, the answer is B",
     ],
 )
-def test_the_last_answer_that_is_stated_counts(solution):
+def test_the_last_stated_answer_counts(solution):
     assert score(solution) == 1.0
 
 
@@ -66,26 +66,26 @@ def test_the_last_answer_that_is_stated_counts(solution):
         r"\boxed{}",
     ],
 )
-def test_everything_else_scores_zero(solution):
+def test_other_responses_score_zero(solution):
     assert score(solution) == 0.0
 
 
 @pytest.mark.parametrize(
     "solution", ["A good idea", "The answer is A good idea", "I think", "The answer is I do not know"]
 )
-def test_words_of_one_letter_are_no_answers(solution):
+def test_one_letter_words_are_not_answers(solution):
     assert score(solution, "A") == 0.0
     assert score(solution, "I") == 0.0
 
 
-def test_a_ground_truth_may_be_an_index_where_the_choices_are_known():
+def test_ground_truth_may_be_an_index_if_the_choices_are_known():
     assert score("B", 1, CHOICES) == 1.0
     assert score("B", np.int64(1), {"choices": np.array(["red", "green"], dtype=object)}) == 1.0
     assert score("A", 1, CHOICES) == 0.0
     assert score("B", "b", CHOICES) == 1.0
 
 
-def test_a_letter_beyond_the_choices_is_no_answer():
+def test_a_letter_beyond_the_choices_is_not_an_answer():
     assert score("The answer is B. The answer is Z.", "B", CHOICES) == 1.0
     assert score("<answer>B</answer><answer>Z</answer>", "B", CHOICES) == 0.0
 
@@ -106,7 +106,7 @@ def test_a_letter_beyond_the_choices_is_no_answer():
         ("A", {"choices": {"text": ["red"], "label": ["A"]}}, "must be a list of 1 to 26 choices"),
     ],
 )
-def test_a_ground_truth_that_is_no_choice_is_an_error(truth, extra_info, message):
+def test_ground_truth_must_be_one_of_the_choices(truth, extra_info, message):
     with pytest.raises(RewardError, match=message):
         score("B", truth, extra_info)
 
@@ -117,7 +117,7 @@ def test_a_vote_is_the_letter():
     assert chosen_letter("Answer: (C)", 2) is None
 
 
-def test_a_long_response_takes_little_time():
+def test_a_long_response_is_parsed_quickly():
     start = time.perf_counter()
     for text in ("answer " * 100_000, "answer is" + " " * 500_000, "<answer>" * 100_000, "(" * 500_000, "*" * 500_000):
         assert score(text) == 0.0
@@ -139,5 +139,5 @@ def test_a_long_response_takes_little_time():
         ("An answer (C) would be wrong", "C"),
     ],
 )
-def test_how_models_state_an_answer(text, letter):
+def test_common_phrasings_of_an_answer_are_recognized(text, letter):
     assert chosen_letter(text, 4) == letter

@@ -25,6 +25,6 @@ def test_products_beyond_float_precision_compare_exactly():
     assert multiplication_reward("multiplication", "<answer>9007199254740993</answer>", "9007199254740992") == 0.0
 
 
-def test_a_ground_truth_that_is_no_number_is_an_error():
+def test_ground_truth_must_be_a_number():
     with pytest.raises(RewardError, match="must be a number"):
         multiplication_reward("multiplication", "<answer>1</answer>", "one")

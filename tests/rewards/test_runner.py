@@ -1,4 +1,4 @@
-"""Reward functions that do everything wrong, in processes of their own: the other samples keep their scores."""
+"""Failing reward functions in separate processes: the other samples keep their scores."""
 
 import itertools
 import os
@@ -18,7 +18,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
         while True:
             pass
     if solution_str == "lock":
-        ctypes.PyDLL(None).sleep(1000)  # in C, with the interpreter's lock
+        ctypes.PyDLL(None).sleep(1000)  # in C, holding the GIL
     if solution_str == "exit":
         os._exit(3)
     if solution_str == "abort":
@@ -96,7 +96,7 @@ def samples(texts):
 
 
 @pytest.mark.parametrize("bad", PROBLEMS)
-def test_what_a_function_does_wrong_on_one_sample_is_told_and_the_others_keep_their_scores(runner, bad):
+def test_a_failing_sample_is_reported_and_the_others_keep_their_scores(runner, bad):
     texts = ["a" * (1 + i % 7) for i in range(60)]
     texts[5] = texts[33] = bad
     kind, problem = PROBLEMS[bad]
@@ -112,30 +112,30 @@ def test_what_a_function_does_wrong_on_one_sample_is_told_and_the_others_keep_th
             assert repr(outcome.result["object"]).startswith("<object object")
 
 
-def test_everything_wrong_at_once(runner):
+def test_all_failures_at_once(runner):
     texts = [*PROBLEMS, "fine", *PROBLEMS, "good"]
     outcomes = runner(num_processes=3).run(samples(texts))
     assert [outcome.kind for outcome in outcomes] == [PROBLEMS.get(text, (None,))[0] for text in texts]
 
 
-def test_one_sample_in_a_hundred_that_raises_costs_no_process(runner):
+def test_exceptions_do_not_replace_a_process(runner):
     texts = ["raise" if i % 100 == 50 else "fine" for i in range(400)]
     outcomes = runner("located").run(samples(texts))
     assert [outcome.kind == "raised" for outcome in outcomes] == [text == "raise" for text in texts]
     assert 1 <= len({outcome.result["score"] for outcome in outcomes if outcome.kind is None}) <= 2
 
 
-def test_while_a_sample_hangs_the_other_process_scores_the_others(runner):
+def test_the_other_process_scores_while_a_sample_hangs(runner):
     located = runner("located")
     located.run(samples(["fine"] * 100))  # both processes have started
     start = time.monotonic()
     hanging, *others = located.run(samples(["loop", *["fine"] * 200]))
     assert hanging.kind == "timeout"
     waited = [outcome for outcome in others if outcome.result["at"] > start + 2.0]
-    assert len(waited) <= 1  # the one that the process had been given before it hung
+    assert len(waited) <= 1  # the sample that the process already had before it hung
 
 
-def test_a_slow_function_is_not_late_and_processes_work_side_by_side(runner):
+def test_a_slow_function_is_not_late_and_processes_run_in_parallel(runner):
     outcomes = runner("located", timeout_s=1.0).run(samples(["slow"] * 8))
     assert [outcome.kind for outcome in outcomes] == [None] * 8  # of one process 4 take 1.2 s together
     in_order = sorted((outcome.result for outcome in outcomes), key=lambda result: result["start"])
@@ -143,13 +143,13 @@ def test_a_slow_function_is_not_late_and_processes_work_side_by_side(runner):
     assert len([None for first, then in pairs if then["start"] < first["at"]]) >= 3
 
 
-def test_a_hanging_function_that_reads_no_more_is_late_too(runner):
+def test_a_hanging_function_that_stops_reading_times_out(runner):
     texts = ["loop", *["x" * 3_000_000] * 4]  # more than a pipe takes
     outcomes = runner(num_processes=1).run(samples(texts))
     assert [outcome.kind for outcome in outcomes] == ["timeout", None, None, None, None]
 
 
-def test_random_numbers_follow_the_seed_of_the_sample_whichever_process_draws(runner):
+def test_random_numbers_depend_on_the_seed_of_the_sample_only(runner):
     one, three = runner("noisy", num_processes=1), runner("noisy", num_processes=3)
     wanted = samples(["x"] * 40)
     first = [outcome.result for outcome in one.run(wanted)]
@@ -158,7 +158,7 @@ def test_random_numbers_follow_the_seed_of_the_sample_whichever_process_draws(ru
     assert len(set(first)) == 40
 
 
-def test_a_process_that_is_killed_between_calls_is_replaced_without_a_word(runner):
+def test_a_process_killed_between_calls_is_replaced_silently(runner):
     idle = runner("environment", num_processes=1)
     (before,) = idle.run(samples(["x"]))
     pid = int(before.result["score"])
@@ -169,7 +169,7 @@ def test_a_process_that_is_killed_between_calls_is_replaced_without_a_word(runne
     assert after.result["score"] != before.result["score"]
 
 
-def test_processes_end_with_the_runner_and_no_more_start_than_there_are_samples(runner):
+def test_processes_close_with_the_runner_and_are_at_most_the_samples(runner):
     few = runner("environment", num_processes=5)
     pids = {int(outcome.result["score"]) for outcome in few.run(samples(["x", "y"]))}
     assert len(pids) <= 2
@@ -190,14 +190,14 @@ def test_processes_end_with_the_runner_and_no_more_start_than_there_are_samples(
         ("score", "write 'path.py:function' or 'module:function'"),
     ],
 )
-def test_what_cannot_be_loaded_is_an_error_at_the_start(file, name, message):
+def test_a_function_that_cannot_be_loaded_is_an_error_at_the_start(file, name, message):
     with pytest.raises(RewardError, match=message):
         RewardRunner(name.format(file=file), num_processes=2, timeout_s=1.0, memory_bytes=0).start()
 
 
-def test_a_file_that_ends_its_process_while_it_is_loaded_is_an_error_at_the_start(tmp_path):
+def test_a_file_that_exits_on_import_is_an_error_at_the_start(tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    with pytest.raises(RewardError, match="ended at once: exit status 7"):
+    with pytest.raises(RewardError, match="exited at once: exit status 7"):
         RewardRunner(f"{tmp_path}/dies.py:score", num_processes=1, timeout_s=1.0, memory_bytes=0).start()
 
 
@@ -205,7 +205,7 @@ def score_all(scorer, texts):
     return scorer.score(texts, ["d"] * len(texts), [{"x": 1}] * len(texts), None, ["a prompt"] * len(texts))
 
 
-def test_a_scorer_shows_the_sample_that_failed_or_scores_it_as_configured(runner):
+def test_a_scorer_shows_a_failed_sample_or_scores_it_as_configured(runner):
     with pytest.raises(RewardError, match=r"(?s)reward function score took longer .*solution: 'loop'"):
         score_all(RewardScorer(runner=runner()), ["ab", "loop", "c"])
     result = score_all(RewardScorer(runner=runner(), on_error="zero", error_score=-1.0), ["ab", "loop", "raise", "c"])
@@ -215,7 +215,7 @@ def test_a_scorer_shows_the_sample_that_failed_or_scores_it_as_configured(runner
     assert result.answers == ["ab", None, None, "c"]
 
 
-def test_above_the_bound_of_failures_the_run_stops_and_shows_some(runner):
+def test_more_failures_than_max_failure_rate_stop_the_run(runner):
     scorer = RewardScorer(runner=runner(), on_error="zero", max_failure_rate=0.3)
     assert score_all(scorer, ["raise", *["ab"] * 3]).num_errors == 1
     wanted = r"(?s)2 of 4 rewards failed, more than reward.max_failure_rate=0.3.*not this one"

@@ -12,7 +12,7 @@ from hybridflow.rewards import REWARDS, RewardScorer
 COUNTDOWN = {"target": 5, "numbers": [2, 3]}
 
 
-def test_without_a_function_the_data_source_of_each_row_chooses():
+def test_data_source_chooses_the_function_of_each_row_by_default():
     result = RewardScorer().score(
         solution_texts=["#### 72", "<answer>2 + 3</answer>", "<answer>12</answer>", "#### 71"],
         data_sources=["openai/gsm8k", "countdown", "multiplication", "openai/gsm8k"],
@@ -23,11 +23,11 @@ def test_without_a_function_the_data_source_of_each_row_chooses():
     assert (result.extras, result.failed.tolist()) == ([{}] * 4, [False] * 4)
 
 
-def test_the_table_names_the_data_sources_that_prepare_writes():
+def test_the_table_has_the_data_sources_that_prepare_writes():
     assert {"countdown", "multiplication", "openai/gsm8k"} <= set(REWARDS)
 
 
-def test_the_users_function_gets_the_four_keyword_arguments():
+def test_a_user_function_gets_the_four_keyword_arguments():
     seen = []
 
     def reward(**row):
@@ -41,11 +41,11 @@ def test_the_users_function_gets_the_four_keyword_arguments():
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Fraction(1), {"score": 1}])
-def test_numbers_of_many_kinds_are_scores(value):
+def test_numbers_of_many_types_are_scores(value):
     assert RewardScorer(lambda **row: value).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
 
 
-def test_other_numbers_of_a_dict_become_extras_of_the_row():
+def test_other_numbers_of_a_dict_become_extras():
     def reward(solution_str, **row):
         result = {"score": 1.0, "format": solution_str == "a", "pred": solution_str}
         return result if solution_str == "a" else {**result, "length": np.int64(3)}
@@ -54,7 +54,7 @@ def test_other_numbers_of_a_dict_become_extras_of_the_row():
     assert result.extras == [{"format": 1.0}, {"format": 0.0, "length": 3.0}, {"format": 0.0, "length": 3.0}]
 
 
-def test_a_function_that_changes_its_arguments_changes_nobody_elses():
+def test_a_function_gets_copies_of_its_arguments():
     def reward(ground_truth, extra_info, **row):
         ground_truth["numbers"].pop()
         extra_info["seen"] = True
@@ -72,7 +72,7 @@ BAD_RESULTS = [
 
 
 @pytest.mark.parametrize("value", BAD_RESULTS, ids=[str(i) for i in range(len(BAD_RESULTS))])
-def test_what_is_no_score_stops_with_the_sample_and_the_value_shown(value):
+def test_an_invalid_score_stops_and_shows_the_sample_and_the_value(value):
     def my_reward(**row):
         return value
 
@@ -85,7 +85,7 @@ def test_what_is_no_score_stops_with_the_sample_and_the_value_shown(value):
     assert RewardScorer(my_reward, on_error="zero").score(["s"], ["x"], ["1"]).num_errors == 1
 
 
-def test_an_exception_stops_the_run_with_the_sample_shown():
+def test_an_exception_stops_and_shows_the_sample():
     def reward(solution_str, **row):
         return float(solution_str)
 
@@ -96,7 +96,7 @@ def test_an_exception_stops_the_run_with_the_sample_shown():
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
-def test_on_error_zero_counts_errors_scores_error_score_and_logs_the_first(caplog):
+def test_on_error_zero_counts_scores_and_logs_failures(caplog):
     def reward(solution_str, **row):
         if solution_str == "exit":
             raise SystemExit(3)
@@ -112,12 +112,12 @@ def test_on_error_zero_counts_errors_scores_error_score_and_logs_the_first(caplo
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_an_unknown_data_source_is_an_error_whatever_on_error_says():
-    with pytest.raises(RewardError, match=r"'poems'; known are .*countdown, .*openai/gsm8k. Give your own as"):
+def test_an_unknown_data_source_is_an_error_with_any_on_error():
+    with pytest.raises(RewardError, match=r"'poems'; known are .*countdown, .*openai/gsm8k. Set reward.function="):
         RewardScorer(on_error="zero").score(["s"], ["poems"], ["1"])
 
 
-def test_bad_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(RewardError, match="2 solution_texts, but 1 data_sources, 2 ground_truths"):
         RewardScorer().score(["a", "b"], ["x"], ["1", "2"])
     with pytest.raises(RewardError, match="on_error='ignore' is not one of stop, zero"):
@@ -128,7 +128,7 @@ def test_bad_arguments_are_refused():
         RewardScorer(lambda solution_str: 1.0)
 
 
-def test_an_empty_batch_has_no_scores_and_a_file_names_a_function(tmp_path):
+def test_an_empty_batch_has_no_scores_and_a_function_may_be_a_path(tmp_path):
     path = tmp_path / "reward.py"
     path.write_text("def f(solution_str, **row):\n    return len(solution_str)\n")
     scorer = RewardScorer(f"{path}:f")

@@ -21,7 +21,7 @@ from hybridflow.rewards import format_score, length_score, shaped_reward
         ("", 0.0),
     ],
 )
-def test_the_default_form_is_one_thought_and_one_answer(text, expected):
+def test_the_default_format_is_one_thought_and_one_answer(text, expected):
     assert format_score(text) == expected
 
 
@@ -32,12 +32,12 @@ def test_a_pattern_must_match_the_whole_text():
 
 
 @pytest.mark.parametrize("pattern", ["(", "[a", "a{2,1}", None])
-def test_a_pattern_that_is_no_regular_expression_is_an_error(pattern):
+def test_an_invalid_regular_expression_is_an_error(pattern):
     with pytest.raises(RewardError, match="is not a regular expression"):
         format_score("text", pattern)
 
 
-def test_a_long_text_fits_no_pattern_and_the_default_takes_linear_time():
+def test_a_long_text_never_matches_and_the_default_is_linear():
     assert format_score("a" * 200_000, "a*") == 1.0
     assert format_score("a" * 200_001, "a*") == 0.0
     start = time.perf_counter()
@@ -49,7 +49,7 @@ def test_a_long_text_fits_no_pattern_and_the_default_takes_linear_time():
 @pytest.mark.parametrize(
     ("length", "expected"), [(0, 1.0), (100, 1.0), (125, 0.75), (150, 0.5), (200, 0.0), (10**9, 0.0)]
 )
-def test_the_length_counts_fully_up_to_a_bound_and_falls_linearly_to_another(length, expected):
+def test_length_score_is_one_up_to_a_bound_then_decays_linearly(length, expected):
     assert length_score(length, 100, 200) == expected
 
 
@@ -59,7 +59,7 @@ def test_equal_bounds_are_a_step():
 
 
 @pytest.mark.parametrize("bounds", [(200, 100), (-1, 100), (0, float("inf")), (float("nan"), 1), ("0", 1)])
-def test_bounds_of_the_length_that_make_no_sense_are_an_error(bounds):
+def test_invalid_length_bounds_are_an_error(bounds):
     with pytest.raises(RewardError, match="must be finite, at least 0, and in this order"):
         length_score(10, *bounds)
 
@@ -70,7 +70,7 @@ def shaped(solution, data_source="multiplication", truth: object = "6", **settin
     )
 
 
-def test_a_shaped_reward_says_whether_a_response_is_right_in_form_and_short():
+def test_shaped_reward_scores_correctness_format_and_length():
     right = "<think>2 * 3</think><answer>6</answer>"  # 38 characters
     assert shaped(right) == {"score": 1.0, "correct": 1.0, "format": 1.0, "length": 1.0}
     assert shaped("<answer>7</answer>") == {"score": 0.0, "correct": 0.0, "format": 0.0, "length": 1.0}
@@ -78,10 +78,10 @@ def test_a_shaped_reward_says_whether_a_response_is_right_in_form_and_short():
     assert shaped(right, pattern="x", max_chars=28, falls_to_zero_at=48) == halfway
 
 
-def test_a_shaped_reward_takes_the_score_of_a_function_that_says_more():
+def test_shaped_reward_reads_the_score_of_a_dict():
     assert shaped("no program", "code", {"tests": ["assert True"]})["correct"] == 0.0
 
 
-def test_a_data_source_that_no_function_is_known_for_is_an_error():
-    with pytest.raises(RewardError, match="no reward function is known for data_source 'poems'; known are"):
+def test_shaped_reward_rejects_an_unknown_data_source():
+    with pytest.raises(RewardError, match="no built-in reward function serves data_source 'poems'; known are"):
         shaped("x", "poems")

@@ -21,6 +21,9 @@ def any_arguments(**arguments):
 def too_few(solution_str, ground_truth):
     return 0.0
 
+def misspelled(data_source, solution, ground_truth, extra_infos=None):
+    return 0.0
+
 constant = 3
 """
 
@@ -36,7 +39,7 @@ def call(function, solution: str = "abcd"):
     return function(data_source="x", solution_str=solution, ground_truth="1", extra_info={})
 
 
-def test_a_function_of_a_file_is_loaded_and_called_by_keyword(reward_file, monkeypatch):
+def test_a_function_of_a_file_is_loaded(reward_file, monkeypatch):
     assert call(load_reward_function(f"{reward_file}:by_length")) == 2.0
     assert call(load_reward_function(f"{reward_file}:any_arguments")) == 1.0
     monkeypatch.chdir(reward_file.parent)
@@ -48,7 +51,7 @@ def test_a_function_of_a_module_is_loaded():
     assert function(data_source="x", solution_str="72", ground_truth="72", extra_info={}) == 1.0
 
 
-def test_two_files_of_one_name_stay_apart(tmp_path):
+def test_files_with_equal_names_are_separate_modules(tmp_path):
     functions = []
     for folder, value in (("one", 1.0), ("two", 2.0)):
         (tmp_path / folder).mkdir()
@@ -66,19 +69,23 @@ def test_two_files_of_one_name_stay_apart(tmp_path):
         ("a.py:", "write 'path.py:function'"),
         ("nowhere.py:f", "there is no file"),
         ("no_such_module_here:f", "importing no_such_module_here failed: ModuleNotFoundError"),
-        ("{file}:absent", "has no function 'absent'; it has by_length, any_arguments, too_few"),
+        ("{file}:absent", "has no function 'absent'; it has by_length, any_arguments, too_few, misspelled"),
         ("{file}:constant", "has no function 'constant'"),
         ("{file}:too_few", "is too_few(solution_str, ground_truth), but it is called with the keyword arguments"),
+        (
+            "{file}:misspelled",
+            "(did you mean 'solution_str' instead of 'solution', 'extra_info' instead of 'extra_infos'?), but it is",
+        ),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_with_the_fix(reward_file, name, message):
+def test_a_function_that_cannot_be_loaded_is_rejected_with_the_fix(reward_file, name, message):
     with pytest.raises(RewardError) as error:
         load_reward_function(name.format(file=reward_file))
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("code", ["1 / 0", "def f(:", "import sys; sys.exit(3)"])
-def test_a_file_that_fails_on_import_is_refused(tmp_path, code):
+def test_a_file_that_fails_on_import_is_rejected(tmp_path, code):
     path = tmp_path / "bad.py"
     path.write_text(code)
     with pytest.raises(RewardError, match=r"running .*bad.py failed: (ZeroDivisionError|SyntaxError|SystemExit)"):

@@ -21,7 +21,7 @@ def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEn
     from hybridflow.rollout import load_weights
     from hybridflow.rollout.vllm import VLLMRollout
 
-    dtype = "float32" if dtype == "float64" else dtype  # which it has not
+    dtype = "float32" if dtype == "float64" else dtype  # vLLM has no float64
     engine = VLLMRollout(directory, dtype=dtype, enforce_eager=True, kv_cache_bytes=64 * 2**20, **options)
     load_weights(engine, load_causal_lm(directory).named_parameters(), version=0)
     return engine
@@ -33,11 +33,11 @@ ENGINES = {"embedded": build_embedded, "vllm": build_vllm}
 
 @pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
 def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
-    """Each implementation in turn: the contract is the same for all."""
+    """Return the builder of each implementation in turn."""
     return ENGINES[request.param]
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
-    """As elsewhere, with heads of 32: the smallest that vLLM computes on a CPU."""
+    """Return the builder of tiny models, with heads of 32: the smallest that vLLM supports on a CPU."""
     return partial(tiny_model, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)

@@ -1,7 +1,7 @@
-"""What every rollout engine promises; each test runs on each implementation (conftest.ENGINES).
+"""The contract of rollout engines; each test runs on every implementation (conftest.ENGINES).
 
-The reference computes one sequence at a time, the whole of it anew for every token, with the stock model, and draws
-tokens by the formulas.
+The reference computes one sequence at a time with the transformers model, without a cache, and samples tokens by the
+formulas.
 """
 
 import math
@@ -26,7 +26,7 @@ def requests(sampling: SamplingParams, group_size: int = 2, prompts=PROMPTS) -> 
 
 
 def distribution(logits: list[float], sampling: SamplingParams) -> list[float]:
-    """The probabilities that a token is drawn from, one number at a time."""
+    """Return the sampling probabilities, computed with Python numbers."""
     scaled = [logit / (sampling.temperature or 1.0) for logit in logits]
     largest = max(scaled)
     weights = [math.exp(value - largest) for value in scaled]
@@ -43,7 +43,7 @@ def distribution(logits: list[float], sampling: SamplingParams) -> list[float]:
 
 
 def draw(probabilities: list[float], number: float) -> int:
-    """The first token whose cumulative probability exceeds the number."""
+    """Return the first token whose cumulative probability exceeds the number."""
     cumulative = 0.0
     for token, probability in enumerate(probabilities):
         cumulative += probability
@@ -74,7 +74,7 @@ def stock_model(directory, use_float64_throughout):
 
 
 def serve(engine, between_steps=lambda step: None) -> list[Completion]:
-    """Step until nothing is left; `between_steps` is called with the number of steps so far, from 0."""
+    """Step until the engine is idle; call `between_steps` before each step with the number of steps so far."""
     done, steps = [], 0
     while engine.has_unfinished():
         between_steps(steps)
@@ -88,7 +88,7 @@ def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
     return {(c.request_id, c.index): c for c in completions}
 
 
-# ------------------------------------------------------------------------------------------ what is generated
+# ------------------------------------------------------------------------------------------ generated tokens
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
 )
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("build_rollout", ["embedded"], indirect=True)
-def test_tokens_and_log_probs_equal_recomputation_one_sequence_at_a_time(
+def test_tokens_and_log_probs_equal_recomputation_of_single_sequences(
     build_rollout, tiny_model, use_float64_throughout, sampling, tied
 ):
     directory = tiny_model("qwen2", tie_word_embeddings=tied)
@@ -127,7 +127,7 @@ def test_tokens_and_log_probs_equal_recomputation_one_sequence_at_a_time(
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_log_probs_are_those_of_the_distribution_sampled_from(
+def test_log_probs_are_under_the_sampling_distribution(
     build_rollout, tiny_model, use_float64_throughout, sampling, tied
 ):
     directory = tiny_model("qwen2", tie_word_embeddings=tied)
@@ -151,18 +151,18 @@ def test_samples_follow_the_distribution(build_rollout, tiny_model, use_float64_
     for token, probability in enumerate(probabilities):
         sigma = math.sqrt(count * probability * (1 - probability))
         assert abs(drawn.count(token) - count * probability) <= 4.5 * sigma
-    pairs = [drawn[i] == drawn[i + 1] for i in range(count - 1)]  # neighbours in a group and of two prompts
+    pairs = [drawn[i] == drawn[i + 1] for i in range(count - 1)]  # neighbors in a group and across prompts
     alike = sum(p * p for p in probabilities)
     assert sum(pairs) == pytest.approx((count - 1) * alike, abs=6 * math.sqrt(count * alike))
 
 
-def test_prompts_side_by_side_share_no_sample(build_rollout, tiny_model):
+def test_neighboring_prompts_share_no_sample(build_rollout, tiny_model):
     wanted = [Request(i, [5, 6], SamplingParams(8), 4, (0, i)) for i in range(4)]
     assert len({tuple(c.token_ids) for c in generate(build_rollout(tiny_model()), wanted)}) == 16
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_greedy_tokens_equal_those_of_the_models_own_generate(build_rollout, tiny_model, family):
+def test_greedy_tokens_equal_those_of_transformers_generate(build_rollout, tiny_model, family):
     stock = AutoModelForCausalLM.from_pretrained(tiny_model(family), attn_implementation="eager")
     engine = build_rollout(tiny_model(family), "float32")
     completions = generate(engine, requests(SamplingParams(12, temperature=0.0, stop_token_ids=(EOS,)), group_size=1))
@@ -179,7 +179,7 @@ def test_greedy_tokens_equal_those_of_the_models_own_generate(build_rollout, tin
         assert completion.token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_completions_come_in_the_order_of_requests_and_of_the_group(build_rollout, tiny_model):
+def test_completions_are_ordered_by_request_and_index(build_rollout, tiny_model):
     wanted = requests(SamplingParams(5, stop_token_ids=tuple(range(20))), group_size=3)
     names = [(c.request_id, c.index) for c in generate(build_rollout(tiny_model()), wanted[::-1])]
     assert names == [(i, index) for i in (4, 3, 2, 1, 0) for index in range(3)]
@@ -193,7 +193,7 @@ def test_every_token_has_a_log_prob_and_a_version(build_rollout, tiny_model):
         assert set(completion.versions) == {0}
 
 
-def test_a_sequence_ends_at_its_first_stop_token_or_at_its_limit(build_rollout, tiny_model):
+def test_sequence_ends_at_its_first_stop_token_or_its_limit(build_rollout, tiny_model):
     stop_ids = tuple(range(0, 40, 4))
     completions = generate(build_rollout(tiny_model()), requests(SamplingParams(6, stop_token_ids=stop_ids), 8))
     reasons = [completion.finish_reason for completion in completions]
@@ -205,7 +205,7 @@ def test_a_sequence_ends_at_its_first_stop_token_or_at_its_limit(build_rollout, 
         assert stopped or len(completion.token_ids) == 6
 
 
-def test_a_sequence_ends_with_a_stop_string_even_across_tokens(build_rollout, tiny_model):
+def test_stop_string_across_tokens_ends_a_sequence(build_rollout, tiny_model):
     class Letters:
         def decode(self, token_ids, *, skip_special_tokens):
             return "".join("ab"[token % 2] for token in token_ids)
@@ -223,7 +223,7 @@ def test_a_sequence_ends_with_a_stop_string_even_across_tokens(build_rollout, ti
     assert reasons == {"stop", "length"}
 
 
-def test_a_stop_string_may_be_a_special_token(build_rollout, tiny_model):
+def test_stop_string_may_be_a_special_token(build_rollout, tiny_model):
     from hybridflow.rollout.stop_strings import StopStrings
 
     class Tokenizer:
@@ -234,22 +234,22 @@ def test_a_stop_string_may_be_a_special_token(build_rollout, tiny_model):
     assert not StopStrings(Tokenizer()).end([0, 0, 0], ["<end>"])
 
 
-def test_stop_strings_without_a_tokenizer_are_refused(build_rollout, tiny_model):
+def test_stop_strings_without_a_tokenizer_are_an_error(build_rollout, tiny_model):
     with pytest.raises(RolloutError, match=r"request 0 has stop_strings=\('x',\), but the engine was built without"):
         build_rollout(tiny_model()).submit(Request(0, [5], SamplingParams(4, stop_strings=("x",))))
 
 
-def test_one_token_is_enough(build_rollout, tiny_model):
+def test_responses_of_one_token(build_rollout, tiny_model):
     completions = generate(build_rollout(tiny_model()), requests(SamplingParams(1)))
     assert [len(completion.token_ids) for completion in completions] == [1] * 10
 
 
-def test_a_prompt_may_fill_the_model_up_to_its_last_position(build_rollout, tiny_model):
+def test_prompt_and_response_may_use_all_positions(build_rollout, tiny_model):
     wanted = [Request(0, [5] * 60, SamplingParams(4)), Request(1, [6], SamplingParams(4))]
     assert [len(completion.token_ids) for completion in generate(build_rollout(tiny_model()), wanted)] == [4, 4]
 
 
-def test_more_prompt_tokens_than_fit_a_step_are_served(build_rollout, tiny_model):
+def test_more_prompt_tokens_than_one_step_holds(build_rollout, tiny_model):
     wanted = [Request(i, [5 + i % 30] * 60, SamplingParams(2), noise_key=(0, i)) for i in range(150)]
     completions = generate(build_rollout(tiny_model(), max_running_sequences=256), wanted)
     assert [len(completion.token_ids) for completion in completions] == [2] * 150
@@ -257,7 +257,7 @@ def test_more_prompt_tokens_than_fit_a_step_are_served(build_rollout, tiny_model
     assert alone.token_ids == completions[149].token_ids
 
 
-def test_no_requests_are_no_completions(build_rollout, tiny_model):
+def test_no_requests_give_no_completions(build_rollout, tiny_model):
     engine = build_rollout(tiny_model())
     assert generate(engine, []) == []
     engine.step()
@@ -269,7 +269,7 @@ def test_no_requests_are_no_completions(build_rollout, tiny_model):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("max_running_sequences", [2, 5, 1024])
-def test_a_request_gets_the_same_tokens_alone_and_among_others(build_rollout, tiny_model, dtype, max_running_sequences):
+def test_request_gets_the_same_tokens_alone_and_among_others(build_rollout, tiny_model, dtype, max_running_sequences):
     wanted = requests(SamplingParams(10, stop_token_ids=(EOS, 5, 6, 7)))
     engine = build_rollout(tiny_model("qwen3"), dtype, max_running_sequences=max_running_sequences)
     together = by_name(generate(engine, wanted))
@@ -289,7 +289,7 @@ def test_requests_admitted_while_others_run_get_their_tokens(build_rollout, tiny
     assert {name: c.token_ids for name, c in by_name(done).items()} == {n: c.token_ids for n, c in expected.items()}
 
 
-def test_several_sampling_parameters_are_served_at_once(build_rollout, tiny_model):
+def test_requests_may_differ_in_sampling_parameters(build_rollout, tiny_model):
     several = [
         SamplingParams(7, temperature=0.0),
         SamplingParams(4, temperature=1.3),
@@ -314,7 +314,7 @@ def test_equal_requests_with_different_noise_differ(build_rollout, tiny_model):
     assert len(set(completions)) == 4  # another key, another index in the group
 
 
-def test_generating_again_repeats_every_token(build_rollout, tiny_model):
+def test_generating_twice_gives_equal_tokens(build_rollout, tiny_model):
     engine = build_rollout(tiny_model(), "float32")
     wanted = requests(SamplingParams(8, stop_token_ids=(EOS,)))
     assert generate(engine, wanted) == generate(engine, wanted)
@@ -323,7 +323,7 @@ def test_generating_again_repeats_every_token(build_rollout, tiny_model):
 # ------------------------------------------------------------------------------------------ requests
 
 
-def test_completions_finished_by_one_step_come_in_the_order_of_submission(build_rollout, tiny_model):
+def test_completions_of_one_step_are_in_order_of_submission(build_rollout, tiny_model):
     long, short = SamplingParams(3, temperature=0.5), SamplingParams(3, temperature=1.0)
     engine = build_rollout(tiny_model())
     for request_id, sampling in ((9, long), (4, short), (7, long), (5, short)):
@@ -332,7 +332,7 @@ def test_completions_finished_by_one_step_come_in_the_order_of_submission(build_
     assert [(c.request_id, c.index) for c in done] == [(r, i) for r in (9, 4, 7, 5) for i in (0, 1)]
 
 
-def test_finished_hands_each_completion_over_once(build_rollout, tiny_model):
+def test_finished_returns_each_completion_once(build_rollout, tiny_model):
     engine = build_rollout(tiny_model())
     engine.submit(Request(0, [5], SamplingParams(1), 3))
     assert engine.finished() == []
@@ -342,7 +342,7 @@ def test_finished_hands_each_completion_over_once(build_rollout, tiny_model):
     assert not engine.has_unfinished()
 
 
-def test_no_more_sequences_run_than_fit(build_rollout, tiny_model):
+def test_max_running_sequences_limits_the_running_sequences(build_rollout, tiny_model):
     engine = build_rollout(tiny_model(), max_running_sequences=4)
     for request in requests(SamplingParams(2), group_size=2):
         engine.submit(request)
@@ -367,14 +367,14 @@ def test_no_more_sequences_run_than_fit(build_rollout, tiny_model):
         (Request(3, [-1, 5], SamplingParams(4)), r"token ids from -1 to 5; they must be in \[0, 40\)"),
     ],
 )
-def test_a_request_that_can_never_be_served_is_refused(build_rollout, tiny_model, request_, message):
+def test_request_that_can_never_be_served_is_an_error(build_rollout, tiny_model, request_, message):
     engine = build_rollout(tiny_model(), max_running_sequences=8)
     with pytest.raises(RolloutError, match=message):
         engine.submit(request_)
     assert not engine.has_unfinished()
 
 
-def test_an_id_in_use_is_refused_and_free_again_after_it_is_finished(build_rollout, tiny_model):
+def test_request_id_in_use_is_an_error_until_it_is_finished(build_rollout, tiny_model):
     engine = build_rollout(tiny_model(), max_running_sequences=1)
     for request_id in (0, 1):
         engine.submit(Request(request_id, [5], SamplingParams(2)))
@@ -390,15 +390,15 @@ def test_an_id_in_use_is_refused_and_free_again_after_it_is_finished(build_rollo
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0; it must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is invalid: it must be at least 1"),
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"top_p": 0.0}, r"top_p=0\.0; valid are"),
+        ({"top_p": 0.0}, r"top_p=0\.0 is invalid: expected"),
         ({"top_p": 1.01}, "top_p=1.01"),
         ({"top_p": float("nan")}, "top_p=nan"),
-        ({"stop_strings": ("a", "")}, "has an empty one"),
+        ({"stop_strings": ("a", "")}, "an empty string would end every response"),
     ],
 )
 def test_sampling_parameters_are_checked(parameters, message):
@@ -407,7 +407,7 @@ def test_sampling_parameters_are_checked(parameters, message):
 
 
 @pytest.mark.parametrize("bad", [Request(7, [], SamplingParams(4)), Request(0, [5], SamplingParams(4))])
-def test_generate_leaves_the_engine_idle_after_an_invalid_or_doubled_request(build_rollout, tiny_model, bad):
+def test_generate_leaves_the_engine_idle_after_an_invalid_request(build_rollout, tiny_model, bad):
     engine = build_rollout(tiny_model())
     wanted = requests(SamplingParams(3))
     with pytest.raises(RolloutError):
@@ -417,7 +417,7 @@ def test_generate_leaves_the_engine_idle_after_an_invalid_or_doubled_request(bui
     assert len(generate(engine, wanted)) == 10
 
 
-def test_generate_wants_an_idle_engine(build_rollout, tiny_model):
+def test_generate_requires_an_idle_engine(build_rollout, tiny_model):
     engine = build_rollout(tiny_model())
     engine.submit(Request(0, [5], SamplingParams(2)))
     with pytest.raises(RolloutError, match="generate needs an idle engine"):
@@ -427,7 +427,7 @@ def test_generate_wants_an_idle_engine(build_rollout, tiny_model):
 # ------------------------------------------------------------------------------------------ abort
 
 
-def test_an_aborted_request_comes_back_with_what_it_has(build_rollout, tiny_model):
+def test_aborted_request_returns_its_tokens_so_far(build_rollout, tiny_model):
     wanted = requests(SamplingParams(6))
     expected = by_name(generate(build_rollout(tiny_model()), wanted))
     engine = build_rollout(tiny_model())
@@ -450,7 +450,7 @@ def test_an_aborted_request_comes_back_with_what_it_has(build_rollout, tiny_mode
         assert completion.token_ids == expected[completion.request_id, completion.index].token_ids
 
 
-def test_a_waiting_request_is_aborted_without_tokens(build_rollout, tiny_model):
+def test_waiting_request_is_aborted_without_tokens(build_rollout, tiny_model):
     engine = build_rollout(tiny_model(), max_running_sequences=2)
     for request in requests(SamplingParams(3)):
         engine.submit(request)
@@ -460,7 +460,7 @@ def test_a_waiting_request_is_aborted_without_tokens(build_rollout, tiny_model):
     assert {c.request_id for c in serve(engine)} == {0, 1, 3, 4}
 
 
-def test_aborting_everything_leaves_nothing_to_do(build_rollout, tiny_model):
+def test_aborting_all_requests_leaves_the_engine_idle(build_rollout, tiny_model):
     engine = build_rollout(tiny_model(), max_running_sequences=4)
     for request in requests(SamplingParams(3)):
         engine.submit(request)
@@ -471,7 +471,7 @@ def test_aborting_everything_leaves_nothing_to_do(build_rollout, tiny_model):
     assert len(engine.finished()) == 10
 
 
-def test_only_what_is_unfinished_of_a_group_is_aborted(build_rollout, tiny_model):
+def test_abort_keeps_finished_sequences_of_a_group(build_rollout, tiny_model):
     sampling = SamplingParams(8, stop_token_ids=tuple(range(0, 40, 3)))
     engine = build_rollout(tiny_model())
     engine.submit(Request(0, [5, 6], sampling, 8))
@@ -487,7 +487,7 @@ def test_only_what_is_unfinished_of_a_group_is_aborted(build_rollout, tiny_model
     assert sorted(c.index for c in done + stopped) == list(range(8))
 
 
-def test_aborting_what_is_not_there_is_an_error(build_rollout, tiny_model):
+def test_aborting_a_finished_request_is_an_error(build_rollout, tiny_model):
     engine = build_rollout(tiny_model())
     generate(engine, requests(SamplingParams(2)))
     with pytest.raises(RolloutError, match="request 0 is neither waiting nor running"):
@@ -501,7 +501,7 @@ def weights_of(directory, dtype=torch.float64) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in load_causal_lm(directory, dtype).named_parameters()}
 
 
-def test_new_weights_are_used_from_the_next_step_and_stamped(build_rollout, tiny_model):
+def test_new_weights_and_their_version_are_used_from_the_next_step(build_rollout, tiny_model):
     wanted = requests(SamplingParams(5, temperature=0.8))
     engine = build_rollout(tiny_model())
     load_weights(engine, weights_of(tiny_model()).items(), version=3)
@@ -530,7 +530,7 @@ def test_new_weights_are_used_from_the_next_step_and_stamped(build_rollout, tiny
         (lambda weights: weights.update({"model.norm.weight": torch.zeros(7)}), r"shape \(7,\), in .* \(64,\)"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_whole(build_rollout, tiny_model, change, message):
+def test_weights_that_do_not_fit_are_an_error_and_change_nothing(build_rollout, tiny_model, change, message):
     engine = build_rollout(tiny_model())
     wanted = requests(SamplingParams(5))
     before = generate(engine, wanted)
@@ -541,7 +541,7 @@ def test_weights_that_do_not_fit_are_refused_whole(build_rollout, tiny_model, ch
     assert generate(engine, wanted) == before
 
 
-def test_a_weight_that_comes_twice_or_not_at_all_leaves_nothing_to_generate_with(build_rollout, tiny_model):
+def test_repeated_or_missing_weight_is_an_error_until_all_are_loaded(build_rollout, tiny_model):
     engine, weights = build_rollout(tiny_model()), weights_of(tiny_model(seed=1))
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     (first, second), *rest = [list(weights.items())[:2], *list(weights.items())[2:]]
@@ -560,7 +560,7 @@ def test_a_weight_that_comes_twice_or_not_at_all_leaves_nothing_to_generate_with
     assert generate(engine, wanted) == generate(other, wanted)
 
 
-def test_weights_may_come_in_any_order_and_in_parts(build_rollout, tiny_model):
+def test_weights_load_in_any_order_and_in_several_calls(build_rollout, tiny_model):
     weights, wanted = weights_of(tiny_model("qwen2", seed=1)), requests(SamplingParams(5))
     other = build_rollout(tiny_model("qwen2", seed=1))
     load_weights(other, weights.items(), version=2)
@@ -573,7 +573,7 @@ def test_weights_may_come_in_any_order_and_in_parts(build_rollout, tiny_model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_log_probs_of_given_sequences_equal_the_models_own(build_rollout, tiny_model, family):
+def test_log_probs_of_given_sequences_equal_those_of_transformers(build_rollout, tiny_model, family):
     stock = AutoModelForCausalLM.from_pretrained(tiny_model(family), attn_implementation="eager")
     found = build_rollout(tiny_model(family)).log_probs([[3, 9, 12, 7, 38], [8, 1]])
     for sequence, log_probs in zip([[3, 9, 12, 7, 38], [8, 1]], found, strict=True):
@@ -584,7 +584,7 @@ def test_log_probs_of_given_sequences_equal_the_models_own(build_rollout, tiny_m
         )
 
 
-def test_neither_building_nor_generating_disturbs_the_random_state(build_rollout, tiny_model):
+def test_building_and_generating_keep_the_random_state(build_rollout, tiny_model):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     before = capture_random_state()
     engine = build_rollout(tiny_model())
@@ -598,7 +598,7 @@ def test_neither_building_nor_generating_disturbs_the_random_state(build_rollout
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_weights_that_are_not_finite_stop_generation_and_can_be_replaced(build_rollout, tiny_model, temperature):
+def test_non_finite_weights_are_an_error_and_can_be_replaced(build_rollout, tiny_model, temperature):
     engine = build_rollout(tiny_model())
     wanted = requests(SamplingParams(5, temperature=temperature))
     before = generate(engine, wanted)

@@ -1,4 +1,4 @@
-"""What the embedded engine does beyond the contract: shared weights, each prompt once, finished rows leave."""
+"""The embedded engine beyond the contract: shared weights, prompts computed once, removal of finished rows."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hybridflow.models import load_causal_lm
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
-from hybridflow.rollout.wave import Wave, _uniforms
+from hybridflow.rollout.decoding_batch import DecodingBatch, _uniforms
 from hybridflow.runtime import uniform
 
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10]]
@@ -22,7 +22,7 @@ def requests(sampling: SamplingParams, group_size: int = 2) -> list[Request]:
 
 
 def as_rows(wanted: list[Request], completions) -> DataProto:
-    """Prompts and responses as the engine that learns reads them."""
+    """Return prompts and responses as a batch for the train engine."""
     prompts = [list(request.prompt_ids) for request in wanted for _ in range(request.group_size)]
     prompt_len = max(map(len, prompts))
     response_len = max(len(c.token_ids) for c in completions)
@@ -51,7 +51,7 @@ def raise_log_probs(outputs, part):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_log_probs_equal_those_of_the_engine_that_learns(tiny_model, use_float64_throughout, temperature):
+def test_log_probs_equal_those_of_the_train_engine(tiny_model, use_float64_throughout, temperature):
     engine = train_engine(tiny_model("qwen2"), "float64")
     use_float64_throughout(engine.model)
     wanted = requests(SamplingParams(9, temperature=temperature, stop_token_ids=(1, 5, 6, 7)))
@@ -64,7 +64,7 @@ def test_log_probs_equal_those_of_the_engine_that_learns(tiny_model, use_float64
         engine.update(rows, raise_log_probs, temperature=temperature)
 
 
-def test_weights_are_shared_and_an_update_is_seen_at_once(tiny_model):
+def test_weights_are_shared_with_the_train_engine(tiny_model):
     engine = train_engine(tiny_model(), "float32")
     rollout = EmbeddedRollout(engine.model)
     pointers = [parameter.data_ptr() for parameter in engine.model.parameters()]
@@ -89,7 +89,7 @@ def test_weights_of_another_dtype_are_cast(tiny_model):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_bfloat16_generation_follows_updates_and_stays_close_to_its_engine(tiny_model, temperature):
+def test_bfloat16_log_probs_stay_close_to_the_train_engine(tiny_model, temperature):
     engine = train_engine(tiny_model(), "bfloat16")
     rollout = EmbeddedRollout(engine.model)
     wanted = requests(SamplingParams(9, temperature=temperature))
@@ -97,14 +97,14 @@ def test_bfloat16_generation_follows_updates_and_stays_close_to_its_engine(tiny_
         load_weights(rollout, engine.weights(), version=version)
         completions = generate(rollout, wanted)
         rows = as_rows(wanted, completions)
-        drift = engine.forward(rows, temperature=temperature)["log_probs"] - torch.tensor(
+        mismatch = engine.forward(rows, temperature=temperature)["log_probs"] - torch.tensor(
             [c.log_probs for c in completions]
         )
-        assert float(drift.abs().mean()) < 0.03
+        assert float(mismatch.abs().mean()) < 0.03
         engine.update(rows, raise_log_probs, temperature=temperature)
 
 
-def test_gradient_checkpointing_of_the_engine_changes_no_token(tiny_model):
+def test_gradient_checkpointing_changes_no_token(tiny_model):
     wanted = requests(SamplingParams(6))
     plain = generate(EmbeddedRollout(train_engine(tiny_model(), "float32").model), wanted)
     checkpointing = train_engine(tiny_model(), "float32", gradient_checkpointing=True)
@@ -112,7 +112,7 @@ def test_gradient_checkpointing_of_the_engine_changes_no_token(tiny_model):
 
 
 def decoded_rows(engine: EmbeddedRollout) -> list[int]:
-    """A list that gets the number of rows of each decoding step."""
+    """Return a list to which each decoding step appends its number of rows."""
     rows, decode = [], engine._forward.decode
 
     def recording(tokens, plan):
@@ -124,7 +124,7 @@ def decoded_rows(engine: EmbeddedRollout) -> list[int]:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_prompt_is_computed_once_for_its_group_and_finished_rows_leave(tiny_model, compiled):
+def test_prompt_is_computed_once_and_finished_rows_are_removed(tiny_model, compiled):
     engine = EmbeddedRollout(load_causal_lm(tiny_model()), pack_weights=compiled)
     prompts: list[tuple[int, ...]] = []
     engine.model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: prompts.append(tuple(inputs[0].shape)))
@@ -140,10 +140,10 @@ def test_a_prompt_is_computed_once_for_its_group_and_finished_rows_leave(tiny_mo
     assert all(alive <= count < max(alive / 0.9, alive + 1) + 1 for alive, count in zip(running, rows, strict=True))
 
 
-def test_long_prompts_are_computed_in_parts(tiny_model, monkeypatch):
+def test_many_prompt_tokens_are_computed_in_several_passes(tiny_model, monkeypatch):
     wanted = requests(SamplingParams(5))
     expected = generate(EmbeddedRollout(load_causal_lm(tiny_model(), torch.float64)), wanted)
-    monkeypatch.setattr("hybridflow.rollout.wave.PREFILL_TOKENS", 5)
+    monkeypatch.setattr("hybridflow.rollout.decoding_batch.PREFILL_TOKENS", 5)
     model = load_causal_lm(tiny_model(), torch.float64)
     lengths: list[int] = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
@@ -152,8 +152,8 @@ def test_long_prompts_are_computed_in_parts(tiny_model, monkeypatch):
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
 
 
-def test_room_for_no_sequence_is_an_error(tiny_model):
-    with pytest.raises(RolloutError, match="max_running_sequences=0; it must be at least 1"):
+def test_max_running_sequences_of_zero_is_an_error(tiny_model):
+    with pytest.raises(RolloutError, match="max_running_sequences=0 is invalid: it must be at least 1"):
         EmbeddedRollout(load_causal_lm(tiny_model()), max_running_sequences=0)
 
 
@@ -169,13 +169,13 @@ def test_requests_of_different_length_decode_together(tiny_model):
     assert [c.token_ids for c in completions] == alone
 
 
-def test_weights_that_change_between_two_calls_or_within_one_are_read(tiny_model):
+def test_changed_weights_are_used_in_the_next_step(tiny_model):
     model = load_causal_lm(tiny_model())
     engine, request = EmbeddedRollout(model), Request(0, [5, 6], SamplingParams(6, temperature=0))
     before = generate(engine, [request])[0].token_ids
     assert before[1:] != [0] * 5
     zeroed = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    zeroed["lm_head.weight"].zero_()  # every logit is 0 then, and the first token the largest
+    zeroed["lm_head.weight"].zero_()  # all logits are 0, so that token 0 is the largest
     engine.submit(request)
     engine.step()
     load_weights(engine, zeroed.items(), version=1)
@@ -188,7 +188,7 @@ def test_weights_that_change_between_two_calls_or_within_one_are_read(tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_weights_are_there_while_sequences_run_and_change_no_token(tiny_model, dtype):
+def test_packed_weights_change_no_token_and_exist_while_sequences_run(tiny_model, dtype):
     wanted = requests(SamplingParams(6), group_size=2)
     packed, plain = (
         EmbeddedRollout(load_causal_lm(tiny_model(), dtype), pack_weights=pack_weights)
@@ -208,7 +208,7 @@ class Broken(RuntimeError):
 
 
 def breaks_at(function, call):
-    """`function`, that raises at its `call`-th call."""
+    """Return `function`, which raises at its `call`-th call (from 0)."""
     calls = iter(range(call))
 
     def broken(*args, **kwargs):
@@ -221,7 +221,10 @@ def breaks_at(function, call):
 
 BREAKABLE = [
     *((EmbeddedRollout, name) for name in ("_admit", "_finish")),
-    *((Wave, name) for name in ("admit", "_prefill", "_next_logits", "_require_finite", "_finish", "_remove_finished")),
+    *(
+        (DecodingBatch, name)
+        for name in ("admit", "_prefill", "_next_logits", "_require_finite", "_finish", "_remove_finished")
+    ),
     *((KVCache, name) for name in ("append", "_grown", "keep")),
     (torch.Tensor, "scatter_"),
     (torch.Tensor, "index_copy_"),
@@ -232,8 +235,8 @@ BREAKABLE = [
 @pytest.mark.parametrize("place", BREAKABLE, ids=lambda place: f"{place[0].__name__}.{place[1]}")
 @pytest.mark.parametrize("call", range(3))
 @pytest.mark.parametrize("then", ["go on", "abort"])
-def test_after_an_error_anywhere_in_a_step_every_request_gets_its_tokens(tiny_model, monkeypatch, place, call, then):
-    monkeypatch.setattr("hybridflow.rollout.wave.PREFILL_TOKENS", 4)
+def test_after_an_error_in_a_step_requests_get_equal_tokens(tiny_model, monkeypatch, place, call, then):
+    monkeypatch.setattr("hybridflow.rollout.decoding_batch.PREFILL_TOKENS", 4)
     sampling = [SamplingParams(n, temperature=t) for n, t in ((2, 1.0), (5, 0.5), (4, 1.0), (7, 0.5), (3, 1.0))]
     wanted = [Request(i, [3 + i] * (1 + i), sampling[i], 2, (0, i)) for i in range(5)]
     expected = {i: generate(EmbeddedRollout(load_causal_lm(tiny_model())), [wanted[i]]) for i in range(5)}
@@ -266,18 +269,18 @@ def test_after_an_error_anywhere_in_a_step_every_request_gets_its_tokens(tiny_mo
     assert [c.token_ids for c in done] == [c.token_ids for group in expected.values() for c in group]
 
 
-def test_tokens_that_are_made_again_carry_the_version_that_made_them(tiny_model):
+def test_regenerated_tokens_carry_the_new_version(tiny_model):
     engine, other = (EmbeddedRollout(load_causal_lm(tiny_model(seed=seed))) for seed in (0, 1))
     request = Request(0, [5, 6], SamplingParams(4))
     expected = generate(other, [request])[0]
     engine.submit(request)
-    advance = Wave.advance
+    advance = DecodingBatch.advance
     try:
-        Wave.advance = breaks_at(advance, 0)
+        DecodingBatch.advance = breaks_at(advance, 0)
         with pytest.raises(Broken):
             engine.step()
     finally:
-        Wave.advance = advance
+        DecodingBatch.advance = advance
     load_weights(engine, other.model.named_parameters(), version=7)
     while engine.has_unfinished():
         engine.step()
@@ -286,14 +289,14 @@ def test_tokens_that_are_made_again_carry_the_version_that_made_them(tiny_model)
 
 
 @pytest.mark.parametrize("key", [(1.5,), ("a",), (None,), ()])
-def test_a_noise_key_that_is_none_is_refused_at_once(tiny_model, key):
+def test_invalid_noise_key_is_an_error_on_submission(tiny_model, key):
     engine = EmbeddedRollout(load_causal_lm(tiny_model()))
     with pytest.raises(RolloutError, match="request 1 has noise_key"):
         engine.submit(Request(1, [5], SamplingParams(2), noise_key=key))
     assert not engine.has_unfinished()
 
 
-def test_a_call_that_failed_leaves_the_engine_idle(tiny_model):
+def test_failed_generate_leaves_the_engine_idle(tiny_model):
     engine = EmbeddedRollout(load_causal_lm(tiny_model()))
     wanted = requests(SamplingParams(6))
     expected = generate(engine, wanted)
@@ -306,7 +309,7 @@ def test_a_call_that_failed_leaves_the_engine_idle(tiny_model):
     assert generate(engine, wanted) == expected
 
 
-def test_weights_that_diverged_and_came_back_cost_no_token(tiny_model):
+def test_tokens_are_equal_after_non_finite_weights_are_replaced(tiny_model):
     model = load_causal_lm(tiny_model())
     engine, request = EmbeddedRollout(model), Request(0, [5, 6], SamplingParams(6))
     expected = generate(engine, [request])[0].token_ids
@@ -323,7 +326,7 @@ def test_weights_that_diverged_and_came_back_cost_no_token(tiny_model):
     assert engine.finished()[0].token_ids == expected
 
 
-def test_weights_that_are_not_contiguous_generate_the_same(tiny_model):
+def test_non_contiguous_weights_give_equal_tokens(tiny_model):
     model = load_causal_lm(tiny_model())
     request = Request(0, [5, 6], SamplingParams(8, temperature=0))
     expected = generate(EmbeddedRollout(model), [request])[0]
@@ -335,7 +338,7 @@ def test_weights_that_are_not_contiguous_generate_the_same(tiny_model):
     assert completion.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
 
 
-def test_noise_is_that_of_each_requests_own_key():
+def test_noise_depends_on_each_requests_key():
     keys = [(3, 0, 1), (3, 0, 2), (7,), (-1, 2**64 - 5), (2, 5)]
     wanted = [Request(i, [5], SamplingParams(4), 1 + i % 3, key) for i, key in enumerate(keys)]
     expected = [uniform(*r.noise_key, np.arange(r.group_size)[:, None], np.arange(6)[None]) for r in wanted]
@@ -344,9 +347,7 @@ def test_noise_is_that_of_each_requests_own_key():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_compiled_generation_has_the_same_bits_alone_in_company_and_with_any_number_of_threads(
-    tiny_model, family, dtype
-):
+def test_compiled_generation_is_independent_of_batch_and_threads(tiny_model, family, dtype):
     engine = EmbeddedRollout(load_causal_lm(tiny_model(family), dtype))
     wanted = requests(SamplingParams(9, stop_token_ids=(1, 5)), group_size=3)
     together, threads = generate(engine, wanted), torch.get_num_threads()
@@ -360,7 +361,7 @@ def test_compiled_generation_has_the_same_bits_alone_in_company_and_with_any_num
         torch.set_num_threads(threads)
 
 
-def test_a_response_that_is_continued_gets_the_tokens_that_it_would_have_got(tiny_model):
+def test_resumed_response_equals_an_uninterrupted_one(tiny_model):
     engine = EmbeddedRollout(load_causal_lm(tiny_model(), torch.float64))
     (whole,) = generate(engine, [Request(0, [5, 9], SamplingParams(9), noise_key=(7, 1))])
     resumed = Request(0, [5, 9, *whole.token_ids[:4]], SamplingParams(5), noise_key=(7, 1), resume_offset=4)

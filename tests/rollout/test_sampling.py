@@ -20,7 +20,7 @@ def drawn(numbers: list[float], **parameters) -> list[int]:
 
 
 def log_prob(token: int, **parameters) -> float:
-    """The log-prob that is reported for a token, found by drawing everything."""
+    """Return the reported log-prob of a token, found by sampling all tokens."""
     numbers = torch.arange(0.005, 1, 0.01, dtype=torch.float64)
     tokens, log_probs = sample_tokens(
         LOGITS.double().expand(len(numbers), -1), numbers, SamplingParams(1, **parameters)
@@ -29,23 +29,23 @@ def log_prob(token: int, **parameters) -> float:
     return value
 
 
-def test_a_number_picks_the_first_token_whose_cumulative_probability_exceeds_it():
+def test_token_is_the_first_whose_cumulative_probability_exceeds_u():
     assert drawn([0.0, 0.099, 0.101, 0.299, 0.301, 0.799, 0.801, 0.999]) == [0, 0, 1, 1, 2, 2, 4, 4]
 
 
-def test_the_largest_number_picks_the_last_token_that_is_possible():
+def test_largest_number_picks_the_last_possible_token():
     assert drawn([ALMOST_ONE]) == [4]
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf]])
     number = torch.tensor([ALMOST_ONE], dtype=torch.float64)
     assert sample_tokens(logits, number, SamplingParams(1))[0].tolist() == [1]
 
 
-def test_the_smallest_number_skips_tokens_without_probability():
+def test_smallest_number_skips_tokens_without_probability():
     logits = torch.tensor([[-math.inf, -math.inf, 0.0, 0.0]])
     assert sample_tokens(logits, torch.tensor([0.0]), SamplingParams(1))[0].tolist() == [2]
 
 
-def test_log_probs_are_those_of_the_distribution_drawn_from():
+def test_log_probs_are_under_the_restricted_distribution():
     assert log_prob(2) == pytest.approx(math.log(0.5))
     # At temperature 0.5 the weights .1 .2 .5 .2 are squared: 1 4 25 4 of 34.
     assert log_prob(2, temperature=0.5) == pytest.approx(math.log(25 / 34))
@@ -54,11 +54,11 @@ def test_log_probs_are_those_of_the_distribution_drawn_from():
     assert log_prob(1, top_p=0.6) == pytest.approx(math.log(2 / 7))
 
 
-def test_top_k_prefers_the_lower_id_among_equals():
+def test_top_k_prefers_the_lower_id_of_equal_logits():
     assert set(drawn([0.0, 0.2, 0.4, 0.8, ALMOST_ONE], top_k=2)) == {1, 2}
 
 
-def test_top_k_beyond_the_vocabulary_keeps_all():
+def test_top_k_above_the_vocabulary_size_keeps_all_tokens():
     numbers = [0.05, 0.15, 0.5, 0.9]
     assert drawn(numbers, top_k=100) == drawn(numbers) == [0, 1, 2, 4]
 
@@ -71,14 +71,14 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it():
     assert set(drawn(numbers, top_p=0.95)) == {0, 1, 2, 4}
 
 
-def test_top_p_counts_within_the_top_k():
+def test_top_p_applies_within_the_top_k():
     # Of the top two, .5 and .2, the first has 5/7 of the mass: enough for 0.7, not for 0.72.
     numbers = np.linspace(0, ALMOST_ONE, 50).tolist()
     assert set(drawn(numbers, top_k=2, top_p=0.7)) == {2}
     assert set(drawn(numbers, top_k=2, top_p=0.72)) == {1, 2}
 
 
-def test_greedy_takes_the_most_likely_whatever_the_number_and_reports_the_whole_distribution():
+def test_greedy_ignores_the_number_and_reports_untempered_log_probs():
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, -1.0]])
     tokens, log_probs = sample_tokens(logits, torch.tensor([0.9, 0.9]), SamplingParams(1, temperature=0))
     assert tokens.tolist() == [1, 0]
@@ -101,7 +101,7 @@ def test_bfloat16_logits_are_tempered_in_float32():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_give_a_log_prob_that_is_not(temperature, bad):
+def test_non_finite_logits_give_non_finite_log_probs(temperature, bad):
     logits = torch.tensor([[0.0, bad, 0.0], [0.0, 1.0, 0.0]])
     _, log_probs = sample_tokens(logits, torch.tensor([0.5, 0.5]), SamplingParams(1, temperature=temperature))
     assert log_probs.isfinite().tolist() == [False, True]
@@ -117,7 +117,7 @@ def test_logits_that_are_not_finite_give_a_log_prob_that_is_not(temperature, bad
     ],
 )
 def test_frequencies_fit_the_probabilities(parameters, probabilities):
-    """Pearson's chi-square test on 20000 draws with the noise of 500 prompts, groups of 4 and 10 tokens."""
+    """Apply Pearson's chi-square test to 20000 draws with the noise of 500 prompts, groups of 4 and 10 tokens."""
     numbers = uniform(11, np.arange(500)[:, None, None], np.arange(4)[:, None], np.arange(10)).ravel()
     counts = np.bincount(drawn(numbers.tolist(), **parameters), minlength=5)
     possible = [i for i, probability in enumerate(probabilities) if probability]
@@ -129,7 +129,7 @@ def test_frequencies_fit_the_probabilities(parameters, probabilities):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_drawing_without_copies_equals_drawing_in_float64(temperature, dtype):
+def test_fused_sampling_equals_sampling_in_float64(temperature, dtype):
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(500, 1000, generator=generator)).to(dtype)
     logits[:, ::7] = -math.inf
@@ -142,7 +142,7 @@ def test_drawing_without_copies_equals_drawing_in_float64(temperature, dtype):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_logit_that_is_not_finite_shows_in_the_log_prob(temperature):
+def test_single_non_finite_logit_gives_a_non_finite_log_prob(temperature):
     logits = torch.zeros(3, 600)
     logits[1, 300] = math.nan
     logits[2, 300] = math.inf

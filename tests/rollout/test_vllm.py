@@ -1,5 +1,4 @@
-"""What vLLM does beyond the contract: the embedded engine's tokens at temperature 0, ranks that share an engine, memory
-that is short, a process that stays as it was, errors."""
+"""The vLLM engine beyond the contract: greedy tokens, ranks that share an engine, preemption, process state, errors."""
 
 import gc
 import importlib.metadata
@@ -35,7 +34,7 @@ def requests(sampling: SamplingParams, group_size: int = 1) -> list[Request]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_at_temperature_0_both_engines_make_the_same_tokens(tiny_model, family, tied):
+def test_greedy_tokens_equal_those_of_the_embedded_engine(tiny_model, family, tied):
     path = tiny_model(family, tie_word_embeddings=tied)
     wanted = requests(SamplingParams(40, temperature=0.0, stop_token_ids=(1,)))
     theirs, ours = (generate(engine, wanted) for engine in (build(path), EmbeddedRollout(load_causal_lm(path))))
@@ -45,7 +44,7 @@ def test_at_temperature_0_both_engines_make_the_same_tokens(tiny_model, family, 
         assert their.finish_reason == our.finish_reason
 
 
-def test_bfloat16_log_probs_are_close_to_the_embedded_engines(tiny_model):
+def test_bfloat16_log_probs_are_close_to_the_embedded_engine(tiny_model):
     path = tiny_model("qwen2")
     engine = build(path, dtype="bfloat16")
     embedded = EmbeddedRollout(load_causal_lm(path, torch.bfloat16))
@@ -56,7 +55,7 @@ def test_bfloat16_log_probs_are_close_to_the_embedded_engines(tiny_model):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.slow
-def test_ranks_that_share_an_engine_make_the_tokens_of_one(tiny_model, run_world, tmp_path, tensor):
+def test_ranks_that_share_an_engine_equal_one_rank(tiny_model, run_world, tmp_path, tensor):
     path = tiny_model("qwen2", num_key_value_heads=2)
     run_world(RANK_PROGRAM, 2, path, tensor, tmp_path)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -73,19 +72,19 @@ def test_ranks_that_share_an_engine_make_the_tokens_of_one(tiny_model, run_world
             assert log_probs == pytest.approx(alone.log_probs, abs=1e-4)
 
 
-def test_sequences_that_are_set_aside_for_want_of_memory_get_their_tokens(tiny_model):
+def test_preempted_sequences_get_equal_tokens(tiny_model):
     path = tiny_model(max_position_embeddings=512)
     wanted = [Request(i, [5 + i] * 100, SamplingParams(300), 1, (0, i)) for i in range(6)]
     roomy, tight = build(path), build(path, kv_cache_bytes=12 * 128 * 2 * 2 * 32 * 4)  # 12 blocks of 128 tokens
     assert [c.token_ids for c in generate(tight, wanted)] == [c.token_ids for c in generate(roomy, wanted)]
 
 
-def test_memory_that_holds_no_sequence_is_an_error_at_the_start(tiny_model):
+def test_too_small_kv_cache_is_an_error_at_the_start(tiny_model):
     with pytest.raises(RolloutError, match=r"vLLM could not be started for .* cache"):
         build(tiny_model(max_position_embeddings=4096), kv_cache_bytes=2**16)
 
 
-def test_an_engine_without_weights_serves_nothing(tiny_model):
+def test_engine_without_weights_rejects_requests(tiny_model):
     engine = build(tiny_model(), weights=False)
     with pytest.raises(RolloutError, match="no complete set of weights: none were loaded"):
         engine.submit(Request(0, [5], SamplingParams(4)))
@@ -93,8 +92,8 @@ def test_an_engine_without_weights_serves_nothing(tiny_model):
         engine.log_probs([[5, 6]])
 
 
-def test_new_weights_are_another_versions_prompts_too(tiny_model):
-    # Keys and values of a prompt are computed anew: those of the old weights would show in the log-probs.
+def test_new_weights_do_not_reuse_cached_prompts(tiny_model):
+    # If keys and values of the old weights were reused, the log-probs would differ.
     path, other = tiny_model(), tiny_model(seed=1)
     engine, prompt = build(path, max_model_len=64), [5, 9, 12, 7] * 10
     old = Request(0, prompt, SamplingParams(12, temperature=0.0))
@@ -103,7 +102,7 @@ def test_new_weights_are_another_versions_prompts_too(tiny_model):
     for _ in range(4):
         engine.step()
     load_weights(engine, load_causal_lm(other).named_parameters(), version=1)
-    engine.submit(new)  # while the old one, whose prompt is equal, still has its keys and values
+    engine.submit(new)  # the old request, with an equal prompt, still has keys and values
     done = []
     while engine.has_unfinished():
         engine.step()
@@ -115,7 +114,7 @@ def test_new_weights_are_another_versions_prompts_too(tiny_model):
     assert next(c for c in done if c.request_id == 0).versions == [0] * 4 + [1] * 8
 
 
-def test_what_vllm_cannot_compute_is_told_with_its_reason(tiny_model):
+def test_unsupported_dtype_and_head_size_are_errors(tiny_model):
     with pytest.raises(RolloutError, match=r"vLLM computes in float32 or bfloat16, model\.dtype is 'float64'"):
         build(tiny_model(), dtype="float64")
     with pytest.raises(RolloutError, match="heads have 16 dimensions, but on a CPU vLLM computes heads of 32, 64"):
@@ -128,21 +127,21 @@ def docs_program() -> str:
     return program
 
 
-def test_the_program_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
+def test_program_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(docs_program(), "docs/rollout.md", "exec"), {"__name__": "docs_rollout"})
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 @pytest.mark.parametrize("temperature", [0.005, 2.5])
-def test_temperatures_that_vllm_does_not_sample_at_are_refused_and_the_engine_serves_on(tiny_model, temperature):
+def test_unsupported_temperature_is_an_error_and_the_engine_stays_usable(tiny_model, temperature):
     engine = build(tiny_model("qwen2"))
     with pytest.raises(RolloutError, match=rf"temperature={temperature}, but vLLM samples at 0, or from 0.01 to 2.0"):
         generate(engine, requests(SamplingParams(4, temperature=temperature)))
     assert len(generate(engine, requests(SamplingParams(4)))) == len(PROMPTS)
 
 
-def test_a_request_that_vllm_refuses_leaves_the_engine_idle(tiny_model, monkeypatch):
+def test_request_that_vllm_rejects_leaves_the_engine_idle(tiny_model, monkeypatch):
     engine = build(tiny_model("qwen2"))
     add, count = engine._engine.add, iter(range(100))
 
@@ -158,7 +157,7 @@ def test_a_request_that_vllm_refuses_leaves_the_engine_idle(tiny_model, monkeypa
     assert len(generate(engine, requests(SamplingParams(4)))) == len(PROMPTS)
 
 
-def test_stop_tokens_outside_of_the_vocabulary_end_nothing(tiny_model):
+def test_stop_tokens_outside_the_vocabulary_are_ignored(tiny_model):
     engine = build(tiny_model("qwen2"))
     plain = generate(engine, requests(SamplingParams(6)))
     assert generate(engine, requests(SamplingParams(6, stop_token_ids=(-1, 10**9)))) == plain
@@ -172,7 +171,7 @@ def test_stop_tokens_outside_of_the_vocabulary_end_nothing(tiny_model):
         ([3], "1 tok"),
     ],
 )
-def test_log_probs_of_what_cannot_be_computed_are_an_error_and_the_next_ones_come(tiny_model, sequence, message):
+def test_log_probs_of_invalid_sequences_are_an_error(tiny_model, sequence, message):
     engine = build(tiny_model("qwen2", max_position_embeddings=128))
     expected = engine.log_probs([[1, 2, 3]])
     with pytest.raises(RolloutError, match=message):
@@ -180,7 +179,7 @@ def test_log_probs_of_what_cannot_be_computed_are_an_error_and_the_next_ones_com
     assert engine.log_probs([[1, 2, 3]]) == expected
 
 
-def test_an_error_while_log_probs_are_computed_leaves_nothing_behind(tiny_model, monkeypatch):
+def test_error_in_log_probs_leaves_the_engine_idle(tiny_model, monkeypatch):
     engine = build(tiny_model("qwen2"))
     expected = engine.log_probs([[1, 2, 3]])
     inner = engine._engine._engine
@@ -192,17 +191,17 @@ def test_an_error_while_log_probs_are_computed_leaves_nothing_behind(tiny_model,
     assert engine.log_probs([[1, 2, 3]]) == expected
 
 
-def test_a_length_beyond_the_models_positions_is_told_with_its_key(tiny_model):
+def test_max_model_len_above_the_models_positions_is_an_error(tiny_model):
     with pytest.raises(RolloutError, match=r"rollout\.max_model_len=4096 exceeds the 128 positions"):
         build(tiny_model("qwen2", max_position_embeddings=128), max_model_len=4096)
 
 
-def test_more_sequences_than_vllm_puts_into_a_step_are_no_trouble(tiny_model):
+def test_more_running_sequences_than_tokens_in_a_step(tiny_model):
     engine = build(tiny_model("qwen2"), max_running_sequences=5000)
     assert len(generate(engine, requests(SamplingParams(4)))) == len(PROMPTS)
 
 
-def test_another_version_of_vllm_is_refused(monkeypatch):
+def test_other_version_of_vllm_is_an_error(monkeypatch):
     from hybridflow.rollout.vllm import require_vllm
 
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.33.0")
@@ -210,7 +209,7 @@ def test_another_version_of_vllm_is_refused(monkeypatch):
         require_vllm()
 
 
-def test_after_an_error_in_a_step_every_request_gets_its_tokens(tiny_model, monkeypatch):
+def test_after_an_error_in_a_step_requests_get_equal_tokens(tiny_model, monkeypatch):
     engine, wanted = build(tiny_model()), requests(SamplingParams(6), group_size=2)
     expected = {(c.request_id, c.index): c.token_ids for c in generate(engine, wanted)}
     for request in wanted:
@@ -233,7 +232,7 @@ def test_after_an_error_in_a_step_every_request_gets_its_tokens(tiny_model, monk
     assert {(c.request_id, c.index): c.token_ids for c in done} == expected
 
 
-def test_the_process_keeps_its_threads_and_belongs_to_no_group_of_training(tiny_model):
+def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     from hybridflow.engines.process_group import has_joined
     from hybridflow.runtime import set_num_threads
 
@@ -246,10 +245,10 @@ def test_the_process_keeps_its_threads_and_belongs_to_no_group_of_training(tiny_
     generate(engine, requests(SamplingParams(2)))
     del engine
     gc.collect()
-    generate(build(tiny_model()), requests(SamplingParams(2)))  # what the first one left does not end the second
+    generate(build(tiny_model()), requests(SamplingParams(2)))  # the first engine must not break the second
 
 
-def test_an_engine_at_work_cannot_sleep_and_one_on_a_cpu_keeps_its_weights(tiny_model):
+def test_busy_engine_cannot_sleep_and_a_cpu_engine_keeps_its_weights(tiny_model):
     engine = build(tiny_model())
     engine.submit(Request(0, [5], SamplingParams(4)))
     with pytest.raises(RolloutError, match="an engine at work cannot sleep"):

@@ -1,4 +1,4 @@
-"""What only a GPU shows of vLLM: the memory that it gives back while the policy learns."""
+"""vLLM on a GPU: the memory that a sleeping engine frees while the policy learns."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 KV_CACHE_BYTES = 2**30
 
 
-def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_the_same_tokens(tiny_model):
+def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model):
     pytest.importorskip("vllm")
     from hybridflow.rollout.vllm import VLLMRollout
 
@@ -27,7 +27,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_the_same_tokens(
     assert torch.cuda.mem_get_info()[0] - awake > 0.9 * KV_CACHE_BYTES
     engine.wake("weights")
     with_weights = torch.cuda.mem_get_info()[0]
-    assert with_weights - awake > 0.8 * KV_CACHE_BYTES  # keys and values come when the sync is done
+    assert with_weights - awake > 0.8 * KV_CACHE_BYTES  # memory of keys and values is allocated after the weight sync
     load_weights(engine, weights.items(), version=0)
     engine.wake("kv_cache")
     assert generate(engine, wanted) == expected

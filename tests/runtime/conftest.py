@@ -25,7 +25,7 @@ print(pickle.dumps(own_address()).hex(), flush=True)
 
 @dataclass
 class Observed:
-    """A process that a test looks at."""
+    """A process under observation by a test."""
 
     process: subprocess.Popen
     address: ProcessAddress
@@ -49,7 +49,7 @@ class Observed:
             time.sleep(0.02)
 
     def state(self) -> str:
-        """The letter in /proc/<pid>/stat."""
+        """Return the state letter in /proc/<pid>/stat."""
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     def wait_until_it_sleeps(self) -> None:
@@ -59,7 +59,7 @@ class Observed:
 
 @pytest.fixture
 def observe(tmp_path) -> Iterator[Callable[..., Observed]]:
-    """Start a process that runs this program; its first line is line 8 of a file `observed_N.py`."""
+    """Return a function that starts a program; its first line is line 8 of a file `observed_N.py`."""
     started: list[subprocess.Popen] = []
 
     def start(program: str, *arguments: str) -> Observed:
@@ -80,7 +80,7 @@ def observe(tmp_path) -> Iterator[Callable[..., Observed]]:
 
 @pytest.fixture
 def waits_for_a_lock() -> str:
-    """A program whose line 11 never returns."""
+    """Return a program whose line 13 never returns."""
     return """
 def wait_for_the_lock():
     lock = threading.Lock()
@@ -94,7 +94,7 @@ wait_for_the_lock()
 
 @pytest.fixture
 def waits_with_the_interpreter_lock() -> str:
-    """A program in C code that holds the interpreter lock until it gets a line."""
+    """Return a program whose C code holds the interpreter lock until it reads a line."""
     return """
 def read_with_the_lock():
     print("ready", flush=True)

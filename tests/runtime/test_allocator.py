@@ -23,7 +23,7 @@ print(mallinfo2().fordblks)
 
 
 def free_bytes_held(mode: str, size: int = 12_000_000) -> int:
-    """What the C library holds for its next allocation after 8 blocks of `size` bytes were freed."""
+    """Return the bytes that the C library keeps after 8 blocks of `size` bytes were freed."""
     command = [sys.executable, "-c", PROGRAM, mode, str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "no mallopt" in done.stderr or "mallinfo2" in done.stderr:
@@ -31,11 +31,11 @@ def free_bytes_held(mode: str, size: int = 12_000_000) -> int:
     return int(done.stdout)
 
 
-def test_memory_that_was_freed_stays_in_the_process():
+def test_freed_memory_stays_in_the_process():
     assert free_bytes_held("returned") < 90e6 < free_bytes_held("kept")
 
 
-def test_large_blocks_stay_only_where_asked():
+def test_large_blocks_stay_only_if_requested():
     assert free_bytes_held("kept", 40_000_000) < 300e6 < free_bytes_held("large", 40_000_000)
 
 
@@ -60,21 +60,21 @@ print(mallinfo2().h - before)
 
 
 def growth(mode: str) -> int:
-    """Bytes in use that 200 products add, each of another shape."""
+    """Return the bytes in use that 200 products of different shapes add."""
     done = subprocess.run([sys.executable, "-c", SHAPES, mode], capture_output=True, text=True, check=False)
     if "mallinfo2" in done.stderr:
         pytest.skip("not glibc 2.33 or newer")
     return int(done.stdout)
 
 
-def test_products_of_ever_new_shapes_do_not_make_a_process_grow():
+def test_products_of_new_shapes_do_not_grow_the_process():
     unbounded = growth("unbounded")
     if unbounded < 5e6:
-        pytest.skip("this PyTorch keeps nothing for a shape")
+        pytest.skip("this PyTorch does not cache code per shape")
     assert growth("bounded") < 0.1 * unbounded
 
 
-def test_the_environment_has_the_last_word(monkeypatch):
+def test_environment_variables_take_precedence(monkeypatch):
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
     bound_shape_caches()

@@ -16,13 +16,13 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_new_file_holds_the_bytes_and_nothing_is_left_beside_it(tmp_path):
+def test_new_file_has_the_bytes_and_no_temporary_file_remains(tmp_path):
     write_bytes_atomically(tmp_path / "a.bin", b"\x00\xff")
     assert (tmp_path / "a.bin").read_bytes() == b"\x00\xff"
     assert names(tmp_path) == ["a.bin"]
 
 
-def test_an_old_file_is_replaced_and_keeps_its_mode(tmp_path):
+def test_existing_file_is_replaced_and_keeps_its_mode(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old and longer")
     path.chmod(0o640)
@@ -31,18 +31,18 @@ def test_an_old_file_is_replaced_and_keeps_its_mode(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_new_file_gets_the_mode_that_open_would_give(tmp_path):
+def test_new_file_has_the_default_mode_of_open(tmp_path):
     (tmp_path / "opened").touch()
     write_text_atomically(tmp_path / "written", "x")
     assert (tmp_path / "written").stat().st_mode == (tmp_path / "opened").stat().st_mode
 
 
-def test_text_is_utf8_and_line_ends_stay(tmp_path):
+def test_text_is_utf8_with_unchanged_line_ends(tmp_path):
     write_text_atomically(tmp_path / "a.txt", "é\r\n\n")
     assert (tmp_path / "a.txt").read_bytes() == b"\xc3\xa9\r\n\n"
 
 
-def test_through_a_symbolic_link_the_file_it_points_to_is_replaced(tmp_path):
+def test_target_of_a_symbolic_link_is_replaced(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "there" / "real")
@@ -59,7 +59,7 @@ def test_an_open_reader_keeps_the_old_contents(tmp_path):
         assert reader.read() == "old"
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_partial_one(small_disk):
+def test_full_disk_keeps_the_old_file_and_no_partial_one(small_disk):
     path = small_disk / "a.bin"
     write_bytes_atomically(path, b"old")
     with pytest.raises(OSError, match="No space left") as caught:
@@ -69,7 +69,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(small_disk):
     assert names(small_disk) == ["a.bin"]
 
 
-def test_a_missing_directory_is_the_error_of_the_system(tmp_path):
+def test_missing_directory_raises_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_text_atomically(tmp_path / "missing" / "a.txt", "x")
 
@@ -82,7 +82,7 @@ for number in itertools.count():
 """
 
 
-def test_a_killed_writer_leaves_a_whole_file(tmp_path):
+def test_killed_writer_leaves_a_complete_file(tmp_path):
     path = tmp_path / "a.bin"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
     deadline = time.monotonic() + 60

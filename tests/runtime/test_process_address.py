@@ -10,7 +10,7 @@ from hybridflow.runtime import process_address
 from hybridflow.runtime.process_address import allow_observers, own_address
 
 
-def test_the_address_survives_pickling_and_names_this_process():
+def test_address_can_be_pickled_and_identifies_this_process():
     address = pickle.loads(pickle.dumps(own_address()))
     assert address == own_address()
     assert (address.pid, address.hostname) == (os.getpid(), socket.gethostname())
@@ -18,7 +18,7 @@ def test_the_address_survives_pickling_and_names_this_process():
     assert address.pid_namespace == os.readlink("/proc/self/ns/pid")
 
 
-def test_log_files_are_stdout_and_stderr_where_they_are_files(tmp_path):
+def test_log_paths_are_stdout_and_stderr_if_they_are_files(tmp_path):
     program = "from hybridflow.runtime.process_address import own_address; print(own_address().log_paths, flush=True)"
     log = tmp_path / "out.log"
     with open(log, "w") as out:
@@ -28,7 +28,7 @@ def test_log_files_are_stdout_and_stderr_where_they_are_files(tmp_path):
     assert done.stdout == "()\n"
 
 
-def test_without_proc_the_address_has_no_start(monkeypatch):
+def test_address_without_proc_has_no_start_ticks(monkeypatch):
     def fail() -> int:
         raise FileNotFoundError
 
@@ -36,7 +36,7 @@ def test_without_proc_the_address_has_no_start(monkeypatch):
     assert own_address().start_ticks is None
 
 
-def test_observers_are_allowed_by_the_prctl_of_the_yama_documentation(monkeypatch):
+def test_allow_observers_calls_prctl_as_documented_by_yama(monkeypatch):
     calls = []
 
     class Libc:
@@ -51,6 +51,6 @@ def test_observers_are_allowed_by_the_prctl_of_the_yama_documentation(monkeypatc
     assert calls == [[0x59616D61, 2**64 - 1, 0, 0, 0]]  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
 
 
-def test_observers_are_allowed_where_the_system_has_no_prctl(monkeypatch):
+def test_allow_observers_does_nothing_without_prctl(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     allow_observers()

@@ -12,7 +12,7 @@ from hybridflow.runtime.process_report import ProcessReport, report_process
 from hybridflow.runtime.python_stacks import StacksError, ThreadStack
 
 
-def test_of_a_process_that_waits_for_a_lock_the_python_line_is_seen(observe, waits_for_a_lock):
+def test_report_shows_the_line_of_a_process_that_waits_for_a_lock(observe, waits_for_a_lock):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     report = report_process(observed.address, timeout_s=30)
@@ -30,7 +30,7 @@ def test_of_a_process_that_waits_for_a_lock_the_python_line_is_seen(observe, wai
     assert pickle.loads(pickle.dumps(report)) == report
 
 
-def test_a_process_that_computes_is_running(observe):
+def test_computing_process_is_running(observe):
     observed = observe("""
         def work():
             print("ready", flush=True)
@@ -48,7 +48,7 @@ def test_a_process_that_computes_is_running(observe):
     assert observed.process.poll() is None
 
 
-def test_c_code_that_computes_with_the_interpreter_lock_is_told(observe):
+def test_report_names_c_code_that_computes_with_the_interpreter_lock(observe):
     observed = observe("""
         def match_for_ever():
             print("ready", flush=True)
@@ -64,41 +64,41 @@ def test_c_code_that_computes_with_the_interpreter_lock_is_told(observe):
     (finding,) = report.findings
     assert finding.startswith("Thread MainThread held the interpreter lock at the same line in ")
     assert finding.endswith(
-        " looks while the process runs: C code holds the interpreter lock, or a loop in that line does."
+        " samples while the process runs: C code holds the interpreter lock, or a loop in that line does."
     )
     assert finding in str(report)
     assert observed.process.poll() is None
 
 
-def test_c_code_that_waits_with_the_interpreter_lock_is_told(observe, waits_with_the_interpreter_lock):
+def test_report_names_c_code_that_waits_with_the_interpreter_lock(observe, waits_with_the_interpreter_lock):
     observed = observe(waits_with_the_interpreter_lock)
     observed.wait_until_it_sleeps()
     report = report_process(observed.address, timeout_s=30)
     assert report.state == "blocked"
     assert " in read_with_the_lock" in report.stacks
     assert report.findings == [
-        "Thread MainThread held the interpreter lock at the same line in 3 looks while the process sleeps: "
+        "Thread MainThread held the interpreter lock at the same line in 3 samples while the process sleeps: "
         "C code holds the interpreter lock and waits with it."
     ]
     observed.write_line()
     assert observed.read_line() == "done"
 
 
-def test_the_interpreter_lock_is_not_blamed_where_it_moves_on(monkeypatch):
-    looks = iter(
+def test_interpreter_lock_that_changes_threads_is_not_reported(monkeypatch):
+    samples = iter(
         [
             [ThreadStack("MainThread", True, True, ("line 1",)), ThreadStack("other", True, False, ("line 2",))],
             [ThreadStack("MainThread", True, False, ("line 1",)), ThreadStack("other", True, True, ("line 2",))],
             [ThreadStack("MainThread", True, True, ("line 1",)), ThreadStack("other", True, False, ("line 2",))],
         ]
     )
-    monkeypatch.setattr(process_report_module, "read_stacks", lambda pid, timeout_s: next(looks))
-    monkeypatch.setattr(process_report_module, "_MAX_LOOKS", 3)
+    monkeypatch.setattr(process_report_module, "read_stacks", lambda pid, timeout_s: next(samples))
+    monkeypatch.setattr(process_report_module, "_MAX_SAMPLES", 3)
     report = report_process(own_address())
     assert [finding for finding in report.findings if "interpreter lock" in finding] == []
 
 
-def test_a_process_that_gets_no_processor_is_told(observe, waits_for_a_lock, monkeypatch):
+def test_report_names_a_process_without_cpu_time(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     read_stat = process_report_module._read_stat
@@ -110,7 +110,7 @@ def test_a_process_that_gets_no_processor_is_told(observe, waits_for_a_lock, mon
     assert report.findings == ["It is ready to run, but gets 0% of a core: the machine is too busy."]
 
 
-def test_a_stopped_process_is_told_with_its_stacks_and_stays_stopped(observe, waits_for_a_lock):
+def test_stopped_process_is_reported_with_stacks_and_stays_stopped(observe, waits_for_a_lock):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     observed.send(signal.SIGSTOP)
@@ -125,7 +125,7 @@ def test_a_stopped_process_is_told_with_its_stacks_and_stays_stopped(observe, wa
     assert report_process(observed.address, timeout_s=30).state == "blocked"
 
 
-def test_a_killed_process_is_a_zombie_then_dead_and_its_log_is_shown(observe):
+def test_killed_process_is_zombie_then_dead_with_its_log(observe):
     observed = observe("""
         print("".join(f"line {i}\\n" for i in range(50)), "step 1\\rstep 2\\rstep 3", file=sys.stderr, flush=True)
         print("ready", flush=True)
@@ -136,30 +136,30 @@ def test_a_killed_process_is_a_zombie_then_dead_and_its_log_is_shown(observe):
     observed.wait_for_state("Z")
     report = report_process(observed.address, log_lines=3)
     assert report.state == "zombie"
-    assert report.findings == ["It has ended by SIGKILL; its parent has not noticed yet."]
-    assert report.unseen == ["What it was doing: its stacks were in its memory and ended with it."]
+    assert report.findings == ["It exited by SIGKILL; its parent process has not collected the exit status yet."]
+    assert report.unseen == ["Its Python stacks: the process has exited."]
     assert list(report.log_tail.values()) == ["line 48\nline 49\nstep 3"]
     observed.process.wait()
     report = report_process(observed.address, log_lines=1)
     assert report.state == "dead"
-    assert report.findings == ["It has ended."]
+    assert report.findings == ["It has exited."]
     (path,) = observed.address.log_paths
     assert str(report) == (
-        f"Process {observed.process.pid} on {socket.gethostname()} is dead.\nIt has ended.\n"
+        f"Process {observed.process.pid} on {socket.gethostname()} is dead.\nIt has exited.\n"
         f"The end of {path}:\n  step 3\n"
-        "Not seen:\n  - What it was doing: its stacks were in its memory and ended with it."
+        "Not seen:\n  - Its Python stacks: the process has exited."
     )
 
 
-def test_an_exit_code_is_shown_while_it_can_be_had(observe):
+def test_report_shows_the_exit_code_of_a_zombie(observe):
     observed = observe("sys.exit(3)")
     observed.wait_for_state("Z")
     assert report_process(observed.address).findings == [
-        "It has ended with exit code 3; its parent has not noticed yet."
+        "It exited with exit code 3; its parent process has not collected the exit status yet."
     ]
 
 
-def test_a_process_that_dies_while_it_is_looked_at_is_told_as_ended(observe, waits_for_a_lock, monkeypatch):
+def test_process_that_dies_during_the_report_is_reported_as_zombie(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     read_stacks = process_report_module.read_stacks
@@ -173,50 +173,48 @@ def test_a_process_that_dies_while_it_is_looked_at_is_told_as_ended(observe, wai
     report = report_process(observed.address, timeout_s=30)
     assert report.state == "zombie"
     assert report.stacks == ""
-    assert report.unseen == ["What it was doing: its stacks were in its memory and ended with it."]
+    assert report.unseen == ["Its Python stacks: the process has exited."]
 
 
 def test_stacks_of_a_process_that_reused_the_pid_are_not_shown(observe, waits_for_a_lock):
-    stranger = observe(waits_for_a_lock)
-    stranger.wait_until_it_sleeps()
-    report = report_process(dataclasses.replace(stranger.address, start_ticks=stranger.address.start_ticks - 1))
+    other = observe(waits_for_a_lock)
+    other.wait_until_it_sleeps()
+    report = report_process(dataclasses.replace(other.address, start_ticks=other.address.start_ticks - 1))
     assert report.state == "dead"
     assert report.stacks == ""
-    assert report.findings == [
-        f"It has ended; pid {stranger.process.pid} now belongs to another process, which was left alone."
-    ]
-    assert stranger.process.poll() is None
+    assert report.findings == [f"It has exited; pid {other.process.pid} now belongs to another process."]
+    assert other.process.poll() is None
 
 
-def test_without_stacks_the_rest_is_seen_and_the_reason_is_told(observe, waits_for_a_lock, monkeypatch):
+def test_report_without_stacks_gives_the_reason(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
 
     def fail(pid: int, timeout_s: float) -> list[ThreadStack]:
-        raise StacksError("py-spy is not installed; `pip install py-spy`.")
+        raise StacksError("py-spy is not installed; run `pip install py-spy`.")
 
     monkeypatch.setattr(process_report_module, "read_stacks", fail)
     report = report_process(observed.address)
     assert report.state == "blocked"
     assert report.stacks == ""
-    assert report.unseen == ["Its stacks: py-spy is not installed; `pip install py-spy`."]
+    assert report.unseen == ["Its Python stacks: py-spy is not installed; run `pip install py-spy`."]
 
 
-def test_stacks_of_one_look_are_enough_where_the_time_is_up(observe, waits_for_a_lock, monkeypatch):
+def test_report_after_the_timeout_has_the_stacks_of_one_sample(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
-    looks = []
+    timeouts = []
 
     def read_slowly(pid: int, timeout_s: float) -> list[ThreadStack]:
-        looks.append(timeout_s)
+        timeouts.append(timeout_s)
         time.sleep(timeout_s)
         return [ThreadStack("MainThread", False, True, ('File "a.py", line 1 in f',))]
 
     monkeypatch.setattr(process_report_module, "read_stacks", read_slowly)
     report = report_process(observed.address, timeout_s=0.3)
-    assert len(looks) == 1
+    assert len(timeouts) == 1
     assert report.stacks == 'Thread MainThread (idle, holds the interpreter lock):\n  File "a.py", line 1 in f'
-    assert report.findings == []  # one look does not tell who keeps the lock
+    assert report.findings == []  # one sample does not show which thread keeps the lock
 
 
 ALL_REDUCE = """
@@ -239,7 +237,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_of_a_process_in_an_all_reduce_that_nobody_joins_the_line_is_seen_and_the_sum_comes_out_later(observe):
+def test_report_of_a_blocked_all_reduce_does_not_disturb_it(observe):
     ranks = [observe(ALL_REDUCE, str(rank)) for rank in range(2)]
     assert [rank.read_line() for rank in ranks] == ["ready", "ready"]
     deadline = time.monotonic() + 30
@@ -254,27 +252,29 @@ def test_of_a_process_in_an_all_reduce_that_nobody_joins_the_line_is_seen_and_th
     assert [rank.process.wait() for rank in ranks] == [0, 0]
 
 
-def test_a_process_can_look_at_itself():
+def test_process_can_report_on_itself():
     allow_observers()
     report = report_process(own_address(), timeout_s=30)
-    assert "in test_a_process_can_look_at_itself" in report.stacks
+    assert "in test_process_can_report_on_itself" in report.stacks
     assert report.state in ("running", "blocked")
 
 
-def test_on_another_node_nothing_is_claimed(observe, waits_for_a_lock):
+def test_report_from_another_node_has_state_unknown(observe, waits_for_a_lock):
     observed = observe(waits_for_a_lock)
     report = report_process(dataclasses.replace(observed.address, hostname="node7"))
     assert report.state == "unknown"
-    assert report.unseen == [f"It runs on node7, this is {socket.gethostname()}: only a process on its node sees it."]
+    assert report.unseen == [
+        f"It runs on node7, but this is {socket.gethostname()}: only a process on its node can see it."
+    ]
     report = report_process(dataclasses.replace(observed.address, pid_namespace="pid:[1]"))
     assert report.state == "unknown"
     assert report.unseen[0].startswith("It runs in another container (pid namespace)")
 
 
-def test_without_proc_nothing_is_claimed():
+def test_report_without_proc_has_state_unknown():
     report = report_process(dataclasses.replace(own_address(), start_ticks=None, pid_namespace=""))
     assert report.state == "unknown"
-    assert report.unseen == ["Anything of it: its system has no /proc."]
+    assert report.unseen == ["Everything except its log: its system has no /proc."]
 
 
 def test_of_a_large_log_only_the_end_is_read(tmp_path):

@@ -16,7 +16,7 @@ def frames_of(threads: list[ThreadStack]) -> str:
     return "\n".join(map(str, threads))
 
 
-def test_the_line_of_a_process_that_waits_for_a_lock_is_read(observe, waits_for_a_lock):
+def test_stacks_show_the_line_of_a_process_that_waits_for_a_lock(observe, waits_for_a_lock):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     (main,) = read_stacks(observed.process.pid, timeout_s=30)
@@ -26,7 +26,7 @@ def test_the_line_of_a_process_that_waits_for_a_lock_is_read(observe, waits_for_
     assert str(main).startswith("Thread MainThread (idle):\n  File ")
 
 
-def test_threads_that_run_python_are_read_again_and_again_and_the_process_lives(observe):
+def test_repeated_reads_of_running_threads_do_not_disturb_them(observe):
     observed = observe("""
         def recurse(depth):
             return depth and recurse(depth - 1)
@@ -50,7 +50,7 @@ def test_threads_that_run_python_are_read_again_and_again_and_the_process_lives(
     assert observed.process.poll() is None  # no signal was sent
 
 
-def test_a_stopped_process_is_read_and_stays_stopped(observe, waits_for_a_lock):
+def test_stopped_process_is_readable_and_stays_stopped(observe, waits_for_a_lock):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     observed.send(signal.SIGSTOP)
@@ -59,7 +59,7 @@ def test_a_stopped_process_is_read_and_stays_stopped(observe, waits_for_a_lock):
     assert observed.state() == "T"
 
 
-def test_the_thread_that_holds_the_interpreter_lock_in_c_code_is_told(observe, waits_with_the_interpreter_lock):
+def test_stacks_name_the_holder_of_the_interpreter_lock_in_c_code(observe, waits_with_the_interpreter_lock):
     observed = observe(waits_with_the_interpreter_lock)
     observed.wait_until_it_sleeps()
     (main,) = read_stacks(observed.process.pid, timeout_s=30)
@@ -89,12 +89,12 @@ def test_system_calls_in_progress_are_not_interrupted(observe):
         try:
             read_stacks(observed.process.pid, timeout_s=30)
         except StacksError:
-            break  # it has ended
+            break  # it has exited
     assert observed.read_line() == "True b'data' True"
     assert observed.process.wait() == 0
 
 
-def test_without_the_permission_the_error_names_the_setting(monkeypatch, tmp_path):
+def test_missing_permission_names_the_setting(monkeypatch, tmp_path):
     def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
         said = "Permission Denied: Try running again with elevated permissions by going 'sudo env \"PATH=$PATH\" !!'\n"
         return subprocess.CompletedProcess([], 1, "", said)
@@ -105,16 +105,16 @@ def test_without_the_permission_the_error_names_the_setting(monkeypatch, tmp_pat
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
-def test_a_process_of_another_user_gives_the_error_for_a_missing_permission(observe, waits_for_a_lock, monkeypatch):
+def test_process_of_another_user_raises_missing_permission(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: run(*args, **kwargs, user=65534, group=65534))
-    with tempfile.TemporaryDirectory() as folder:  # that the other user can read
+    with tempfile.TemporaryDirectory() as folder:  # readable by the other user
         os.chmod(folder, 0o755)
         shutil.copy(os.path.join(sysconfig.get_path("scripts"), "py-spy"), folder)
         monkeypatch.setattr(sysconfig, "get_path", lambda _: folder)
-        with pytest.raises(StacksError, match="py-spy may not read the memory of the process"):
+        with pytest.raises(StacksError, match="py-spy has no permission to read the memory of the process"):
             read_stacks(observed.process.pid, timeout_s=30)
 
 
@@ -127,11 +127,11 @@ def test_a_process_of_another_user_gives_the_error_for_a_missing_permission(obse
             r"py-spy failed with exit code 3 \(Error: no such version\)\.",
         ),
         ("not a program", r"py-spy cannot be started \("),
-        (None, r"py-spy is not installed; `pip install py-spy`\."),
+        (None, r"py-spy is not installed; run `pip install py-spy`\."),
     ],
     ids=["too slow", "fails", "no program", "missing"],
 )
-def test_a_py_spy_that_gives_no_stacks_is_an_error_that_says_why(script, says, tmp_path, monkeypatch):
+def test_failure_of_py_spy_raises_with_the_reason(script, says, tmp_path, monkeypatch):
     program = tmp_path / "py-spy"
     if script is not None:
         program.write_text(script)
@@ -142,7 +142,7 @@ def test_a_py_spy_that_gives_no_stacks_is_an_error_that_says_why(script, says, t
         read_stacks(os.getpid(), timeout_s=0.2 if script and "sleep" in script else 30)
 
 
-def test_py_spy_is_found_beside_the_interpreter_without_a_path(observe, waits_for_a_lock, monkeypatch):
+def test_py_spy_is_found_next_to_the_interpreter_without_path(observe, waits_for_a_lock, monkeypatch):
     observed = observe(waits_for_a_lock)
     observed.wait_until_it_sleeps()
     monkeypatch.setenv("PATH", "/nowhere")
@@ -150,7 +150,7 @@ def test_py_spy_is_found_beside_the_interpreter_without_a_path(observe, waits_fo
     assert read_stacks(observed.process.pid, timeout_s=30)
 
 
-def test_own_stacks_name_every_thread_and_its_place():
+def test_own_stacks_show_every_thread_and_line():
     def wait_here() -> None:
         event.wait()
 
@@ -162,8 +162,8 @@ def test_own_stacks_name_every_thread_and_its_place():
     finally:
         event.set()
         thread.join()
-    assert text.startswith("Thread MainThread, which asks (most recent call last):\n")
-    assert "in test_own_stacks_name_every_thread_and_its_place\n    text = own_stacks()\n" in text
+    assert text.startswith("Thread MainThread, the calling thread (most recent call last):\n")
+    assert "in test_own_stacks_show_every_thread_and_line\n    text = own_stacks()\n" in text
     assert "Thread waiter (most recent call last):\n" in text
     assert "in wait_here\n    event.wait()\n" in text
     assert "in own_stacks\n" not in text

@@ -40,7 +40,7 @@ def assert_plain(value):
             json.dumps(value)
 
 
-def test_the_three_generators_continue_where_they_were():
+def test_restored_generators_continue_the_sequence():
     for seed in (0, 1):
         seed_all(seed)
         draw()  # leaves one cached normal number in python's and in numpy's generator
@@ -51,7 +51,7 @@ def test_the_three_generators_continue_where_they_were():
         assert [draw(), draw()] == expected
 
 
-def test_capturing_draws_nothing():
+def test_capture_does_not_draw():
     seed_all(5)
     expected = draw()
     seed_all(5)
@@ -59,13 +59,13 @@ def test_capturing_draws_nothing():
     assert draw() == expected
 
 
-def test_a_captured_state_is_tensors_and_json_values_only():
+def test_captured_state_has_only_tensors_and_json_values():
     np.random.seed(1)
     np.random.randn()
     assert_plain(capture_random_state())
 
 
-def test_a_captured_state_does_not_follow_the_generators():
+def test_captured_state_is_a_copy():
     state = capture_random_state()
     words, key = state["python"]["words"].clone(), state["numpy"]["key"].clone()
     seed_all(123)
@@ -83,7 +83,7 @@ def test_states_of_absent_cuda_devices_are_skipped_with_a_warning(caplog):
     assert f"has {count + 1} CUDA devices, this process has {count}" in caplog.text
 
 
-def test_a_seed_starts_every_generator():
+def test_seed_random_state_seeds_every_generator():
     seed_random_state(7)
     first = draw()
     seed_random_state(7)
@@ -93,7 +93,7 @@ def test_a_seed_starts_every_generator():
     assert not any(a == b for a, b in zip(first, second, strict=True))
 
 
-def test_a_block_may_draw_without_moving_the_generators():
+def test_unchanged_random_state_restores_after_the_block():
     seed_all(3)
     expected = draw()
     seed_all(3)

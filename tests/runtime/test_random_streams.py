@@ -7,17 +7,17 @@ from hybridflow.runtime import derive_seed, uniform
 MASK = 2**64 - 1
 
 
-def splitmix_finaliser(x: int) -> int:
-    """The published finaliser in plain Python integers."""
+def splitmix_finalizer(x: int) -> int:
+    """Return the published finalizer in plain Python integers."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
     return x ^ (x >> 31)
 
 
 def chained(domain: int, keys: list[int]) -> int:
-    state = splitmix_finaliser(domain + len(keys))
+    state = splitmix_finalizer(domain + len(keys))
     for key in keys:
-        state = splitmix_finaliser(state ^ splitmix_finaliser(((key & MASK) + 0x9E3779B97F4A7C15) & MASK))
+        state = splitmix_finalizer(state ^ splitmix_finalizer(((key & MASK) + 0x9E3779B97F4A7C15) & MASK))
     return state
 
 
@@ -27,13 +27,13 @@ def test_uniform_equals_the_published_mixer_in_plain_integers(keys):
     assert derive_seed(*keys) == chained(0x7365656400000000, keys) >> 1
 
 
-def test_bits_are_these_on_every_machine():
+def test_bits_are_equal_on_every_machine():
     assert uniform(0).tobytes().hex() == "3eb48c21fd28e53f"
     assert uniform(17, np.arange(3)).tobytes().hex() == "df487f78c607e83fb12d0e67cfa4ed3fa60a2935c65cdd3f"
     assert derive_seed(17, 4) == 2912361767416562940
 
 
-def test_arrays_broadcast_and_equal_one_call_for_each_element():
+def test_arrays_broadcast_and_equal_one_call_per_element():
     steps, rows = np.arange(4).reshape(4, 1), np.arange(5)
     table = uniform(3, steps, rows, 9)
     assert table.shape == (4, 5)
@@ -46,7 +46,7 @@ def test_a_number_does_not_depend_on_the_others_in_the_call():
     assert uniform(1, rows)[[2, 0]].tolist() == uniform(1, np.array([99, 12])).tolist()
 
 
-def test_a_key_counts_by_value_and_not_by_dtype():
+def test_dtype_of_a_key_does_not_matter():
     expected = uniform(5, np.arange(10, dtype=np.int64)).tolist()
     for dtype in (np.int8, np.uint8, np.int32, np.uint32, np.uint64):
         assert uniform(5, np.arange(10, dtype=dtype)).tolist() == expected
@@ -57,17 +57,17 @@ def test_order_and_number_of_keys_matter():
     assert len(numbers) == 7
 
 
-def test_an_empty_array_gives_an_empty_array():
+def test_empty_key_array_returns_an_empty_array():
     assert uniform(1, np.zeros((0, 3), dtype=np.int64)).shape == (0, 3)
 
 
-def test_a_scalar_call_gives_an_array_without_dimensions():
+def test_scalar_keys_return_a_0_dimensional_array():
     assert isinstance(uniform(1, 2), np.ndarray)
     assert uniform(1, 2).shape == ()
 
 
 @pytest.mark.parametrize("key", [1.5, "1", None, 2**64, -(2**63) - 1, np.array([0.0]), np.array(["a"])])
-def test_a_key_that_is_no_64_bit_integer_is_an_error_naming_it(key):
+def test_key_that_is_not_a_64_bit_integer_is_named_in_the_error(key):
     with pytest.raises(AlgorithmError, match="key 1 is"):
         uniform(0, key)
 
@@ -77,12 +77,12 @@ def test_no_keys_are_an_error():
         uniform()
 
 
-def test_one_seed_is_made_of_plain_integers_only():
+def test_derive_seed_rejects_arrays():
     with pytest.raises(AlgorithmError, match=r"shape \(3,\)"):
         derive_seed(0, np.arange(3))  # pyright: ignore[reportArgumentType]
 
 
-def test_keys_are_not_written_to():
+def test_keys_are_not_modified():
     keys = np.arange(5, dtype=np.uint64)
     uniform(keys, 1)
     assert keys.tolist() == [0, 1, 2, 3, 4]
@@ -96,14 +96,14 @@ def test_seeds_differ_and_fit_63_bits():
     assert max(seeds) > 2**62
 
 
-# Of n uniform numbers the mean has standard deviation 1 / sqrt(12 n), the variance 1 / sqrt(180 n), the correlation of
-# neighbours 1 / sqrt(n). Five of them are exceeded once in 1.7 million draws; the draws are fixed.
+# For n uniform numbers the standard deviation of the mean is 1 / sqrt(12 n), of the variance 1 / sqrt(180 n), of the
+# correlation of neighbors 1 / sqrt(n). Five of them are exceeded once in 1.7 million draws; the draws are fixed.
 N = 200_000
 
 
 @pytest.mark.parametrize("position", range(5))
 @pytest.mark.parametrize("start", [0, 2**32 - 1000, -(N // 2), 2**62])
-def test_counting_up_any_key_gives_independent_uniform_numbers(position, start):
+def test_consecutive_keys_give_independent_uniform_numbers(position, start):
     keys: list = [0, 0, 0, 0, 0]
     keys[position] = np.arange(start, start + N)
     u = uniform(*keys)
@@ -113,7 +113,7 @@ def test_counting_up_any_key_gives_independent_uniform_numbers(position, start):
     assert abs(u.var() - 1 / 12) < 5 / np.sqrt(180 * N)
     for lag in (1, 2, 64):
         assert abs(np.corrcoef(u[:-lag], u[lag:])[0, 1]) < 5 / np.sqrt(N)
-    # Chi-squared of 256 equal cells has mean 255 and standard deviation sqrt(2 * 255): of the top bits, of low bits.
+    # Chi-squared of 256 equal cells has mean 255 and standard deviation sqrt(2 * 255), for top bits and low bits.
     for cells in (u * 256, (u * 2**20) * 256 % 256):
         counts = np.bincount(cells.astype(np.int64), minlength=256)
         chi_squared = ((counts - N / 256) ** 2 / (N / 256)).sum()
@@ -121,14 +121,14 @@ def test_counting_up_any_key_gives_independent_uniform_numbers(position, start):
 
 
 @pytest.mark.parametrize("step", [2, 1024, 2**32, 2**48, 0x9E3779B97F4A7C15])
-def test_keys_at_a_regular_distance_are_as_good_as_neighbours(step):
+def test_equidistant_keys_give_independent_uniform_numbers(step):
     u = uniform(7, np.arange(N, dtype=np.uint64) * np.uint64(step))
     assert abs(u.mean() - 0.5) < 5 / np.sqrt(12 * N)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 5 / np.sqrt(N)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 2), (0, 2)])
-def test_neighbouring_streams_are_not_correlated(first, second):
+def test_neighboring_streams_are_not_correlated(first, second):
     tokens = np.arange(N)
     keys = [[0, 0, 0], [0, 0, 0]]
     keys[1][first], keys[1][second] = 1, 1
@@ -147,7 +147,7 @@ def test_flipping_any_key_bit_flips_half_of_the_result_bits():
 
 
 def test_a_million_keys_do_not_collide():
-    # Of a million numbers of 53 bits 0.00006 pairs are expected to be equal.
+    # Among a million numbers of 53 bits, 0.00006 equal pairs are expected.
     by_counter = uniform(0, np.arange(1_000_000))
     assert np.unique(by_counter).size == 1_000_000
     cube = uniform(np.arange(100).reshape(100, 1, 1), np.arange(100).reshape(100, 1), np.arange(100))

@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.runtime import StopRequest
 
-# A training loop that tells when it is ready, counts "steps", and says how it ended.
+# A training loop that prints when it is ready and how it ended.
 LOOP = """
 import hashlib, signal, sys, time
 from hybridflow.runtime import StopRequest
@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 with StopRequest() as stop:
     print("ready", flush=True)
     if "kernel" in sys.argv:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # without the interpreter lock, for minutes
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # runs for minutes without the interpreter lock
     while not stop.requested:
         time.sleep(0.01)
     print("stopping after", stop.signal_name, flush=True)
@@ -39,7 +39,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_first_signal_lets_the_loop_finish(number):
+def test_first_signal_lets_the_loop_finish(number):
     process = start()
     process.send_signal(number)
     output, errors = process.communicate(timeout=30)
@@ -52,7 +52,7 @@ def test_a_first_signal_lets_the_loop_finish(number):
     ("first", "second"),
     [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)],
 )
-def test_a_second_signal_ends_the_process_at_once(first, second):
+def test_second_signal_ends_the_process_at_once(first, second):
     process = start("linger")
     process.send_signal(first)
     assert process.stdout is not None
@@ -63,10 +63,10 @@ def test_a_second_signal_ends_the_process_at_once(first, second):
     assert process.returncode == 130
 
 
-def test_a_second_signal_ends_a_process_inside_a_long_kernel_too():
+def test_second_signal_ends_a_process_inside_a_long_kernel():
     process = start("kernel")
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)  # two signals that wait for a process may arrive as one
+    time.sleep(0.5)  # two pending signals may arrive as one
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 130
@@ -83,7 +83,7 @@ with StopRequest() as stop:
     children = []
     for _ in range(3):
         if not (pid := os.fork()):
-            os.write(write_end, b"1")  # Python forgets signals that come while it forks
+            os.write(write_end, b"1")  # Python drops signals that arrive during a fork
             while not stop.requested:
                 time.sleep(0.01)
             os._exit(7)
@@ -96,13 +96,13 @@ with StopRequest() as stop:
 """
 
 
-def test_a_signal_to_a_forked_child_is_not_one_to_its_parent():
+def test_signal_to_a_forked_child_does_not_reach_the_parent():
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[7, 7, 7] False\n"
     assert done.returncode == 0
 
 
-def test_the_previous_handlers_are_back_afterwards():
+def test_previous_handlers_are_restored():
     seen = []
     previous = signal.signal(signal.SIGTERM, lambda *_: seen.append("own handler"))
     interrupt = signal.getsignal(signal.SIGINT)
@@ -135,7 +135,7 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGTERM, previous)
 
 
-def test_the_log_says_what_will_happen(caplog):
+def test_first_signal_logs_what_will_happen(caplog):
     with caplog.at_level(logging.WARNING), StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal_name == "SIGTERM"

@@ -23,12 +23,12 @@ def _restored_settings() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fill  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_the_number_of_threads_is_what_was_asked_for():
+def test_set_num_threads_sets_the_number():
     assert set_num_threads(3) == 3
     assert torch.get_num_threads() == 3
 
 
-def test_zero_threads_are_the_physical_cores():
+def test_zero_threads_means_all_physical_cores():
     assert set_num_threads(0) == count_physical_cores()
     assert 1 <= count_physical_cores() <= (os.cpu_count() or 1)
 
@@ -43,11 +43,11 @@ def test_physical_cores_respect_the_affinity_of_the_process():
 
 
 def test_a_negative_number_of_threads_is_an_error():
-    with pytest.raises(ConfigError, match=r"controller\.threads=-1 is negative; use 0"):
+    with pytest.raises(ConfigError, match=r"controller\.threads=-1 is invalid: must be at least 0; use 0"):
         set_num_threads(-1)
 
 
-def test_deterministic_mode_refuses_nondeterministic_kernels_and_fills_no_memory():
+def test_deterministic_mode_rejects_nondeterministic_kernels():
     set_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled()
     assert not fills_memory()

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -5,7 +6,9 @@ import torch
 
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.rl_metrics import (
+    MAX_GROUND_TRUTH_CHARS,
     batch_metrics,
+    bounded_json,
     explained_variance,
     extra_metrics,
     log_prob_metrics,
@@ -30,6 +33,8 @@ def rollouts(**tensors):
     }
     texts = {
         "raw_prompts": [[{"role": "user", "content": text}] for text in ("p", "p", "q", "q")],
+        "prompt_texts": ["<u>p", "<u>p", "<u>q", "<u>q"],
+        "ground_truths": [{"target": 3}, {"target": 3}, "4", "4"],
         "solution_texts": ["a", "b", "c", "d"],
         "reward_extras": [{"x": 1.0}, {"x": 3.0, "y": 5.0}, {}, {}],
     }
@@ -64,15 +69,15 @@ def test_figures_of_a_critic():
     assert metrics["critic/rewards/max"] == 19.0
 
 
-def test_entropy_and_drift_are_means_over_the_tokens_of_all_ranks():
-    sums = {"num_tokens": [3, 1], "entropy_sum": [6.0, 2.0], "drift_sum": [0.5, 1.5], "drift_max": [0.25, 1.5]}
-    sums |= {"drift_kl_sum": [0.0, 1.0], "drift_share_sum": [2.0, 1.0]}
+def test_entropy_and_mismatch_are_means_over_the_tokens_of_all_ranks():
+    sums = {"num_tokens": [3, 1], "entropy_sum": [6.0, 2.0], "mismatch_sum": [0.5, 1.5], "mismatch_max": [0.25, 1.5]}
+    sums |= {"mismatch_kl_sum": [0.0, 1.0], "mismatch_share_sum": [2.0, 1.0]}
     of_ranks = DataProto.from_dict({name: torch.tensor(values) for name, values in sums.items()})
     assert log_prob_metrics(DataProtoFuture.of(of_ranks)) == {
         "actor/entropy": 2.0,
-        "rollout/log_prob_drift": 0.5,
-        "rollout/log_prob_drift_max": 1.5,
-        "rollout/log_prob_drift_share": 0.75,
+        "rollout/log_prob_mismatch": 0.5,
+        "rollout/log_prob_mismatch_max": 1.5,
+        "rollout/log_prob_mismatch_share": 0.75,
         "rollout/log_prob_kl": 0.25,
     }
 
@@ -92,12 +97,22 @@ def test_extras_are_averaged_over_the_rows_that_have_them():
 
 
 def test_samples_are_the_first_response_to_each_prompt():
+    first = {"step": 7, "prompt": "p", "rendered_prompt": "<u>p", "ground_truth": {"target": 3}}
+    second = {"step": 7, "prompt": "q", "rendered_prompt": "<u>q", "ground_truth": "4"}
     assert samples_of(rollouts(), count=5, step=7) == [
-        {"step": 7, "prompt": "p", "response": "a", "score": 1.0},
-        {"step": 7, "prompt": "q", "response": "c", "score": 0.5},
+        {**first, "response": "a", "score": 1.0},
+        {**second, "response": "c", "score": 0.5},
     ]
-    assert samples_of(rollouts(), count=1, step=7) == [{"step": 7, "prompt": "p", "response": "a", "score": 1.0}]
+    assert samples_of(rollouts(), count=1, step=7) == [{**first, "response": "a", "score": 1.0}]
     assert samples_of(rollouts(), count=0, step=7) == []
+
+
+def test_ground_truth_of_a_sample_is_bounded_json():
+    long = ["x" * 100] * 100
+    assert bounded_json(long) == json.dumps(long)[:MAX_GROUND_TRUTH_CHARS] + "..."
+    assert bounded_json({"target": 3, "numbers": [1, 2]}) == {"target": 3, "numbers": [1, 2]}
+    assert bounded_json(b"a") == "b'a'"
+    assert bounded_json([math.nan]) == "[nan]"
 
 
 def test_chat_messages_as_one_text():

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -36,12 +37,15 @@ def test_opening_a_new_directory_writes_nothing(open_run, tmp_path):
 
 def test_beginning_writes_the_configuration_and_what_it_runs_on(open_run, tmp_path):
     run = open_run("trainer.seed=3")
+    run.start_facts["matmul_peak_flops_per_s"] = 1.5e11
     run.begin()
     assert load_config(tmp_path / "run" / "config.toml") == run.config
     (start,) = run.starts()
     assert start["after_step"] == 0
+    assert start["directory"] == str(Path.cwd())
     assert start["config"]["trainer.seed"] == 3
     assert start["versions"]["torch"]
+    assert start["matmul_peak_flops_per_s"] == 1.5e11
 
 
 def test_rows_behind_the_checkpoint_are_dropped_because_they_come_again(open_run, tmp_path):

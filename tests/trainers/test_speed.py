@@ -35,6 +35,14 @@ def test_a_role_of_unknown_shape_has_no_utilisation():
     assert "mfu/actor" not in Speedometer({"actor": Learner(1, None)}, peak_flops=1e6).read(times, LENGTHS)
 
 
+def test_utilization_above_the_peak_is_null():
+    times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
+    of_generation = forward_flops(SHAPE, [4, 2]) / 0.5
+    speed = Speedometer({"actor": Learner(3, SHAPE)}, peak_flops=of_generation).read(times, LENGTHS)
+    assert speed["mfu/gen"] == 1.0
+    assert speed["mfu/actor"] is None
+
+
 @pytest.fixture
 def model_dir(tmp_path):
     def write(**config):

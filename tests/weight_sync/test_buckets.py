@@ -1,4 +1,4 @@
-"""Plans that both sides make alike, and weights that are gathered by them."""
+"""Plans of buckets, and gathering weights by a plan."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ SPECS = [
     ("bucket_bytes", "expected"),
     [(1, "a b c d"), (76, "ab c d"), (75, "a b c d"), (204, "ab cd"), (999, "abcd")],
 )
-def test_a_bucket_is_filled_in_order_up_to_its_size(bucket_bytes, expected):
+def test_buckets_are_filled_in_order_up_to_their_size(bucket_bytes, expected):
     plan = plan_buckets(SPECS, bucket_bytes)
     assert ["".join(spec.name for spec in bucket) for bucket in plan] == expected.split()
 
 
-def test_weights_are_gathered_when_their_bucket_is_asked_for():
+def test_weights_are_gathered_when_their_bucket_is_requested():
     gathered = []
 
     def weights():
@@ -39,20 +39,20 @@ def test_weights_are_gathered_when_their_bucket_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("given", "came"),
+    ("weights", "message"),
     [
         ([("b", torch.zeros(3))], "name='b'"),
         ([("a", torch.zeros(4, 5))], r"shape=\(4, 5\)"),
         ([("a", torch.zeros(4, 4, dtype=torch.float64))], "dtype='float64'"),
-        ([], "begin with nothing where"),
+        ([], "expected .*, got no weight"),
     ],
 )
-def test_weights_that_are_not_those_of_the_plan_are_refused(given, came):
-    with pytest.raises(WeightSyncError, match=came):
-        next(fill_buckets(plan_buckets(SPECS, 64), given, 0))
+def test_weights_that_differ_from_the_plan_are_an_error(weights, message):
+    with pytest.raises(WeightSyncError, match=message):
+        next(fill_buckets(plan_buckets(SPECS, 64), weights, 0))
 
 
-def test_tensors_of_a_packed_bucket_are_aligned_and_share_its_memory():
+def test_tensors_of_packed_bucket_are_aligned_and_share_its_memory():
     packed = torch.zeros(packed_size(SPECS), dtype=torch.uint8)
     assert len(packed) % ALIGNMENT == 0
     weights = unpack(SPECS, packed)

@@ -1,4 +1,4 @@
-"""One number for a tensor: it follows every bit and every place, on any stride, and nothing else."""
+"""The fingerprint of a tensor depends on every bit and its position, and not on strides."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ MODULUS = 2**64
 
 
 def reference(tensor: torch.Tensor) -> int:
-    """The definition, word by word."""
+    """Compute the fingerprint word by word, as defined."""
     data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
     data += bytes(-len(data) % 8)
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
@@ -29,7 +29,7 @@ def mixed(word: int, constant: int) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("size", [0, 1, 3, 7, 1000, 8 * BLOCK - 1, 20 * BLOCK + 5])
-def test_it_is_what_its_definition_says_whatever_computes_it(dtype, size, monkeypatch):
+def test_fingerprint_follows_definition_with_and_without_kernel(dtype, size, monkeypatch):
     tensor = (50 * torch.randn(size, generator=torch.Generator().manual_seed(size))).to(dtype)
     expected, threads = reference(tensor), torch.get_num_threads()
     for count in (1, 3):
@@ -40,15 +40,15 @@ def test_it_is_what_its_definition_says_whatever_computes_it(dtype, size, monkey
     assert fingerprint(tensor) == expected
 
 
-@pytest.mark.parametrize("place", [0, 1, 4999, 99_999])
-def test_one_element_changed_by_one_unit_in_the_last_place_changes_it(place):
+@pytest.mark.parametrize("index", [0, 1, 4999, 99_999])
+def test_fingerprint_detects_change_of_one_unit_in_last_place(index):
     tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     changed = tensor.clone()
-    changed[place] = torch.nextafter(changed[place], torch.tensor(10.0))
+    changed[index] = torch.nextafter(changed[index], torch.tensor(10.0))
     assert fingerprint(changed) != fingerprint(tensor)
 
 
-def test_exchanged_elements_rows_and_a_transposed_block_change_it():
+def test_fingerprint_detects_exchanged_elements_rows_and_blocks():
     tensor = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
     numbers = {fingerprint(tensor)}
     exchanged = tensor.clone()
@@ -63,15 +63,15 @@ def test_exchanged_elements_rows_and_a_transposed_block_change_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("places", [slice(None), slice(1, None, 4), [1, 33], [3, 7], [1, 1 + 2 * BLOCK], [0, 2, 4, 6]])
-def test_signs_that_change_together_change_it(dtype, places):
+@pytest.mark.parametrize("indices", [slice(None), slice(1, None, 4), [1, 33], [3, 7], [1, 1 + 2 * BLOCK], [0, 2, 4, 6]])
+def test_fingerprint_detects_signs_that_change_together(dtype, indices):
     tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     changed = tensor.clone()
-    changed[places] *= -1
+    changed[indices] *= -1
     assert fingerprint(changed) != fingerprint(tensor)
 
 
-def test_numbers_that_differ_in_their_highest_bits_alone_and_are_exchanged_change_it():
+def test_fingerprint_detects_exchange_of_values_that_differ_in_high_bits():
     tensor = torch.zeros(4096)
     for i in range(1, 4096, 2):
         tensor[i] = 0.5
@@ -88,7 +88,7 @@ def test_numbers_that_differ_in_their_highest_bits_alone_and_are_exchanged_chang
     assert len(seen) == 1 + len(pairs)
 
 
-def test_strides_do_not_matter_contents_do():
+def test_fingerprint_depends_on_contents_and_not_on_strides():
     tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     assert fingerprint(tensor.T) == fingerprint(tensor.T.contiguous()) != fingerprint(tensor)
     assert fingerprint(torch.zeros(4)) != fingerprint(-torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Faults planted between a trainer and a real rollout engine, embedded and vLLM: each is told, and by its name."""
+"""Faults planted between a trainer and a real rollout engine, embedded and vLLM: each is detected and named."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,7 +51,7 @@ def path(tiny_model) -> Path:
 
 
 class Trainer:
-    """The model that learns, as far as a sync sees it."""
+    """A model that changes with each step, as a sync needs it."""
 
     def __init__(self, path: Path, dtype: str = "float32") -> None:
         self.model, self.version = load_causal_lm(path, DTYPES[dtype]), 0
@@ -88,21 +88,21 @@ def sync(
     *,
     weights: Weights | None = None,
     specs: Callable[[list[WeightSpec]], list[WeightSpec]] = list,
-    on_the_way: Callable[[Iterator[Bucket]], Iterator[Bucket]] = iter,
+    in_transit: Callable[[Iterator[Bucket]], Iterator[Bucket]] = iter,
 ) -> dict[str, float]:
-    """Everything that a sync does; `weights`, `specs` and `on_the_way` are where faults are planted."""
+    """Run a whole sync; faults are planted by `weights`, `specs` and `in_transit`."""
     weights = weights or trainer.weights()
     described = [spec_of(name, tensor) for name, tensor in weights.items()]
     plan = plan_buckets(described, 20_000)
     receiver.start(Announcement(specs(described), len(plan), trainer.version))
-    for bucket in on_the_way(fill_buckets(plan, weights.items(), trainer.version)):
+    for bucket in in_transit(fill_buckets(plan, weights.items(), trainer.version)):
         receiver.receive(InProcess().send(bucket).apart())
     receiver.finish()
     return receiver.check(trainer.probe())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sync_gives_the_trainers_log_probs_and_stamps_its_version(build, path, dtype):
+def test_sync_gives_trainer_log_probs_and_version(build, path, dtype):
     trainer, engine = Trainer(path, dtype), build(path, dtype)
     receiver = receiver_of(engine, dtype)
     for _ in range(3):
@@ -113,7 +113,7 @@ def test_a_sync_gives_the_trainers_log_probs_and_stamps_its_version(build, path,
         trainer.step(lr=0.02)
 
 
-def test_a_step_at_a_learning_rate_of_1e_6_is_seen_by_the_engine(build, path):
+def test_step_with_learning_rate_1e_6_changes_engine(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     for _ in range(4):
@@ -122,7 +122,7 @@ def test_a_step_at_a_learning_rate_of_1e_6_is_seen_by_the_engine(build, path):
 
 
 def one_unit(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
-    """One element changes by one unit in the last place in transit."""
+    """Change one element by one unit in the last place in transit."""
     for bucket in buckets:
         for name, tensor in bucket.weights.items():
             if name.endswith("layers.1.mlp.up_proj.weight"):
@@ -152,29 +152,29 @@ def another_shape(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
 
 
 FAULTS = {
-    "one unit in the last place": (one_unit, r"'model\.layers\.1\.mlp\.up_proj\.weight' changed on its way"),
-    "missing": (missing, r"weights did not come: model\.norm\.weight"),
-    "twice": (twice, r"weight 'model\.embed_tokens\.weight' came twice"),
-    "another shape": (another_shape, r"'model\.embed_tokens\.weight' came as .*shape=\(64, 40\)"),
+    "one unit in the last place": (one_unit, r"'model\.layers\.1\.mlp\.up_proj\.weight' changed in transit"),
+    "missing": (missing, r"weights were not received: model\.norm\.weight"),
+    "twice": (twice, r"weight 'model\.embed_tokens\.weight' was received twice"),
+    "another shape": (another_shape, r"'model\.embed_tokens\.weight' was received as .*shape=\(64, 40\)"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_transit_is_told_by_the_name_of_the_tensor(build, path, fault):
+def test_fault_in_transit_error_names_tensor(build, path, fault):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     sync(trainer, receiver)
     expected = generate(engine, WANTED)
-    on_the_way, message = FAULTS[fault]
+    in_transit, message = FAULTS[fault]
     with pytest.raises(WeightSyncError, match=message):
-        sync(trainer, receiver, on_the_way=on_the_way)
+        sync(trainer, receiver, in_transit=in_transit)
     with pytest.raises(RolloutError, match=r"no complete set of weights|no weights to generate with"):
         generate(engine, WANTED)
     sync(trainer, receiver)
     assert [c.token_ids for c in generate(engine, WANTED)] == [c.token_ids for c in expected]
 
 
-def test_the_previous_steps_weights_in_transit_are_told(build, path):
+def test_stale_weights_in_transit_are_detected(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     previous = trainer.weights()
@@ -185,11 +185,11 @@ def test_the_previous_steps_weights_in_transit_are_told(build, path):
         for bucket in buckets:
             yield Bucket({name: previous[name] for name in bucket.weights}, bucket.fingerprints, bucket.version)
 
-    with pytest.raises(WeightSyncError, match="changed on its way"):
-        sync(trainer, receiver, on_the_way=stale)
+    with pytest.raises(WeightSyncError, match="changed in transit"):
+        sync(trainer, receiver, in_transit=stale)
 
 
-def test_a_bucket_of_another_version_is_told_though_its_fingerprints_are_right(build, path):
+def test_bucket_of_another_version_is_detected_despite_valid_fingerprints(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     sent = []
@@ -199,13 +199,13 @@ def test_a_bucket_of_another_version_is_told_though_its_fingerprints_are_right(b
             sent.append(bucket)
             yield bucket
 
-    sync(trainer, receiver, on_the_way=keeping)
+    sync(trainer, receiver, in_transit=keeping)
     trainer.step(lr=1e-6)
-    with pytest.raises(WeightSyncError, match=r"weights of version 0 came .* expected are those of version 1"):
-        sync(trainer, receiver, on_the_way=lambda buckets: iter([*list(buckets)[:-1], sent[-1]]))
+    with pytest.raises(WeightSyncError, match=r"received weights of version 0 .* but expected version 1"):
+        sync(trainer, receiver, in_transit=lambda buckets: iter([*list(buckets)[:-1], sent[-1]]))
 
 
-def test_an_engine_that_keeps_most_of_its_old_weights_is_told_by_the_probe(build, path, monkeypatch):
+def test_probe_detects_engine_that_keeps_most_old_weights(build, path, monkeypatch):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     sync(trainer, receiver)
@@ -217,46 +217,48 @@ def test_an_engine_that_keeps_most_of_its_old_weights_is_told_by_the_probe(build
         sync(trainer, receiver)
 
 
-def test_a_trainer_that_sends_the_previous_steps_weights_is_told_by_the_probe(build, path):
+def test_probe_detects_trainer_that_sends_stale_weights(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     previous = trainer.weights()
     sync(trainer, receiver)
     trainer.step(lr=1e-6)
-    with pytest.raises(WeightSyncError, match=r"it still has the old weights"):
+    with pytest.raises(WeightSyncError, match=r"the engine still has the old weights"):
         sync(trainer, receiver, weights=previous)
     with pytest.raises(RolloutError):
         generate(engine, WANTED)
 
 
-def test_an_engine_that_does_not_use_what_it_was_given_is_told_by_the_probe(build, path, monkeypatch):
+def test_probe_detects_engine_that_ignores_loaded_weights(build, path, monkeypatch):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     sync(trainer, receiver)
     old, load = trainer.weights(), engine.load
     monkeypatch.setattr(engine, "load", lambda weights: load([(name, old[name]) for name, _ in weights]))
     trainer.step(lr=1e-6)
-    with pytest.raises(WeightSyncError, match=r"after loading version 1 .* it still has the old weights"):
+    with pytest.raises(WeightSyncError, match=r"after loading version 1 .* the engine still has the old weights"):
         sync(trainer, receiver)
 
 
-def test_a_transposed_block_inside_a_fused_weight_is_told_by_the_probe(build, path, monkeypatch):
+def test_probe_detects_transposed_block_inside_fused_weight(build, path, monkeypatch):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver, load = receiver_of(engine), engine.load
 
     def transposing(weights):
         for name, tensor in weights:
-            if name.endswith("layers.0.self_attn.k_proj.weight"):  # which vLLM fuses with those of queries and values
+            if name.endswith(
+                "layers.0.self_attn.k_proj.weight"
+            ):  # vLLM fuses it with the weights of queries and values
                 tensor = tensor.clone()
                 tensor[:16, :16] = tensor[:16, :16].T.clone()
             yield name, tensor
 
     monkeypatch.setattr(engine, "load", lambda weights: load(transposing(weights)))
-    with pytest.raises(WeightSyncError, match="a weight is in the wrong place, or was not loaded"):
+    with pytest.raises(WeightSyncError, match="a weight was loaded into the wrong parameter, or not loaded"):
         sync(trainer, receiver)
 
 
-def test_what_was_announced_is_checked_before_anything_is_loaded(build, path):
+def test_announcement_is_checked_before_anything_is_loaded(build, path):
     trainer, engine = Trainer(path), build(path, "float32")
     receiver = receiver_of(engine)
     sync(trainer, receiver)
@@ -271,14 +273,14 @@ def test_what_was_announced_is_checked_before_anything_is_loaded(build, path):
         assert generate(engine, WANTED) == expected
 
 
-def test_log_probs_that_are_not_numbers_are_told(path):
+def test_nan_log_probs_are_detected(path):
     trainer, engine = Trainer(path), embedded(path, "float32")
     trainer.model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(WeightSyncError, match="differ from the trainer's by nan"):
+    with pytest.raises(WeightSyncError, match="differ from the trainer's: mean difference nan"):
         sync(trainer, receiver_of(engine))
 
 
-def test_the_fingerprint_of_a_bucket_is_that_of_its_tensors(path):
+def test_fingerprints_of_bucket_are_those_of_its_tensors(path):
     weights = Trainer(path).weights()
     plan = plan_buckets([spec_of(name, tensor) for name, tensor in weights.items()], 10**9)
     (bucket,) = fill_buckets(plan, weights.items(), 1)

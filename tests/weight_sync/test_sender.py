@@ -1,4 +1,4 @@
-"""The trainer's end of a sync, on an engine that has weights and computes nothing."""
+"""The sender of a weight sync, with an engine that has weights and computes nothing."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Engine:
 
 
 class Loads:
-    """A rollout engine that keeps what it is given."""
+    """A rollout engine that stores the loaded weights."""
 
     def __init__(self):
         self.loaded, self.version = {}, None
@@ -61,14 +61,14 @@ def config():
     return load_config(None, ["rollout.sync_bucket_bytes=32", "data.max_prompt_length=4", "data.max_response_length=5"])
 
 
-def test_an_announcement_says_which_weights_come_in_how_many_buckets(engine, config):
+def test_announcement_has_specs_and_number_of_buckets(engine, config):
     announced = WeightSender(engine, config, InProcess).announce()
     assert announced.specs == [WeightSpec(name, (4,), "float32") for name in "abc"]
     assert (announced.num_buckets, announced.version, announced.num_bytes, announced.address) == (2, 7, 48, "")
     assert engine.gathered == []
 
 
-def test_a_bucket_is_gathered_when_it_is_sent_with_its_fingerprints_and_version(engine, config):
+def test_bucket_is_gathered_on_send_with_fingerprints_and_version(engine, config):
     sender = WeightSender(engine, config, InProcess)
     sender.announce()
     sent, contents = sender.send()
@@ -78,7 +78,7 @@ def test_a_bucket_is_gathered_when_it_is_sent_with_its_fingerprints_and_version(
     assert sent.version == 7
 
 
-def test_a_rank_without_a_transport_gathers_and_sends_nothing(engine, config):
+def test_rank_without_transport_gathers_but_does_not_send(engine, config):
     sender = WeightSender(engine, config, None)
     announced = sender.announce()
     sender.join(2)
@@ -87,14 +87,14 @@ def test_a_rank_without_a_transport_gathers_and_sends_nothing(engine, config):
     sender.finish()
 
 
-def test_the_probe_has_sequences_of_the_vocabulary_that_the_model_has_positions_for(engine, config):
+def test_probe_fits_vocabulary_and_positions_of_model(engine, config):
     probe = WeightSender(engine, config, InProcess).compute_probe()
     assert [len(sequence) for sequence in probe.sequences] == [8] * 4
     assert all(0 <= token < 50 for sequence in probe.sequences for token in sequence)
     assert probe.log_probs == [[-1.0] * 7] * 4
 
 
-def test_in_one_process_all_weights_are_handed_over_and_checked(engine, config):
+def test_sync_in_one_process_loads_and_checks_all_weights(engine, config):
     rollout = Loads()
     sender, receiver = WeightSender(engine, config, InProcess), WeightReceiver(rollout, "float32", InProcess())
     assert hand_over(sender, receiver) == 48
@@ -106,7 +106,7 @@ def test_in_one_process_all_weights_are_handed_over_and_checked(engine, config):
     }
 
 
-def test_an_engine_that_fails_to_load_has_no_weights_and_nothing_stays_gathered(engine, config, monkeypatch):
+def test_failed_load_leaves_no_weights_and_no_gathered_bucket(engine, config, monkeypatch):
     rollout = Loads()
     sender, receiver = WeightSender(engine, config, InProcess), WeightReceiver(rollout, "float32", InProcess())
     hand_over(sender, receiver)

@@ -1,6 +1,6 @@
-"""What every transport promises: what is received is what was sent, and what is not, is told.
+"""The contract of every transport: receivers get the bytes that were sent, or an error.
 
-Each test runs on each transport; sender and receivers are threads where they need to meet.
+Each test runs on each transport; sender and receivers run in threads if they have to connect.
 """
 
 import threading
@@ -37,11 +37,11 @@ def configured(run_dir: object, *overrides: str) -> Config:
     return load_config(None, [f"trainer.run_dir={run_dir}", "controller.call_timeout_s=60", *overrides])
 
 
-def test_each_transport_of_the_configuration_is_in_the_table():
+def test_table_has_every_configurable_transport():
     assert set(get_args(RolloutConfig.model_fields["weight_sync"].annotation)) == set(TRANSPORTS)
 
 
-def test_buckets_of_a_killed_run_are_removed_before_the_first_sync(tmp_path):
+def test_buckets_of_killed_run_are_removed_before_first_sync(tmp_path):
     (tmp_path / "weight_sync").mkdir()
     (tmp_path / "weight_sync" / "bucket_00000.safetensors").touch()
     sender = build_sending_transport(configured(tmp_path, "rollout.weight_sync=broadcast"))
@@ -57,7 +57,7 @@ def weights_like_those_of_a_model(dtype: torch.dtype = torch.float32) -> dict[st
 
 @pytest.fixture(params=["in_process", *TRANSPORTS])
 def ends(request, tmp_path) -> Callable[[], tuple[WeightTransport, list[WeightTransport]]]:
-    """A sender and its receivers, which have met."""
+    """Build a connected sender and its receivers."""
 
     def build() -> tuple[WeightTransport, list[WeightTransport]]:
         if request.param == "in_process":
@@ -92,7 +92,7 @@ def buckets_of(weights: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket_bytes", [1, 2000, 10**9])
-def test_what_is_received_is_what_was_sent(ends, dtype, bucket_bytes):
+def test_received_weights_equal_sent_weights(ends, dtype, bucket_bytes):
     sender, receivers = ends()
     weights = weights_like_those_of_a_model(dtype)
     received: list[dict[str, torch.Tensor]] = [{} for _ in receivers]
@@ -108,10 +108,10 @@ def test_what_is_received_is_what_was_sent(ends, dtype, bucket_bytes):
         assert all(torch.equal(of_receiver[name], tensor) for name, tensor in weights.items())
 
 
-def test_weights_that_change_afterwards_do_not_change_what_was_received(ends):
+def test_later_changes_of_weights_do_not_change_received_ones(ends):
     sender, receivers = ends()
     if isinstance(sender, InProcess):
-        pytest.skip("gives the tensors themselves")
+        pytest.skip("passes the tensors without a copy")
     weights = weights_like_those_of_a_model()
     first = {name: tensor.clone() for name, tensor in weights.items()}
     arrived = []
@@ -125,7 +125,7 @@ def test_weights_that_change_afterwards_do_not_change_what_was_received(ends):
         assert all(torch.equal(tensor, first[name]) for name, tensor in bucket.weights.items())
 
 
-def test_a_second_sync_uses_the_same_transport(ends):
+def test_second_sync_uses_same_transport(ends):
     sender, receivers = ends()
     for scale in (1.0, 2.0):
         weights = {name: scale * tensor for name, tensor in weights_like_those_of_a_model().items()}
@@ -136,7 +136,7 @@ def test_a_second_sync_uses_the_same_transport(ends):
         sender.finish()
 
 
-def test_files_are_gone_when_all_is_received(tmp_path):
+def test_files_are_removed_when_all_are_received(tmp_path):
     transport = Disk(configured(tmp_path))
     for bucket in buckets_of(weights_like_those_of_a_model(), 3000):
         transport.receive(transport.send(bucket))
@@ -145,7 +145,7 @@ def test_files_are_gone_when_all_is_received(tmp_path):
     assert not (tmp_path / "weight_sync").exists()
 
 
-def test_a_file_that_is_not_there_or_damaged_is_named(tmp_path):
+def test_missing_or_damaged_file_is_named_in_error(tmp_path):
     transport = Disk(configured(tmp_path))
     (bucket,) = buckets_of(weights_like_those_of_a_model(), 10**9)
     sent = transport.send(bucket)
@@ -153,11 +153,11 @@ def test_a_file_that_is_not_there_or_damaged_is_named(tmp_path):
         file.truncate(100)
     with pytest.raises(WeightSyncError, match=r"could not be read from '.*bucket_00000.safetensors'"):
         transport.receive(sent)
-    with pytest.raises(WeightSyncError, match="must see the trainer's directory"):
+    with pytest.raises(WeightSyncError, match="must have access to the trainer's directory"):
         transport.receive(replace(sent, contents=str(tmp_path / "elsewhere")))
 
 
-def test_a_full_disk_is_told(small_disk):
+def test_full_disk_is_reported(small_disk):
     transport = Disk(configured(small_disk))
     big = {"big": torch.zeros(2**20)}
     (bucket,) = buckets_of(big, 10**9)
@@ -165,14 +165,14 @@ def test_a_full_disk_is_told(small_disk):
         transport.send(bucket)
 
 
-def test_receivers_that_do_not_come_are_an_error_in_time(tmp_path):
+def test_missing_receivers_are_an_error_after_the_timeout(tmp_path):
     transport = Broadcast(configured(tmp_path, "controller.call_timeout_s=1"))
-    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not meet the others at 127\.0\.0\.1"):
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not connect to the other ranks at 127\.0\.0\.1"):
         transport.join(transport.listen(), 0, 2)
 
 
 def altered(sent: Sent) -> None:
-    """Change one bit of the contents on their way."""
+    """Change one bit of the contents in transit."""
     if isinstance(sent.contents, str):
         tensors = load_file(sent.contents)
         tensors["q"].view(torch.int32)[3, 3] ^= 1
@@ -182,7 +182,7 @@ def altered(sent: Sent) -> None:
 
 
 @pytest.mark.parametrize("transport", [ObjectStore, Disk])
-def test_a_bit_that_changes_on_the_way_shows_in_the_fingerprint(transport, tmp_path):
+def test_bit_changed_in_transit_is_detected_by_fingerprint(transport, tmp_path):
     from hybridflow.weight_sync import fingerprint
 
     end = transport(configured(tmp_path))
@@ -194,7 +194,7 @@ def test_a_bit_that_changes_on_the_way_shows_in_the_fingerprint(transport, tmp_p
     assert len(wrong) == 1
 
 
-def test_a_file_that_cannot_be_written_leaves_none_behind(tmp_path, monkeypatch):
+def test_failed_write_removes_all_files(tmp_path, monkeypatch):
     from hybridflow.weight_sync import disk
 
     sender, buckets = Disk(configured(tmp_path)), list(buckets_of(weights_like_those_of_a_model(), 2000))

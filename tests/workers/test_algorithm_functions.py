@@ -15,6 +15,9 @@ def half_the_score(*, scores, group_ids, gamma, factor=0.5):
 def needs_a_temperature(*, scores, temperature):
     ...
 
+def misspelled(*, score, group_id, gama):
+    ...
+
 def plain(*, log_probs, advantages, response_mask, clip_ratio_low, sharpness=2.0):
     return -advantages * log_probs * sharpness
 """
@@ -78,10 +81,28 @@ def test_a_loss_of_the_users_is_called_with_what_its_signature_names(user_file):
         ),
         ("gae", {"gamma": 0.9}, r"advantage_kwargs.gamma is a key of its own; set algorithm.gamma"),
         ("{file}:needs_a_temperature", {}, "takes temperature, which is neither a column .* give it in algorithm.adv"),
-        ("{file}:nothing", {}, "has no function 'nothing'; it has half_the_score, needs_a_temperature, plain"),
+        (
+            "{file}:misspelled",
+            {},
+            r"takes score, group_id, gama \(did you mean 'scores' instead of 'score', 'group_ids' or .* instead of "
+            r"'group_id', 'gamma' instead of 'gama'\?\), which is neither a column",
+        ),
+        (
+            "{file}:half_the_score",
+            {"facter": 1},
+            r"has no such parameter \(did you mean 'factor' instead of 'facter'\?\); it has: factor",
+        ),
+        ("{file}:nothing", {}, "has no function 'nothing'; it has half_the_score, needs_a_temperature, misspelled"),
         ("{file}x:f", {}, "algorithm.advantage .*importing .* failed"),
     ],
 )
 def test_what_does_not_fit_is_said_with_the_key(user_file, name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         advantage_estimator(with_advantage(name.format(file=user_file), **kwargs))
+
+
+def test_unknown_parameter_does_not_list_all_columns(user_file):
+    with pytest.raises(ConfigError) as error:
+        advantage_estimator(with_advantage(f"{user_file}:needs_a_temperature"))
+    assert "rollout_log_probs" not in str(error.value)
+    assert "or name a column of docs/data_proto.md" in str(error.value)

@@ -46,9 +46,9 @@ def test_the_policy_loss_and_its_metrics_are_those_of_the_formulas():
             "actor/clipfrac_dual": 0.0,
             "actor/entropy": (0.5 + 0.7 + 0.9) / 3,
             "actor/ppo_kl": (0 - 0.5 - 0.1) / 3,
-            "rollout/log_prob_drift": (0.05 + 0 + 0.4) / 3,
-            "rollout/log_prob_drift_max": 0.4,
-            "rollout/log_prob_drift_share": 1 / 3,
+            "rollout/log_prob_mismatch": (0.05 + 0 + 0.4) / 3,
+            "rollout/log_prob_mismatch_max": 0.4,
+            "rollout/log_prob_mismatch_share": 1 / 3,
             "rollout/log_prob_kl": (math.exp(0.05) - 1.05 + math.exp(0.4) - 1.4) / 3,
         }
     )

@@ -40,5 +40,5 @@ def test_a_function_of_ones_own_returns_further_numbers(group, tmp_path):
 
 
 def test_an_unknown_data_source_is_the_error_of_rewards(group):
-    with pytest.raises(RewardError, match="no reward function is known for data_source 'chess'"):
+    with pytest.raises(RewardError, match="no built-in reward function serves data_source 'chess'"):
         group(RewardWorker).score(solutions("a", data_source="chess"))

@@ -1,8 +1,8 @@
 """The mathematics of reinforcement learning for language models: pure functions, tensors in, tensors out.
 
-Knows neither batches, models nor configuration. Columns are keyword-only arguments named as in the glossary of
-batch fields, so that a function's signature says what it reads. The public names are listed in `exports` and imported
-when one of them is first used, so that the configuration reads `declarations` without torch.
+Knows nothing of batches, models or configuration. Columns are keyword-only arguments named as in the glossary of
+batch fields, so that a function's signature states which columns it reads. `exports` lists the public names and is
+imported at first use, so that the configuration can read `declarations` without torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""How token losses become one number, always against a count of the whole mini-batch.
+"""Aggregation of token losses to one number, divided by counts of the whole mini-batch.
 
-A part of a batch (a micro-batch, a rank's rows) gives its share; the shares of any split add up to the whole, and so
-do their gradients. The counts are known before the first backward: they come from the masks alone.
+Each part of a batch (a micro-batch, a rank's rows) contributes its share; the shares of any split, and their gradients,
+add up to the whole. The counts depend on the masks only, so they are known before the first backward pass.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def token_mean(
     num_tokens: int,
     num_sequences: int,
 ) -> Float[Tensor, ""]:
-    """Every token counts the same: sum over tokens / num_tokens."""
+    """Weigh all tokens equally: sum over tokens / num_tokens."""
     return masked_sum(token_losses, response_mask) / max(num_tokens, 1)
 
 
@@ -32,7 +32,7 @@ def seq_mean_token_sum(
     num_tokens: int,
     num_sequences: int,
 ) -> Float[Tensor, ""]:
-    """Sum over each sequence's tokens, mean over sequences: sum over tokens / num_sequences."""
+    """Sum over each sequence's tokens and average over sequences: sum over tokens / num_sequences."""
     return masked_sum(token_losses, response_mask) / max(num_sequences, 1)
 
 
@@ -43,7 +43,7 @@ def seq_mean_token_mean(
     num_tokens: int,
     num_sequences: int,
 ) -> Float[Tensor, ""]:
-    """Every sequence counts the same: mean over its tokens, mean over sequences."""
+    """Weigh all sequences equally: average over each sequence's tokens, then over sequences."""
     return masked_mean(token_losses, response_mask, dim=1).sum() / max(num_sequences, 1)
 
 
@@ -55,9 +55,9 @@ def seq_mean_token_sum_norm(
     num_sequences: int,
     max_response_length: int,
 ) -> Float[Tensor, ""]:
-    """Sum over each sequence's tokens, over the longest length allowed, mean over sequences.
+    """Sum over each sequence's tokens, divide by the maximum length, average over sequences.
 
-    https://arxiv.org/abs/2503.20783 (Dr. GRPO), section 3.2: no response weighs more for being short.
+    https://arxiv.org/abs/2503.20783 (Dr. GRPO), section 3.2: short responses get no extra weight.
     """
     return masked_sum(token_losses, response_mask) / (max(num_sequences, 1) * max_response_length)
 
@@ -68,7 +68,7 @@ AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
 }
-"""By configuration name (`actor.loss_aggregation`)."""
+"""Aggregation functions by configuration name (`actor.loss_aggregation`)."""
 
 
 def aggregate_loss(
@@ -80,12 +80,12 @@ def aggregate_loss(
     num_sequences: int,
     max_response_length: int | None = None,
 ) -> Float[Tensor, ""]:
-    """This part's share of the loss of the whole mini-batch.
+    """Return this part's share of the loss of the whole mini-batch.
 
-    `num_tokens` counts the true places of the masks of the *whole* mini-batch (all micro-batches, all ranks),
-    `num_sequences` its rows with at least one; seq-mean-token-sum-norm divides by `max_response_length` too. If
-    nothing is unmasked the loss is 0 and so is its gradient. Raises for an unknown mode, and (on CPU, where looking is
-    free) if the part has more than the whole.
+    `num_tokens` counts the true entries of the masks of the *whole* mini-batch (all micro-batches, all ranks),
+    `num_sequences` its rows with at least one; seq-mean-token-sum-norm also divides by `max_response_length`. If all
+    tokens are masked, the loss and its gradient are 0. Raises for an unknown mode, and on CPU, where reading contents
+    is free, if the part has more tokens or sequences than the whole.
     """
     require_columns("aggregate_loss", token_losses=token_losses)
     require_mask("aggregate_loss", "response_mask", response_mask, tuple(token_losses.shape), like="token_losses")

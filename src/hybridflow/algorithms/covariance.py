@@ -1,7 +1,6 @@
-"""Policy losses that single out the few tokens whose log-prob and advantage vary together most: they cost entropy.
+"""Policy losses with a special rule for tokens of high covariance of log-prob and advantage, which reduce entropy.
 
-Which tokens these are depends on the whole mini-batch, so that a selection is made before the update, and the loss is
-given what was selected.
+The selection depends on the whole mini-batch, so it is made before the update and passed to the loss.
 """
 
 import torch
@@ -15,9 +14,9 @@ from hybridflow.algorithms.token_losses import PolicyLoss
 
 
 def covariances(log_probs: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    """Of each token of a mini-batch, https://arxiv.org/abs/2505.22617, equation 10, in float64:
+    """Return the covariance of log-prob and advantage of each token of a mini-batch, in float64.
 
-    (log_prob - mean(log_prob)) * (A - mean(A))
+    https://arxiv.org/abs/2505.22617, equation 10: (log_prob - mean(log_prob)) * (A - mean(A))
     """
     require_columns("covariances", "(tokens)", log_probs=log_probs, advantages=advantages)
     log_probs, advantages = log_probs.double(), advantages.double()
@@ -32,29 +31,33 @@ def select_clip_cov(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> Bool[Tensor, " tokens"]:
-    """Tokens without a gradient under Clip-Cov, https://arxiv.org/abs/2505.22617, equation 11: drawn, each as likely,
-    from those whose covariance is within [cov_low, cov_high], `selected_share` of all tokens, one at least.
+    """Select the tokens without a gradient under Clip-Cov, https://arxiv.org/abs/2505.22617, equation 11.
+
+    They are drawn uniformly from the tokens whose covariance is within [cov_low, cov_high]: `selected_share` of all
+    tokens, at least one.
     """
     require_in_range("select_clip_cov", "selected_share", selected_share, minimum=0, maximum=1)
     candidates = ((covariances >= cov_low) & (covariances <= cov_high)).nonzero()[:, 0]
     number = max(1, int(selected_share * len(covariances)))
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
-    return _chosen(covariances, candidates[order[:number].to(candidates.device)])
+    return _mask_of(covariances, candidates[order[:number].to(candidates.device)])
 
 
 def select_kl_cov(
     *, covariances: Float[Tensor, " tokens"], seed: int, selected_share: float = 2e-3
 ) -> Bool[Tensor, " tokens"]:
-    """Tokens with a penalty under KL-Cov, https://arxiv.org/abs/2505.22617, equation 13: those of the largest
-    covariances, `selected_share` of all tokens, one at least. Of equal ones the first; nothing is drawn by `seed`.
+    """Select the tokens with a penalty under KL-Cov, https://arxiv.org/abs/2505.22617, equation 13.
+
+    They are the tokens with the largest covariances: `selected_share` of all tokens, at least one. Among equal ones the
+    first is selected; `seed` is not used.
     """
     require_in_range("select_kl_cov", "selected_share", selected_share, minimum=0, maximum=1)
     number = min(len(covariances), max(1, int(selected_share * len(covariances))))
-    return _chosen(covariances, torch.argsort(covariances, descending=True, stable=True)[:number])
+    return _mask_of(covariances, torch.argsort(covariances, descending=True, stable=True)[:number])
 
 
 ROUNDED_BELOW = 1e-3
-"""The size of a log-ratio below which KL-Cov's penalty has a slope less than 1."""
+"""Absolute log-ratio below which KL-Cov's penalty has a slope less than 1."""
 
 
 def clip_cov_policy_loss(
@@ -65,10 +68,11 @@ def clip_cov_policy_loss(
     response_mask: Bool[Tensor, "batch response_len"],
     selected_tokens: Bool[Tensor, "batch response_len"],
 ) -> PolicyLoss:
-    """Loss of each token; the gradient flows through `log_probs` alone, and through none of `selected_tokens`.
+    """Return the Clip-Cov loss of each token.
 
-    https://arxiv.org/abs/2505.22617, equation 12, negated: -ratio * A, and nothing for the tokens that
-    `select_clip_cov` drew. No ratio is clipped; `clipped` says which tokens were selected.
+    The gradient flows through `log_probs` only, except at `selected_tokens`. https://arxiv.org/abs/2505.22617,
+    equation 12, negated: -ratio * A, and 0 for the tokens that `select_clip_cov` drew. No ratio is clipped; `clipped`
+    marks the selected tokens.
     """
     function = "clip_cov_policy_loss"
     log_ratio, advantages = policy_columns(function, log_probs, old_log_probs, advantages, response_mask)
@@ -92,12 +96,12 @@ def kl_cov_policy_loss(
     selected_tokens: Bool[Tensor, "batch response_len"],
     penalty_coef: float = 1.0,
 ) -> PolicyLoss:
-    """Loss of each token; the gradient flows through `log_probs` alone.
+    """Return the KL-Cov loss of each token; the gradient flows through `log_probs` only.
 
-    https://arxiv.org/abs/2505.22617, equation 14, negated: -ratio * A, and for the tokens that `select_kl_cov` chose
-    penalty_coef * |log_probs - old_log_probs| besides, which is how the authors take the KL from the old policy. Below
-    ROUNDED_BELOW it is rounded off (Huber 1964), since the slope of |x| at 0 would be that of a rounding. No ratio
-    is clipped; `clipped` says which tokens were selected.
+    https://arxiv.org/abs/2505.22617, equation 14, negated: -ratio * A, plus penalty_coef * |log_probs - old_log_probs|
+    for the tokens that `select_kl_cov` selected, the authors' estimate of the KL from the old policy. Below
+    ROUNDED_BELOW the penalty is smooth (Huber 1964), since the sign of |x| near 0 would depend on rounding. No ratio is
+    clipped; `clipped` marks the selected tokens.
     """
     function = "kl_cov_policy_loss"
     log_ratio, advantages = policy_columns(function, log_probs, old_log_probs, advantages, response_mask)
@@ -116,7 +120,7 @@ def kl_cov_policy_loss(
     )
 
 
-def _chosen(covariances: Tensor, places: Tensor) -> Tensor:
-    chosen = torch.zeros(len(covariances), dtype=torch.bool, device=covariances.device)
-    chosen[places] = True
-    return chosen
+def _mask_of(covariances: Tensor, indices: Tensor) -> Tensor:
+    mask = torch.zeros(len(covariances), dtype=torch.bool, device=covariances.device)
+    mask[indices] = True
+    return mask

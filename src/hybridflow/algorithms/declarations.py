@@ -1,6 +1,7 @@
-"""What each advantage estimator and policy loss needs of a run, declared in one line beside its name.
+"""Declarations of the advantage estimators and policy losses: what each one needs from a run, one line per name.
 
-The configuration's checks, the trainer and docs/algorithms.md read it from here and compare no names. No torch here.
+The configuration's checks, the trainer and docs/algorithms.md read these declarations instead of comparing names. This
+module does not import torch.
 """
 
 from dataclasses import dataclass
@@ -13,39 +14,39 @@ EXTRA_COLUMNS = {
     "baseline_scores": "a greedy response to each prompt",
     "sum_squared_probs": 'old log-probs of the trainer (`actor.old_log_probs_from = "trainer"`)',
 }
-"""Columns of the glossary that a run makes only for a function that reads them, and what makes them."""
+"""Columns that a run computes only for a function that reads them, and their sources."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """The needs of an advantage estimator."""
+    """Requirements of an advantage estimator."""
 
     function: str
     """'file:function' in this package."""
     extra_columns: tuple[str, ...] = ()
-    """Which of EXTRA_COLUMNS it reads."""
+    """Columns of EXTRA_COLUMNS that it reads."""
     compares_groups: bool = False
-    """Every advantage is 0 if each prompt has one response."""
+    """True if all advantages are 0 with one response per prompt."""
     at_most_group_size: tuple[str, int] | None = None
-    """A parameter that cannot exceed `rollout.group_size`, and its default."""
+    """A parameter that must not exceed `rollout.group_size`, and its default."""
     takes_kl_in_reward: bool = True
-    """Whether `algorithm.kl_in_reward` has a meaning: it reads sums of rewards, or rewards of tokens."""
+    """True if it supports `algorithm.kl_in_reward`: it reads sums of rewards, or rewards of tokens."""
     is_zero: bool = False
-    """All advantages are 0: only other parts of the loss teach."""
+    """True if all advantages are 0, so that only other parts of the loss have a gradient."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The needs of a policy loss."""
+    """Requirements of a policy loss."""
 
     function: str
     """'file:function' in this package."""
     extra_columns: tuple[str, ...] = ()
-    """Which of EXTRA_COLUMNS it reads."""
+    """Columns of EXTRA_COLUMNS that it reads."""
     selection: str | None = None
-    """'file:function' that selects, among all tokens of a mini-batch, its `selected_tokens`."""
+    """'file:function' that selects its `selected_tokens` among all tokens of a mini-batch."""
     aggregations: tuple[str, ...] = ()
-    """The values of `actor.loss_aggregation` that it is defined for; empty: all."""
+    """Supported values of `actor.loss_aggregation`; empty: all."""
 
 
 ESTIMATORS = {
@@ -73,7 +74,7 @@ ESTIMATORS = {
     "distillation": Estimator("distillation:distillation_advantages", extra_columns=("teacher_log_probs",)),
     "none": Estimator("distillation:no_advantages", is_zero=True),
 }
-"""By the value of `algorithm.advantage`."""
+"""Estimators by the value of `algorithm.advantage`."""
 
 LOSSES = {
     "ppo": Loss("ppo:ppo_policy_loss"),
@@ -87,4 +88,4 @@ LOSSES = {
     "clip-cov": Loss("covariance:clip_cov_policy_loss", selection="covariance:select_clip_cov"),
     "kl-cov": Loss("covariance:kl_cov_policy_loss", selection="covariance:select_kl_cov"),
 }
-"""By the value of `actor.policy_loss`."""
+"""Policy losses by the value of `actor.policy_loss`."""

@@ -1,4 +1,4 @@
-"""PPO for samples of an earlier policy: the policy that sampled and the one to stay close to are two."""
+"""Decoupled PPO for off-policy samples: the behavior policy and the proximal policy are separate."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,15 +22,15 @@ def decoupled_ppo_policy_loss(
     clip_ratio_dual: float | None,
     max_behavior_weight: float = 5.0,
 ) -> PolicyLoss:
-    """Loss of each token; the gradient flows through `log_probs` alone.
+    """Return the decoupled PPO loss of each token; the gradient flows through `log_probs` only.
 
-    https://arxiv.org/abs/2110.00641, equation 2: the policy that sampled (`rollout_log_probs`) may be some updates
-    old, the proximal one (`old_log_probs`) is that from before this update:
+    https://arxiv.org/abs/2110.00641, equation 2: the behavior policy (`rollout_log_probs`) may be several updates old,
+    the proximal policy (`old_log_probs`) is the one before this update:
 
         weight = min(exp(old_log_probs - rollout_log_probs), max_behavior_weight)
         loss   = weight * the loss of `ppo_policy_loss`
 
-    The bound of the weight is that of https://arxiv.org/abs/2505.24298, section 5.2.
+    The bound of the weight is from https://arxiv.org/abs/2505.24298, section 5.2.
     """
     function = "decoupled_ppo_policy_loss"
     require_in_range(function, "max_behavior_weight", max_behavior_weight, minimum=0, above_minimum=True)

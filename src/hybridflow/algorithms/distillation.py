@@ -10,7 +10,7 @@ from hybridflow.algorithms.guards import require_columns, require_mask
 from hybridflow.errors import AlgorithmConfigError
 
 SMALLEST_REST = 1e-12
-"""Probability below which all tokens but the candidates are taken to have this one: its logarithm must be finite."""
+"""Lower bound of the probability of all tokens but the candidates, so that its logarithm is finite."""
 
 
 @torch.no_grad()
@@ -20,10 +20,10 @@ def distillation_advantages(
     teacher_log_probs: Float[Tensor, "batch response_len"],
     response_mask: Bool[Tensor, "batch response_len"],
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Advantages and returns: log p_teacher - log p_policy of each sampled token, 0 behind the mask.
+    """Return advantages and returns: log p_teacher - log p_policy of each sampled token, 0 where masked.
 
-    The policy gradient of E[log p_teacher - log p_policy] at each token, the next tokens left to themselves: reverse
-    KL token by token (https://arxiv.org/abs/2306.08543, equation 3; https://arxiv.org/abs/2306.13649, section 3.2).
+    The policy gradient of E[log p_teacher - log p_policy] at each token, without credit for later tokens: reverse KL
+    token by token (https://arxiv.org/abs/2306.08543, equation 3; https://arxiv.org/abs/2306.13649, section 3.2).
     """
     require_columns("distillation_advantages", old_log_probs=old_log_probs, teacher_log_probs=teacher_log_probs)
     require_mask("distillation_advantages", "response_mask", response_mask, old_log_probs.shape, like="old_log_probs")
@@ -35,7 +35,7 @@ def distillation_advantages(
 def no_advantages(
     *, response_mask: Bool[Tensor, "batch response_len"]
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Zeros: the policy loss teaches nothing, and what else the loss has is all."""
+    """Return zero advantages and returns: only other parts of the loss have a gradient."""
     zeros = torch.zeros(response_mask.shape, device=response_mask.device)
     return zeros, zeros.clone()
 
@@ -46,11 +46,11 @@ def teacher_kl(
     teacher_candidate_log_probs: Float[Tensor, "batch response_len candidates"],
     direction: Literal["reverse_kl", "forward_kl"],
 ) -> Float[Tensor, "batch response_len"]:
-    """KL of two distributions at each token, over the teacher's candidates and all other tokens as one.
+    """Return the KL of policy and teacher at each token, over the teacher's candidates and the rest as one outcome.
 
     forward: sum_j p_teacher log(p_teacher / p_policy), reverse: sum_j p_policy log(p_policy / p_teacher), with j over
-    the candidates and the rest. Taking tokens together never increases a KL, so this is a lower bound, 0 where the two
-    agree, and with the whole vocabulary as candidates it is the KL itself. Differentiable in `candidate_log_probs`
+    the candidates and the rest. Merging outcomes never increases a KL, so this is a lower bound, 0 where the two
+    agree; with the whole vocabulary as candidates it is the KL itself. Differentiable in `candidate_log_probs`
     (https://arxiv.org/abs/2306.13649, equations 2 and 3). Raises AlgorithmError for another direction.
     """
     if direction not in ("reverse_kl", "forward_kl"):
@@ -61,6 +61,6 @@ def teacher_kl(
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """The candidates' log-probs, and that of the rest."""
+    """Return the candidates' log-probs with the log-prob of all other tokens appended."""
     rest = 1 - log_probs.exp().sum(-1, keepdim=True)
     return torch.cat([log_probs, rest.clamp(min=SMALLEST_REST).log()], dim=-1)

@@ -1,4 +1,4 @@
-"""Divergence PPO: a token loses its gradient for how far its probability moved, not for its ratio."""
+"""Divergence PPO: the change of a token's probability, not its ratio, decides whether its gradient is clipped."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +14,7 @@ def _binary_tv(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _binary_kl(new: Tensor, old: Tensor) -> Tensor:
-    """KL(old || new) of the two outcomes, this token or another one."""
+    """Return KL(old || new) over the two outcomes, this token or another one."""
     tiny = torch.finfo(new.dtype).tiny
     this = old * (old.clamp(min=tiny).log() - new.clamp(min=tiny).log())
     others = (1 - old) * ((1 - old).clamp(min=tiny).log() - (1 - new).clamp(min=tiny).log())
@@ -33,17 +33,17 @@ def dppo_policy_loss(
     divergence: str = "tv",
     max_divergence: float = 0.15,
 ) -> PolicyLoss:
-    """Loss of each token; the gradient flows through `log_probs` alone.
+    """Return the DPPO loss of each token; the gradient flows through `log_probs` only.
 
-    https://arxiv.org/abs/2602.04879, section 4 (the binary approximations): with p the probability of the token now and
-    q the one before, of two outcomes, this token or any other,
+    https://arxiv.org/abs/2602.04879, section 4 (binary approximations over two outcomes, this token or any other): with
+    p the current and q the old probability of the token,
 
         D    = |p - q|  ("tv")        or        q log(q / p) + (1 - q) log((1 - q) / (1 - p))  ("kl")
         M    = 0 where D > max_divergence and the step leads further away (A > 0 and p > q, or A < 0 and p < q), else 1
         loss = -M * ratio * A
 
-    The paper measures against the policy that sampled: actor.old_log_probs_from = "rollout". A rare token may
-    multiply its probability where the ratio of PPO would be clipped, a frequent one may not lose much of its.
+    The paper compares with the policy that sampled: actor.old_log_probs_from = "rollout". A rare token may multiply its
+    probability where PPO would clip the ratio; a frequent token must not lose much of its probability.
     """
     function = "dppo_policy_loss"
     log_ratio, advantages = policy_columns(function, log_probs, old_log_probs, advantages, response_mask)

@@ -1,4 +1,4 @@
-"""The public names of `hybridflow.algorithms`, which imports this file when one of them is first used."""
+"""Public names of `hybridflow.algorithms`, which imports this module at the first use of one of them."""
 
 from hybridflow.algorithms.aggregation import AGGREGATIONS, aggregate_loss
 from hybridflow.algorithms.covariance import (

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: needs a critic's values and one reward per token."""
+"""Generalized advantage estimation (GAE) from a critic's values and one reward per token."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,7 +18,7 @@ def gae_advantages(
     lam: float,
     whiten_advantages: bool,
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Advantages and returns, both 0 behind the mask.
+    """Return GAE advantages and returns, both 0 where masked.
 
     https://arxiv.org/abs/1506.02438, equation 16 as a recursion, with value 0 after the last token:
 
@@ -26,10 +26,10 @@ def gae_advantages(
         A_t     = delta_t + gamma * lam * A_{t+1}
         R_t     = A_t + V_t
 
-    Only tokens of the mask are steps: t+1 is the next token *of the mask*, so that padding after a response, or
-    tokens in it that the policy did not write, carry neither reward nor value nor a factor of gamma.
-    Returns belong to the advantages before whitening. `whiten_advantages` shifts and scales the advantages to mean
-    0 and variance 1 over all tokens of the mask.
+    Only tokens of the mask are steps: t+1 is the next token *of the mask*, so that padding after a response, and
+    tokens in it that the policy did not write, add no reward, value or factor of gamma. Returns use the advantages
+    before whitening. `whiten_advantages` shifts and scales the advantages to mean 0 and variance 1 over all tokens of
+    the mask.
     """
     require_columns("gae_advantages", values=values, token_level_rewards=token_level_rewards)
     require_mask("gae_advantages", "response_mask", response_mask, tuple(values.shape), like="values")

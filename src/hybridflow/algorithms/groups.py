@@ -1,5 +1,4 @@
-"""The rows of a batch gathered by group, so that sums meet the same numbers in the same order whatever the order of
-the rows."""
+"""Table of a batch's scores by group, sorted, so that sums do not depend on the order of the rows."""
 
 from dataclasses import dataclass
 
@@ -13,54 +12,56 @@ from hybridflow.errors import AlgorithmError
 
 @dataclass(frozen=True)
 class GroupTable:
-    """One line per group, its scores ascending, in float64: a mean that is off by a rounding is not zero over a small
-    standard deviation. Places behind the end of a group hold 0."""
+    """One line per group with its scores ascending; entries beyond the end of a group are 0.
+
+    Scores are float64, since a rounding error of the mean is amplified by a small standard deviation.
+    """
 
     scores: Float[Tensor, "groups largest"]
     is_filled: Bool[Tensor, "groups largest"]
     sizes: Int[Tensor, "groups 1"]
     is_constant: Bool[Tensor, "groups 1"]
-    """All scores of the group are equal, as they are in a group of one: it has nothing to compare."""
+    """True if all scores of the group are equal, as in a group of one."""
     row_of_place: Int[Tensor, " batch"]
     line: Int[Tensor, " batch"]
     place: Int[Tensor, " batch"]
 
     def column(self, values: Shaped[Tensor, " batch"]) -> Float[Tensor, "groups largest"]:
-        """Another number of each row, in the places of the scores."""
+        """Return another number of each row in the layout of the scores."""
         table = torch.zeros_like(self.scores)
         table[self.line, self.place] = values[self.row_of_place].double()
         return table
 
     def mean(self) -> Float[Tensor, "groups 1"]:
-        """The mean score of each group."""
+        """Return the mean score of each group."""
         return self.scores.sum(1, keepdim=True) / self.sizes
 
     def deviations(self, baseline: Float[Tensor, "groups 1"]) -> Float[Tensor, "groups largest"]:
-        """Score - baseline; exactly 0 in a group without a difference, and behind its end."""
+        """Return score - baseline; exactly 0 in a constant group and beyond the end of a group."""
         return torch.where(self.is_filled & ~self.is_constant, self.scores - baseline, 0.0)
 
     def standard_deviation(self) -> Float[Tensor, "groups 1"]:
-        """The sample standard deviation (n - 1 below) of each group; 0 in a group without a difference."""
+        """Return the sample standard deviation (n - 1 in the denominator) of each group; 0 in a constant group."""
         squares = self.deviations(self.mean()).square().sum(1, keepdim=True)
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def over_standard_deviation(
         self, deviations: Float[Tensor, "groups largest"], epsilon: float
     ) -> Float[Tensor, "groups largest"]:
-        """Deviations / (std + epsilon); 0 in a group without a difference, where epsilon may be 0 too."""
+        """Return deviations / (std + epsilon); 0 in a constant group, also with epsilon 0."""
         return torch.where(self.is_constant, 0.0, deviations / (self.standard_deviation() + epsilon))
 
     def rows(self, table: Float[Tensor, "groups largest"], like: Float[Tensor, " batch"]) -> Float[Tensor, "batch 1"]:
-        """The numbers of the places, in the order of the rows, in the dtype of `like`."""
+        """Return the entries of the table in the order of the rows, (batch, 1), in the dtype of `like`."""
         numbers = torch.empty_like(like)
         numbers[self.row_of_place] = table[self.line, self.place].to(like.dtype)
         return numbers.unsqueeze(1)
 
 
 def group_table(function: str, scores: Tensor, group_ids: Tensor, *, ties: Tensor | None = None) -> GroupTable:
-    """Groups are the rows of equal `group_ids` (any integers), of any size and in any order.
+    """Build the table of groups: rows with equal `group_ids` (any integers), of any size and in any order.
 
-    `ties` orders rows of a group whose scores are equal, for sums that read it too. Raises for scores that are not
+    `ties` orders the rows of a group with equal scores, for sums that depend on it. Raises for scores that are not
     finite.
     """
     require_columns(function, "(batch)", scores=scores)
@@ -74,8 +75,8 @@ def group_table(function: str, scores: Tensor, group_ids: Tensor, *, ties: Tenso
     if is_free_to_read(scores) and not bool(scores.isfinite().all()):
         row = int((~scores.isfinite()).nonzero()[0])
         raise AlgorithmError(
-            f"{function}: scores[{row}]={scores[row].item()} is not finite; it would spoil its whole group "
-            f"(group_ids[{row}]={group_ids[row].item()}). Give such a sample a score."
+            f"{function}: scores[{row}]={scores[row].item()} is not finite, which would invalidate its whole group "
+            f"(group_ids[{row}]={group_ids[row].item()}). Return a finite score for every sample."
         )
     _, group_of_row, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     order = torch.arange(len(scores), device=scores.device)

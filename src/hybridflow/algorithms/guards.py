@@ -1,7 +1,7 @@
-"""The doors of this package: wrong shapes, types and ranges become an `AlgorithmError` naming both values.
+"""Input checks of this package: wrong shapes, types and ranges raise an `AlgorithmError` with both values.
 
-Checks read shapes and Python numbers only, so they cost no device synchronisation; the few that read
-contents do so where that is free (see `is_free_to_read`).
+Checks read shapes and Python numbers only, so they need no device synchronization; the few that read contents do so
+only if that is free (see `is_free_to_read`).
 """
 
 import math
@@ -13,7 +13,7 @@ from hybridflow.errors import AlgorithmConfigError, AlgorithmError
 
 
 def require_columns(function: str, layout: str = "(batch, response_len)", **columns: Tensor) -> None:
-    """Raise unless all columns are floating point and of one shape with as many axes as `layout` names."""
+    """Raise unless all columns are floating point and have one shape, with as many axes as `layout` names."""
     num_axes = layout.count(",") + 1
     (first, reference), *others = columns.items()
     if reference.dim() != num_axes:
@@ -34,7 +34,7 @@ def require_mask(function: str, name: str, mask: Tensor, shape: tuple[int, ...],
     if mask.shape != shape:
         raise AlgorithmError(
             f"{function}: {name} has shape {tuple(mask.shape)}, but {like} has shape {tuple(shape)}; "
-            "the mask says for each value whether it counts, so both must be equal."
+            "the mask marks which values count, so both must be equal."
         )
     if mask.dtype != torch.bool:
         raise AlgorithmError(f"{function}: {name} is {mask.dtype}; it must be torch.bool, call .bool().")
@@ -43,7 +43,7 @@ def require_mask(function: str, name: str, mask: Tensor, shape: tuple[int, ...],
 def require_in_range(
     function: str, name: str, value: object, *, minimum: float, maximum: float = math.inf, above_minimum: bool = False
 ) -> None:
-    """Raise unless `value` is a finite number within [minimum, maximum]; `above_minimum` leaves out the minimum."""
+    """Raise unless `value` is a finite number within [minimum, maximum]; `above_minimum` excludes the minimum."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         lowest_is_allowed = not above_minimum or value != minimum
         if minimum <= value <= maximum and lowest_is_allowed:
@@ -68,5 +68,5 @@ def require_name(function: str, what: str, name: str, table: dict) -> None:
 
 
 def is_free_to_read(tensor: Tensor) -> bool:
-    """Whether looking at contents does not make the host wait for a device."""
+    """Return whether the host can read the contents without waiting for a device."""
     return tensor.device.type == "cpu"

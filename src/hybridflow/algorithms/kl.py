@@ -1,4 +1,4 @@
-"""KL from a reference policy, estimated from the log-probs of sampled tokens: in the reward or in the loss.
+"""KL from a reference policy, estimated from the log-probs of sampled tokens, for the reward or the loss.
 
 With x sampled from the policy p and q the reference, log r = log q(x) - log p(x).
 Estimators: http://joschu.net/blog/kl-approx.html.
@@ -15,23 +15,23 @@ from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
 
 
 def kl_k1(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """-log r: unbiased, of high variance, negative for half of the tokens; as a loss its expected gradient is 0."""
+    """Return -log r: unbiased, of high variance, negative for half of the tokens; expected gradient 0 as a loss."""
     return log_probs - ref_log_probs
 
 
 def kl_k2(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """(log r)^2 / 2: biased, of low variance; as a loss its expected gradient is that of the KL."""
+    """Return (log r)^2 / 2: biased, of low variance; as a loss its expected gradient is that of the KL."""
     return 0.5 * (log_probs - ref_log_probs).square()
 
 
 def kl_k3(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """r - 1 - log r: unbiased, never negative, of low variance. log r is bounded by 20 in r, against overflow."""
+    """Return r - 1 - log r: unbiased, never negative, of low variance; r is capped at exp(20) against overflow."""
     log_ratio = ref_log_probs - log_probs
     return log_ratio.clamp(max=MAX_LOG_RATIO).expm1() - log_ratio
 
 
 def kl_abs(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """|log r|: how far the two are apart, no estimator of the KL."""
+    """Return |log r|: the distance of the log-probs, not an estimator of the KL."""
     return (log_probs - ref_log_probs).abs()
 
 
@@ -41,7 +41,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": kl_k3,
     "abs": kl_abs,
 }
-"""By configuration name (`algorithm.kl_estimator`): (log_probs, ref_log_probs) -> one number per token."""
+"""KL estimators by configuration name (`algorithm.kl_estimator`): (log_probs, ref_log_probs) -> a number per token."""
 
 
 def kl_loss(
@@ -51,7 +51,7 @@ def kl_loss(
     response_mask: Bool[Tensor, "batch response_len"],
     kl_estimator: str,
 ) -> Float[Tensor, "batch response_len"]:
-    """KL of each token, 0 behind the mask: times `kl_coef` it is added to the policy's token losses.
+    """Return the KL of each token, 0 where masked; the caller adds `kl_coef` times it to the policy's token losses.
 
     The gradient flows through `log_probs`. Raises for an unknown estimator.
     """
@@ -71,11 +71,11 @@ def apply_kl_penalty(
     kl_coef: float,
     kl_estimator: str,
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Rewards with the KL penalty, and the KL of each token; both 0 behind the mask.
+    """Return the rewards with the KL penalty, and the KL of each token; both 0 where masked.
 
         token_level_rewards = token_level_scores - kl_coef * kl
 
-    https://arxiv.org/abs/1909.08593, section 2, equation 2. Feed `masked_mean` of the KL to a KL controller.
+    https://arxiv.org/abs/1909.08593, section 2, equation 2. Pass `masked_mean` of the KL to a KL controller.
     """
     require_columns(
         "apply_kl_penalty",
@@ -93,7 +93,7 @@ def apply_kl_penalty(
 
 
 def _masked_kl(log_probs: Tensor, ref_log_probs: Tensor, response_mask: Tensor, kl_estimator: str) -> Tensor:
-    # Replaced before the estimator and not after it, where a NaN would still reach the gradient.
+    # Masked before the estimator: masking its result would let a NaN reach the gradient.
     log_probs = torch.where(response_mask, log_probs, 0.0)
     ref_log_probs = torch.where(response_mask, ref_log_probs.detach(), 0.0)
     return KL_ESTIMATORS[kl_estimator](log_probs, ref_log_probs)

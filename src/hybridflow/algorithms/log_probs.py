@@ -1,8 +1,8 @@
-"""Log-probs of labels and entropies from logits, a slice of the vocabulary at a time.
+"""Log-probs of labels and entropies from logits, computed in slices of the vocabulary.
 
-Arithmetic is float32 (float64 stays float64) whatever the dtype of the logits, forward and backward, but only one
-slice of `chunk_size` vocabulary entries exists in it at once; between forward and backward one number per token is
-kept besides the logits themselves. A vocabulary up to `chunk_size` is one slice.
+Arithmetic is float32 (float64 for float64 logits), forward and backward, for logits of every dtype, but only one slice
+of `chunk_size` vocabulary entries is in that precision at a time. Between forward and backward one number per token is
+kept besides the logits. A vocabulary up to `chunk_size` is one slice.
 """
 
 import math
@@ -22,29 +22,29 @@ CHUNK_SIZE = 8192
 """Default number of vocabulary entries in one slice."""
 
 LOWEST_LOG_PROB = -1e4
-"""exp of it is 0 even in float64; stands for -inf, since 0 * -inf is no number."""
+"""Stand-in for -inf, since 0 * -inf is NaN; its exponential is 0 even in float64."""
 
 
 @runtime_checkable
 class VocabularyShare(Protocol):
-    """Ranks that have some entries of the vocabulary each, in order; what they are given is of the same tokens."""
+    """A vocabulary split over ranks, in order; all ranks pass values of the same tokens."""
 
     first: int
-    """This rank's first entry."""
+    """This rank's first vocabulary entry."""
 
     size: int
-    """Entries of all ranks."""
+    """Vocabulary entries of all ranks together."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks give, equal on all; x may be overwritten."""
+        """Return the sum over ranks, equal on all; x may be overwritten."""
         ...
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """log sum exp of what the ranks give, equal on all."""
+        """Return the log of the sum of exponentials over ranks, equal on all."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """What each rank gives, (ranks, *x.shape), equal on all; the same shape on each."""
+        """Return the values of all ranks, (ranks, *x.shape), equal on all; x has the same shape on each."""
         ...
 
 
@@ -56,13 +56,13 @@ def log_probs_from_logits(
     chunk_size: int = CHUNK_SIZE,
     shared: VocabularyShare | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """log softmax(logits / temperature) at `labels`, in float32 (or float64).
+    """Return log softmax(logits / temperature) at `labels`, in float32 (or float64).
 
         log p = z_label - log sum_j exp(z_j),   z = logits / temperature
 
-    `shared`: logits are those of this rank's entries, labels are of the whole vocabulary, and the result is equal on
-    all ranks (Shoeybi et al., 2019, Megatron-LM, section 3). Differentiable once. Raises for labels outside the
-    vocabulary on CPU; on a GPU the kernel itself does.
+    With `shared`, logits are those of this rank's vocabulary entries, labels refer to the whole vocabulary, and the
+    result is equal on all ranks (Shoeybi et al., 2019, Megatron-LM, section 3). Differentiable once. Raises for labels
+    outside the vocabulary on CPU; on a GPU the kernel raises.
     """
     _require("log_probs_from_logits", logits, temperature, chunk_size, labels, shared)
     log_probs, _ = _FromLogits.apply(logits, labels.unsqueeze(-1), temperature, chunk_size, False, shared)
@@ -77,7 +77,7 @@ def candidate_log_probs_from_logits(
     chunk_size: int = CHUNK_SIZE,
     shared: VocabularyShare | None = None,
 ) -> Float[Tensor, "*batch candidates"]:
-    """As `log_probs_from_logits`, at several labels of each token."""
+    """Return log-probs as `log_probs_from_logits` does, at several labels of each token."""
     _require("candidate_log_probs_from_logits", logits, temperature, chunk_size, candidates, shared, several=True)
     log_probs, _ = _FromLogits.apply(logits, candidates, temperature, chunk_size, False, shared)
     return log_probs
@@ -93,17 +93,17 @@ def top_log_probs_from_logits(
     chunk_size: int = CHUNK_SIZE,
     shared: VocabularyShare | None = None,
 ) -> tuple[Int[Tensor, "*batch candidates"], Float[Tensor, "*batch candidates"]]:
-    """The k most likely labels, the likeliest first, and their log-probs. No gradient; `shared` as above.
+    """Return the k most likely labels, in descending order, and their log-probs, without gradient.
 
-    With `below` they are among the first so many entries of the vocabulary: what is padding elsewhere is not taken.
-    Raises AlgorithmError if the vocabulary has fewer.
+    `shared` is as in `log_probs_from_logits`. With `below` only the first `below` vocabulary entries are considered,
+    which excludes padding entries. Raises AlgorithmError if there are fewer than k.
     """
     _require("top_log_probs_from_logits", logits, temperature, chunk_size)
     vocab_size = shared.size if shared else logits.shape[-1]
     num_allowed = vocab_size if below is None else min(below, vocab_size)
     if not 1 <= k <= num_allowed:
         raise AlgorithmError(
-            f"top_log_probs_from_logits: k={k}, but there are {num_allowed} entries of the vocabulary to choose from; "
+            f"top_log_probs_from_logits: k={k}, but there are {num_allowed} vocabulary entries to choose from; "
             f"use 1 to {num_allowed}."
         )
     allowed = logits
@@ -114,7 +114,7 @@ def top_log_probs_from_logits(
     if shared is None:
         ids = allowed.topk(k, dim=-1).indices
     else:
-        fill = k - logits.shape[-1]  # a rank may have fewer entries than that
+        fill = k - logits.shape[-1]  # a rank may have fewer than k entries
         filled = torch.nn.functional.pad(allowed, (0, fill), value=-math.inf) if fill > 0 else allowed
         values, places = filled.topk(k, dim=-1)
         values, places = shared.gather(values), shared.gather(places + shared.first)
@@ -129,7 +129,7 @@ def top_log_probs_from_logits(
 def entropy_from_logits(
     logits: Float[Tensor, "*batch vocab"], *, temperature: float = 1.0, chunk_size: int = CHUNK_SIZE
 ) -> Float[Tensor, "*batch"]:
-    """Entropy of softmax(logits / temperature) in nats, in float32 (or float64).
+    """Return the entropy of softmax(logits / temperature) in nats, in float32 (or float64).
 
         H = -sum_j p_j log p_j,   where p_j = 0 (a logit of -inf) adds nothing
 
@@ -148,9 +148,9 @@ def log_probs_and_entropy_from_logits(
     chunk_size: int = CHUNK_SIZE,
     shared: VocabularyShare | None = None,
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """Both of the above for little more than the entropy alone.
+    """Return log-probs at `labels` and entropies, at little more than the cost of the entropy.
 
-    Where no gradient arrives for the entropies (they are only logged), the backward is that of the log-probs.
+    If the entropies get no gradient (they are only logged), the backward pass is that of the log-probs.
     """
     _require("log_probs_and_entropy_from_logits", logits, temperature, chunk_size, labels, shared)
     log_probs, entropies = _FromLogits.apply(logits, labels.unsqueeze(-1), temperature, chunk_size, True, shared)
@@ -165,19 +165,19 @@ def sum_squared_probs_from_logits(
     chunk_size: int = CHUNK_SIZE,
     shared: VocabularyShare | None = None,
 ) -> Float[Tensor, "*batch"]:
-    """sum_j p_j^2 of softmax(logits / temperature), in float32 (or float64): the chance that two draws are equal.
+    """Return sum_j p_j^2 of softmax(logits / temperature), in float32 (or float64).
 
-    No gradient. `shared` as in `log_probs_from_logits`.
+    It is the probability that two samples are equal. No gradient. `shared` as in `log_probs_from_logits`.
     """
     _require("sum_squared_probs_from_logits", logits, temperature, chunk_size)
-    log_normaliser = reduce(
+    log_normalizer = reduce(
         torch.logaddexp, (scaled.logsumexp(-1) for _, scaled in _slices(logits, temperature, chunk_size))
     )
     if shared:
-        log_normaliser = shared.logsumexp(log_normaliser)
-    total = torch.zeros_like(log_normaliser)
+        log_normalizer = shared.logsumexp(log_normalizer)
+    total = torch.zeros_like(log_normalizer)
     for _, scaled in _slices(logits, temperature, chunk_size):
-        total += (2 * (scaled - log_normaliser.unsqueeze(-1))).exp().sum(-1)
+        total += (2 * (scaled - log_normalizer.unsqueeze(-1))).exp().sum(-1)
     return shared.sum(total) if shared else total
 
 
@@ -191,9 +191,9 @@ class _FromLogits(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
         slices = _slices(logits, temperature, chunk_size)
-        log_normaliser = reduce(torch.logaddexp, (scaled.logsumexp(-1) for _, scaled in slices))
+        log_normalizer = reduce(torch.logaddexp, (scaled.logsumexp(-1) for _, scaled in slices))
         if shared:
-            log_normaliser = shared.logsumexp(log_normaliser)
+            log_normalizer = shared.logsumexp(log_normalizer)
 
         log_probs = entropies = None
         if labels is not None:
@@ -203,15 +203,15 @@ class _FromLogits(torch.autograd.Function):
             picked = _scale(logits.gather(-1, place), temperature)
             if shared:
                 picked = shared.sum(picked.where(is_here, 0.0))
-            log_probs = picked - log_normaliser.unsqueeze(-1)
+            log_probs = picked - log_normalizer.unsqueeze(-1)
         if with_entropy:
-            entropies = torch.zeros_like(log_normaliser)
+            entropies = torch.zeros_like(log_normalizer)
             for _, scaled in _slices(logits, temperature, chunk_size):
-                log_p = (scaled - log_normaliser.unsqueeze(-1)).clamp_(min=LOWEST_LOG_PROB)
+                log_p = (scaled - log_normalizer.unsqueeze(-1)).clamp_(min=LOWEST_LOG_PROB)
                 entropies -= log_p.exp().mul_(log_p).sum(-1)
             if shared:
                 entropies = shared.sum(entropies)
-        ctx.save_for_backward(logits, labels, log_normaliser, entropies)
+        ctx.save_for_backward(logits, labels, log_normalizer, entropies)
         return log_probs, entropies
 
     @staticmethod
@@ -219,37 +219,37 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx, *grads):
         # d log p_label / d z_j = [j = label] - p_j;   d H / d z_j = -p_j (log p_j + H)
         grad_log_probs, grad_entropies = grads
-        logits, labels, log_normaliser, entropies = ctx.saved_tensors
+        logits, labels, log_normalizer, entropies = ctx.saved_tensors
         if grad_log_probs is None:
             if grad_entropies is None:
                 return None, None, None, None, None, None
             grad_log_probs = torch.zeros_like(grad_entropies).unsqueeze(-1)
             labels = None
-        of_token = grad_log_probs.sum(-1)
+        token_grad = grad_log_probs.sum(-1)
         grad = None if logits.shape[-1] <= ctx.chunk_size else torch.empty_like(logits)
         for start, scaled in _slices(logits, ctx.temperature, ctx.chunk_size):
-            log_p = scaled - log_normaliser.unsqueeze(-1)
+            log_p = scaled - log_normalizer.unsqueeze(-1)
             if grad_entropies is None:
-                of_slice = log_p.exp_().mul_(-of_token.unsqueeze(-1))
+                slice_grad = log_p.exp_().mul_(-token_grad.unsqueeze(-1))
             else:
                 p = log_p.clamp_(min=LOWEST_LOG_PROB).exp()
                 factor = log_p.add_(entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1))
-                of_slice = p.mul_(factor.add_(of_token.unsqueeze(-1)).neg_())
+                slice_grad = p.mul_(factor.add_(token_grad.unsqueeze(-1)).neg_())
             if labels is not None:
-                width = of_slice.shape[-1]
+                width = slice_grad.shape[-1]
                 place = labels - ctx.first - start
                 at_label = torch.where((place >= 0) & (place < width), grad_log_probs, 0.0)
-                of_slice.scatter_add_(-1, place.clamp(0, width - 1), at_label)
+                slice_grad.scatter_add_(-1, place.clamp(0, width - 1), at_label)
             if ctx.temperature != 1:
-                of_slice.div_(ctx.temperature)
+                slice_grad.div_(ctx.temperature)
             if grad is None:
-                return of_slice.to(logits.dtype), None, None, None, None, None
-            grad[..., start : start + ctx.chunk_size] = of_slice
+                return slice_grad.to(logits.dtype), None, None, None, None, None
+            grad[..., start : start + ctx.chunk_size] = slice_grad
         return grad, None, None, None, None, None
 
 
 def _slices(logits: Tensor, temperature: float, chunk_size: int) -> Iterator[tuple[int, Tensor]]:
-    """Start and scaled contents of each slice; a slice may share memory with the logits and is not to be written."""
+    """Yield start and scaled contents of each slice, which may share memory with the logits: do not write to it."""
     for start in range(0, logits.shape[-1], chunk_size):
         yield start, _scale(logits[..., start : start + chunk_size], temperature)
 
@@ -281,7 +281,7 @@ def _require(
     if (labels.shape[:-1] if several else labels.shape) != logits.shape[:-1]:
         raise AlgorithmError(
             f"{function}: labels has shape {tuple(labels.shape)}, but logits has shape {tuple(logits.shape)}; "
-            "labels must have the shape of logits without the vocabulary axis" + (", and one more." if several else ".")
+            "labels must have the shape of logits without the vocabulary axis" + (" plus one axis." if several else ".")
         )
     if labels.dtype != torch.int64:
         raise AlgorithmError(f"{function}: labels is {labels.dtype}; it must be torch.int64, call .long().")
@@ -291,5 +291,5 @@ def _require(
         if lowest < 0 or highest >= vocab_size:
             raise AlgorithmError(
                 f"{function}: labels are from {lowest} to {highest}, but the vocabulary has {vocab_size} "
-                "entries; give tokens that do not count any valid label, such as 0, and mask the result."
+                "entries; set the labels of masked tokens to a valid label, such as 0, and mask the result."
             )

@@ -1,4 +1,4 @@
-"""The largest logarithm of a probability ratio that is exponentiated."""
+"""Upper bound of the logarithm of a probability ratio before it is exponentiated."""
 
 MAX_LOG_RATIO = 20.0
-"""Bound from above (exp of it is 4.9e8): beyond, exp overflows, and 0 * inf makes a NaN of the gradient."""
+"""Upper bound (its exponential is 4.9e8) against overflow, where 0 * inf would make the gradient NaN."""

@@ -1,7 +1,7 @@
-"""Statistics over the values a mask lets through.
+"""Statistics over the values where a mask is true.
 
-What is behind the mask never matters, NaN and infinity included: it is replaced, not multiplied by zero.
-`values` may have axes of size 1 where the mask is wider (one advantage for each row).
+Masked values, including NaN and infinity, have no effect: they are replaced, not multiplied by zero. `values` may have
+axes of size 1 where the mask is wider (one advantage for each row).
 """
 
 import torch
@@ -18,7 +18,7 @@ WHITEN_EPSILON = 1e-8
 def masked_sum(
     values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Sum of the values where the mask is true, over everything or along one axis; 0 where nothing is."""
+    """Return the sum of the values where the mask is true, over all axes or along one; 0 if all are masked."""
     kept = torch.where(mask, _over_mask("masked_sum", values, mask), 0.0)
     return kept.sum() if dim is None else kept.sum(dim)
 
@@ -26,7 +26,7 @@ def masked_sum(
 def masked_mean(
     values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Mean of the values where the mask is true, over everything or along one axis; 0 where nothing is."""
+    """Return the mean of the values where the mask is true, over all axes or along one; 0 if all are masked."""
     kept = torch.where(mask, _over_mask("masked_mean", values, mask), 0.0)
     if dim is None:
         return kept.sum() / mask.sum().clamp(min=1)
@@ -36,9 +36,9 @@ def masked_mean(
 def masked_var(
     values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, unbiased: bool = True
 ) -> Float[Tensor, ""]:
-    """Variance of all values where the mask is true.
+    """Return the variance of all values where the mask is true.
 
-    Sum of squared deviations over (n - 1), over n if not `unbiased`; 0 if there are fewer than two values.
+    Sum of squared deviations over (n - 1), or over n if not `unbiased`; 0 for fewer than two values.
     """
     deviations = _over_mask("masked_var", values, mask) - masked_mean(values, mask)
     degrees = mask.sum() - (1 if unbiased else 0)
@@ -48,7 +48,7 @@ def masked_var(
 def masked_whiten(
     values: Float[Tensor, "*#shape"], mask: Bool[Tensor, "*shape"], *, shift_mean: bool = True
 ) -> Float[Tensor, "*shape"]:
-    """Shift and scale to mean 0 and (unbiased) variance 1 over the mask; exactly 0 behind it.
+    """Shift and scale to mean 0 and (unbiased) variance 1 over the mask; exactly 0 where masked.
 
     (x - mean) / sqrt(var + 1e-8). `shift_mean=False` keeps the mean and scales only the deviations from it.
     Without variance (one value, or equal ones) the deviations are 0 to rounding; a fully masked tensor gives zeros.
@@ -62,7 +62,7 @@ def masked_whiten(
 
 
 def _over_mask(function: str, values: Tensor, mask: Tensor) -> Tensor:
-    """The values expanded to the shape of the mask."""
+    """Return the values expanded to the shape of the mask."""
     if not values.is_floating_point():
         raise AlgorithmError(f"{function}: values is {values.dtype}; it must be floating point, call .float().")
     fits = values.dim() == mask.dim() and all(

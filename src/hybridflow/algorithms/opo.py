@@ -1,4 +1,4 @@
-"""On-policy RL with an optimal baseline: the group's mean reward, weighted by length."""
+"""On-policy RL with optimal reward baseline (OPO): the group's mean reward weighted by response length."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,15 +15,15 @@ def opo_advantages(
     group_ids: Int[Tensor, " batch"],
     response_mask: Bool[Tensor, "batch response_len"],
 ) -> tuple[Float[Tensor, "batch 1"], Float[Tensor, "batch 1"]]:
-    """Advantages and returns (equal here), one for each row.
+    """Return advantages and returns (equal here), one for each row.
 
-    https://arxiv.org/abs/2505.23585, equation 8: with l_i the length of response i, the baseline that makes the
-    variance of the gradient least, where the gradient's squared norm grows with length, is
+    https://arxiv.org/abs/2505.23585, equation 8: with l_i the length of response i, and if the squared norm of the
+    gradient grows with length, the baseline with the least gradient variance gives
 
         A_i = r_i - sum_j(l_j * r_j) / sum_j(l_j)        over i's group
 
-    A group without a difference, of one row or of equal scores, gives exactly 0. Where all responses of a group are
-    empty the baseline is the plain mean. Raises for scores that are not finite.
+    A constant group (one row, or equal scores) has exactly 0. If all responses of a group are empty, the baseline is
+    the plain mean. Raises for scores that are not finite.
     """
     require_mask("opo_advantages", "response_mask", response_mask, (len(scores), response_mask.shape[-1]), "scores")
     lengths = response_mask.sum(1)

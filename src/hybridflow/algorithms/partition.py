@@ -1,7 +1,7 @@
-"""Rows of different cost dealt out to parts that take equally long.
+"""Partition of rows with different costs into parts of nearly equal cost.
 
-A start by differencing (Karmarkar and Karp, 1982) or greedily, the better of both, then swaps between heavy and light
-parts until none helps. Equal costs give equal parts: nothing is random.
+The better of two starts, by differencing (Karmarkar and Karp, 1982) and greedy, is improved by swaps between heavy and
+light parts until no swap helps. The result is deterministic.
 """
 
 import heapq
@@ -13,38 +13,38 @@ from hybridflow.algorithms.guards import require_count
 from hybridflow.errors import AlgorithmError
 
 TOLERANCE = 5e-4
-"""Good enough for many items in parts of equal counts: the heaviest is this share above the mean."""
+"""Relative excess of the heaviest part over the mean at which swaps stop, for many items in parts of equal counts."""
 
 MANY = 4096
-"""Items; fewer are swapped until nothing helps."""
+"""Number of items above which TOLERANCE applies; fewer items are swapped until no swap helps."""
 
 GREEDY_BLOCKS = 16
-"""Blocks that are dealt out with care, the costliest ones; the others matter less."""
+"""Number of the costliest blocks that are assigned greedily; the others matter less."""
 
 DIFFERENCING_LIMIT = 512
-"""Beyond so many merges differencing is left out: the greedy start is as good then, and faster."""
+"""Maximum number of merges of differencing; beyond it the greedy start is as good and faster."""
 
 MAX_ROUNDS = 256
 
 _Slots = np.ndarray
-"""(parts, slots): indices of items; an index of `len(costs)` is an empty slot, which costs nothing."""
+"""(parts, slots): indices of items; the index `len(costs)` is an empty slot of cost 0."""
 
 
 def balanced_partition(costs: Sequence[float], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """The indices of each part, ascending, every index once; the costs of the parts are as equal as they get.
+    """Return the indices of each part, ascending, each index once, with part costs as equal as the search finds.
 
-    With `equal_counts` the numbers of items differ by one at most. With fewer items than parts some parts are empty.
-    Raises AlgorithmError for a cost that is negative or not finite, or fewer than one part.
+    With `equal_counts` the numbers of items differ by at most one. With fewer items than parts some parts are empty.
+    Raises AlgorithmError for a cost that is negative or not finite, or for fewer than one part.
     """
     require_count("balanced_partition", "num_parts", num_parts, minimum=1)
     values = _require_costs("balanced_partition", costs)
     if not len(values):
         return [[] for _ in range(num_parts)]
-    values = np.append(values, 0.0)  # of an empty slot
+    values = np.append(values, 0.0)  # cost of an empty slot
     starts = _equal_starts(values, num_parts) if equal_counts else _free_starts(values, num_parts)
     tolerance = TOLERANCE if len(values) > MANY else 0.0
     for slots in starts:
-        if equal_counts:  # then empty slots are the last ones, and items move only to where another one was
+        if equal_counts:  # empty slots are the last ones, and items are only swapped with items
             full = int((slots < len(costs)).all(0).sum())
             slots[:, :full] = _swap(values, slots[:, :full], values[slots[:, full:]].sum(1), tolerance)
         else:
@@ -56,7 +56,7 @@ def balanced_partition(costs: Sequence[float], num_parts: int, *, equal_counts: 
 
 
 def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
-    """How much longer the heaviest part takes than the mean: max / mean - 1; 0 where nothing costs anything.
+    """Return the relative excess of the heaviest part over the mean, max / mean - 1; 0 if all costs are 0.
 
     Raises AlgorithmError for a cost that is negative or not finite.
     """
@@ -73,12 +73,12 @@ def _require_costs(function: str, costs: object) -> np.ndarray:
     with np.errstate(over="ignore"):
         valid = values.ndim == 1 and not (values < 0).any() and np.isfinite(values.sum())
     if not valid:
-        raise AlgorithmError(f"{function}: costs must be a list of numbers of at least 0, whose sum is finite.")
+        raise AlgorithmError(f"{function}: costs must be a list of numbers of at least 0 with a finite sum.")
     return values
 
 
 def _equal_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:
-    """Blocks of the next `num_parts` items in descending order, each part getting one of every block."""
+    """Return starts in which each part gets one item of every block of `num_parts` items in descending order."""
     num_items = len(values) - 1
     num_blocks = -(-num_items // num_parts)
     order = np.full(num_blocks * num_parts, num_items)
@@ -91,7 +91,7 @@ def _equal_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:
 
 
 def _free_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:
-    """The next item in descending order to the lightest part."""
+    """Return starts without equal counts; the greedy one gives each item, in descending order, to the lightest part."""
     num_items = len(values) - 1
     order = np.argsort(-values[:-1]).tolist()
     cost_of, parts = values.tolist(), [[] for _ in range(num_parts)]
@@ -109,7 +109,7 @@ def _free_starts(values: np.ndarray, num_parts: int) -> list[_Slots]:
 
 
 def _as_slots(parts: list[list[int]], empty: int) -> _Slots:
-    """With an empty slot in each part at least, for an item that moves there."""
+    """Convert lists of items to slots, with at least one empty slot in each part for an item to move to."""
     slots = np.full((len(parts), max(map(len, parts)) + 1), empty)
     for row, part in zip(slots, parts, strict=True):
         row[: len(part)] = part
@@ -117,7 +117,7 @@ def _as_slots(parts: list[list[int]], empty: int) -> _Slots:
 
 
 def _greedy(values: np.ndarray, blocks: np.ndarray) -> _Slots:
-    """Of each block the costliest item to the lightest part; of the last blocks to the first and the last in turn."""
+    """Assign the items of each block, the costliest to the lightest part; alternate the direction in later blocks."""
     sums, slots = np.zeros(blocks.shape[1]), blocks.copy()
     slots[1::2] = blocks[1::2, ::-1]
     for row, block, costs in zip(slots[:GREEDY_BLOCKS], blocks, values[blocks[:GREEDY_BLOCKS]], strict=False):
@@ -149,13 +149,13 @@ def _differencing(values: np.ndarray, states: list[np.ndarray]) -> _Slots:
 def _swap(values: np.ndarray, slots: _Slots, fixed: np.ndarray, tolerance: float) -> _Slots:
     """Swap one item of each heavy part with one of a light part, the heaviest with the lightest, round by round.
 
-    fixed: (parts,) the cost of what else is in each part. `slots` are changed in place.
+    `fixed`, (parts,), is the cost of each part's other items. `slots` are changed in place.
     """
     num_parts, num_slots = slots.shape
     costs = values[slots]
     sums = costs.sum(1) + fixed
     mean = sums.mean()
-    stride, one_by_one = 8 if num_slots >= 64 else 1, False  # which of a heavy part's items are tried in a round
+    stride, one_by_one = 8 if num_slots >= 64 else 1, False  # stride over a heavy part's items in a round
     for number in range(MAX_ROUNDS):
         excess = sums.max() - mean
         if excess <= tolerance * mean or not num_slots:
@@ -172,7 +172,7 @@ def _swap(values: np.ndarray, slots: _Slots, fixed: np.ndarray, tolerance: float
         if not helps.any():
             if one_by_one:
                 break
-            one_by_one, stride = stride == 1, 1  # then all items are tried, then the heaviest part with every other one
+            one_by_one, stride = stride == 1, 1  # then try all items, then the heaviest part with every other one
             continue
         if one_by_one:
             helps = np.maximum(sums[heavy] - moved, sums[light] + moved).argmin(keepdims=True)
@@ -187,12 +187,12 @@ def _swap(values: np.ndarray, slots: _Slots, fixed: np.ndarray, tolerance: float
 def _best_swaps(
     costs: np.ndarray, heavy: np.ndarray, light: np.ndarray, gap: np.ndarray, tried: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each pair of parts the slots whose swap moves closest to half their gap: (pairs,) each."""
+    """Return, for each pair of parts, the two slots whose swap moves closest to half the gap: (pairs,) each."""
     pairs, num_slots = np.arange(len(gap))[:, None], costs.shape[1]
     order = costs[light].argsort(1)
     ascending = np.take_along_axis(costs[light], order, 1)
     wanted = costs[heavy][:, tried] - gap[:, None] / 2
-    # One search for all pairs: each has a range of numbers of its own.
+    # One search for all pairs: the values of each pair are shifted to a separate range.
     top = ascending.max() + 1
     found = np.searchsorted((ascending + pairs * top).ravel(), (wanted.clip(0, top) + pairs * top).ravel())
     above = (found.reshape(wanted.shape) - pairs * num_slots).clip(0, num_slots - 1)

@@ -1,4 +1,4 @@
-"""What every policy loss begins with: its columns checked, the ratio of new to old probability, advantages in place."""
+"""First steps of every policy loss: checked columns, masked advantages and the ratio of new to old probability."""
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from hybridflow.errors import AlgorithmError
 def policy_columns(
     function: str, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, " batch #response_len"]]:
-    """(log_probs - old_log_probs, advantages), both 0 behind the mask; the gradient flows through `log_probs` alone."""
+    """Return (log_probs - old_log_probs, advantages), both 0 where masked; only `log_probs` has a gradient."""
     require_columns(function, log_probs=log_probs, old_log_probs=old_log_probs)
     require_mask(function, "response_mask", response_mask, tuple(log_probs.shape), like="log_probs")
     if advantages.shape != log_probs.shape and advantages.shape != (log_probs.shape[0], 1):
@@ -25,5 +25,5 @@ def policy_columns(
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, bounded so that it stays finite."""
+    """Return the exponential of the log-ratio, capped so that it is finite."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()

@@ -1,4 +1,4 @@
-"""The clipped policy objective of PPO, with separate bounds and the dual clip."""
+"""Clipped policy loss of PPO, with separate bounds and the dual clip."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,9 +19,9 @@ def ppo_policy_loss(
     clip_ratio_high: float,
     clip_ratio_dual: float | None,
 ) -> PolicyLoss:
-    """Loss of each token; the gradient flows through `log_probs` alone.
+    """Return the PPO loss of each token; the gradient flows through `log_probs` only.
 
-    https://arxiv.org/abs/1707.06347, equation 7, negated, with bounds of their own below and above
+    https://arxiv.org/abs/1707.06347, equation 7, negated, with separate lower and upper bounds
     (https://arxiv.org/abs/2503.14476, section 3.1):
 
         ratio = exp(log_probs - old_log_probs)

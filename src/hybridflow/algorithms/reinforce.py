@@ -16,15 +16,15 @@ def reinforce_policy_loss(
     advantages: Float[Tensor, " batch #response_len"],
     response_mask: Bool[Tensor, "batch response_len"],
 ) -> PolicyLoss:
-    """Loss of each token: the policy gradient without ratio or clip.
+    """Return the policy gradient loss of each token, without ratio or clip.
 
     Williams 1992 (https://doi.org/10.1007/BF00992696), equation 11; the loss of https://arxiv.org/abs/2504.02546
     (GPG), equation 5:
 
         loss = -A * log_probs
 
-    Right for samples of the very policy that learns: one optimizer step for each batch. `old_log_probs` only measure
-    how far that is from true (`ratio`).
+    It is correct for on-policy samples, that is, one optimizer step per batch. `old_log_probs` only serve to report the
+    deviation from that (`ratio`).
     """
     log_ratio, advantages = policy_columns("reinforce_policy_loss", log_probs, old_log_probs, advantages, response_mask)
     return PolicyLoss(
@@ -44,13 +44,13 @@ def cispo_policy_loss(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> PolicyLoss:
-    """Loss of each token; no token loses its gradient, only its weight is bounded.
+    """Return the CISPO loss of each token; the weight is clipped, so every token keeps its gradient.
 
-    https://arxiv.org/abs/2506.13585, equations 4 and 5, negated (sg holds constant):
+    https://arxiv.org/abs/2506.13585, equations 4 and 5, negated (sg: stop gradient):
 
         loss = -sg(clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)) * A * log_probs
 
-    The paper has no lower bound (clip_ratio_low = 1). `clipped` says whose weight was bounded.
+    The paper has no lower bound (clip_ratio_low = 1). `clipped` marks the tokens with a clipped weight.
     """
     function = "cispo_policy_loss"
     log_ratio, advantages = policy_columns(function, log_probs, old_log_probs, advantages, response_mask)

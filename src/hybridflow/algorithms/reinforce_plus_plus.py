@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic; what is normalised is the whole batch, not each group."""
+"""REINFORCE++: advantages without a critic, normalized over the whole batch instead of each group."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,15 +17,15 @@ def reinforce_plus_plus_advantages(
     response_mask: Bool[Tensor, "batch response_len"],
     gamma: float,
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Advantages and returns, both 0 behind the mask.
+    """Return REINFORCE++ advantages and returns, both 0 where masked.
 
     https://arxiv.org/abs/2501.03262, section 3: the return of a token is the discounted sum of the rewards from it on
-    (the score at the last token, less the KL penalty of each), and advantages are returns shifted and scaled to mean 0
+    (the score at the last token, minus the KL penalty of each), and advantages are returns shifted and scaled to mean 0
     and variance 1 over all tokens of the batch:
 
         R_t = r_t + gamma * R_{t+1}        A = (R - mean(R)) / std(R)
 
-    Returns are those before normalisation.
+    Returns are not normalized.
     """
     function = "reinforce_plus_plus_advantages"
     require_columns(function, token_level_rewards=token_level_rewards)
@@ -42,13 +42,13 @@ def reinforce_plus_plus_baseline_advantages(
     group_ids: Int[Tensor, " batch"],
     response_mask: Bool[Tensor, "batch response_len"],
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Advantages and returns, both 0 behind the mask.
+    """Return REINFORCE++-baseline advantages and returns, both 0 where masked.
 
     https://arxiv.org/abs/2501.03262, section 3 (the form with a baseline, for several responses to a prompt):
 
         R_i = r_i - mean(r of i's group)        A = (R - mean(R)) / std(R)
 
-    mean and std over all tokens of the batch. Returns are R. A group without a difference has R = 0. Raises for scores
+    with mean(R) and std(R) over all tokens of the batch. Returns are R. A constant group has R = 0. Raises for scores
     that are not finite.
     """
     function = "reinforce_plus_plus_baseline_advantages"

@@ -1,4 +1,4 @@
-"""ReMax: the score of the greedy response is the baseline of those sampled."""
+"""ReMax: the score of the greedy response is the baseline of the sampled ones."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -15,14 +15,14 @@ def remax_advantages(
     baseline_scores: Float[Tensor, " batch"],
     response_mask: Bool[Tensor, "batch response_len"],
 ) -> tuple[Float[Tensor, "batch response_len"], Float[Tensor, "batch response_len"]]:
-    """Advantages and returns, both 0 behind the mask.
+    """Return ReMax advantages and returns, both 0 where masked.
 
-    https://arxiv.org/abs/2310.10505, algorithm 1: with b the score of the response that the policy gives greedily to
-    the same prompt (`baseline_scores`),
+    https://arxiv.org/abs/2310.10505, algorithm 1: with b the score of the policy's greedy response to the same prompt
+    (`baseline_scores`),
 
         A_t = sum_{s >= t} r_s - b
 
-    where r is the score at the last token, less the KL penalty of each if there is one. Returns are the sums.
+    where r is the score at the last token, minus the KL penalty of each token if any. Returns are the sums.
     """
     require_columns("remax_advantages", token_level_rewards=token_level_rewards)
     require_columns("remax_advantages", "(batch)", baseline_scores=baseline_scores)

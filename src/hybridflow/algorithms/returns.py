@@ -1,4 +1,4 @@
-"""What a token is worth: the rewards from it to the end of its response."""
+"""Returns: the discounted sum of rewards from a token to the end of its response."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -8,7 +8,7 @@ from torch import Tensor
 def discounted_returns(
     rewards: Float[Tensor, "batch response_len"], mask: Bool[Tensor, "batch response_len"], gamma: float
 ) -> Float[Tensor, "batch response_len"]:
-    """R_t = r_t + gamma * R_{t+1}, 0 behind the mask. t + 1 is the next token *of the mask*, as in `gae_advantages`."""
+    """Return R_t = r_t + gamma * R_{t+1}, 0 where masked; t + 1 is the next token *of the mask* (`gae_advantages`)."""
     returns = torch.zeros_like(rewards)
     following = rewards.new_zeros(rewards.shape[0])
     for t in reversed(range(rewards.shape[1])):

@@ -11,15 +11,15 @@ from hybridflow.algorithms.groups import group_table
 def rloo_advantages(
     *, scores: Float[Tensor, " batch"], group_ids: Int[Tensor, " batch"]
 ) -> tuple[Float[Tensor, "batch 1"], Float[Tensor, "batch 1"]]:
-    """Advantages and returns (equal here), one for each row.
+    """Return RLOO advantages and returns (equal here), one for each row.
 
     https://arxiv.org/abs/2402.14740, section 3.2:
 
         A_i = r_i - mean(r_j of i's group, j != i) = n / (n - 1) * (r_i - mean(r of i's group))
 
-    Unbiased, as r_i is no part of its baseline. A group without a difference, of one row or of equal scores, gives
-    exactly 0. Groups may differ in size; the result, to the bit, does not depend on the order of rows.
-    Raises for scores that are not finite.
+    Unbiased, since the baseline of r_i does not include it. A constant group (one row, or equal scores) has exactly 0.
+    Groups may differ in size; the result is bit-identical for every order of the rows. Raises for scores that are not
+    finite.
     """
     table = group_table("rloo_advantages", scores, group_ids)
     factor = table.sizes.double() / (table.sizes - 1).clamp(min=1)

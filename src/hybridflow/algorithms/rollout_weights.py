@@ -1,6 +1,6 @@
-"""Weights for samples that another policy made than the one that learns: an engine of other numerics, or older weights.
+"""Importance weights for the mismatch of sampling and training policy, by engine numerics or older weights.
 
-The policy that learns is `old_log_probs`, from before the update; the one that sampled is `rollout_log_probs`.
+`old_log_probs` are those of the training policy before the update, `rollout_log_probs` those of the sampling policy.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ from hybridflow.errors import AlgorithmConfigError
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """`weights`: (batch, response_len), what the loss of each token is multiplied with; 0 behind the mask.
-
-    `bounded`: the weight was outside of its bounds. `rejected`: a statistic was, so the weight is 0.
-    """
+    """Weights of the token losses and the tokens that were out of bounds."""
 
     weights: Float[Tensor, "batch response_len"]
+    """Factor of each token's loss; 0 where masked."""
     bounded: Bool[Tensor, "batch response_len"]
+    """True where the weight was out of its bounds."""
     rejected: Bool[Tensor, "batch response_len"]
+    """True where a statistic was out of its bounds, so that the weight is 0."""
 
 
 def _token(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _geometric(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": _token, "sequence": _sequence}
-"""Whose log-ratio a weight is the exponential of: that of the token, or the sum over its response."""
+"""Log-ratio of a weight by level: that of the token, or the sum over its response."""
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ REJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         torch.where(mask, _exp(log_ratio), torch.inf).amin(1, keepdim=True).expand_as(log_ratio)
     ),
 }
-"""Statistics by which tokens or whole responses are rejected (`algorithm.rollout_reject`)."""
+"""Statistics that reject tokens or whole responses, by name (`algorithm.rollout_reject`)."""
 
 
 @torch.no_grad()
@@ -79,19 +79,19 @@ def rollout_correction(
     rollout_weight_outside: str,
     rollout_reject: Mapping[str, tuple[float, float]],
 ) -> RolloutCorrection:
-    """What each token's loss is multiplied with, since another policy sampled it.
+    """Return the factor of each token's loss that corrects for the policy that sampled it.
 
-    Of d_t = old_log_probs - rollout_log_probs the weight is exp(d_t) ("token"), exp(sum of d_t over the response)
-    ("sequence") or 1 ("none"). Outside of `rollout_weight_bounds` it is the nearest bound ("truncate": Ionides 2008,
+    With d_t = old_log_probs - rollout_log_probs the weight is exp(d_t) ("token"), exp(sum of d_t over the response)
+    ("sequence") or 1 ("none"). Outside `rollout_weight_bounds` it is the nearest bound ("truncate": Ionides 2008,
     https://doi.org/10.1198/106186008X320456, equation 2; by token https://fengyao.notion.site/off-policy-rl) or 0
     ("mask": https://arxiv.org/abs/2510.18855, IcePop).
-    Then tokens whose statistic of `REJECTIONS` is outside of its own bounds have the weight 0; statistics of a
-    response reject all of it. With r_t = exp(d_t) and k3_t = r_t - 1 - d_t:
+    Then the weight is 0 for tokens with a statistic of `REJECTIONS` outside its bounds; a statistic of a response
+    rejects all its tokens. With r_t = exp(d_t) and k3_t = r_t - 1 - d_t:
 
         token_ratio r_t, token_k3 k3_t, sequence_ratio prod r_t, sequence_geometric_ratio (prod r_t)^(1/n),
         sequence_mean_k3, sequence_max_k3, sequence_min_ratio
 
-    The counts that a loss is divided by stay those of all tokens. Raises for an unknown name and bounds that cross.
+    The counts that divide a loss still include all tokens. Raises for an unknown name and for crossed bounds.
     """
     function = "rollout_correction"
     require_columns(function, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
@@ -122,5 +122,7 @@ def _bounds(name: str, bounds: tuple[float, float]) -> tuple[float, float]:
     require_in_range("rollout_correction", f"{name}[0]", lowest, minimum=0)
     require_in_range("rollout_correction", f"{name}[1]", highest, minimum=0)
     if lowest > highest:
-        raise AlgorithmConfigError(f"rollout_correction: {name}={bounds} cross; the lower bound comes first.")
+        raise AlgorithmConfigError(
+            f"rollout_correction: {name}={bounds} is invalid: expected (lower, upper) with lower <= upper."
+        )
     return lowest, highest

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization: a smooth gate in place of the clip."""
+"""Soft adaptive policy optimization (SAPO): a smooth gate instead of the clip."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,14 +18,14 @@ def sapo_policy_loss(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> PolicyLoss:
-    """Loss of each token; the gradient flows through `log_probs` alone.
+    """Return the SAPO loss of each token; the gradient flows through `log_probs` only.
 
     https://arxiv.org/abs/2511.20347, equations 5 and 6, negated:
 
         loss = -(4 / tau) * sigmoid(tau * (ratio - 1)) * A        tau = tau_pos where A > 0, else tau_neg
 
-    At ratio 1 the gradient is that of -A * log_probs; it fades as the ratio leaves 1, the sooner the larger tau.
-    Nothing is clipped.
+    At ratio 1 the gradient is that of -A * log_probs; it decays as the ratio leaves 1, faster for a larger tau.
+    No ratio is clipped.
     """
     function = "sapo_policy_loss"
     log_ratio, advantages = policy_columns(function, log_probs, old_log_probs, advantages, response_mask)

@@ -1,7 +1,7 @@
-"""The functions by configuration name, made from `declarations`.
+"""Tables of functions by configuration name, built from `declarations`.
 
 An estimator takes columns and parameters as keyword-only arguments and returns (advantages, returns); a policy loss
-takes the same and returns a `PolicyLoss`; a selection takes `covariances` and `seed` and returns the selected tokens.
+takes them too and returns a `PolicyLoss`; a selection takes `covariances` and `seed` and returns the selected tokens.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 from hybridflow.algorithms.token_losses import PolicyLoss
 
 
-def _function(place: str) -> Callable[..., Any]:
-    file, _, name = place.partition(":")
+def _load(path: str) -> Callable[..., Any]:
+    file, _, name = path.partition(":")
     return getattr(import_module(f"hybridflow.algorithms.{file}"), name)
 
 
 ADVANTAGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    name: _function(estimator.function) for name, estimator in ESTIMATORS.items()
+    name: _load(estimator.function) for name, estimator in ESTIMATORS.items()
 }
-POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {name: _function(loss.function) for name, loss in LOSSES.items()}
+POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {name: _load(loss.function) for name, loss in LOSSES.items()}
 SELECTIONS: dict[str, Callable[..., Tensor]] = {
-    name: _function(loss.selection) for name, loss in LOSSES.items() if loss.selection
+    name: _load(loss.selection) for name, loss in LOSSES.items() if loss.selection
 }
-"""The selection of a policy loss that reads `selected_tokens`, by the loss's configuration name."""
+"""Token selections by the configuration name of a policy loss that reads `selected_tokens`."""

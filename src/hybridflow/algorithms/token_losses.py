@@ -1,4 +1,4 @@
-"""What a loss says about each token, before `aggregate_loss` makes one number of it."""
+"""Losses per token with their statistics, before `aggregate_loss` reduces them to one number."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss per token. Behind the mask: loss 0, not clipped, ratio 1."""
+    """A policy loss per token. Masked tokens have loss 0 and ratio 1 and are not clipped."""
 
     token_losses: Float[Tensor, "batch response_len"]
-    """To be minimised; carries the gradient."""
+    """Values to minimize, with gradient."""
     clipped: Bool[Tensor, "batch response_len"]
-    """The clip range is what determined the loss: this token has no gradient."""
+    """True if the clip range determined the loss, so that the token has no gradient."""
     clipped_dual: Bool[Tensor, "batch response_len"]
-    """The dual clip is what determined the loss: this token has no gradient."""
+    """True if the dual clip determined the loss, so that the token has no gradient."""
     ratio: Float[Tensor, "batch response_len"]
-    """New probability over old one, unclipped, without gradient."""
+    """New probability divided by the old one, unclipped, without gradient."""
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """A value loss per token. Behind the mask: loss 0, not clipped."""
+    """A value loss per token. Masked tokens have loss 0 and are not clipped."""
 
     token_losses: Float[Tensor, "batch response_len"]
-    """To be minimised; carries the gradient."""
+    """Values to minimize, with gradient."""
     clipped: Bool[Tensor, "batch response_len"]
-    """The clipped value is what determined the loss: this token has no gradient."""
+    """True if the clipped value determined the loss, so that the token has no gradient."""

@@ -1,4 +1,4 @@
-"""The critic's clipped squared error."""
+"""Clipped squared error of the critic."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,7 +16,7 @@ def clipped_value_loss(
     response_mask: Bool[Tensor, "batch response_len"],
     value_clip: float,
 ) -> ValueLoss:
-    """Loss of each token; the gradient flows through `new_values` (what the critic says now) alone.
+    """Return the value loss of each token; the gradient flows through `new_values` (the critic's current values) only.
 
         loss = 0.5 * max((v - R)^2, (clip(v, V - value_clip, V + value_clip) - R)^2)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: any nested state on disk, whole or not at all, without code in it; and export to Hugging Face."""
+"""Checkpoints: nested states on disk, written atomically and without executable code; export to Hugging Face."""
 
 from hybridflow.checkpoint.background import BackgroundSave, copy_state
 from hybridflow.checkpoint.export import EXPORT_DTYPES, export_model

@@ -1,4 +1,4 @@
-"""A save that goes on while training does: the state is copied at once, a thread writes the copy."""
+"""A background save: the state is copied at once, and a thread writes the copy while training continues."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class BackgroundSave:
-    """`write` runs in a thread from now on; `finish` waits for it and raises what it raised."""
+    """A thread that runs `write`, started at construction; `finish` waits for it and raises its error."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write, self._error = write, None
@@ -18,18 +18,18 @@ class BackgroundSave:
     def _run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # told to whoever waits for the save
+        except BaseException as error:  # raised by `finish`
             self._error = error
 
     def finish(self) -> None:
-        """Wait until everything is written."""
+        """Wait until the state is written. Raise the error of the write, if it failed."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 def copy_state(state: Any) -> Any:
-    """The same state in memory that nobody else changes: tensors on the CPU, DTensors where they are."""
+    """Copy a state, so that later updates do not change it; each tensor stays on its device."""
     if isinstance(state, Mapping):
         return {key: copy_state(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Trained weights as a Hugging Face model directory, or trained adapters as one of peft."""
+"""Export of trained weights as a Hugging Face model directory, or of trained adapters as a peft directory."""
 
 import json
 import math
@@ -32,11 +32,11 @@ EXPORT_DTYPES = {
 }
 
 MAX_FILE_BYTES = 5 * 10**9
-"""A larger model is written as several files with an index."""
+"""Size of the largest weight file; a larger model is written as several files with an index."""
 
 REWARD_MODEL, OFFSET = "reward_model", "score.bias"
-"""The component that a reward model is saved as, and its offset of all scores: preferences say nothing of it, what it
-has become is rounding, and a sequence classifier has none."""
+"""The checkpoint component of a reward model, and its bias. The bias is not exported: preferences do not determine it,
+training leaves only rounding in it, and a sequence classifier has no such parameter."""
 
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -51,27 +51,34 @@ def export_model(
     *,
     dtype: str | None = None,
     adapter: bool = False,
-) -> None:
-    """Write `out_dir` so that `AutoModelForCausalLM.from_pretrained(out_dir)` gives the trained model.
+) -> str:
+    """Write a trained model to `out_dir` for `AutoModelForCausalLM.from_pretrained(out_dir)`; return its dtype's name.
 
-    `source` is a checkpoint or its directory, whose component `actor` holds the weights under "model", or the weights
-    by parameter name, tied ones once. Of a run of `hybridflow reward-model` it is the component `reward_model`, and the
-    result is one for `AutoModelForSequenceClassification`, with one label. They are read, cast and written one file at
-    a time. Adapters (lora.rank) are merged into the weights of `model_dir`; with `adapter`, they are written alone, as
-    a directory that `peft.PeftModel.from_pretrained(model, out_dir)` reads. Configuration, generation configuration and
-    tokenizer come from `model_dir`, the directory that training started from; no code of it is executed. `dtype` is a
-    name of EXPORT_DTYPES, or None for the dtype the weights have. `out_dir` appears whole or not at all; it may not
-    exist, or be empty.
+    Weights are read, cast and written one file at a time. `out_dir` appears complete or not at all. No code of
+    `model_dir` is executed.
 
-    Raises CheckpointError if `out_dir` is taken or cannot be written, or the weights do not fit; ModelError if
-    `model_dir` is no model directory.
+    Args:
+        source: A checkpoint or its directory, with the weights in component `actor` under "model"; or the weights by
+            parameter name, tied weights once. A checkpoint of `hybridflow reward-model` has component `reward_model`
+            instead, and is written for `AutoModelForSequenceClassification` with one label.
+        model_dir: The directory that training started from: configuration, generation configuration and tokenizer are
+            copied from it.
+        out_dir: A directory that does not exist or is empty.
+        dtype: A key of EXPORT_DTYPES. None: the dtype in the config.json of `model_dir`, or the dtype of the trained
+            weights if config.json names none and for adapters alone.
+        adapter: Write adapters (lora.rank) alone, for `peft.PeftModel.from_pretrained(model, out_dir)`, instead of
+            merging them into the weights of `model_dir`.
+
+    Raises:
+        CheckpointError: `out_dir` is not empty or cannot be written, or the weights do not fit the model.
+        ModelError: `model_dir` is not a model directory.
     """
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise CheckpointConfigError(f"dtype={dtype!r} is unknown; use {', '.join(EXPORT_DTYPES)}.")
+        raise CheckpointConfigError(f"dtype={dtype!r} is invalid: expected {', '.join(EXPORT_DTYPES)}.")
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
         raise CheckpointConfigError(
-            f"'{out_dir}' exists and is not an empty directory; give a new one, or remove it first."
+            f"'{out_dir}' exists and is not an empty directory; give a new directory, or remove this one first."
         )
     if not isinstance(source, Mapping | Checkpoint):
         source = open_checkpoint(source)
@@ -82,28 +89,33 @@ def export_model(
     with _weights_of(source, component) as (weights, lora, checkpoint):
         if adapter and lora is None:
             raise CheckpointConfigError(
-                "the checkpoint has no adapters to export alone: it was trained without lora.rank."
+                "the checkpoint has no adapters to export: it was trained without lora.rank; leave --adapter out."
             )
         if lora is None:
             model.require_fit(weights)
         elif checkpoint is not None:
             require_same_base(checkpoint, model_dir)
-        kept = EXPORT_DTYPES.get(dtype or "")
         with model.merged(weights, lora) as weight_of:
-            kept = kept or weight_of(model.names[0]).dtype
+            if dtype is not None:
+                written = EXPORT_DTYPES[dtype]
+            elif adapter:  # peft computes with float32 adapters beside a bfloat16 model, too
+                written = next(iter(weights.values())).dtype
+            else:
+                written = model.stated_dtype or weight_of(model.names[0]).dtype
             try:
                 remove_leftovers(out_dir.parent, re.compile(re.escape(out_dir.name)))
                 with partial_directory(out_dir) as partial:
                     if adapter:
-                        _write_adapter(partial, weights, lora, model_dir, EXPORT_DTYPES.get(dtype or ""))
+                        _write_adapter(partial, weights, lora, model_dir, written)
                     else:
-                        model.write(partial, weight_of, kept)
+                        model.write(partial, weight_of, written)
                     _copy_tokenizer(model_dir, partial)
                     card = model_card(model_dir, checkpoint, lora if adapter else None)
                     (partial / "README.md").write_text(card, encoding="utf-8")
             except (OSError, SafetensorError) as error:
-                needed = describe_bytes(sum(model.sizes(kept)))
+                needed = describe_bytes(sum(model.sizes(written)))
                 raise CheckpointError(f"'{out_dir}' was not written ({needed} of weights): {error}") from error
+    return str(written).removeprefix("torch.")
 
 
 @contextmanager
@@ -128,8 +140,10 @@ def _pad_token_id(directory: Path) -> int | None:
 
 @dataclass(frozen=True)
 class _Model:
-    """The model of a directory without its weights. `shapes` are of its parameters, tied ones once, whose other names
-    are in `tied`."""
+    """A model directory without its weights.
+
+    `shapes` has each parameter once; `tied` has the other names of tied parameters.
+    """
 
     directory: Path
     shapes: dict[str, tuple[int, ...]]
@@ -138,7 +152,7 @@ class _Model:
 
     @classmethod
     def of(cls, directory: Path, *, is_reward_model: bool = False) -> "_Model":
-        # Here, so that whoever saves checkpoints does not wait for it.
+        # Imported here because saving a checkpoint does not need it, and the import takes seconds.
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
         from transformers.initialization import no_init_weights
 
@@ -146,14 +160,15 @@ class _Model:
 
         if not (directory / "config.json").is_file():
             raise ModelConfigError(
-                f"'{directory}' is no model directory: config.json is missing. Give the one that training started from."
+                f"'{directory}' is not a model directory: config.json not found; give the directory that training "
+                "started from."
             )
         auto_class: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
         try:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
             if is_reward_model:
                 config.num_labels = 1
-                config.pad_token_id = _pad_token_id(directory)  # by which a classifier finds the last token
+                config.pad_token_id = _pad_token_id(directory)  # a classifier finds the last token by it
             with no_init_weights(), parameters_on_meta():
                 model = auto_class.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
@@ -168,12 +183,17 @@ class _Model:
     def names(self) -> list[str]:
         return list(self.shapes)
 
+    @property
+    def stated_dtype(self) -> torch.dtype | None:
+        """The dtype in config.json; None if it is missing or not in EXPORT_DTYPES."""
+        return self.config.dtype if self.config.dtype in EXPORT_DTYPES.values() else None
+
     def sizes(self, dtype: torch.dtype) -> list[int]:
-        """Bytes of each parameter."""
+        """Return the size of each parameter in bytes."""
         return [math.prod(shape) * dtype.itemsize for shape in self.shapes.values()]
 
     def require_fit(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError unless weights have the model's names and shapes."""
+        """Raise CheckpointError unless the weights have the model's names and shapes."""
         names = set(weights)
         missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys() - self.tied)
         found = {name: _shape(weights, name) for name in sorted(self.shapes.keys() & names)}
@@ -183,12 +203,12 @@ class _Model:
             listed = "; ".join(f"{len(part)} {what} ({', '.join(part[:3])})" for what, part in parts.items() if part)
             raise CheckpointConfigError(
                 f"the weights do not fit the {self.config.architectures[0]} of the model directory: {listed}. "
-                "Give the directory that training started from."
+                "Give the directory that training started from (--model)."
             )
 
     @contextmanager
     def merged(self, weights: Mapping[str, Tensor], lora: Any) -> Iterator[Callable[[str], Tensor]]:
-        """Each weight by its name: the trained one, or with adapters that of the directory and what they add."""
+        """Yield a function from name to weight: the trained weight, or the base weight merged with its adapters."""
         if lora is None:
             yield weights.__getitem__
             return
@@ -199,13 +219,13 @@ class _Model:
             def weight_of(name: str) -> Tensor:
                 stored = base.name_of(name)
                 if stored is None:
-                    raise CheckpointError(f"'{self.directory}' lacks {name}, which adapters are to be merged into.")
+                    raise CheckpointError(f"'{self.directory}' has no weight {name} to merge the adapters into.")
                 return merged_weight(name, base.read(stored), weights, lora["alpha"] / lora["rank"])
 
             yield weight_of
 
     def write(self, out_dir: Path, weight_of: Callable[[str], Tensor], dtype: torch.dtype) -> None:
-        """The configuration, and the weights in files of bounded size, one of them in memory at a time."""
+        """Write the configuration and the weights, in files of at most MAX_FILE_BYTES, one in memory at a time."""
         files: list[list[str]] = [[]]
         filled = 0
         for name, size in zip(self.names, self.sizes(dtype), strict=True):
@@ -228,11 +248,11 @@ class _Model:
 
 
 def _write_adapter(
-    out_dir: Path, weights: Mapping[str, Tensor], lora: Any, model_dir: Path, dtype: torch.dtype | None
+    out_dir: Path, weights: Mapping[str, Tensor], lora: Any, model_dir: Path, dtype: torch.dtype
 ) -> None:
-    """As peft's `save_pretrained` does."""
+    """Write adapters in the format of peft's `save_pretrained`."""
     names = {name: f"base_model.model.{name.replace('.default', '')}" for name in weights}
-    tensors = {names[name]: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
+    tensors = {names[name]: weight.to(dtype) for name, weight in weights.items()}
     save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
     document = {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""A JSON file that says which format it has and in which version."""
+"""JSON files that record their format and format version."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from hybridflow.errors import CheckpointError
 
 
 def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:
-    """The document in a JSON file. Raises CheckpointError unless it can be read and has this format and version."""
+    """Read a JSON file. Raises CheckpointError unless it is readable and has this format and version."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -19,7 +19,7 @@ def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:
         raise CheckpointError(f"'{path}' is JSON, but not a {format_name}; hybridflow did not write it.")
     if document.get("version") != version:
         raise CheckpointError(
-            f"'{path}' has format version {document.get('version')!r}, this hybridflow reads {version}; "
+            f"'{path}' has format version {document.get('version')!r}, but this hybridflow reads version {version}; "
             "use the version of hybridflow that wrote it, or a newer one."
         )
     return document

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint consists of, written last. A directory without it is not a checkpoint."""
+"""`checkpoint.json`, the list of a checkpoint's files, written last. A directory without it is not a checkpoint."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ _ALLOWED_SUFFIXES = (".safetensors", ".json")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Step, the writer's own `info`, and of each file (path inside the checkpoint) its size in bytes and SHA-256."""
+    """The step, the writer's `info`, and the files: relative path -> (size in bytes, SHA-256)."""
 
     step: int
     info: dict[str, Any]
@@ -28,27 +28,26 @@ class Manifest:
 
 
 def check_info(info: dict[str, Any]) -> None:
-    """Raise CheckpointError unless `info` comes back from JSON as it is."""
+    """Raise CheckpointError unless `info` is unchanged by writing it as JSON and reading it back."""
     try:
         same = json.loads(json.dumps(info, allow_nan=False)) == info
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"info={info!r} cannot be written as JSON: {error}.") from error
     if not same:
-        raise CheckpointError(
-            f"info={info!r} would not come back from JSON as it is; use str keys, and lists for tuples."
-        )
+        raise CheckpointError(f"info={info!r} is changed by JSON; use str keys, and lists instead of tuples.")
 
 
 def write_manifest(directory: Path, step: int, info: dict[str, Any]) -> None:
-    """Measure all files of `directory`, have them on the disk, and describe them in `checkpoint.json`.
+    """Flush all files of `directory` to disk, and write their sizes and hashes to `checkpoint.json`.
 
-    Raises CheckpointError for a file that is neither safetensors nor JSON (it might hold code), OSError from the disk.
+    Raises CheckpointError for a file that is neither safetensors nor JSON (it might hold code), and OSError if the
+    disk fails.
     """
     files = {}
     for path in _walk(directory):
         if path.suffix not in _ALLOWED_SUFFIXES or path.is_symlink() or not path.is_file():
             raise CheckpointError(
-                f"'{path}' is no plain {' or '.join(_ALLOWED_SUFFIXES)} file; write it with save_state."
+                f"'{path}' is not a plain {' or '.join(_ALLOWED_SUFFIXES)} file; write it with save_state."
             )
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -63,9 +62,10 @@ def write_manifest(directory: Path, step: int, info: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
-    """The manifest of a checkpoint whose files are all there with the right size, and the right contents if asked.
+    """Read the manifest of a checkpoint, and verify that its files exist with the recorded sizes.
 
-    Raises CheckpointError naming the file that is missing, damaged, foreign or of a newer format version.
+    `verify_hashes` also compares the contents. Raises CheckpointError naming a file that is missing, damaged, foreign
+    or of a newer format version.
     """
     path = directory / MANIFEST_NAME
     manifest = _parse(path)
@@ -75,14 +75,14 @@ def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
             found_bytes = file.stat().st_size
             if found_bytes != num_bytes:
                 raise CheckpointError(
-                    f"'{file}' has {found_bytes} bytes, but was saved with {num_bytes}: it is damaged."
+                    f"'{file}' is damaged: it has {found_bytes} bytes, but was saved with {num_bytes}."
                 )
             if verify_hashes:
                 with open(file, "rb") as opened:
                     found_digest = hashlib.file_digest(opened, "sha256").hexdigest()
                 if found_digest != digest:
                     raise CheckpointError(
-                        f"'{file}' has the SHA-256 {found_digest}, but was saved with {digest}: it is damaged."
+                        f"'{file}' is damaged: its SHA-256 is {found_digest}, but was {digest} when it was saved."
                     )
         except FileNotFoundError as error:
             raise CheckpointError(f"'{file}' is missing.") from error
@@ -93,10 +93,10 @@ def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
 
 def _parse(path: Path) -> Manifest:
     if not path.exists():
-        raise CheckpointError(f"'{path}' is missing, so '{path.parent}' is no checkpoint.")
+        raise CheckpointError(f"'{path}' is missing, so '{path.parent}' is not a checkpoint.")
     document = read_document(path, CHECKPOINT_FORMAT, CHECKPOINT_VERSION)
     if document.pop("sha256", None) != _digest_of(document):
-        raise CheckpointError(f"'{path}' does not have the SHA-256 it was saved with: it is damaged.")
+        raise CheckpointError(f"'{path}' is damaged: its SHA-256 differs from the one it was saved with.")
     try:
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in document["files"].items()}
         manifest = Manifest(int(document["step"]), dict(document["info"]), files)
@@ -105,7 +105,7 @@ def _parse(path: Path) -> Manifest:
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(_ALLOWED_SUFFIXES):
             raise CheckpointError(
-                f"'{path}' lists '{name}', which is no file of a checkpoint; hybridflow did not write it."
+                f"'{path}' lists '{name}', which is not a file of a checkpoint; hybridflow did not write it."
             )
     return manifest
 
@@ -115,5 +115,5 @@ def _digest_of(document: dict[str, Any]) -> str:
 
 
 def _walk(directory: Path) -> list[Path]:
-    """Everything below `directory` that is not a plain directory, in a fixed order."""
+    """List everything below `directory` that is not a plain directory, in a fixed order."""
     return sorted(path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: where it came from."""
+"""The model card (README.md) of an exported model: its base model and how it was trained."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ SHOWN = {
     "dpo": ("offline.preference_loss", "offline.beta", "reference.model_path", *_OFFLINE, *_ALWAYS),
     "reward-model": (*_OFFLINE, *_ALWAYS),
 }
-"""Keys of the run's configuration that a card lists, by the kind of run."""
+"""Configuration keys that the card lists, by the kind of run."""
 
 KINDS = {
     "train": "reinforcement learning",
@@ -21,11 +21,14 @@ KINDS = {
     "dpo": "preference optimization",
     "reward-model": "learning from preferences",
 }
-"""What a run's kind is called."""
+"""Names of the kinds of runs in the card's text."""
 
 
 def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None) -> str:
-    """Markdown with the front matter that model hubs read. Directories are named by their last part only."""
+    """Return the card as Markdown, with the front matter that model hubs read.
+
+    Directories are named by their last part only. `lora` is the adapters' entry if adapters are exported alone.
+    """
     base = model_dir.resolve().name
     lines = ["---", "library_name: " + ("peft" if lora else "transformers"), f"base_model: {base}"]
     lines += ["tags:", "- reinforcement-learning", "- hybridflow", "---", "", f"# {base}, trained with hybridflow", ""]

@@ -1,4 +1,4 @@
-"""Which model a directory holds, and whether it is the one that adapters were trained beside."""
+"""Fingerprints of model directories, which tell whether adapters belong to a base model."""
 
 import hashlib
 from pathlib import Path
@@ -10,9 +10,9 @@ _SAMPLED_BYTES, _NUM_SAMPLES = 1 << 20, 64
 
 
 def model_fingerprint(directory: str | Path) -> str:
-    """32 hexadecimal digits over a model directory's config.json and weights, wherever the directory lies.
+    """Hash the config.json and weights of a model directory to 32 hexadecimal digits, independent of its path.
 
-    Of a big file only 64 places are read, each of 1 MiB: enough to tell two models apart.
+    Only 64 samples of 1 MiB are read from a large file, which is enough to tell two models apart.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in [Path(directory) / "config.json", *sorted(Path(directory).glob("*.safetensors"))]:
@@ -26,9 +26,9 @@ def model_fingerprint(directory: str | Path) -> str:
 
 
 def require_same_base(checkpoint: Checkpoint, model_dir: str | Path) -> None:
-    """Raise CheckpointError if the checkpoint's run started from another model than that of the directory.
+    """Raise CheckpointError if the checkpoint's run started from a model other than the one in `model_dir`.
 
-    Adapters fit any model of their shapes, and say nothing beside another.
+    Adapters load into any model of the same shapes, but are meaningless on a different base.
     """
     models = checkpoint.info.get("models")
     recorded = models.get("model.path") if isinstance(models, dict) else None
@@ -36,6 +36,6 @@ def require_same_base(checkpoint: Checkpoint, model_dir: str | Path) -> None:
         config = checkpoint.info.get("config")
         named = f", '{config['model.path']}'" if isinstance(config, dict) and "model.path" in config else ""
         raise CheckpointConfigError(
-            f"the adapters of '{checkpoint.directory}' were trained beside another model than '{model_dir}' holds; "
-            f"give the one that training started from{named}."
+            f"the adapters of '{checkpoint.directory}' were trained on a different base model than '{model_dir}'; "
+            f"give the directory that training started from{named}."
         )

@@ -1,6 +1,6 @@
-"""A directory that is being written: locked by its writer, published whole by a rename, removed if anything fails.
+"""Directories written atomically: locked by the writer, published by a rename, removed if the write fails.
 
-The lock is the kernel's (flock on the directory), so it ends with its process, however that ends.
+The lock is flock on the directory, so the kernel releases it when the process exits or is killed.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def partial_directory(target: Path) -> Iterator[Path]:
-    """A new locked directory beside `target`; when the block ends without an exception, atomically `target`.
+    """Yield a new locked directory beside `target`; rename it to `target` atomically when the block succeeds.
 
-    A directory that was `target` before is replaced. On an exception nothing remains.
+    An existing `target` is replaced. If the block raises, the new directory is removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     partial, lock = _create_locked(target)
@@ -37,22 +37,22 @@ def partial_directory(target: Path) -> Iterator[Path]:
         yield partial
         _publish(partial, target)
     finally:
-        _remove(partial)  # what is left of a failure, or the directory that was replaced
+        _remove(partial)  # after a failure the partial directory, otherwise the directory that was replaced
         os.close(lock)
 
 
 def remove_directory(directory: Path) -> None:
-    """Delete a directory so that it is never seen half deleted under its name."""
+    """Delete a directory, renamed first so that its name never refers to a partly deleted directory."""
     doomed = directory.with_name(f".tmp-{directory.name}-{secrets.token_hex(8)}")
     os.rename(directory, doomed)
     _remove(doomed)
 
 
 def remove_leftovers(parent: Path, name: re.Pattern[str]) -> list[Path]:
-    """Delete what killed writers of directories whose name matches left in `parent`; returns what was deleted.
+    """Delete partial directories that killed writers left in `parent`, and return their paths.
 
-    A directory whose writer lives is left alone, and so is one on a file system that cannot tell. A directory that
-    had been moved aside for a replacement that never came is put back.
+    Only directories whose target name matches `name` are deleted. A directory whose writer is alive is kept, and so is
+    one on a file system without locks. A directory that was moved aside for an unfinished replacement is restored.
     """
     removed = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
@@ -60,7 +60,7 @@ def remove_leftovers(parent: Path, name: re.Pattern[str]) -> list[Path]:
         if not match or not name.fullmatch(match["name"]) or path.is_symlink() or not path.is_dir():
             continue
         if path.name.startswith(".old-") and not (parent / match["name"]).exists():
-            _put_back(path, parent / match["name"])
+            _restore(path, parent / match["name"])
         elif _remove_unless_in_use(path):
             removed.append(path)
     return removed
@@ -73,11 +73,11 @@ def _create_locked(target: Path) -> tuple[Path, int]:
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody who removes leftovers was quicker
+        except BlockingIOError:  # another process is removing leftovers and locked it first
             os.close(lock)
             continue
         except OSError as error:
-            logger.debug("'%s' cannot be locked (%s); leftovers here are not removed.", partial, error)
+            logger.debug("cannot lock '%s' (%s); leftovers of killed saves here are not removed.", partial, error)
         if partial.exists():
             return partial, lock
         os.close(lock)
@@ -93,7 +93,7 @@ def _remove_unless_in_use(directory: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        logger.warning("Cannot tell whether '%s' is in use (%s); remove it by hand if it is not.", directory, error)
+        logger.warning("cannot determine whether '%s' is in use (%s); if not, remove it by hand.", directory, error)
         return False
     else:
         return _remove(directory)
@@ -110,7 +110,7 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; False where the system or file system cannot."""
+    """Swap two names atomically; return False if the system or file system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -118,24 +118,24 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _replace_by_two_renames(partial: Path, target: Path) -> None:
-    """Not atomic, but a death in between is repaired by `remove_leftovers`."""
+    """Replace `target` non-atomically; `remove_leftovers` repairs the result if the process is killed in between."""
     replaced = target.with_name(f".old-{target.name}-{secrets.token_hex(8)}")
     os.rename(target, replaced)
     os.rename(partial, target)
     _remove(replaced)
 
 
-def _put_back(replaced: Path, target: Path) -> None:
+def _restore(replaced: Path, target: Path) -> None:
     try:
         os.rename(replaced, target)
     except OSError as error:
         logger.warning("'%s' could not be renamed to '%s' (%s); rename it by hand.", replaced, target, error)
     else:
-        logger.warning("Put '%s' back: it was being replaced when its process died.", target)
+        logger.warning("restored '%s': the process that was replacing it died.", target)
 
 
 def _remove(directory: Path) -> bool:
-    """Delete a directory if it exists; a failure is logged, because what matters was done before."""
+    """Delete a directory if it exists; return whether it was deleted. A failure is only logged."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:

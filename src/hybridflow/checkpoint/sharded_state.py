@@ -1,6 +1,7 @@
-"""States whose tensors are shared by several ranks: every rank writes its own shards, any number of ranks read them.
+"""Sharded states: every rank writes its shards, and a different number of ranks can read them.
 
-`NAME/` has a safetensors file for each rank, by `torch.distributed.checkpoint`; `NAME.json` is what other states have.
+`NAME/` has one safetensors file per rank, written by `torch.distributed.checkpoint`; `NAME.json` is the same as for
+other states.
 """
 
 import json
@@ -23,14 +24,14 @@ from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
 
-# It announces every read and write.
+# It logs every read and write.
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
 
 
 def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the shards of a state with DTensors; every rank calls it. What is not sharded is equal on all ranks.
+    """Write the shards of a state with DTensors; every rank calls it. Values that are not sharded must be equal.
 
-    `group`: where the ranks meet for it, all of them; a save beside training needs one of its own.
+    `group` is a process group of all ranks; a background save needs a separate one, since training uses the default.
     Raises CheckpointError on every rank if one cannot write.
     """
     path = Path(path)
@@ -46,13 +47,13 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
         problem = f"cannot write '{path}'{free}: {_last_line(error)}", _errno(error)
     problems = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
-    texts, numbers = (list(dict.fromkeys(filter(None, told))) for told in zip(*problems, strict=True))
+    texts, codes = (list(dict.fromkeys(filter(None, column))) for column in zip(*problems, strict=True))
     if texts:
-        raise CheckpointError("; ".join(texts)) from (OSError(numbers[0], os.strerror(numbers[0])) if numbers else None)
+        raise CheckpointError("; ".join(texts)) from (OSError(codes[0], os.strerror(codes[0])) if codes else None)
 
 
 def describe_state(path: str | Path) -> Any:
-    """The state that was saved, with tensors that have a shape and no contents. Raises CheckpointError."""
+    """Return the saved state with meta tensors: shapes without contents. Raises CheckpointError."""
     path = Path(path)
     with StoredTensors(path) as stored:
         shapes = {name: torch.empty(stored.shape(name), device="meta") for name in stored}
@@ -61,10 +62,10 @@ def describe_state(path: str | Path) -> Any:
 
 @torch.no_grad()
 def read_state_into(state: Any, path: str | Path) -> None:
-    """Fill the tensors of a state, DTensors or not, from what any number of ranks saved; every rank calls it.
+    """Fill the tensors of a state, DTensors or not, from a saved state of any number of ranks; every rank calls it.
 
-    The stored state has the structure and the shapes of this one: compare it with `describe_state` before. Raises
-    CheckpointError.
+    The saved state must have the same structure and shapes; check it with `describe_state` before. Raises
+    CheckpointError if a file cannot be read.
     """
     path = Path(path)
     _, tensors = split_state(state)
@@ -84,12 +85,12 @@ def read_state_into(state: Any, path: str | Path) -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    """What a rank's error says, without the tracebacks that DCP puts before it."""
+    """Return the message of a rank's error, without the tracebacks that DCP puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def _errno(error: BaseException) -> int:
-    """The number of the operating system's error, 0 for any other; DCP keeps that of each rank."""
+    """Return the errno of an operating system error, also from a DCP error of several ranks; 0 for other errors."""
     of_ranks = [error, *(failure for failure, _ in getattr(error, "failures", {}).values())]
     return next((e.errno for e in of_ranks if isinstance(e, OSError) and e.errno), 0)

@@ -1,6 +1,6 @@
-"""A nested state as JSON and tensors, and back, exactly. Nothing here can execute code.
+"""Lossless conversion of a nested state to JSON and tensors, and back. Nothing here can execute code.
 
-In the JSON tree a dictionary with one key that starts with "$" stands for what JSON cannot say; `_TAGS` lists them.
+In the JSON tree a dictionary whose only key starts with "$" encodes a value that JSON cannot express; see `_TAGS`.
 """
 
 import functools
@@ -23,7 +23,7 @@ TENSOR_DTYPES = frozenset(
         *(torch.bool, torch.complex64),
     }
 )
-"""What a state may hold; numpy arrays of the same types too."""
+"""Dtypes that a state may hold, as tensors or numpy arrays."""
 
 _TAGS = {
     "$tensor": "a tensor: its name",
@@ -37,22 +37,22 @@ _TAGS = {
 
 
 def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """(JSON tree, tensors by name) of a nested state.
+    """Split a nested state into a JSON tree and tensors by name.
 
-    A state is made of dictionaries with string keys, lists, tuples, numbers, strings, bools, None, tensors, numpy
-    arrays and numpy scalars. Tensors come out detached, dense, contiguous, on the CPU, no two in the same memory;
-    they may be the state's own memory. A tensor found twice is stored once. Raises CheckpointError that names the
-    place of anything else.
+    A state consists of dictionaries with string keys, lists, tuples, numbers, strings, bools, None, tensors, numpy
+    arrays and numpy scalars. The returned tensors are detached, dense, contiguous and on the CPU. No two share memory,
+    but they may share memory with the state. A tensor that occurs twice is stored once. Raises CheckpointError, with
+    the path inside the state, for any other value.
     """
     splitter = _Splitter()
     return splitter.split(state, ()), splitter.tensors
 
 
 def join_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `split_state`: same structure, types, dtypes, bits; what was one tensor is one tensor again.
+    """Invert `split_state`: restore structure, types, dtypes and bits; a tensor that occurred twice is shared again.
 
-    A parameter comes back as a plain tensor, a dictionary of any kind as a dict, a non-contiguous tensor contiguous.
-    Each tensor is taken from `tensors` once.
+    A parameter is restored as a plain tensor, a dictionary subclass as a dict, a non-contiguous tensor as a contiguous
+    one. Each tensor is read from `tensors` once. Raises CheckpointError if a tensor is missing or a tag is unknown.
     """
 
     @functools.cache
@@ -88,14 +88,14 @@ def _join(tree: Any, tensor_of: Callable[[str], Tensor]) -> Any:
         case "$int", str(digits):
             return int(digits, 16)
     kind = type(tree[tag]).__name__
-    raise CheckpointError(f"'{tag}' with a {kind} means nothing; known are {', '.join(_TAGS)}.")
+    raise CheckpointError(f"'{tag}' with a {kind} is not a known tag; valid tags: {', '.join(_TAGS)}.")
 
 
 class _Splitter:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple, str] = {}
-        self._alive: list[Tensor] = []  # an address means a tensor only while the tensor lives
+        self._alive: list[Tensor] = []  # an address identifies a tensor only while the tensor is alive
         self._storages: set[int] = set()
 
     def split(self, value: Any, path: tuple[str | int, ...]) -> Any:
@@ -111,7 +111,7 @@ class _Splitter:
             return items if kind is list else {"$tuple": items}
         if isinstance(value, dict):
             return self._split_dict(value, path)
-        if isinstance(value, DTensor):  # its shards are for `save_sharded_state`
+        if isinstance(value, DTensor):  # `save_sharded_state` writes its shards
             name = self._free_name("/".join(map(str, path)))
             self.tensors[name] = value.detach()
             return {"$tensor": name}
@@ -167,7 +167,7 @@ def _tensor_of(array: np.ndarray, path: tuple[str | int, ...]) -> Tensor:
             f"{_place(path)} holds numpy's {array.dtype!r}; only bool, integer, float and complex64 in native "
             "byte order can be saved. Save text as a list of str."
         )
-    # torch wants memory it may write to; copy() keeps 0 dimensions, ascontiguousarray does not.
+    # torch requires writable memory; copy() keeps 0 dimensions, ascontiguousarray does not.
     plain = array if array.flags.c_contiguous and array.flags.writeable else array.copy(order="C")
     return torch.from_numpy(plain)
 

@@ -1,4 +1,4 @@
-"""A state on disk: `NAME.safetensors`, or a folder `NAME` of shards, with the tensors; `NAME.json` with all else."""
+"""States on disk: tensors in `NAME.safetensors` or a folder `NAME` of shards, everything else in `NAME.json`."""
 
 import json
 from pathlib import Path
@@ -18,10 +18,10 @@ STATE_VERSION = 1
 
 
 def save_state(state: Any, path: str | Path) -> None:
-    """Write `path`.safetensors and `path`.json; see `split_state` for what a state may hold.
+    """Write a state to `path`.safetensors and `path`.json; see `split_state` for the supported types.
 
-    Not atomic by itself: `CheckpointStore.begin` gives a directory that is. Raises CheckpointError for a value that
-    cannot be saved, before anything is written, and for a write that fails, with the space it needed and found.
+    Not atomic; write into a directory of `CheckpointStore.begin` for an atomic save. Raises CheckpointError for an
+    unsupported value, before anything is written, and for a failed write, with the needed and the free space.
     """
     tensor_file, tree_file = _files(path)
     tree, tensors = split_state(state)
@@ -36,9 +36,9 @@ def save_state(state: Any, path: str | Path) -> None:
 
 
 def load_state(path: str | Path, key: str | None = None) -> Any:
-    """The state that `save_state` wrote, tensors on the CPU; with `key` only that entry, reading no other tensors.
+    """Load a state that `save_state` wrote, with tensors on the CPU; with `key`, load only that entry.
 
-    Raises CheckpointError naming the file if one is missing, damaged, of another format or of a newer version.
+    Raises CheckpointError, with the file's name, if a file is missing, damaged, of another format or a newer version.
     """
     _, tree_file = _files(path)
     tree = read_tree(tree_file)
@@ -52,18 +52,18 @@ def load_state(path: str | Path, key: str | None = None) -> Any:
         try:
             return join_state(tree, stored)
         except (CheckpointError, ValueError) as error:
-            raise CheckpointError(f"'{tree_file}' and its tensors do not fit together: {error}") from error
+            raise CheckpointError(f"'{tree_file}' does not match its tensors: {error}") from error
         except SafetensorError as error:
             raise CheckpointError(f"the tensors of '{tree_file}' cannot be read: {error}") from error
 
 
 def tree_text(tree: Any) -> str:
-    """What stands in the JSON file of a state."""
+    """Return the text of a state's JSON file."""
     return json.dumps({"format": STATE_FORMAT, "version": STATE_VERSION, "state": tree}, allow_nan=False)
 
 
 def read_tree(path: Path) -> Any:
-    """The tree in the JSON file of a state. Raises CheckpointError."""
+    """Read the tree from the JSON file of a state. Raises CheckpointError."""
     document = read_document(path, STATE_FORMAT, STATE_VERSION)
     if "state" not in document:
         raise CheckpointError(f"'{path}' has no 'state'; hybridflow did not write it.")

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one directory a step, complete or not there, the newest ones kept."""
+"""The checkpoints of a run: one directory per saved step, written atomically; only the newest are kept."""
 
 import logging
 import re
@@ -21,7 +21,7 @@ _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint. `info` is what its writer said of it, `components` the names that `load` takes."""
+    """A verified checkpoint, with the writer's `info` and the `components` that `load` accepts."""
 
     directory: Path
     step: int
@@ -29,11 +29,11 @@ class Checkpoint:
     components: tuple[str, ...]
 
     def load(self, component: str, key: str | None = None) -> Any:
-        """The state of one component, tensors on the CPU; with `key` only that entry of it."""
+        """Load the state of one component, with tensors on the CPU; with `key`, load only that entry."""
         return load_state(self.path_of(component), key)
 
     def path_of(self, component: str) -> Path:
-        """Where `load_state` finds a component. Raises CheckpointError if there is none of that name."""
+        """Return the path of a component for `load_state`. Raises CheckpointError if the component does not exist."""
         if component not in self.components:
             raise CheckpointError(
                 f"'{self.directory}' has no component '{component}'; it has {', '.join(self.components)}."
@@ -42,9 +42,9 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Verify every byte of a checkpoint and open it.
+    """Verify the hashes of all files of a checkpoint and open it.
 
-    Raises CheckpointError naming the file that is missing, damaged, foreign or of a newer format version.
+    Raises CheckpointError, with the file's name, if one is missing, damaged, foreign or of a newer format version.
     """
     directory = Path(directory)
     manifest = read_manifest(directory, verify_hashes=True)
@@ -56,33 +56,33 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 class CheckpointStore:
-    """The directory `checkpoints/` of a run, with `step_000020` and the like in it.
+    """The directory `checkpoints/` of a run, with one directory `step_000020` per checkpoint.
 
-    Opening a store removes what killed saves left there, unless its writer lives.
+    Opening a store removes partial directories of killed saves; one whose writer is alive is kept.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2) -> None:
         if keep < 1:
-            raise CheckpointConfigError(f"keep={keep} would keep no checkpoint; use 1, 2, ...")
+            raise CheckpointConfigError(f"keep={keep} is invalid: expected a positive number of checkpoints to keep.")
         self.directory = Path(directory)
         self.keep = keep
         self._known_valid: set[int] = set()
         self._remove_leftovers()
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the directory for the checkpoint of a step, whether it exists or not."""
         return self.directory / f"step_{step:06d}"
 
     @contextmanager
     def begin(self, step: int, info: dict[str, Any] | None = None) -> Iterator[Path]:
-        """A directory to `save_state` components into; when the block ends it becomes the checkpoint of `step`, whole.
+        """Yield a directory for `save_state`; when the block succeeds it becomes the checkpoint of `step`, atomically.
 
-        `info` is any JSON dictionary about the checkpoint. A checkpoint of the same step is replaced. Afterwards
-        older ones are pruned. If the block or the disk fails, nothing of the new checkpoint remains and the earlier
-        ones are untouched; an OSError or CheckpointError becomes a CheckpointError that says so, others pass through.
+        `info` is a JSON dictionary about the checkpoint. A checkpoint of the same step is replaced, and old ones are
+        pruned. If the block or the disk fails, the new checkpoint is removed and earlier ones are unchanged; OSError
+        and CheckpointError are raised as a CheckpointError that says so, other errors unchanged.
         """
         if step < 0:
-            raise CheckpointError(f"step={step} is negative.")
+            raise CheckpointError(f"step={step} is invalid: expected 0 or a positive number.")
         check_info(info or {})
         self._remove_leftovers()
         try:
@@ -100,7 +100,7 @@ class CheckpointStore:
         self.prune()
 
     def list(self) -> tuple[int, ...]:
-        """Steps that have a checkpoint directory, in ascending order; nothing is verified."""
+        """Return the steps that have a checkpoint directory, in ascending order, without verifying them."""
         if not self.directory.is_dir():
             return ()
         matches = [_STEP_NAME.fullmatch(path.name) for path in self.directory.iterdir()]
@@ -110,7 +110,7 @@ class CheckpointStore:
     def open(self, step: int) -> Checkpoint:
         """Verify and open the checkpoint of a step.
 
-        Raises CheckpointError that names the damaged file and offers the newest valid checkpoint before it.
+        Raises CheckpointError, with the damaged file and the newest valid checkpoint before this one.
         """
         if step not in self.list():
             raise CheckpointConfigError(
@@ -123,14 +123,14 @@ class CheckpointStore:
         return checkpoint
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint, verified; None if there is none. Raises CheckpointError as `open` does."""
+        """Verify and open the newest checkpoint; None if there is none. Raises CheckpointError as `open` does."""
         steps = self.list()
         return self.open(steps[-1]) if steps else None
 
     def prune(self) -> None:
-        """Delete complete checkpoints beyond the newest `keep`, but never the newest valid one.
+        """Delete complete checkpoints except the newest `keep` and the newest valid one.
 
-        Checkpoints that lack a file, or part of one, do not count and stay for somebody to look at.
+        Checkpoints with a missing or truncated file are not counted and not deleted, so that they can be examined.
         """
         surplus = [step for step in reversed(self.list()) if self._is_complete(step)][self.keep :]
         newest_valid = self._newest_valid(self.list()) if surplus else None
@@ -140,7 +140,7 @@ class CheckpointStore:
             try:
                 remove_directory(self.path(step))
             except OSError as error:
-                logger.warning("'%s' could not be pruned (%s); remove it by hand.", self.path(step), error)
+                logger.warning("could not prune '%s' (%s); remove it by hand.", self.path(step), error)
             self._known_valid.discard(step)
 
     def _verify(self, step: int) -> Checkpoint:
@@ -172,9 +172,9 @@ class CheckpointStore:
     def _offer_before(self, step: int) -> str:
         valid = self._newest_valid(tuple(other for other in self.list() if other < step))
         if valid is None:
-            return "No checkpoint before it is valid; start again in an empty trainer.run_dir."
+            return "No earlier checkpoint is valid; start again in an empty trainer.run_dir."
         return (
-            f"The checkpoint before it is valid: '{self.path(valid)}'. To continue from there, move "
+            f"The newest valid checkpoint before it is '{self.path(valid)}'. To continue from there, move "
             f"'{self.path(step)}' out of '{self.directory}' and run again with trainer.resume=auto."
         )
 
@@ -191,7 +191,7 @@ class CheckpointStore:
 
     def _remove_leftovers(self) -> None:
         for path in remove_leftovers(self.directory, _STEP_NAME):
-            logger.info("Removed '%s', left by a save that did not finish.", path)
+            logger.info("removed '%s', which an unfinished save left.", path)
 
 
 def _describe_space(partial: Path) -> str:

@@ -1,6 +1,6 @@
-"""The tensors of a state on disk: in one safetensors file, or in a folder with a file of shards for each rank.
+"""The stored tensors of a state: one safetensors file, or a folder with one file of shards per rank.
 
-Files of shards are those of `torch.distributed.checkpoint` in its safetensors form. No pickle is involved.
+Shards are in the safetensors format of `torch.distributed.checkpoint`. No pickle is involved.
 """
 
 import json
@@ -17,11 +17,11 @@ from torch import Tensor
 from hybridflow.errors import CheckpointError
 
 SHARDS = "DCP_SHARDING_INFO"
-"""Where torch keeps, as JSON, the place of each shard in its whole tensor."""
+"""Metadata key under which torch stores, as JSON, the offsets of each shard in its tensor."""
 
 
-class _Piece(NamedTuple):
-    """A shard of a tensor: the open file, its name there, and its place in the whole tensor."""
+class _Shard(NamedTuple):
+    """A shard of a tensor: the open file, its name in the file, and its index range in the assembled tensor."""
 
     file: Any
     name: str
@@ -33,18 +33,18 @@ class _Piece(NamedTuple):
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors by name; each use reads one from the files, puts it together from its shards, and keeps nothing.
+    """Tensors by name. Each access reads the tensor, assembles it from its shards, and caches nothing.
 
-    Raises CheckpointError for files that cannot be read, and for a tensor of which a part is missing.
+    Raises CheckpointError for files that cannot be read, and for a tensor with a missing shard.
     """
 
     def __init__(self, path: Path) -> None:
         self._open = ExitStack()
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._shards: dict[str, list[_Shard]] = {}
         single = path.with_name(path.name + ".safetensors")
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [single]
         if not files:
-            raise CheckpointError(f"'{path}' has no safetensors file in it.")
+            raise CheckpointError(f"'{path}' has no safetensors file.")
         for file_path in files:
             try:
                 self._add(self._open.enter_context(safe_open(file_path, framework="pt")))
@@ -53,47 +53,47 @@ class StoredTensors(Mapping[str, Tensor]):
                 raise CheckpointError(f"'{file_path}' cannot be read as safetensors: {error}") from error
 
     def _add(self, file: Any) -> None:
-        shards = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
+        offsets = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
         for name in file.keys():  # noqa: SIM118
             sizes = file.get_slice(name).get_shape()
-            starts = tuple(map(int, shards[name]["saved_offsets"])) if name in shards else (0,) * len(sizes)
+            starts = tuple(map(int, offsets[name]["saved_offsets"])) if name in offsets else (0,) * len(sizes)
             ends = tuple(start + size for start, size in zip(starts, sizes, strict=True))
-            self._pieces.setdefault(name, []).append(_Piece(file, name, starts, ends))
+            self._shards.setdefault(name, []).append(_Shard(file, name, starts, ends))
 
     def renamed(self, names: Mapping[str, str]) -> "StoredTensors":
-        """Some of the tensors under other names: new name -> name here."""
+        """Return a mapping with some of the tensors under new names; `names` is new name -> current name."""
         renamed = copy(self)
-        renamed._pieces = {new: self._pieces[name] for new, name in names.items()}
+        renamed._shards = {new: self._shards[name] for new, name in names.items()}
         return renamed
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor, which is not read for it."""
-        return tuple(map(max, zip(*(piece.ends for piece in self._pieces[name]), strict=True)))
+        """Return the shape of a tensor, assembled from its shards, without reading it."""
+        return tuple(map(max, zip(*(shard.ends for shard in self._shards[name]), strict=True)))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._pieces
+        return name in self._shards
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
+        return iter(self._shards)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._shards)
 
     def __getitem__(self, name: str) -> Tensor:
-        # What safetensors gives are views of mapped memory: they would keep a deleted file on the disk.
-        pieces = self._pieces[name]
-        if len(pieces) == 1 and not any(pieces[0].starts):
-            return pieces[0].read().clone()
+        # Copies, because safetensors returns views of mapped memory, which would keep a deleted file on the disk.
+        shards = self._shards[name]
+        if len(shards) == 1 and not any(shards[0].starts):
+            return shards[0].read().clone()
         whole, num_found = None, 0
-        for piece in pieces:
-            part = piece.read()
+        for shard in shards:
+            part = shard.read()
             whole = torch.empty(self.shape(name), dtype=part.dtype) if whole is None else whole
-            whole[tuple(map(slice, piece.starts, piece.ends))] = part
+            whole[tuple(map(slice, shard.starts, shard.ends))] = part
             num_found += part.numel()
         assert whole is not None
         if num_found != whole.numel():
             raise CheckpointError(
-                f"'{name}' has {whole.numel()} numbers and its shards {num_found}: a file of shards is missing."
+                f"'{name}' has {whole.numel()} elements, but its shards have {num_found}; a file of shards is missing."
             )
         return whole
 

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by parameter name, each read when it is asked for."""
+"""The weights of a checkpoint by parameter name, each read on access."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from hybridflow.errors import CheckpointError
 
 @contextmanager
 def stored_weights(source: str | Path | Checkpoint, component: str = "actor") -> Iterator[tuple[StoredTensors, Any]]:
-    """The weights of a component of a checkpoint, and its `lora` entry (None: they are all the weights).
+    """Yield the weights of a checkpoint's component, and its `lora` entry; None: the weights are complete.
 
-    Raises CheckpointError if there is no such component, or it holds no weights.
+    Raises CheckpointError if the component does not exist or holds no weights.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     path = checkpoint.path_of(component)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.cli.run_paths import absolute_paths
 from hybridflow.errors import CheckpointConfigError, ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         type=Path,
         metavar="DIR",
-        help="use the weights of this run, and its config.toml where no RECIPE is given",
+        help="use the weights of this run, and its config.toml (with paths from where it was started) if no RECIPE is "
+        "given",
     )
     parser.add_argument("--step", type=int, metavar="N", help="with --run: of this step (default: the newest)")
 
@@ -38,6 +40,13 @@ def recipe_of_run(args: argparse.Namespace) -> Path | None:
     if not (file := args.run / "config.toml").is_file():
         raise ConfigError(f"'{file}' is missing, so '{args.run}' is not the directory of a run.")
     return file
+
+
+def paths_of_run(args: argparse.Namespace) -> list[str]:
+    """Return the overrides that make the paths of `--run`'s config.toml absolute; none if a RECIPE is given."""
+    file = recipe_of_run(args)
+    has_recipe = args.recipe is not None and "=" not in args.recipe
+    return [] if file is None or has_recipe else absolute_paths(file)
 
 
 def find_checkpoint(source: Path, step: int | None) -> "Checkpoint":

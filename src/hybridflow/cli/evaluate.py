@@ -6,7 +6,12 @@ each prompt; with validation.group_size=8 validation.temperature=1 also pass@1 t
 
 import argparse
 
-from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
+from hybridflow.cli.checkpoint_arguments import (
+    add_checkpoint_arguments,
+    chosen_checkpoint,
+    paths_of_run,
+    recipe_of_run,
+)
 from hybridflow.cli.output_file import add_output, write_rows
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
@@ -18,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = config_of(args, default_recipe=recipe_of_run(args))
+    config = config_of(args, default_recipe=recipe_of_run(args), more=paths_of_run(args))
     checkpoint = chosen_checkpoint(args)
     from hybridflow.trainers import build_validator
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from hybridflow.cli.checkpoint_arguments import find_checkpoint
+from hybridflow.cli.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
 
@@ -21,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
-        help="dtype of the weights (default: as trained)",
+        help="dtype of the weights (default: the one in the model's config.json; with --adapter the one they were "
+        "trained in, float32 or float64)",
     )
     parser.add_argument(
         "--adapter",
@@ -41,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     checkpoint = find_checkpoint(args.source, args.step)
     model_dir = args.model or _model_path(checkpoint.directory.parent.parent)
-    export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
-    print(f"wrote {args.out} from {checkpoint.directory}")
+    dtype = export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
+    print(f"wrote {args.out} from {checkpoint.directory}, weights in {dtype} (--dtype chooses another)")
     return 0
 
 
@@ -54,9 +56,10 @@ def _model_path(run_dir: Path) -> Path:
         raise ConfigError(
             f"'{config_file}' is missing, so the model that training started from is unknown; name it with --model DIR."
         )
-    path = Path(load_config(config_file).model.path)
+    path = Path(load_config(config_file, absolute_paths(config_file)).model.path)
     if not path.is_dir():
         raise ConfigError(
-            f"model.path='{path}' of '{config_file}' is no directory here; name the model's directory with --model DIR."
+            f"model.path='{path}' of '{config_file}' is not a directory here; name the model's directory with "
+            "--model DIR."
         )
     return path

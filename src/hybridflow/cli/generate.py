@@ -1,14 +1,20 @@
 """Write responses to prompts, with the model of a recipe, of a directory or of a checkpoint.
 
 `validation.*` says how: by default one greedy response of at most data.max_response_length tokens for each prompt;
-several with validation.group_size=4 validation.temperature=1.
+several with validation.group_size=4 validation.temperature=1. If the model has too few positions for that length, it
+is capped, unless data.max_response_length=N is given on the command line.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from hybridflow.cli.checkpoint_arguments import add_checkpoint_arguments, chosen_checkpoint, recipe_of_run
+from hybridflow.cli.checkpoint_arguments import (
+    add_checkpoint_arguments,
+    chosen_checkpoint,
+    paths_of_run,
+    recipe_of_run,
+)
 from hybridflow.cli.output_file import add_output, write_rows
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.config.render import toml_value
@@ -22,19 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="model directory, in place of the recipe's model.path"
     )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt (needs a chat template)")
     add_checkpoint_arguments(parser)
     add_output(parser, "prompts and responses")
 
 
 def run(args: argparse.Namespace) -> int:
     more = [f"model.path={toml_value(str(args.model))}"] if args.model else []
-    config = config_of(args, default_recipe=recipe_of_run(args), more=more)
+    config = config_of(args, default_recipe=recipe_of_run(args), more=[*paths_of_run(args), *more])
     checkpoint = chosen_checkpoint(args)
     from hybridflow.trainers import build_generator
-    from hybridflow.trainers.generation import prompts_of_files, typed_prompts
+    from hybridflow.trainers.generation import prompts_of_files, typed_prompts, with_system
+    from hybridflow.trainers.preconditions import require_files
 
+    require_files(config)
     prompts = typed_prompts(args.prompt) if args.prompt else prompts_of_files(args.prompts_file)
-    with build_generator(config, checkpoint) as generator:
+    if args.system is not None:
+        prompts = with_system(config, prompts, args.system)
+    typed_keys = {change.partition("=")[0].strip() for change in (args.recipe or "", *args.overrides)}
+    cap = "data.max_response_length" not in typed_keys
+    with build_generator(config, checkpoint, prompts, cap_response_length=cap) as generator:
         rows = generator.run(prompts)
     for row in rows:
         _show(row)

@@ -58,7 +58,7 @@ def copy_of_objects(batch: DataProto) -> DataProto:
         name: private_copy(array, name) if array.dtype.hasobject else array
         for name, array in batch.non_tensor_batch.items()
     }
-    return batch._of_own(batch.batch, arrays, private_copy(batch.meta_info, "meta_info"), batch.auto_padding)
+    return batch._unchecked(batch.batch, arrays, private_copy(batch.meta_info, "meta_info"), batch.auto_padding)
 
 
 def _own_held(handle: Any, what: str) -> Any:

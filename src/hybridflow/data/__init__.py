@@ -1,4 +1,4 @@
-"""Data: preparation of data sets, prompt and SFT datasets, and a loader whose position can be restored."""
+"""Data: preparation of data sets, prompt, SFT and preference datasets, and a loader whose position can be saved."""
 
 from hybridflow.data.dataset import RLHFDataset
 from hybridflow.data.loader import BatchLoader

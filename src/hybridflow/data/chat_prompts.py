@@ -1,18 +1,26 @@
-"""Turns chat messages into the token ids a model is given: chat template or plain text, never two BOS."""
+"""Chat messages as the token ids of a prompt: by the chat template or as plain text, with one BOS token at most."""
 
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from jinja2.exceptions import TemplateError
 
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.errors import DataError
+from hybridflow.observability import get_logger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = get_logger(__name__)
+
+PROBE = "<hybridflow probe of the chat template>"
+"""An answer that no prompt contains, to see what a chat template writes before it."""
+
 
 def read_messages(row: Row, column: str = "prompt") -> list[dict[str, str]]:
-    """The chat messages in a column of a row, checked; fields that are null are left out."""
+    """Return the chat messages in a column of a row, without their null fields; raise DataError if one is malformed."""
     messages = row.values[column]
     if not isinstance(messages, list):
         raise DataError(
@@ -32,8 +40,8 @@ def _read_message(row: Row, column: str, number: int, message: object) -> dict[s
     content = message.get("content")
     if isinstance(content, list):
         raise DataError(
-            f"{row.place}: message {number} of '{column}' is a list of parts, as image and audio prompts have. "
-            f"They are not supported yet; give its content as one text."
+            f"{row.place}: message {number} of '{column}' is a list of parts, as in image and audio prompts, which "
+            f"are not supported yet; give its content as one text."
         )
     if not isinstance(content, str):
         raise DataError(
@@ -45,8 +53,8 @@ def _read_message(row: Row, column: str, number: int, message: object) -> dict[s
 class PromptEncoder:
     """Encodes chat messages with a tokenizer.
 
-    Uses the tokenizer's chat template with the generation prompt where it has one and `chat_template` is on, and
-    otherwise the messages' contents joined by newlines, after the BOS token if the tokenizer adds one.
+    If `chat_template` is true and the tokenizer has a template, the template renders the messages. Otherwise their
+    contents are joined by newlines, after the BOS token if the tokenizer adds one.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: bool) -> None:
@@ -54,42 +62,71 @@ class PromptEncoder:
         self.uses_template = chat_template and bool(tokenizer.chat_template)
         bos = cast(int | None, tokenizer.bos_token_id)
         begins_with_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
+        self._needs_generation_prompt_check = self.uses_template
         self._prefix = [bos] if bos is not None and begins_with_bos and not self.uses_template else []
 
     def text(self, messages: list[dict[str, str]], place: str, *, add_generation_prompt: bool = True) -> str:
-        """The prompt as text; `place` names it in the `DataError` of a template that refuses the messages.
+        """Return the prompt as text; `add_generation_prompt=False` is for a conversation that has ended.
 
-        Without a generation prompt it is a conversation that has ended.
+        Raises DataError, naming `place`, if the chat template rejects the messages.
         """
         if not self.uses_template:
             return "\n".join(message["content"] for message in messages)
+        text = self._render(messages, place, add_generation_prompt)
+        if add_generation_prompt and self._needs_generation_prompt_check:
+            self._needs_generation_prompt_check = False
+            self._check_generation_prompt(messages, text, place)
+        return text
+
+    def _render(self, messages: list[dict[str, str]], place: str, add_generation_prompt: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except (TemplateError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from error
+            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {error}.") from error
         return str(text)
 
+    def _check_generation_prompt(self, messages: list[dict[str, str]], prompt: str, place: str) -> None:
+        """Warn, once for each chat template, if it writes no generation prompt although an answer begins with one."""
+        if prompt != self._render(messages, place, add_generation_prompt=False):
+            return
+        with suppress(DataError):  # a template may refuse the probe
+            answered = self._render([*messages, {"role": "assistant", "content": PROBE}], place, False)
+            header = answered.removeprefix(prompt).partition(PROBE)[0]
+            if header.strip():  # [INST] templates need none: the answer follows the prompt directly
+                _warn_without_generation_prompt(header)
+
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of prompt texts; special tokens written in a text are recognised, none but BOS is added."""
+        """Return the token ids of prompt texts; special tokens in a text are recognized, only BOS is added."""
         encoded = encode_texts(self._tokenizer, texts)
         return [ids if ids[:1] == self._prefix else self._prefix + ids for ids in encoded]
 
 
+@cache
+def _warn_without_generation_prompt(header: str) -> None:
+    logger.warning(
+        "the chat template renders the same text with and without add_generation_prompt: prompts end before %r, which "
+        "begins each answer, so the model must write it first and learns from degraded prompts; end the template with "
+        "{%% if add_generation_prompt %%}...{%% endif %%}, or set data.chat_template=false "
+        "(samples.jsonl has the rendered prompts).",
+        header,
+    )
+
+
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
-    """Token ids of texts without any added special token; `DataError` where the tokenizer cannot encode one."""
+    """Return the token ids of texts without added special tokens; raise DataError if one cannot be encoded."""
     if not texts:
         return []
     try:
         return cast(list[list[int]], tokenizer(texts, add_special_tokens=False)["input_ids"])
     except Exception as error:  # the tokenizers library raises bare Exception, for example for a missing unknown token
         raise DataError(
-            f"the tokenizer cannot encode the texts: {error}. "
-            f"Give it an unknown token or a vocabulary that covers them."
+            f"the tokenizer cannot encode the texts: {error}; give it an unknown token, or a vocabulary that covers "
+            "them."
         ) from error
 
 
 def encode_responses(tokenizer: "PreTrainedTokenizerBase", texts: list[str], eos_id: int) -> list[list[int]]:
-    """Token ids of responses, each of which ends in the EOS token, once."""
+    """Return the token ids of responses, each with exactly one EOS token at its end."""
     return [ids if ids[-1:] == [eos_id] else [*ids, eos_id] for ids in encode_texts(tokenizer, texts)]

@@ -1,4 +1,4 @@
-"""Whole conversations as a reward model reads them: its value is that of the last token."""
+"""Whole conversations as a reward model reads them: the score is its value at the last token."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from hybridflow.protocol import DataProto
 def encode_conversations(
     encoder: PromptEncoder, prompts: Sequence[Any], responses: Sequence[str], places: Sequence[str]
 ) -> list[list[int]]:
-    """Token ids of each prompt (chat messages, or a text of the user) with the response to it, by the chat template.
+    """Return the token ids of each prompt (chat messages, or a user's text) with its response, by the chat template.
 
-    Raises DataError, with its place, for one without tokens.
+    Raises DataError, naming its place, for a conversation without tokens.
     """
     texts = []
     for prompt, response, place in zip(prompts, responses, places, strict=True):
@@ -25,14 +25,18 @@ def encode_conversations(
         messages.append({"role": "assistant", "content": response})
         texts.append(encoder.text(messages, place, add_generation_prompt=False))
     ids = encoder.encode(texts)
-    for of_text, place in zip(ids, places, strict=True):
-        if not of_text:
+    for conversation, place in zip(ids, places, strict=True):
+        if not conversation:
             raise DataError(f"{place} and its prompt have no tokens to score.")
     return ids
 
 
 def collate_conversations(ids: Sequence[Sequence[int]]) -> DataProto:
-    """Rows whose one response token, which nobody looks at, follows the text: a value is read before its token."""
+    """Return one row for each conversation, with a dummy response token after it.
+
+    A value is read one position before its response token, so the value of the dummy is that of the conversation's
+    last token. Columns: `input_ids`, `attention_mask` (rows, longest + 1), `response_mask` (rows, 1).
+    """
     tokens, is_real = pad_left(ids, 0)
     mask = torch.ones(len(ids), 1, dtype=torch.bool)
     tensors = {"input_ids": pad(tokens, (0, 1)), "attention_mask": pad(is_real, (0, 1), value=1), "response_mask": mask}

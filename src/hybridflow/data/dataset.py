@@ -1,4 +1,4 @@
-"""The prompt dataset: parquet files in, prompt batches out. Knows no order; the loader decides that."""
+"""The prompt dataset: parquet files in, prompt batches out. The loader decides the order."""
 
 import copy
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ logger = get_logger(__name__)
 class RLHFDataset:
     """Prompts of one or several parquet files with columns `prompt`, `data_source`, `reward_model`, `extra_info`.
 
-    `prompt` holds chat messages. They go through the tokenizer's chat template where it has one and `chat_template` is
-    on, and are joined by newlines otherwise. `overlong` says what happens to prompts of more than `max_prompt_length`
-    tokens; `max_samples` > 0 uses only the first rows (before any is dropped). `order_by` names a
-    column, or an entry of `extra_info`, with a number for each row. Every problem of a file is a `DataError` naming
-    file, row and column. `extra_info` may be absent. Rows are tokenized once, here.
+    `prompt` holds chat messages, rendered by the tokenizer's chat template if it has one and `chat_template` is true,
+    otherwise joined by newlines. `overlong` is the treatment of prompts of more than `max_prompt_length` tokens.
+    `max_samples` > 0 uses only the first rows (before any is dropped). `order_by` names a column, or an entry of
+    `extra_info`, with a number for each row. `extra_info` may be absent. Rows are tokenized once, on construction.
+    Raises DataError, naming file, row and column, for a malformed file.
     """
 
     def __init__(
@@ -56,19 +56,22 @@ class RLHFDataset:
         rows = read_rows(files, ("prompt", "data_source", "reward_model"), optional, max_samples)
         self._records = [_read_record(row) for row in rows]
         self.numbers = [row.number(order_by) for row in rows] if order_by else None
-        """The number of each prompt in the column `order_by`; None without one."""
+        """Number of each prompt in the column `order_by`; None without `order_by`."""
 
         encoder = PromptEncoder(tokenizer, chat_template)
         texts = [
             encoder.text(record["raw_prompts"], row.place) for row, record in zip(rows, self._records, strict=True)
         ]
+        self._tokenizer = tokenizer
         self._prompt_ids = encoder.encode(texts)
+        for record, text in zip(self._records, texts, strict=True):
+            record["prompt_texts"] = text
         for row, ids in zip(rows, self._prompt_ids, strict=True):
             if not ids:
                 raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
         self.num_dropped = self._limit_length(rows, max_prompt_length, overlong)
         self.longest_prompt = max(map(len, self._prompt_ids))
-        """Tokens of the longest prompt."""
+        """Length of the longest prompt in tokens."""
         self.fingerprint = fingerprint(
             [ids, record["data_sources"], record["ground_truths"], record["extra_infos"]]
             for ids, record in zip(self._prompt_ids, self._records, strict=True)
@@ -76,19 +79,24 @@ class RLHFDataset:
         """Hash of the prompts' tokens, data sources, ground truths and extra infos, in order."""
 
     def __len__(self) -> int:
-        """Prompts that can be used, without the dropped ones."""
+        """Return the number of prompts, without the dropped ones."""
         return len(self._prompt_ids)
 
+    @property
+    def data_sources(self) -> list[str]:
+        """Distinct data sources of the prompts, sorted."""
+        return sorted({record["data_sources"] for record in self._records})
+
     def prompt_ids(self, index: int) -> list[int]:
-        """Token ids of one prompt, without padding."""
+        """Return the token ids of one prompt, without padding."""
         return list(self._prompt_ids[index])
 
     def collate(self, indices: Sequence[int]) -> DataProto:
-        """The rows at `indices` as a batch.
+        """Return the rows at `indices` as a batch.
 
-        Tensors, (batch, longest prompt of these), padded on the left: `prompts` int64, `prompt_mask` bool.
-        Non-tensors: `raw_prompts` (chat messages), `data_sources`, `ground_truths`, `extra_infos`; the batch owns its
-        copies. `meta_info["pad_token_id"]` is the padding value.
+        Tensors, (batch, longest of these prompts), padded on the left: `prompts` int64, `prompt_mask` bool.
+        Non-tensors: `raw_prompts` (chat messages), `prompt_texts` (as the model reads them), `data_sources`,
+        `ground_truths`, `extra_infos`; the batch owns its copies. `meta_info["pad_token_id"]` is the padding value.
         """
         check_indices(indices, len(self))
         prompts, mask = pad_left([self._prompt_ids[i] for i in indices], self._pad_id)
@@ -100,7 +108,7 @@ class RLHFDataset:
         return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors, meta_info={"pad_token_id": self._pad_id})
 
     def _limit_length(self, rows: list[Row], max_prompt_length: int, overlong: OverlongName) -> int:
-        """Apply the limit to the rows read; return how many were dropped."""
+        """Apply the limit to the prompts; return how many were dropped."""
         too_long = [i for i, ids in enumerate(self._prompt_ids) if len(ids) > max_prompt_length]
         if not too_long:
             return 0
@@ -108,8 +116,8 @@ class RLHFDataset:
         if overlong == "error":
             raise DataError(
                 f"{first}, but max_prompt_length={max_prompt_length} "
-                f"({len(too_long)} of {len(rows)} prompts are longer). "
-                f"Raise the limit, or drop or truncate them with data.overlong_prompts."
+                f"({len(too_long)} of {len(rows)} prompts are longer); raise the limit, or drop or truncate them with "
+                "data.overlong_prompts."
             )
         if overlong == "drop":
             dropped = set(too_long)
@@ -123,7 +131,9 @@ class RLHFDataset:
                     f"{first}); raise the limit."
                 )
         else:
-            self._prompt_ids = [truncate(ids, max_prompt_length, overlong) for ids in self._prompt_ids]
+            for i in too_long:
+                self._prompt_ids[i] = truncate(self._prompt_ids[i], max_prompt_length, overlong)
+                self._records[i]["prompt_texts"] = self._tokenizer.decode(self._prompt_ids[i])
         logger.warning(
             "%s %d of %d prompts longer than max_prompt_length=%d tokens (the first is %s).",
             "Dropped" if overlong == "drop" else "Truncated",
@@ -135,14 +145,14 @@ class RLHFDataset:
         return len(too_long) if overlong == "drop" else 0
 
 
-_RECORD_COLUMNS = ("raw_prompts", "data_sources", "ground_truths", "extra_infos")
+_RECORD_COLUMNS = ("raw_prompts", "prompt_texts", "data_sources", "ground_truths", "extra_infos")
 
 
 def _read_record(row: Row) -> dict[str, Any]:
     reward_model, extra_info = row.values["reward_model"], row.values["extra_info"]
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise DataError(
-            f"{row.place}: column 'reward_model' must hold style and ground_truth, such as "
+            f"{row.place}: column 'reward_model' must hold style and ground_truth, as in "
             f"{{'style': 'rule', 'ground_truth': '72'}}, got {shorten(reward_model)}."
         )
     if extra_info is not None and not isinstance(extra_info, dict):

@@ -1,4 +1,4 @@
-"""What data sets of prompts with given responses have in common, of whatever an example consists."""
+"""The common base of data sets whose examples hold responses: SFT and preference data."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -14,17 +14,18 @@ Example = TypeVar("Example")
 
 
 class ExampleDataset(Generic[Example]):
-    """The examples of rows, without those that are longer than the limits.
+    """Examples of rows, without those longer than the limits.
 
-    `lengths` are the (prompt, response) tokens of each example, `limits` their maxima; `what` the examples are called.
-    `order_by` names the column with a number for each row. Raises DataError if no example is left.
+    `lengths` are the numbers of (prompt, response) tokens of each example and `limits` their maxima. `what` is the name
+    of the examples in messages. `order_by` names the column with a number for each row. Raises DataError if no example
+    is left.
     """
 
     num_dropped: int
     longest: int
-    """Tokens of the longest example."""
+    """Length of the longest example in tokens."""
     numbers: list[float] | None
-    """The number of each example in the column `order_by`; None without one."""
+    """Number of each example in the column `order_by`; None without `order_by`."""
     fingerprint: str
     """Hash of the examples' tokens, in order."""
 
@@ -45,28 +46,28 @@ class ExampleDataset(Generic[Example]):
         self.fingerprint = fingerprint(map(self._tokens, self._examples))
 
     def __len__(self) -> int:
-        """Examples that can be used, without the dropped ones."""
+        """Return the number of examples, without the dropped ones."""
         return len(self._examples)
 
     def _tokens(self, example: Example) -> Iterable[Any]:
-        """What an example consists of, as JSON can hold it."""
+        """Return the contents of an example as values that JSON can hold."""
         raise NotImplementedError
 
     def _at(self, indices: Sequence[int]) -> list[Example]:
-        """Raises DataError unless every index is that of an example."""
+        """Return the examples at `indices`; raise DataError for an index out of range."""
         check_indices(indices, len(self))
         return [self._examples[i] for i in indices]
 
 
 def check_indices(indices: Sequence[int], num_rows: int) -> None:
-    """`DataError` unless every index is in 0..num_rows-1."""
+    """Raise DataError unless every index is in 0..num_rows-1."""
     for index in indices:
         if not 0 <= index < num_rows:
-            raise DataError(f"row {index} was asked for, but the data set has rows 0 to {num_rows - 1}.")
+            raise DataError(f"index={index} is out of range: the data set has rows 0 to {num_rows - 1}.")
 
 
 def require_limits(max_prompt_length: int, max_response_length: int, max_samples: int) -> None:
-    """Raise DataConfigError for limits that leave nothing."""
+    """Raise DataConfigError for limits that no example can meet."""
     if max_prompt_length < 1 or max_response_length < 1 or max_samples < 0:
         raise DataConfigError(
             f"max_prompt_length={max_prompt_length} and max_response_length={max_response_length} must be at least "
@@ -77,7 +78,7 @@ def require_limits(max_prompt_length: int, max_response_length: int, max_samples
 def _short_enough(
     rows: Sequence[Row], lengths: Sequence[tuple[int, int]], limits: tuple[int, int], what: str
 ) -> list[int]:
-    """Which examples are within the limits; says which are not."""
+    """Return the indices of the examples within the limits; log how many are not, and the first of them."""
     kept = [i for i, (prompt, response) in enumerate(lengths) if prompt <= limits[0] and response <= limits[1]]
     if len(kept) == len(lengths):
         return kept
@@ -88,6 +89,6 @@ def _short_enough(
         f"{rows[first].place}: prompt {lengths[first][0]}, response {lengths[first][1]} tokens)."
     )
     if not kept:
-        raise DataConfigError(f"none of the {what} is left: {message} Raise the limits.")
+        raise DataConfigError(f"no {what} are left: {message} Raise the limits.")
     logger.warning("%s", message)
     return kept

@@ -1,4 +1,4 @@
-"""A short hash of a data set as the model sees it, by which a saved position recognises its data."""
+"""A short hash of a data set as the model reads it, which ties a saved position to its data."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def fingerprint(rows: Iterable[Any]) -> str:
-    """32 hexadecimal digits over rows of JSON-like values, their order included."""
+    """Return 32 hexadecimal digits: a hash of rows of JSON-like values, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode())

@@ -28,12 +28,12 @@ def _pad(rows: Sequence[Sequence[int]], pad_id: int, side: str) -> tuple[Tensor,
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions (batch, seq_len): 0 at the first real token of each row and in the padding before it."""
+    """Return the positions (batch, seq_len): 0 at the first real token of each row and in the padding before it."""
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def collate_rows(rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[bool]]], pad_id: int) -> DataProto:
-    """Rows of (prompt ids, response ids, which of these count) as a batch of tensors.
+    """Return rows of (prompt ids, response ids, whether each response token counts) as a batch of tensors.
 
     `prompts` (batch, prompt_len) int64 padded on the left, `responses` (batch, response_len) int64 padded on the right,
     `response_mask` (batch, response_len) bool, and `input_ids` = prompts + responses, `attention_mask`, `position_ids`

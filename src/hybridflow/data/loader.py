@@ -1,4 +1,4 @@
-"""Batches of a dataset, epoch after epoch, from a position that can be saved and restored exactly."""
+"""Batches of a dataset, epoch after epoch, from a position that can be saved and restored."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,24 +13,31 @@ logger = get_logger(__name__)
 
 
 class Dataset(Protocol):
-    """What the loader needs of a dataset; `RLHFDataset` and `SFTDataset` have it."""
+    """The interface that the loader requires of a dataset, such as `RLHFDataset` and `SFTDataset`."""
 
     def __len__(self) -> int: ...
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Hash of the rows, in order."""
+        ...
 
     @property
-    def numbers(self) -> Sequence[float] | None: ...
+    def numbers(self) -> Sequence[float] | None:
+        """Number of each row, for orders that read one; None without."""
+        ...
 
-    def collate(self, indices: Sequence[int]) -> DataProto: ...
+    def collate(self, indices: Sequence[int]) -> DataProto:
+        """Return the rows at `indices` as a batch."""
+        ...
 
 
 class BatchLoader:
-    """Visits a dataset in batches, without end: after the last batch of an epoch comes the first of the next.
+    """An endless sequence of batches: the last batch of an epoch is followed by the first of the next one.
 
-    `drop_last` leaves out the rows of an epoch that do not fill a batch (reported once; shuffled, they are others each
-    epoch); without it they come as a shorter batch. `epoch` and `batch_in_epoch` say which batch is next.
+    With `drop_last` the rows of an epoch that do not fill a batch are left out (logged once; a shuffled order leaves
+    out different rows in each epoch); without it they form a shorter batch. `epoch` and `batch_in_epoch` are the
+    position of the next batch.
     """
 
     def __init__(
@@ -59,18 +66,18 @@ class BatchLoader:
             )
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
+        """Return the number of batches in one epoch."""
         num_full, remainder = divmod(self._sampler.num_rows, self._batch_size)
         return num_full if self._drop_last or not remainder else num_full + 1
 
     def __iter__(self) -> Iterator[DataProto]:
-        """The batches left in the current epoch: all of them, or the rest after a restored position."""
+        """Yield the remaining batches of the current epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
             yield self.next_batch()
 
     def next_batch(self) -> DataProto:
-        """The next batch; moves the position by one batch."""
+        """Return the next batch and advance the position by one batch."""
         if self._order is None:
             self._order = self._sampler.order(self.epoch)
         start = self.batch_in_epoch * self._batch_size
@@ -81,29 +88,29 @@ class BatchLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is a position in, as plain values that JSON can hold."""
+        """Return the position and the identity of the data and settings, as values that JSON can hold."""
         return {"epoch": self.epoch, "batch_in_epoch": self.batch_in_epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position: the next batch is the one that would have followed.
 
-        Raises `DataError` for a state of other data or of another seed, order or batch size, and changes nothing then.
+        Raises DataError, with nothing changed, for a state of other data or of another seed, order or batch size.
         """
         identity = self._identity()
         missing = [key for key in ("epoch", "batch_in_epoch", *identity) if key not in state]
         if missing:
-            raise DataError(f"the saved data position lacks {', '.join(missing)}; it is not a state of this loader.")
+            raise DataError(f"the saved data position lacks {', '.join(missing)}: it is not a state of this loader.")
         different = [
             f"{key} was {state[key]!r} and is {value!r}" for key, value in identity.items() if state[key] != value
         ]
         if different:
             raise DataConfigError(
-                f"the saved data position belongs to other data or settings: {'; '.join(different)}. "
-                f"Use the same files, tokenizer, limits, seed and batch size, or start a new run."
+                f"the saved data position belongs to other data or settings: {'; '.join(different)}; use the same "
+                "files, tokenizer, limits, seed and batch size, or start a new run."
             )
         epoch, batch_in_epoch = state["epoch"], state["batch_in_epoch"]
-        whole = isinstance(epoch, int) and isinstance(batch_in_epoch, int)
-        if not whole or epoch < 0 or not 0 <= batch_in_epoch < len(self):
+        are_integers = isinstance(epoch, int) and isinstance(batch_in_epoch, int)
+        if not are_integers or epoch < 0 or not 0 <= batch_in_epoch < len(self):
             raise DataError(
                 f"the saved data position is epoch {epoch!r}, batch {batch_in_epoch!r}, "
                 f"but an epoch has batches 0 to {len(self) - 1}."

@@ -1,4 +1,4 @@
-"""What happens to a prompt that is longer than the limit."""
+"""Treatment of prompts that are longer than the limit."""
 
 from typing import get_args
 

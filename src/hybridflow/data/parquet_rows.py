@@ -1,5 +1,6 @@
-"""Reads parquet files as rows that remember where they came from, for errors that name file, row and column."""
+"""Rows of parquet files with their places, for errors that name file, row and column."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,34 +12,42 @@ import pyarrow.parquet as pq
 
 from hybridflow.errors import DataConfigError, DataError
 
-# Columns in which data sets keep pictures and sound; prompts with either are not supported.
+WRITERS = {
+    "response": "write_sft_file",
+    "messages": "write_conversation_file",
+    "chosen": "write_preference_file",
+    "prompt": "write_prompt_file",
+}
+"""Required column -> function of hybridflow.data that writes a file with it; the first match counts."""
+
+# Columns in which data sets keep images, audio and video, which are not supported in prompts.
 _MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a file; `place` is "FILE: row N" with N counted from 0."""
+    """One row of a file; `place` is "FILE: row N", with N counted from 0."""
 
     place: str
     values: dict[str, Any]
 
     def text(self, column: str) -> str:
-        """The value of a column that must be a text."""
+        """Return the value of a text column; raise DataError if it is not a text."""
         value = self.values[column]
         if not isinstance(value, str):
             raise DataError(f"{self.place}: column '{column}' must be a text, got {shorten(value)}.")
         return value
 
     def number(self, column: str) -> float:
-        """The finite number in a column, or of that name in the column `extra_info`."""
+        """Return the finite number in a column, or under that name in the column `extra_info`."""
         value = self.values.get(column)
         extra_info = self.values.get("extra_info")
         if value is None and isinstance(extra_info, dict):
             value = extra_info.get(column)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise DataError(
-                f"{self.place}: data.order_by={column!r} is {shorten(value)} there; each row needs a finite number, in "
-                "a column of that name or in its extra_info."
+                f"{self.place}: data.order_by={column!r} has the value {shorten(value)}; expected a finite number in "
+                "each row, in a column of that name or in extra_info."
             )
         return float(value)
 
@@ -46,10 +55,10 @@ class Row:
 def read_rows(
     files: str | Path | Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = (), max_rows: int = 0
 ) -> list[Row]:
-    """Read the required and optional columns of one or several parquet files, in order; 0 `max_rows` is all.
+    """Return the rows of parquet files, in order, with the required and optional columns; `max_rows` 0: all of them.
 
-    An optional column that a file lacks is None in its rows. Raises `DataError` for no file, a missing, unreadable or
-    empty file, a missing column, and images, audio or video.
+    An optional column that a file lacks is None in its rows. Raises DataError for no files, for a missing, unreadable
+    or empty file, for a missing column, and for images, audio or video.
     """
     paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
     if not paths:
@@ -59,7 +68,7 @@ def read_rows(
         table = read_table(path, required)
         if table.num_rows == 0:
             raise DataError(f"{path}: the file has no rows.")
-        _refuse_media(path, table)
+        _reject_media(path, table)
         present = [name for name in (*required, *optional) if name in table.column_names]
         missing = {name: None for name in optional if name not in present}
         if max_rows:
@@ -72,7 +81,7 @@ def read_rows(
 
 
 def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
-    """The columns of the first of the files; none where there is no file that can be read, which `read_rows` tells."""
+    """Return the columns of the first file; none if it cannot be read, for which `read_rows` raises the error."""
     first = Path(files) if isinstance(files, str | Path) else next(map(Path, files), None)
     try:
         return pq.read_schema(first).names if first is not None and first.is_file() else []
@@ -81,28 +90,61 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 def read_table(path: Path, required: Sequence[str]) -> pa.Table:
-    """Read one parquet file that has at least the required columns."""
+    """Return the table of a parquet file; raise DataError if it cannot be read or lacks a required column."""
     if not path.is_file():
         raise DataConfigError(f"{path}: no such file.")
+    _require_parquet(path, required)
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error}).") from error
     missing = [name for name in required if name not in table.column_names]
     if missing:
-        raise DataError(
-            f"{path}: column '{missing[0]}' is missing; the file has {', '.join(table.column_names) or 'no columns'}."
-        )
+        found = ", ".join(table.column_names) or "no columns"
+        how = _how_to_prepare(path, table.column_names, required)
+        raise DataError(f"{path}: column '{missing[0]}' is missing; the file has {found}. {how}".rstrip())
     return table
 
 
+def _require_parquet(path: Path, required: Sequence[str]) -> None:
+    """Raise DataConfigError for a file of JSON lines, with its columns and the command that converts it."""
+    if path.suffix not in (".jsonl", ".json"):
+        return
+    columns = _columns_of_json_lines(path)
+    raise DataConfigError(
+        f"{path}: is a {path.suffix} file{' with the columns ' + ', '.join(columns) if columns else ''}; expected a "
+        f"parquet file with the columns {', '.join(required)}. {_how_to_prepare(path, columns, required)}"
+    )
+
+
+def _columns_of_json_lines(path: Path) -> list[str]:
+    """Return the keys of the first line; none if it is not a JSON object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return []
+    return list(first) if isinstance(first, dict) else []
+
+
+def _how_to_prepare(path: Path, columns: Sequence[str], required: Sequence[str]) -> str:
+    """Return the command or function that makes a file with the required columns."""
+    if "reward_model" in required and {"question", "answer"} <= set(columns):
+        return (
+            f"Run `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST{path.suffix}` and name "
+            "the parquet files that it writes."
+        )
+    writer = next((function for column, function in WRITERS.items() if column in required), None)
+    return f"Write the file with hybridflow.data.{writer} (docs/data.md)." if writer else ""
+
+
 def shorten(value: Any, max_chars: int = 120) -> str:
-    """A value as it would be typed, cut to `max_chars`."""
+    """Return the repr of a value, cut to `max_chars` characters."""
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
-def _refuse_media(path: Path, table: pa.Table) -> None:
+def _reject_media(path: Path, table: pa.Table) -> None:
     for name in _MEDIA_COLUMNS:
         if name not in table.column_names:
             continue
@@ -110,5 +152,5 @@ def _refuse_media(path: Path, table: pa.Table) -> None:
             if value.is_valid and value.as_py() not in ([], "", b"", {}):
                 raise DataError(
                     f"{path}: row {number}: column '{name}' holds data, but prompts with images, audio or video are "
-                    f"not supported yet; use text prompts and remove the column."
+                    "not supported yet; use text prompts and remove the column."
                 )

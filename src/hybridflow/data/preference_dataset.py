@@ -1,4 +1,4 @@
-"""The preference dataset: prompts with a better and a worse response, for DPO or for a reward model."""
+"""The preference dataset: prompts with a chosen and a rejected response, for DPO or for a reward model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,17 +22,17 @@ SIDES = ("chosen", "rejected")
 
 
 Pair = list[tuple[list[int], list[int]]]
-"""(prompt, response) of the better and of the worse one."""
+"""Token ids (prompt, response) of the chosen and of the rejected response."""
 
 
 class PreferenceDataset(ExampleDataset[Pair]):
     """Pairs of one or several parquet files with columns `prompt` (chat messages), `chosen` and `rejected` (texts).
 
-    `layout` "policy" is prompts and responses that end in EOS, as `SFTDataset` has them; "reward_model" is whole
-    conversations by the chat template, as `RewardModelWorker` scores them. A pair with a prompt or a response longer
-    than its limit, in tokens, is dropped and reported (a whole conversation as long as both together). `order_by` names
-    a column, or an entry of `extra_info`, with a number for each row. Problems of a file are `DataError`s naming file,
-    row and column.
+    `layout` "policy": prompts, and responses that end in EOS, as in `SFTDataset`. "reward_model": whole conversations
+    by the chat template, as `RewardModelWorker` scores them. A pair with a prompt or a response of more tokens than its
+    limit is dropped and logged; the limit of a whole conversation is the sum of both. `order_by` names a column, or an
+    entry of `extra_info`, with a number for each row. Raises DataError, naming file, row and column, for a malformed
+    file.
     """
 
     def __init__(
@@ -52,14 +52,16 @@ class PreferenceDataset(ExampleDataset[Pair]):
         texts = {side: [row.text(side) for row in rows] for side in SIDES}
         for row, chosen, rejected in zip(rows, texts["chosen"], texts["rejected"], strict=True):
             if chosen == rejected:
-                raise DataError(f"{row.place}: 'chosen' and 'rejected' are the same text; a pair needs a difference.")
+                raise DataError(
+                    f"{row.place}: 'chosen' and 'rejected' are the same text; the responses of a pair must differ."
+                )
         messages, places = [read_messages(row) for row in rows], [row.place for row in rows]
         encoder = PromptEncoder(tokenizer, chat_template)
         pairs: list[Pair]
         if layout == "reward_model":
             sides = [encode_conversations(encoder, messages, texts[side], places) for side in SIDES]
             pairs = [[(chosen, []), (rejected, [])] for chosen, rejected in zip(*sides, strict=True)]
-            limits = (max_prompt_length + max_response_length - 1, max_response_length)  # one token follows the text
+            limits = (max_prompt_length + max_response_length - 1, max_response_length)  # the dummy response token
         else:
             eos_id = eos_token_id(tokenizer)
             prompts = encoder.encode([encoder.text(m, place) for m, place in zip(messages, places, strict=True)])
@@ -70,7 +72,9 @@ class PreferenceDataset(ExampleDataset[Pair]):
             if not pair[0][0]:
                 raise DataError(f"{place}: the prompt has no tokens.")
             if pair[0] == pair[1]:
-                raise DataError(f"{place}: 'chosen' and 'rejected' have the same tokens; a pair needs a difference.")
+                raise DataError(
+                    f"{place}: 'chosen' and 'rejected' have the same tokens; the responses of a pair must differ."
+                )
         lengths = [(max(len(p) for p, _ in pair), max(len(r) for _, r in pair)) for pair in pairs]
         super().__init__(rows, pairs, lengths, limits, "pairs", order_by)
         self.longest += int(layout == "reward_model")
@@ -79,10 +83,9 @@ class PreferenceDataset(ExampleDataset[Pair]):
         return [self._layout, example]
 
     def collate(self, indices: Sequence[int]) -> DataProto:
-        """Two rows for each pair at `indices`, the better one first; `group_ids` (rows,) numbers the pairs from 0.
+        """Return two rows for each pair at `indices`, the chosen one first; `group_ids` (rows,) counts pairs from 0.
 
-        Columns as `SFTDataset.collate` has them, or input_ids, attention_mask and response_mask alone for a reward
-        model, whose value at the one response token is that of the whole conversation.
+        The columns are those of `SFTDataset.collate`, for the layout "reward_model" those of `collate_conversations`.
         """
         rows = [side for pair in self._at(indices) for side in pair]
         if self._layout == "reward_model":

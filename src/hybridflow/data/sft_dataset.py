@@ -1,4 +1,4 @@
-"""The supervised dataset: prompts with the responses to imitate, in exactly the layout of RL batches."""
+"""The supervised dataset: prompts with the responses to imitate, in the layout of RL batches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ logger = get_logger(__name__)
 
 
 class SFTDataset(ExampleDataset[Turns]):
-    """Examples of one or several parquet files, with columns `prompt` (chat messages) and `response` (text), or with a
-    column `messages`: conversations of which every answer of the assistant counts.
+    """Supervised examples of one or several parquet files.
 
-    A response ends in the tokenizer's EOS token, which counts. An example whose prompt or response is longer than its
-    limit, in tokens, is dropped and reported; of a conversation the prompt is what comes before the first answer.
-    `order_by` names a column, or an entry of `extra_info`, with a number for each row. Problems of a file are
-    `DataError`s naming file, row and column.
+    The columns are `prompt` (chat messages) and `response` (text), or `messages`: conversations in which each answer of
+    the assistant counts. A response ends in the tokenizer's EOS token, which counts. An example whose prompt or
+    response has more tokens than its limit is dropped and logged; the prompt of a conversation is the text before the
+    first answer. `order_by` names a column, or an entry of `extra_info`, with a number for each row. Raises DataError,
+    naming file, row and column, for a malformed file.
     """
 
     def __init__(
@@ -44,12 +44,10 @@ class SFTDataset(ExampleDataset[Turns]):
         self._pad_id = pad_token_id(tokenizer)
         eos_id = eos_token_id(tokenizer)
         encoder = PromptEncoder(tokenizer, chat_template)
-        there = columns_of(files)
-        columns = ("messages",) if "messages" in there else ("prompt", "response")
-        if {"messages", "response"} <= set(there):
-            logger.warning(
-                "the files have `messages` and `response`; the conversations are learned from, not `response`"
-            )
+        found = columns_of(files)
+        columns = ("messages",) if "messages" in found else ("prompt", "response")
+        if {"messages", "response"} <= set(found):
+            logger.warning("the files have the columns `messages` and `response`; `response` is ignored")
         rows = read_rows(files, columns, ("extra_info", *[order_by] * bool(order_by)), max_rows=max_samples)
         if columns == ("messages",):
             examples = [
@@ -67,9 +65,9 @@ class SFTDataset(ExampleDataset[Turns]):
         return [example.prompt, example.response, example.counts]
 
     def collate(self, indices: Sequence[int]) -> DataProto:
-        """The examples at `indices` as a batch of tensors.
+        """Return the examples at `indices` as a batch of tensors.
 
-        Columns as `collate_rows` makes them; `response_mask` is False at turns that are not the assistant's.
+        The columns are those of `collate_rows`; `response_mask` is False at turns that are not the assistant's.
         """
         return collate_rows([(e.prompt, e.response, e.counts) for e in self._at(indices)], self._pad_id)
 
@@ -77,7 +75,7 @@ class SFTDataset(ExampleDataset[Turns]):
 def _single_turns(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", encoder: PromptEncoder, eos_id: int
 ) -> list[Turns]:
-    """A prompt and the one response to it."""
+    """Encode rows of one prompt and one response."""
     prompts = encoder.encode([encoder.text(read_messages(row), row.place) for row in rows])
     responses = encode_responses(tokenizer, [row.text("response") for row in rows], eos_id)
     return [

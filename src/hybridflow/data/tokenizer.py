@@ -1,4 +1,4 @@
-"""Loading a tokenizer from a directory, and which token ids pad and stop. Never downloads, never runs foreign code."""
+"""Loading a tokenizer from a directory, without downloads or code of it, and the ids that pad and stop."""
 
 import json
 from pathlib import Path
@@ -12,40 +12,56 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.model")
+"""File names, or patterns of them, that hold a tokenizer's vocabulary; a directory with a tokenizer has one."""
+
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a Hugging Face directory, with EOS as padding where it names no padding token.
+    """Return the tokenizer of a Hugging Face directory, with EOS as padding if it defines no padding token.
 
-    Raises `DataError` if the directory is missing, holds no tokenizer that loads without running its own code, or has
-    no EOS token.
+    Raises DataError if the directory or its tokenizer is missing, or if the tokenizer needs custom code or has no EOS
+    token.
     """
     from transformers import AutoTokenizer  # slow to import, and `hybridflow prepare` needs none
 
     path = Path(path)
     if not path.is_dir():
         raise DataConfigError(
-            f"tokenizer: '{path}' is not a directory; give a local Hugging Face directory (nothing is downloaded)."
+            f"tokenizer='{path}' is not a directory; give a local Hugging Face directory (nothing is downloaded)."
         )
+    require_tokenizer(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
         raise DataError(
-            f"tokenizer: {path} cannot be loaded ({error}). It must hold tokenizer.json and tokenizer_config.json; "
-            f"tokenizers that need code of their own are not supported."
+            f"tokenizer='{path}' cannot be loaded ({error}); expected tokenizer.json and tokenizer_config.json. "
+            f"Tokenizers that need custom code are not supported."
         ) from error
     eos_token_id(tokenizer, str(path))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("The tokenizer of %s has no padding token; EOS (%r) is used.", path, tokenizer.eos_token)
+        logger.info("The tokenizer of %s has no padding token; EOS (%r) pads instead.", path, tokenizer.eos_token)
     return tokenizer
 
 
+def require_tokenizer(path: str | Path, key: str = "tokenizer") -> None:
+    """Raise DataConfigError if a model directory, the value of `key`, has no file with a vocabulary.
+
+    For some such directories transformers returns an empty tokenizer, which encodes every text to no tokens.
+    """
+    if not any(next(Path(path).glob(name), None) for name in VOCABULARY_FILES):
+        raise DataConfigError(
+            f"{key}='{path}' has no tokenizer: expected tokenizer.json (or tokenizer.model, vocab.json or vocab.txt) "
+            "and tokenizer_config.json; copy these files from the model's original directory."
+        )
+
+
 def eos_token_id(tokenizer: "PreTrainedTokenizerBase", name: str = "") -> int:
-    """The tokenizer's EOS id; `DataError` with the fix where it has none."""
+    """Return the tokenizer's EOS id; raise DataError, with the fix, if it has none."""
     eos_id = tokenizer.eos_token_id
     if not isinstance(eos_id, int):
         raise DataError(
-            f"the tokenizer{' of ' + name if name else ''} has no EOS token, so no response could end. Set one of its "
+            f"the tokenizer{' of ' + name if name else ''} has no EOS token, so no response could end; set one of its "
             f'tokens as "eos_token" in tokenizer_config.json (for example "eos_token": "</s>"), or in Python: '
             f"tokenizer.eos_token = '</s>'; tokenizer.save_pretrained(DIRECTORY)."
         )
@@ -53,16 +69,16 @@ def eos_token_id(tokenizer: "PreTrainedTokenizerBase", name: str = "") -> int:
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The padding id: the tokenizer's own, or else its EOS id."""
+    """Return the id of the padding token, or the EOS id if the tokenizer has no padding token."""
     pad_id = tokenizer.pad_token_id
     return pad_id if isinstance(pad_id, int) else eos_token_id(tokenizer)
 
 
 def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path | None = None) -> tuple[int, ...]:
-    """All ids that end a response, ascending: those of the model directory `model_path`, and the tokenizer's.
+    """Return all ids that end a response, ascending: those of the directory `model_path`, and the tokenizer's EOS.
 
-    The directory's are in `generation_config.json`, or in `config.json` where that is absent; a malformed file is a
-    `DataError`.
+    The directory names them in `generation_config.json`, or without that file in `config.json`. Raises DataError for a
+    malformed file.
     """
     stop_ids = {eos_token_id(tokenizer)}
     names = ("generation_config.json", "config.json") if model_path is not None else ()

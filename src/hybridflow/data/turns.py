@@ -1,4 +1,4 @@
-"""A conversation as tokens: what comes before the first answer, and all that follows, with the answers marked."""
+"""A conversation as tokens: the part before the first answer, and the rest with a mask of the answers."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turns:
-    """Token ids of a conversation that ends with an answer; `counts` says which of `response` are the assistant's."""
+    """Token ids of a conversation that ends with an answer; `counts` is True where `response` is the assistant's."""
 
     prompt: list[int]
     response: list[int]
@@ -26,22 +26,22 @@ def encode_turns(
     eos_id: int,
     place: str,
 ) -> Turns:
-    """The conversation up to its last answer, each part encoded alone, as a prompt and a generated response are.
+    """Return the conversation up to its last answer; prompt and answers are encoded apart, as in generation.
 
-    An answer counts up to its first EOS token, which it gets if the template writes none. Raises DataError if there is
-    no answer or nothing before it, for several answers without a chat template, and for a template that writes earlier
-    turns otherwise once more have followed.
+    An answer counts up to its first EOS token, which is added if the template writes none. Raises DataError if there is
+    no answer or no message before it, for several answers without a chat template, and for a template that changes
+    earlier turns when later ones follow.
     """
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[0] == 0:
         raise DataError(
-            f"{place}: a conversation to learn from has a message of the assistant, and another one before it; its "
-            f"roles are {', '.join(message['role'] for message in messages)}."
+            f"{place}: the conversation has the roles {', '.join(message['role'] for message in messages)}; expected "
+            "a message of the assistant with another message before it."
         )
     if len(answers) > 1 and not encoder.uses_template:
         raise DataError(
-            f"{place}: {len(answers)} messages of the assistant need a chat template, which says where a turn ends; "
-            "give the tokenizer one (and data.chat_template = true), or one row for each answer."
+            f"{place}: {len(answers)} messages of the assistant need a chat template, which marks the ends of turns; "
+            "add one to the tokenizer (and set data.chat_template = true), or write one row for each answer."
         )
     contexts, replies, written = [], [], ""
     for number in answers:
@@ -51,8 +51,8 @@ def encode_turns(
             after = encoder.text(messages[: number + 1], place, add_generation_prompt=False)
         if not (before.startswith(written) and after.startswith(before)):
             raise DataError(
-                f"{place}: the chat template writes the messages before message {number} in another way once that one "
-                "follows, so a model never sees them like this when it answers; give one row for each answer."
+                f"{place}: the chat template changes the messages before message {number} when that one follows, so a "
+                "model does not see this text when it answers; write one row for each answer."
             )
         contexts.append(before[len(written) :])
         replies.append(after[len(before) :])

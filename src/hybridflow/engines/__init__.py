@@ -1,4 +1,4 @@
-"""Models that learn: the training engine Protocol and its implementation, on one process or many."""
+"""Training engines: the `TrainEngine` Protocol and its implementation in PyTorch, on one process or many."""
 
 from hybridflow.engines.base import LossFunction, Outputs, TrainEngine, UpdateResult
 from hybridflow.engines.process_group import join_process_group

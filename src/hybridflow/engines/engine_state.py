@@ -1,4 +1,4 @@
-"""Whether a stored state fits an engine, said before any of it is loaded."""
+"""Checks that a stored state fits an engine, before any of it is loaded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +8,11 @@ from torch import Tensor
 from hybridflow.config import LoRAConfig
 from hybridflow.errors import CheckpointConfigError, CheckpointError
 
-CHECK = "it is of another model. Check model.path."
+CHECK = "it is of a different model. Check model.path."
 
 
 def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any], *, with_optimizer: bool) -> None:
-    """Raise CheckpointError unless `state` holds exactly these parameters, and moments of their shapes if asked for."""
+    """Raise CheckpointError unless `state` has exactly these parameters and, if requested, moments of their shapes."""
     stored = state["model"]
     for name, parameter in parameters.items():
         if name not in stored:
@@ -23,7 +23,7 @@ def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any
     if not with_optimizer:
         return
     if "optimizer" not in state:
-        raise CheckpointError("the checkpoint has no optimizer state; it is of a model that did not learn.")
+        raise CheckpointError("the checkpoint has no optimizer state: it was saved by an engine without an optimizer.")
     for name, moments in state["optimizer"].items():
         if name not in parameters:
             raise CheckpointError(f"the checkpoint has optimizer state of '{name}', which the model lacks; {CHECK}")
@@ -33,12 +33,12 @@ def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any
 
 
 def description_of(lora: LoRAConfig) -> dict[str, Any]:
-    """What a state says of its adapters."""
+    """Return the entry `lora` of a state."""
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
 
 
 def require_same_adapters(lora: LoRAConfig | None, state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a state has adapters where the engine has, and of the same kind."""
+    """Raise CheckpointError unless the state has the same adapters as the engine, or both have none."""
     stored, wanted = (
         {**lora, "targets": sorted(lora["targets"])} if lora else None
         for lora in (state.get("lora"), description_of(lora) if lora else None)
@@ -52,11 +52,11 @@ def require_same_adapters(lora: LoRAConfig | None, state: dict[str, Any]) -> Non
         )
     if wanted is None:
         raise CheckpointConfigError(
-            f"the checkpoint has adapters alone; set lora.rank = {stored['rank']}, lora.alpha = {stored['alpha']} and "
-            f"lora.targets = {stored['targets']}, as they were trained."
+            f"the checkpoint has only adapters; set lora.rank = {stored['rank']}, lora.alpha = {stored['alpha']} and "
+            f"lora.targets = {stored['targets']}, as in its training."
         )
     changed = (f"lora.{key}={stored[key]}, not {wanted[key]}" for key in wanted if stored[key] != wanted[key])
-    raise CheckpointConfigError(f"the checkpoint's adapters were trained with {', '.join(changed)}; set it back.")
+    raise CheckpointConfigError(f"the checkpoint's adapters were trained with {', '.join(changed)}; use these values.")
 
 
 def _require_shape(what: str, stored: Tensor, wanted: Tensor) -> None:

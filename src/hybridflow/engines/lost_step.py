@@ -1,4 +1,4 @@
-"""What an error in the middle of a step means: of memory, of another rank, and that sharded ranks cannot go on."""
+"""Errors in the middle of a step: out of memory, lost ranks, and ranks that are out of sync."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +16,24 @@ LESS_MEMORY = (
 
 
 class StepGuard:
-    """Around what ranks compute together. Left by an error, they are out of step, and it lets nobody in again.
+    """A context for collective computation. After an error the ranks are out of sync; later uses raise WorkerError.
 
-    A BatchError is one that all of them raise.
+    A BatchError is raised by all ranks, so they stay in sync.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._why = ranks, ""
+        self._ranks, self._cause = ranks, ""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        if self._why:
+        """Enter the context.
+
+        Raises WorkerError after an earlier error, ModelError if memory runs out, LostWorkerError if a rank is lost.
+        """
+        if self._cause:
             raise WorkerError(
-                f"this rank left a step that others were in ({self._why}), so gradients could be of different rows; "
-                "start the workers again, from the last checkpoint.",
+                f"this rank is out of sync with the others since an earlier step failed ({self._cause}); restart the "
+                "workers from the last checkpoint.",
                 rank=self._ranks.place_in_world,
             )
         try:
@@ -39,18 +43,18 @@ class StepGuard:
         except Exception as error:
             text = " ".join(str(error).split())
             if not self._ranks.is_alone:
-                self._why = text[:200]
+                self._cause = text[:200]
             if isinstance(error, HybridFlowError):
                 raise
-            # PyTorch has no type for a host that is out of memory.
+            # PyTorch has no exception type for host memory.
             if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
                 raise ModelError(
-                    f"out of memory in a step, which is lost: {text[:300]}. Nothing was applied; {LESS_MEMORY}."
+                    f"out of memory in a step, nothing was applied: {text[:300]}; {LESS_MEMORY}."
                 ) from error
             if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text[:300].lower()):
                 raise LostWorkerError(
-                    f"another rank died or was late in a collective: {text[:300]}. This step is lost and nothing was "
-                    "applied; the cause is in that rank's own error or log.",
+                    f"another rank died or timed out in a collective operation, and the step was not applied: "
+                    f"{text[:300]}; see that rank's error or log for the cause.",
                     rank=self._ranks.place_in_world,
                 ) from error
             raise

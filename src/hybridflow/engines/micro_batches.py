@@ -1,7 +1,7 @@
-"""Which rows are computed together: micro-batches by a budget of tokens.
+"""The assignment of rows to micro-batches by a token budget.
 
-Knows lengths, and which rows have a prompt in common. Rows of similar length meet, so that packed runs are long and
-padded rows are short of padding; rows of one prompt are neighbours.
+It depends on lengths and shared prompts only. Rows of similar length are grouped, which makes packed runs long and
+keeps padding small; rows with the same prompt are adjacent.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from hybridflow.errors import BatchError
 def plan_micro_batches(
     lengths: Tensor, max_tokens: int, *, packing: bool, families: Tensor | None = None, shared: Tensor | None = None
 ) -> list[Tensor]:
-    """Row indices of each micro-batch, every row exactly once; the same for equal lengths and families.
+    """Return the row indices of each micro-batch, every row exactly once; deterministic.
 
-    lengths: (batch,) real tokens of each row. A micro-batch holds at most `max_tokens` tokens: the sum of its lengths
-    when packing, rows times the longest otherwise. families (batch,), packing only: rows with equal numbers have
-    their first `shared` (batch,) tokens in common, which count once in a micro-batch; None is no such rows. Raises
-    BatchError if a single row is longer than the budget, or empty.
+    lengths: (batch,) real tokens of each row. A micro-batch has at most `max_tokens` tokens: the sum of its lengths
+    when packing, otherwise rows times the longest. families (batch,), for packing only: rows with equal numbers share
+    their first `shared` (batch,) tokens, which count once in a micro-batch; None: no rows share tokens. Raises
+    BatchError if a row exceeds the budget or is empty.
     """
     if not len(lengths):
         return []
     shortest, longest = (int(bound) for bound in lengths.aminmax())
     if shortest < 1:
-        raise BatchError(f"row {int(lengths.argmin())} has no tokens, its attention_mask is all 0; leave it out.")
+        raise BatchError(f"row {int(lengths.argmin())} has no tokens (its attention_mask is all 0); remove the row.")
     if longest > max_tokens:
         raise BatchError(
             f"row {int(lengths.argmax())} has {longest} tokens, more than memory.max_tokens_per_micro_batch="
@@ -59,10 +59,10 @@ def plan_micro_batches(
 def agree_on_micro_batches(
     plan: Callable[[], list[Tensor]], spread: Callable[[list[Tensor], int], list[Tensor]], ranks: Ranks
 ) -> list[Tensor]:
-    """`plan()` of this rank, in as many micro-batches as the rank that has most.
+    """Return `plan()` of this rank, split by `spread` into the largest number of micro-batches of all ranks.
 
-    Every micro-batch is a collective call, so ranks settle their number, or that one of them cannot go on, before the
-    first. `spread` makes more of them out of a plan. Raises BatchError on every rank if any rank's plan does.
+    Every micro-batch is a collective operation, so ranks must have equal numbers of them. Raises BatchError on every
+    rank, before the first micro-batch, if the plan of one rank raises it.
     """
     if ranks.is_alone:
         return plan()
@@ -88,12 +88,12 @@ def spread_micro_batches(
     families: Tensor | None = None,
     shared: Tensor | None = None,
 ) -> list[Tensor]:
-    """The rows of a plan in `count` micro-batches that take equally long, the longest first; the last may be empty.
+    """Distribute the rows of a plan over `count` micro-batches of similar cost, the most expensive first.
 
-    Rows of a family stay together. Where that would exceed the budget of tokens, or without packing, the largest
-    micro-batches of the plan are halved instead.
+    Rows of a family stay together. If that exceeds the token budget, or without packing, the largest micro-batches of
+    the plan are halved instead. The last micro-batches may be empty.
     """
-    rows = [row for micro_batch in plan for row in micro_batch.tolist()]  # of similar length are neighbours
+    rows = [row for micro_batch in plan for row in micro_batch.tolist()]  # ordered by length
     units: dict[int, list[int]] = {}
     for row in rows:
         units.setdefault(row if families is None else int(families[row]), []).append(row)

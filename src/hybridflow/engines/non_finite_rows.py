@@ -1,4 +1,4 @@
-"""Finds the rows that made a step be refused: each is computed again, alone."""
+"""The search for rows with a non-finite loss or gradient: each row is computed again, alone."""
 
 import math
 from typing import TYPE_CHECKING
@@ -18,13 +18,13 @@ def find_non_finite_rows(
 ) -> list[str]:
     """Describe the rows of all ranks whose loss or gradient is not finite.
 
-    Every rank computes its next row at the same time, for their gradient is one sum; where that is not finite and no
-    loss says why, they take turns.
+    All ranks compute one row each at the same time, and their gradients are summed. If the sum is not finite although
+    all losses are, the ranks take turns.
     """
     ranks, found = engine.ranks, []
 
     def learn(index: int | None) -> tuple[float, bool]:
-        """The loss of a row, and whether the gradient of what all ranks computed now is finite."""
+        """Return the loss of a row, and whether the gradient, summed over the ranks' rows, is finite."""
         part = None if index is None else engine._part(rows, torch.tensor([index]))
         loss, *_ = engine._learn(part, loss_function, with_entropy, temperature)
         gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]

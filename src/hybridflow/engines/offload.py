@@ -11,9 +11,9 @@ HOST = torch.device("cpu")
 
 
 class Offload:
-    """`with offload():` keeps what the engine computes with on `device`; outside it is on the host. Re-entrant.
+    """A re-entrant context, `with offload():`, that keeps weights and optimizer state on `device`, else on the host.
 
-    `parameters` are those that learn, of the model or not; `optimizer_state` has tensors by parameter.
+    `parameters` are the trained ones, inside or outside the model; `optimizer_state` has tensors by parameter.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Offload:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        """Move weights and optimizer state to the device, and back to the host at the end."""
         if self._depth == 0:
             self.move_to(self._device)
         self._depth += 1
@@ -42,7 +43,7 @@ class Offload:
                 self.move_to(HOST)
 
     def move_to(self, device: torch.device) -> None:
-        """Move everything; a parameter stays the object that it is."""
+        """Move weights and optimizer state; parameters stay the same objects."""
         self._model.to(device)
         for parameter in self._masters:
             parameter.data = parameter.data.to(device)

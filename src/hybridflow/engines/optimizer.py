@@ -1,4 +1,4 @@
-"""AdamW with decay and no-decay groups, and the learning rate as a pure function of the step."""
+"""AdamW with and without weight decay, and the learning rate as a pure function of the step."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from hybridflow.config import OptimizerConfig
 
 
 def build_adamw(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019); tensors of one dimension (norms, biases) are not decayed."""
+    """Build AdamW (Loshchilov and Hutter, 2019), without weight decay for one-dimensional tensors (norms, biases)."""
     decayed = [p for p in parameters.values() if p.ndim > 1]
     kept = [p for p in parameters.values() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
@@ -20,7 +20,7 @@ def build_adamw(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> to
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up to lr, then the schedule down to min_lr_ratio * lr."""
+    """Return the rate of step `step` (from 0): linear warm-up to lr, then the schedule down to min_lr_ratio * lr."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     span = max(total_steps - config.warmup_steps, 1)

@@ -1,7 +1,7 @@
-"""Float32 parameters under a model that computes in bfloat16.
+"""Float32 master parameters of a model that computes in bfloat16.
 
-The optimizer owns the parameters; the model holds their cast. A gradient is added to the parameter in float32 as soon
-as it exists, so that accumulation over micro-batches loses nothing; one cast per update brings the model up to date.
+The optimizer owns the masters; the model has their bfloat16 cast. Gradients are added to the masters in float32 as
+soon as they are computed, so that accumulation over micro-batches does not round. One cast per update follows.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class MasterParameters:
-    """The parameters that learn, by name. They are the model's own where it computes in their dtype already."""
+    """The trained parameters by name; the model's parameters if it computes in their dtype."""
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
         self.by_name: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -22,19 +22,19 @@ class MasterParameters:
             master = nn.Parameter(parameter.detach().clone())
             self.by_name[name] = master
             self._pairs.append((master, parameter))
-            # Parameters only: a buffer, such as the rotary frequencies, keeps its precision.
+            # Buffers, such as rotary frequencies, keep their precision.
             parameter.data = parameter.data.to(compute_dtype)
             parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     @torch.no_grad()
     def cast(self) -> None:
-        """Bring the model's parameters up to date with the masters."""
+        """Copy the masters to the model's parameters."""
         for master, parameter in self._pairs:
             parameter.copy_(master)
 
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
-    """Add a parameter's new gradient to that of its master."""
+    """Add a parameter's new gradient to its master's gradient, and clear it."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is None:
         return

@@ -1,9 +1,9 @@
-"""The ranks of an engine as a grid: replicas of the data, each of ranks that share sequences and layers.
+"""The ranks of an engine as a device mesh: data-parallel replicas, each of sequence and tensor parallel ranks.
 
-    axes: data x sequence x tensor, the last one fastest, as the worker group's mesh has them
+    axes: data x sequence x tensor, the last one fastest, as in the worker group's mesh
 
-Every rank of a replica is given the same rows. Sums over `data` therefore count each row once. Parameters are sharded
-over data and sequence together, since ranks along both compute on tokens of their own.
+All ranks of a replica get the same rows, so sums over `data` count each row once. Parameters are sharded over data and
+sequence together, because ranks along both compute on different tokens.
 """
 
 from collections.abc import Sequence
@@ -44,24 +44,24 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing is shared with anybody."""
+        """Whether this process is the only rank, so that nothing is sharded."""
         return self.mesh is None
 
     def axis(self, name: str) -> DeviceMesh:
-        """The ranks along one axis; SHARD is data and sequence together."""
-        assert self.mesh is not None, "a rank that is alone has no axes"
+        """Return the mesh of one axis; SHARD is data and sequence together."""
+        assert self.mesh is not None, "a single rank has no mesh"
         return self._shard if name == SHARD else self.mesh[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """As `axis`, to communicate in."""
+        """Return the process group of one axis."""
         return self.axis(name).get_group()
 
     def place(self, name: str) -> int:
-        """Where this rank is along an axis."""
+        """Return the index of this rank along an axis."""
         return 0 if self.mesh is None else self.axis(name).get_local_rank()
 
     def sum(self, value: int) -> int:
-        """The sum over the replicas of the data."""
+        """Return the sum over the data-parallel replicas."""
         if self.mesh is None:
             return value
         total = torch.tensor(value, dtype=torch.int64)
@@ -69,7 +69,7 @@ class Ranks:
         return int(total)
 
     def sum_floats(self, values: Sequence[float], axes: Sequence[str] = (DATA,)) -> list[float]:
-        """The sums over the ranks of some axes."""
+        """Return the sums over the ranks of some axes."""
         if self.mesh is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -78,7 +78,7 @@ class Ranks:
         return total.tolist()
 
     def count_all(self, flag: bool) -> int:
-        """On how many ranks it is true, replicas or not."""
+        """Return the number of ranks, of all axes, on which `flag` is true."""
         if self.mesh is None:
             return int(flag)
         total = torch.tensor(int(flag))
@@ -86,7 +86,7 @@ class Ranks:
         return int(total)
 
     def gather(self, value: Any) -> list[Any]:
-        """A value of each replica of the data, in their order, on every rank."""
+        """Return the values of all data-parallel replicas, in order, on every rank."""
         if self.mesh is None:
             return [value]
         gathered: list[Any] = [None] * self.data

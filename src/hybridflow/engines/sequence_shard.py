@@ -1,4 +1,4 @@
-"""The shard of a micro-batch's tokens that a rank computes on under sequence parallel, and results back together."""
+"""The sequence parallel shard of a micro-batch's tokens, and the gathering of its results."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from hybridflow.models import GatherTokens, UlyssesPlan
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """`input` is what this rank gives to its model; `is_mine` marks which response tokens of the whole it predicts."""
+    """A rank's shard: `input` of its model, and `is_mine`, the mask of the response tokens that it predicts."""
 
     whole: ModelInput
     input: ModelInput
@@ -20,25 +20,25 @@ class SequenceShard:
     group: dist.ProcessGroup
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """Values of this rank's response tokens -> (rows, response_len) of all ranks' tokens, equal on each."""
-        places = self.is_mine.nonzero().flatten()
-        return self.whole.to_rows(GatherTokens.apply(values, places, len(self.is_mine), self.group))
+        """Gather values of the response tokens of all ranks to (rows, response_len), equal on all ranks."""
+        indices = self.is_mine.nonzero().flatten()
+        return self.whole.to_rows(GatherTokens.apply(values, indices, len(self.is_mine), self.group))
 
 
 def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceShard:
-    """The columns of this rank, of tokens that are filled up to as many for each rank."""
+    """Take the columns of this rank, after padding the tokens so that each rank has equally many."""
     size, rank = group.size(), group.rank()
-    filled = -whole.input_ids.shape[1] % size
-    width = (whole.input_ids.shape[1] + filled) // size
+    padding = -whole.input_ids.shape[1] % size
+    width = (whole.input_ids.shape[1] + padding) // size
     columns = slice(rank * width, (rank + 1) * width)
     tokens = whole.input_ids.shape[1]
     row, column = whole.positions // tokens, whole.positions % tokens
     is_mine = column // width == rank
     mine = replace(
         whole,
-        input_ids=pad(whole.input_ids, (0, filled))[:, columns],
-        position_ids=pad(whole.position_ids.expand(len(whole.input_ids), -1), (0, filled))[:, columns],
-        plan=UlyssesPlan(whole.plan.with_filling(filled), group),  # pyright: ignore
+        input_ids=pad(whole.input_ids, (0, padding))[:, columns],
+        position_ids=pad(whole.position_ids.expand(len(whole.input_ids), -1), (0, padding))[:, columns],
+        plan=UlyssesPlan(whole.plan.with_filling(padding), group),  # pyright: ignore
         positions=(row * width + column - rank * width)[is_mine],
         labels=whole.labels[is_mine],
         candidates=None if whole.candidates is None else whole.candidates[is_mine],

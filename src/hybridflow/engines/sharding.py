@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in shards, brought together layer by layer (Zhao et al., 2023)."""
+"""FSDP2: sharded parameters, gradients and optimizer state, gathered layer by layer (Zhao et al., 2023)."""
 
 import logging
 from typing import Any
@@ -17,22 +17,22 @@ from transformers import PreTrainedModel
 from hybridflow.engines.ranks import SHARD, TENSOR, Ranks
 from hybridflow.models import distribute_parameters
 
-# Whole weights of FSDP and tensor parallel together are gathered along one axis after the other, which it warns of.
+# It warns that weights under both FSDP and tensor parallel are gathered along one axis after the other.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard_model(
     model: PreTrainedModel, ranks: Ranks, device: torch.device, compute_dtype: torch.dtype, *, on_host: bool = False
 ) -> None:
-    """Share the parameters of a model without weights over the ranks; afterwards each has memory for its shards.
+    """Shard the parameters of a model on the meta device over the ranks, and allocate memory for this rank's shards.
 
-    Gradients are summed, in float32 where the model computes in bfloat16: losses are divided by global counts already.
-    `on_host`: shards, gradients and the optimizer's state stay in host memory.
+    Gradients are summed, not averaged, because losses are already divided by global counts; in float32 if the model
+    computes in bfloat16. `on_host`: shards, gradients and optimizer state stay in host memory.
     """
     if ranks.tensor > 1:
         distribute_parameters(model, ranks.axis(TENSOR))
     in_bfloat16 = compute_dtype == torch.bfloat16
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mesh": ranks.axis(SHARD),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype if in_bfloat16 else None,
@@ -42,11 +42,11 @@ def shard_model(
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy(),
     }
     for layer in layers_of(model):
-        fully_shard(layer, **how)
-    fully_shard(model, **how)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # On gloo the mean of ranks needs to be asked for as a sum, or the factor is ignored.
+            # gloo ignores the divide factor of a mean, so the reduction is a sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -58,6 +58,6 @@ def shard_model(
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, by what the family says must not be split."""
+    """Return the decoder layers, which are the modules that the model's family must not split."""
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]

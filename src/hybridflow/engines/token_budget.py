@@ -1,4 +1,4 @@
-"""How many tokens fit in a micro-batch: two trials of different size, and the line through their peaks of memory."""
+"""The token budget of a micro-batch, by linear extrapolation of the peak memory of two trials of different size."""
 
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from hybridflow.engines.torch_engine import TorchEngine
 
 SEQUENCES_TRIED = (1, 2, 8)
-"""Of the longest length, in one micro-batch; the first warms up."""
+"""Numbers of sequences, of the longest length, in the trial micro-batches; the first trial is a warm-up."""
 
 LARGEST, STEP = 131072, 256
-"""More tokens than this make no matrix product faster; budgets are multiples of the second."""
+"""The largest budget, since more tokens do not make matrix products faster; and the unit of budgets."""
 
 
 def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int, processes_on_node: int) -> int:
-    """Do what `TrainEngine.find_token_budget` says, by trials with sequences of the longest lengths."""
+    """Return the budget of `TrainEngine.find_token_budget`, by trials with sequences of the longest lengths."""
     longest = prompt_len + response_len
     limit = memory_limit(engine.device, processes_on_node)
     sizes, peaks = [], []
@@ -39,9 +39,9 @@ def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int,
         fits = int(least)
     if fits < longest:
         raise ModelError(
-            f"one sequence of {longest} tokens takes {(base + per_token * longest) / 2**30:.1f} GiB of the "
-            f"{limit / 2**30:.1f} GiB that a rank may use; set model.gradient_checkpointing = true, memory.offload for "
-            "roles that can wait, more ranks, or shorter data.max_prompt_length and max_response_length."
+            f"one sequence of {longest} tokens needs {(base + per_token * longest) / 2**30:.1f} GiB, but a rank has "
+            f"{limit / 2**30:.1f} GiB; set model.gradient_checkpointing = true, memory.offload for idle roles, more "
+            "ranks, or shorter data.max_prompt_length and data.max_response_length."
         )
     return max(longest, min(fits, LARGEST) // STEP * STEP)
 
@@ -57,7 +57,7 @@ def _rows(count: int, prompt_len: int, response_len: int) -> DataProto:
 
 
 def _try(engine: "TorchEngine", rows: DataProto) -> None:
-    """What an update computes, up to its gradient; of an engine that does not learn, its outputs."""
+    """Compute the gradient of an update, or the outputs if the engine has no optimizer."""
     with_entropy = engine.head == "policy"
     if engine.optimizer_config is None:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The training engine: PyTorch on a Hugging Face model, on one process or sharded over many."""
+"""The training engine in PyTorch: a Hugging Face model on one process or sharded over many."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,15 +64,15 @@ from hybridflow.runtime import own_device
 
 Head = Literal["policy", "value"]
 
-UNSETTLED_BUDGET = 16384
-"""Tokens per micro-batch where the configuration says "auto" and nobody has found out: generating needs none."""
+DEFAULT_BUDGET = 16384
+"""Tokens per micro-batch if the configuration is "auto" and no budget was determined: generation needs none."""
 
 MAX_LISTED_ROWS = 8
-"""Rows that the report of a refused step lists."""
+"""Number of rows that the report of a rejected step lists."""
 
 
 def join_parts(name: str, one: float, other: float) -> float:
-    """A metric of two parts of a mini-batch: their sum, unless its glossary says that it is the largest."""
+    """Combine a metric of two parts of a mini-batch: their sum, or their maximum if that is the metric's reduction."""
     metric = find_metric(name)
     return max(one, other) if metric and metric.reduction == "max" else one + other
 
@@ -102,7 +102,7 @@ class TorchEngine:
         self.head: Head = head
         self.memory = memory
         budget = memory.max_tokens_per_micro_batch
-        self.max_tokens = UNSETTLED_BUDGET if budget == "auto" else budget
+        self.max_tokens = DEFAULT_BUDGET if budget == "auto" else budget
         self.optimizer_config = optimizer
         self.total_updates = total_updates
         self.num_updates = 0
@@ -115,7 +115,7 @@ class TorchEngine:
         self.lora = lora if lora and lora.rank else None
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
         learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype
-        # Adapters learn beside weights that stay as they are.
+        # With adapters, the base weights are frozen and keep the compute dtype.
         dtype = self.compute_dtype if self.lora else learning_dtype
         self._build_model(path, dtype, learning_dtype, on_host=offload == "host")
         if model.compile:
@@ -128,19 +128,19 @@ class TorchEngine:
         if optimizer is None:
             self.model.requires_grad_(False)
             self.parameters = dict(self.model.named_parameters())
-            self._wait_on_host_if(offload == "idle")
+            self._offload_if(offload == "idle")
             return
-        if self.recomputes_activations and not isinstance(self.model_forward, FusedForward):  # that does it by itself
-            # The first is the newer name of the second. Without dropout there is no random state to repeat.
+        if self.recomputes_activations and not isinstance(self.model_forward, FusedForward):  # it does so by itself
+            # The first is the newer name of the second. Without dropout there is no random state to preserve.
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable = next(getattr(self.model, name) for name in names if hasattr(self.model, name))
             enable({"use_reentrant": False, "preserve_rng_state": False})
-        # Sharded, the parameters are those that learn, and their cast is made as they are brought together.
+        # FSDP2 trains the sharded parameters directly, and casts them when it gathers them.
         has_masters = self.ranks.is_alone and not self.lora
         self.master = MasterParameters(self.model, self.compute_dtype if has_masters else learning_dtype)
         self.parameters = {name: p for name, p in self.master.by_name.items() if p.requires_grad}
         self.optimizer = build_adamw(self.parameters, optimizer)
-        self._wait_on_host_if(offload == "idle")
+        self._offload_if(offload == "idle")
 
     def _build_model(self, path: str, dtype: torch.dtype, learning_dtype: torch.dtype, *, on_host: bool) -> None:
         """Load the model, whole or this rank's shards, and choose its forward pass."""
@@ -163,8 +163,8 @@ class TorchEngine:
             if not isinstance(self.model_forward, FusedForward):
                 self._require_own_forward()
 
-    def _wait_on_host_if(self, idle: bool) -> None:
-        """Have weights and optimizer state on the device only in `with self.on_device():`."""
+    def _offload_if(self, idle: bool) -> None:
+        """If `idle`, keep weights and optimizer state on the device only inside `with self.on_device():`."""
         if idle and self.device.type != "cpu":
             moments = self.optimizer.state if self.optimizer_config else {}
             self._offload = Offload(self.model, self.parameters.values(), moments, self.device)
@@ -179,6 +179,7 @@ class TorchEngine:
         top_k_below: int | None = None,
         temperature: float = 1.0,
     ) -> Outputs:
+        """Compute outputs of every row; see `TrainEngine`."""
         results: Outputs = {}
         with torch.no_grad(), self.on_device(), self._step_guard():
             for indices in self._micro_batches(rows):
@@ -192,12 +193,13 @@ class TorchEngine:
                         results[name] = values.new_zeros(shape, device="cpu")
                     results[name][indices] = values.cpu()
             if isinstance(self.model, FSDPModule):
-                self.model.reshard()  # what a backward pass would do
+                self.model.reshard()  # as a backward pass does
         return results
 
     def update(
         self, rows: DataProto, loss_function: LossFunction, *, with_entropy: bool = False, temperature: float = 1.0
     ) -> UpdateResult:
+        """Make one optimizer step on `rows`; see `TrainEngine`."""
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
         with self.on_device():
@@ -209,7 +211,7 @@ class TorchEngine:
         assert self.optimizer_config is not None
         loss, metrics = 0.0, {}
         counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
-        self.optimizer.zero_grad(set_to_none=True)  # of an update that an error ended
+        self.optimizer.zero_grad(set_to_none=True)  # gradients of an update that failed
         with self._step_guard():
             for indices in self._micro_batches(rows):
                 part = self._part(rows, indices)
@@ -219,8 +221,8 @@ class TorchEngine:
                     metrics[name] = join_parts(name, metrics.get(name, 0.0), value)
                 counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
             (summed_loss,) = self.ranks.sum_floats([loss])
-            # A rank without rows in this mini-batch has no share of a metric: that is 0.
-            names = [name for of_rank in self.ranks.gather(list(metrics)) for name in of_rank]
+            # A rank without rows in this mini-batch contributes 0 to each metric.
+            names = [name for names_of_rank in self.ranks.gather(list(metrics)) for name in names_of_rank]
             metrics = {name: metrics.get(name, 0.0) for name in dict.fromkeys(names)}
             norm = clip_gradients(self.parameters.values(), self.optimizer_config.clip_grad_norm, self.ranks)
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
@@ -240,21 +242,26 @@ class TorchEngine:
         return UpdateResult(loss, norm, lr, metrics, **counts)
 
     def on_device(self) -> AbstractContextManager[None]:
+        """Keep weights and optimizer state on the device inside the context."""
         return self._offload() if self._offload else nullcontext()
 
     def find_token_budget(self, prompt_len: int, response_len: int, processes_on_node: int) -> int:
+        """Return the number of tokens per micro-batch that fits into the memory of every rank; see `TrainEngine`."""
         with self.on_device():
             return find_token_budget(self, prompt_len, response_len, processes_on_node)
 
     def all_reduce_sum(self, value: int) -> int:
+        """Return the sum of `value` over the data-parallel ranks."""
         with self._step_guard():
             return self.ranks.sum(value)
 
     def gather(self, value: Any) -> list[Any]:
+        """Return the values of all data-parallel ranks, in rank order."""
         with self._step_guard():
             return self.ranks.gather(value)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield parameter names and whole tensors in the compute dtype, with adapters merged."""
         parameters = dict(self.model.named_parameters())
 
         def whole(name: str) -> Tensor:
@@ -270,37 +277,44 @@ class TorchEngine:
                 yield from ((name, whole(name)) for name in parameters)
 
     def weight_shapes(self) -> dict[str, torch.Size]:
+        """Return the names and shapes of the tensors of `weights`, in its order."""
         names = ((name, parameter.shape) for name, parameter in self.model.named_parameters())
         return {plain_name(name): shape for name, shape in names if not is_adapter(name)}
 
     @property
     def vocabulary_size(self) -> int:
+        """The number of entries of the model's vocabulary."""
         return self.model.config.get_text_config().vocab_size
 
     @property
     def num_positions(self) -> int | None:
+        """The length of the longest sequence that the model supports; None if its configuration has no limit."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
     def is_sharded(self) -> bool:
+        """Whether the state is sharded over ranks."""
         return not self.ranks.is_alone
 
     @property
     def shares_weights(self) -> bool:
+        """Whether generation can use the trained tensors directly."""
         return self.ranks.is_alone and not self.lora
 
     def without_adapters(self) -> AbstractContextManager[None]:
+        """Compute with the base model inside the context. Raises ModelError without adapters."""
         if not self.lora:
-            raise ModelError("this model has no adapters, so it is not its own reference; set lora.rank.")
+            raise ModelError("this model has no adapters, so it cannot compute with its base model; set lora.rank.")
         return without_adapters(self.model)
 
     def rollout_model(self) -> PreTrainedModel:
+        """Return a model for generation: this one, or one with placeholders for weights."""
         if self.shares_weights:
             return self.model
         return build_with_placeholders(self.path, "policy", self.compute_dtype, self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the Protocol says; the tensors are the engine's own, to be written or copied before the next update."""
+        """Return the training state. Its tensors are the engine's: save or copy them before the next update."""
         state: dict[str, Any] = {
             "num_updates": self.num_updates,
             "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
@@ -313,6 +327,7 @@ class TorchEngine:
         return state
 
     def load_shards(self, described: dict[str, Any], read_into: Callable[[dict[str, Any]], None]) -> None:
+        """Load a state with each rank reading only its shards; see `TrainEngine`."""
         learns = self.optimizer_config is not None
         require_same_adapters(self.lora, described)
         require_fitting_state(self.parameters, described, with_optimizer=learns)
@@ -328,6 +343,7 @@ class TorchEngine:
         self.num_updates = described["num_updates"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of `state_dict`. Raises CheckpointError, with nothing loaded, if it is of another model."""
         learns = self.optimizer_config is not None
         require_same_adapters(self.lora, state)
         require_fitting_state(self.parameters, state, with_optimizer=learns)
@@ -346,18 +362,18 @@ class TorchEngine:
             self.master.cast()
 
     def _require_own_forward(self) -> None:
-        """What a family with code of its own must do; all ranks run it."""
+        """Raise ModelError unless a family without a fused forward pass is supported; all ranks run it."""
         if self.ranks.sequence > 1:
             raise ModelConfigError(
-                f"parallel.sequence={self.ranks.sequence}: this {self.model.config.model_type} model is computed by "
-                "its own code, which knows whole sequences only; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3."
+                f"parallel.sequence={self.ranks.sequence} is not supported for {self.model.config.model_type} models, "
+                "whose code computes whole sequences; use parallel.sequence = 1, or a Llama, Qwen2 or Qwen3 model."
             )
         require_planned_attention(self.model)
         if isinstance(self.model, FSDPModule):
             self.model.reshard()
 
     def _micro_batches(self, rows: DataProto) -> list[Tensor]:
-        """Row indices of each micro-batch; as many on every rank, empty ones where this one has no more rows."""
+        """Return the row indices of each micro-batch; equally many on all ranks, empty if a rank has no more rows."""
         packing, budget = self.memory.packing, self.max_tokens * self.ranks.sequence
         lengths, families, shared = sequence_lengths(rows), None, None
         if packing and self.memory.share_prompts:
@@ -375,17 +391,17 @@ class TorchEngine:
         return agree_on_micro_batches(plan, spread, self.ranks)
 
     def _require_known_tokens(self, rows: DataProto) -> None:
-        """Raises BatchError for token ids that the model has no embedding of."""
+        """Raise BatchError for token ids without an embedding in the model."""
         embedding: Any = self.model.get_input_embeddings()
         ids, entries = rows.batch["input_ids"], embedding.weight.shape[0]
         if ids.numel() and (int(ids.max()) >= entries or int(ids.min()) < 0):
             raise BatchError(
                 f"'{self.path}' has a vocabulary of {entries} entries, but the rows have token ids from "
-                f"{int(ids.min())} to {int(ids.max())}; the model is of another tokenizer than made them."
+                f"{int(ids.min())} to {int(ids.max())}; the rows were made with a different tokenizer."
             )
 
     def _part(self, rows: DataProto, indices: Tensor) -> DataProto | None:
-        """Some rows on the engine's device; None for no rows."""
+        """Select rows and move them to the engine's device; None if there are no rows."""
         return rows.select_idxs(indices).to(self.device) if len(indices) else None
 
     def _arrange(self, rows: DataProto | None) -> ModelInput:
@@ -405,7 +421,7 @@ class TorchEngine:
     def _learn(
         self, part: DataProto | None, loss_function: LossFunction, with_entropy: bool, temperature: float
     ) -> tuple[float, dict[str, float], ModelInput]:
-        """Add the gradient of some rows; returns their share of the loss and of the metrics, and what was computed."""
+        """Add the gradient of some rows; return their share of the loss, their metrics, and the model input."""
         model_input = self._arrange(part)
         with self._training_mode():
             outputs = self._compute(model_input, with_entropy, temperature)
@@ -418,7 +434,7 @@ class TorchEngine:
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
-        """transformers recomputes activations in training mode only; nothing else here depends on the mode."""
+        """Set training mode if activations are recomputed, as transformers requires; nothing else depends on it."""
         self.model.train(self.recomputes_activations)
         try:
             yield
@@ -465,10 +481,10 @@ class TorchEngine:
         return {name: to_rows(result) for name, result in zip(names, results, strict=True)}
 
     def _report(self, loss: float, norm: float, rows: list[str]) -> str:
-        listed = "; ".join(rows[:MAX_LISTED_ROWS]) or "none alone, only their sum"
+        listed = "; ".join(rows[:MAX_LISTED_ROWS]) or "no single row, only their sum"
         more = f"; and {len(rows) - MAX_LISTED_ROWS} more" if len(rows) > MAX_LISTED_ROWS else ""
         return (
-            f"{self.head} update {self.num_updates}: loss {loss}, gradient norm {norm}. The step was refused, nothing "
-            f"was applied. Samples: {listed}{more}. Look at their rewards and log-probs; a lower learning rate or "
-            "float32 compute (model.dtype) often helps."
+            f"{self.head} update {self.num_updates}: loss {loss}, gradient norm {norm}. The step was rejected, nothing "
+            f"was applied. Samples: {listed}{more}. Check their rewards and log-probs; a lower learning rate or "
+            "model.dtype = float32 often helps."
         )

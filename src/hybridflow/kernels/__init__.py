@@ -1,6 +1,6 @@
-"""Fused CPU kernels, compiled on first use with the machine's C compiler; each has an equal in plain PyTorch.
+"""Fused CPU kernels, compiled on first use with the machine's C compiler; PyTorch computes the same without them.
 
-Knows tensors, not models: what is worth fusing in a decoder, forward and backward.
+They operate on tensors and do not know models: the parts of a decoder that are worth fusing, forward and backward.
 """
 
 from hybridflow.kernels.attention import append_and_attend, causal_attention

@@ -1,4 +1,4 @@
-"""A decoder that makes one token for each row in a single call: between its steps there is no Python to wait for."""
+"""A compiled decoder: one more token for each row in a single call, without Python overhead between its steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from hybridflow.kernels.linear import PackedLinear
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights of one pre-norm layer: attention with rotary angles, then the gated MLP.
+    """The weights of one pre-norm layer: attention with rotary embedding, then a gated MLP.
 
-    `qkv` makes queries, keys and values; the norms of heads (head_dim,) are None where a family has none.
+    `qkv` computes queries, keys and values; the norms of heads (head_dim,) are None if the family has none.
     """
 
     norm: Tensor
@@ -27,7 +27,7 @@ class DecoderLayer:
     down: PackedLinear
 
     def tensors(self) -> list[Tensor | None]:
-        """In the order of the C struct."""
+        """Return the tensors in the order of the C struct."""
         return [
             *(self.norm, self.qkv.weight, self.qkv.bias, self.query_norm, self.key_norm, self.out.weight),
             *(self.out.bias, self.mlp_norm, self.gate_up.weight, self.gate_up.bias, self.down.weight, self.down.bias),
@@ -35,9 +35,9 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Embedding (vocabulary, width), layers, last norm and head, of one dtype; `heads` counts those of queries.
+    """The packed weights of a decoder, of one dtype; `embedding` (vocabulary, width), `heads` counts query heads.
 
-    Each step rounds to the dtype as it does where PyTorch computes it.
+    Each step rounds to the dtype as the same step in PyTorch does.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Decoder:
     ) -> None:
         self.layers, self.head, self.heads, self.head_dim = list(layers), head, heads, head_dim
         self.epsilon, self.scaling = float(epsilon), float(scaling)
-        self._tensors = [tensor for layer in layers for tensor in layer.tensors()]  # alive while their addresses are
+        self._tensors = [tensor for layer in layers for tensor in layer.tensors()]  # kept alive for their addresses
         self._layers = _addresses(self._tensors)
         self._outer = (embedding, norm, head.weight, head.bias)
         qkv, mlp, self._vocabulary = layers[0].qkv.out_features, layers[0].down.in_features, head.out_features
@@ -73,11 +73,11 @@ class Decoder:
         cos: Tensor,
         sin: Tensor,
     ) -> Tensor:
-        """Logits (rows, vocabulary) of what follows `tokens` (rows,), each at position ends (rows,) of its row.
+        """Compute the logits (rows, vocabulary) that follow `tokens` (rows,), at positions `ends` (rows,).
 
-        Their keys and values are added to the cache: by layer (at least rows, kv_heads, capacity, head_dim),
-        contiguous, of which each row has its first `ends`, at most `longest`. cos and sin: (positions, head_dim / 2),
-        float32.
+        The keys and values of the tokens are added to the cache: one tensor per layer (at least rows, kv_heads,
+        capacity, head_dim), contiguous, of which `ends` tokens per row, at most `longest`, are filled. cos and sin:
+        (positions, head_dim / 2), float32.
         """
         rows, dtype = len(tokens), keys[0].dtype
         logits = torch.empty(rows, self._vocabulary, dtype=dtype)

@@ -1,11 +1,11 @@
-/* A decoder that makes one token for each row, whole: matrix products included, without a call between its steps.
+/* A whole decoder for one token per row, matrix products included, in a single call.
  * T, ITEM, UP, DOWN and NAME are set by kernels.c. */
 
 /* ------------------------------------------------------------------------------------------ products, weights packed */
 
-/* A packed weight lies by panel, then by item of the input, then by the panel's columns. A plain panel is PANEL outputs
- * in order; a gated one is VECTOR outputs of the gate beside the same of the other factor, which follow all of the gate
- * in the weight (2 * n, k). */
+/* A packed weight is ordered by panel, then by item of the input, then by the panel's columns. A plain panel is PANEL
+ * consecutive outputs. A gated panel is VECTOR outputs of the gate followed by the same outputs of the other factor; in
+ * the weight (2 * n, k) the factor follows the gate. */
 INLINE int64_t NAME(row_of)(int64_t panel, int column, int64_t n, int gated) {
     int64_t row = gated ? panel * VECTOR + column % VECTOR : panel * PANEL + column;
     return row >= n ? -1 : gated && column >= VECTOR ? n + row : row;
@@ -30,7 +30,7 @@ void NAME(pack_weight)(const T *weight, T *packed, int64_t n, int64_t k, int64_t
         }
 }
 
-/* sums of `rows` rows of x (rows, k) times the columns of a panel */
+/* sums = `rows` rows of x (rows, k) times the columns of a panel */
 INLINE void NAME(multiply_tile)(const T *panel, const T *x, int64_t k, floats sums[TILE][2], const int rows) {
     floats own[TILE][2] = {0};
     for (int64_t i = 0; i < k; i += ITEM, panel += PANEL * ITEM) {
@@ -47,7 +47,7 @@ INLINE void NAME(multiply_tile)(const T *panel, const T *x, int64_t k, floats su
         for (int side = 0; side < 2; side++) sums[row][side] = own[row][side];
 }
 
-/* What is left to do for a row of a tile. `residual` may be where `out` is. */
+/* Add bias and residual to a row of a tile, apply the gate, and store the row. `residual` and `out` may be equal. */
 INLINE void NAME(finish)(float *sums, const T *bias, const T *second_bias, const T *residual, T *out, int64_t count,
                          int gated) {
     float *second = sums + VECTOR;
@@ -71,8 +71,8 @@ INLINE void NAME(finish)(float *sums, const T *bias, const T *second_bias, const
         for (int64_t i = 0; i < count; i++) out[i] = DOWN(sums[i]);
 }
 
-/* out (rows, n) = x (rows, k) times the weight, + bias, + residual (rows, n), where they are given; gated: silu of the
- * first half times the second. Called by all threads of a parallel region. */
+/* out (rows, n) = x (rows, k) times the weight, + bias, + residual (rows, n), which may be NULL; gated: silu of the first
+ * half times the second. Called by all threads of a parallel region. */
 static void NAME(multiply)(const T *x, const T *packed, const T *bias, const T *residual, T *out, int64_t rows,
                            int64_t k, int64_t n, int gated) {
     const int64_t width = gated ? VECTOR : PANEL, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
@@ -116,7 +116,8 @@ typedef struct {
     const T *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
 } NAME(Layer);
 
-/* A row's heads of one key-value head: norms, angles, the cache, attention. qkv: of the row; queries, key: scratch. */
+/* Norms, rotary embedding, cache update and attention of the heads of one key-value head in one row. qkv: of the row;
+ * queries, key: scratch. */
 INLINE void NAME(attend_row)(const NAME(Layer) * layer, const T *qkv, T *keys, T *values, const float *cos,
                              const float *sin, T *out, T *queries, float *scores, int64_t kv, int64_t heads,
                              int64_t kv_heads, int64_t dim, int64_t capacity, int64_t end, float eps, float scaling) {
@@ -127,13 +128,13 @@ INLINE void NAME(attend_row)(const NAME(Layer) * layer, const T *qkv, T *keys, T
         const T *norm = head < group ? layer->query_norm : layer->key_norm;
         T *to = queries + head * dim, normed[dim];
         if (norm) NAME(norm_row)(from, norm, normed, dim, eps);
-        NAME(turn)(norm ? normed : from, to, cos + end * (dim / 2), sin + end * (dim / 2), dim / 2, 1.0f);
+        NAME(rotate)(norm ? normed : from, to, cos + end * (dim / 2), sin + end * (dim / 2), dim / 2, 1.0f);
     }
     NAME(append_and_attend_one)(queries, key, qkv + (heads + kv_heads + kv) * dim, keys, values, out, scores, end,
                                 group, capacity, dim, scaling);
 }
 
-/* Logits (rows, vocabulary) of the token after tokens (rows,), which stand at positions ends (rows,).
+/* logits (rows, vocabulary) of the token after tokens (rows,), which are at positions ends (rows,).
  * keys, values: a pointer for each layer, to (rows, kv_heads, capacity, dim), of which the first `end` tokens are filled;
  * cos, sin (positions, dim / 2); scratch: rows * (2 * width + (2 * heads + 2 * kv_heads) * dim + mlp) elements. */
 void NAME(decode)(const int64_t *tokens, const int64_t *ends, const NAME(Layer) * layers, const T *embedding,

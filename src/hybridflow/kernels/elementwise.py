@@ -1,4 +1,4 @@
-"""Normalisation, rotary embedding and the gated activation: one pass over memory each, forward and backward."""
+"""RMS norm, rotary embedding and the gated activation, each in one pass over memory, forward and backward."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from torch.nn.functional import silu
 from hybridflow.kernels.library import call, serves
 
 ROW_CHUNKS = 64
-"""Parts that the gradient of a norm's weight is summed in: fixed, so that it does not depend on threads."""
+"""Number of partial sums of the gradient of a norm's weight; fixed, so that results do not depend on threads."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + epsilon) over the last axis (Zhang and Sennrich, 2019); x (..., width)."""
+    """Return weight * x / sqrt(mean(x^2) + epsilon) over the last axis (Zhang and Sennrich, 2019); x (..., width)."""
     if serves(x) and weight.dtype == x.dtype and weight.shape == x.shape[-1:]:
         return _RMSNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _normed(x, weight, epsilon)[1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -20,26 +20,26 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + dim / 2) of x (tokens, heads, dim) by its angle (Su et al., 2021); contiguous.
+    """Rotate each pair (i, i + dim / 2) of x (tokens, heads, dim) by its angle (Su et al., 2021); contiguous.
 
     cos and sin: (tokens, dim / 2), float32, or float64 with x in float64.
     """
     if serves(x) and cos.dtype == sin.dtype == torch.float32:
-        return _Rotary.apply(x, cos, sin) if torch.is_grad_enabled() else _turned(x, cos, sin, 1.0)
+        return _Rotary.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin, 1.0)
     first, second = x.to(cos.dtype).chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020), for equal shapes."""
+    """Return silu(gate) * up (Shazeer, 2020)."""
     if serves(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         return _SiluMul.apply(gate, up) if torch.is_grad_enabled() else _gated(gate, up)
     return silu(gate) * up
 
 
 def _normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x made contiguous, its norm, and the factor of each row."""
+    """Return x made contiguous, its norm, and the factor 1 / rms of each row."""
     x, weight = x.contiguous(), weight.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -48,7 +48,7 @@ def _normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, 
     return x, out, inverse_rms
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -88,13 +88,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
+        return _rotated(x, cos, sin, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
         cos, sin = ctx.saved_tensors
-        return _turned(grad_out, cos, sin, -1.0), None, None
+        return _rotated(grad_out, cos, sin, -1.0), None, None
 
 
 class _SiluMul(torch.autograd.Function):

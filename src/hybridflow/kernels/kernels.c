@@ -1,7 +1,7 @@
-/* Fused CPU kernels, once for float and once for bfloat16. Arithmetic is float32 throughout.
+/* Fused CPU kernels for float32 and for bfloat16. Arithmetic is float32.
  *
- * Every output element is computed whole by one thread in a fixed order: results do not depend on the number of threads.
- * Tensors are contiguous unless a stride (in elements) is given. Checks are the caller's affair, the modules beside this.
+ * Every output element is computed by one thread in a fixed order, so results do not depend on the number of threads.
+ * Tensors are contiguous unless a stride (in elements) is given. The Python modules that call the kernels check arguments.
  */
 #include <math.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16 /* floats in one wide register */
 #define BLOCK 256 /* vocabulary entries that are summed in float32 before they are added to a double */
-#define SMALL 65536 /* elements below which starting threads costs more than it saves */
+#define SMALL 65536 /* number of elements below which starting threads takes longer than it saves */
 
 typedef uint16_t bfloat16;
 
@@ -32,7 +32,7 @@ INLINE bfloat16 to_bfloat16(float x) { /* round to nearest even; NaN stays NaN *
     return (bfloat16)(x != x ? 0x7fc0 : rounded);
 }
 
-/* exp(x) to about 1e-7, 0 below -87, infinite above 88; without a call, so that loops over it become vector code (Cephes, S. Moshier). */
+/* exp(x) to about 1e-7, 0 below -87, infinite above 88; inlined, so that loops over it are vectorized (Cephes, S. Moshier). */
 INLINE float fast_exp(float x) {
     float clamped = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x; /* NaN stays NaN */
     float n = __builtin_rintf(clamped * 1.44269504088896341f);
@@ -52,8 +52,8 @@ INLINE float fast_exp(float x) {
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
-/* The row size of a transposed head: whole vectors, and an odd number of them, since rows that lie a power of two apart
- * would share a few places in the cache. */
+/* The row size of a transposed head: an odd number of whole vectors, because rows at a distance of a power of two would
+ * compete for the same cache sets. */
 INLINE int64_t padded_tokens(int64_t longest) { return ((longest + LANES - 1) / LANES | 1) * LANES; }
 
 /* scores[j] = sum_i query[i] * transposed[i * stride + j] for j < num_keys, a whole number of LANES. */
@@ -67,7 +67,7 @@ INLINE void scores_of(const float *query, const float *transposed, float *scores
     }
 }
 
-/* Call `call(DIM)` with the head dimension as a constant where it is a common one: loops over it are then unrolled. */
+/* Call `call(DIM)` with common head dimensions as constants, so that loops over them are unrolled. */
 #define WITH_CONSTANT_DIM(dim, call) \
     switch (dim) {                   \
         case 32: call(32); break;    \
@@ -76,8 +76,8 @@ INLINE void scores_of(const float *query, const float *transposed, float *scores
         default: call((int)(dim));   \
     }
 
-/* A matrix product works on TILE rows and PANEL columns at a time, with their sums in registers: TILE * PANEL / VECTOR of
- * them, and there are 32 or 16. A vector holds VECTOR items of 32 bits: a float, or two neighbouring bfloat16. */
+/* A matrix product computes TILE rows and PANEL columns at a time, with their sums in TILE * PANEL / VECTOR registers, of
+ * which there are 32 or 16. A vector holds VECTOR items of 32 bits: one float, or two adjacent bfloat16. */
 #if defined(__AVX512F__)
 #define VECTOR 16
 #define TILE 12
@@ -113,7 +113,7 @@ INLINE float sum_of(floats x) {
     return sum;
 }
 
-/* The values of items, a vector for each place in an item. */
+/* The values of items, as one vector for each position in an item. */
 INLINE void split_float32(items x, floats *values) { values[0] = (floats)x; }
 
 INLINE void split_bfloat16(items x, floats *values) {
@@ -156,22 +156,22 @@ INLINE floats multiply_add_bfloat16(floats sum, items a, items b) {
 #include "kernels_of_type.h"
 #include "decoder_of_type.h"
 
-/* The odd constant of a place (SplitMix64: Steele et al., 2014). */
-INLINE uint64_t odd_constant(uint64_t place) {
-    uint64_t x = (place + 1) * 0x9E3779B97F4A7C15u;
+/* The odd constant of a position (SplitMix64: Steele et al., 2014). */
+INLINE uint64_t odd_constant(uint64_t position) {
+    uint64_t x = (position + 1) * 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     return (x ^ (x >> 31)) | 1;
 }
 
-/* A word mixed with the odd constant of its place: one to one, and no bit of the word stays where it was. */
+/* Mix a word with the odd constant of its position: a one-to-one function in which every bit moves. */
 INLINE uint64_t mixed(uint64_t word, uint64_t constant) {
     word *= constant;
     word = (word ^ (word >> 32)) * constant;
     return word ^ (word >> 29);
 }
 
-/* sum over blocks b of mixed(sum over places i of mixed(words[b * block + i], constants[i]), odd_constant(b)), mod 2^64 */
+/* sum over blocks b of mixed(sum over positions i of mixed(words[b * block + i], constants[i]), odd_constant(b)), mod 2^64 */
 int64_t sum_words_int64(const uint64_t *words, const uint64_t *constants, int64_t num_words, int64_t block) {
     uint64_t total = 0;
     int64_t num_blocks = (num_words + block - 1) / block;

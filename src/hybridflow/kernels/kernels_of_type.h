@@ -44,8 +44,8 @@ void NAME(rms_norm_backward)(const T *grad_out, const T *x, const T *weight, con
     }
 }
 
-/* Turn each pair (i, i + half) by its angle, or back where direction is -1, which is the backward pass. */
-INLINE void NAME(turn)(const T *in, T *to, const float *cos, const float *sin, int64_t half, float direction) {
+/* Rotate each pair (i, i + half) by its angle; direction is 1 in the forward pass and -1 in the backward pass. */
+INLINE void NAME(rotate)(const T *in, T *to, const float *cos, const float *sin, int64_t half, float direction) {
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
         float first = UP(in[i]), second = UP(in[i + half]), sine = direction * sin[i];
@@ -62,8 +62,8 @@ void NAME(rotary)(const T *x, T *out, const float *cos, const float *sin, int64_
 #pragma omp parallel for schedule(static) if (tokens * heads * dim > SMALL)
     for (int64_t token = 0; token < tokens; token++) {
         for (int64_t head = 0; head < heads; head++)
-            NAME(turn)(x + token * token_stride + head * head_stride, out + (token * heads + head) * dim,
-                       cos + token * half, sin + token * half, half, direction);
+            NAME(rotate)(x + token * token_stride + head * head_stride, out + (token * heads + head) * dim,
+                         cos + token * half, sin + token * half, half, direction);
     }
 }
 
@@ -92,9 +92,9 @@ void NAME(silu_mul_backward)(const T *grad_out, const T *gate, const T *up, T *g
 
 /* ---------------------------------------------------------------------------------------- decoding, one token a row */
 
-/* A token for each row of logits (rows, vocabulary): the first whose cumulative share of the sum of
- * exp(logit * inverse_temperature) exceeds the row's uniform number, or the first largest where `greedy`. log_probs is
- * the log of its share, NaN where a logit is. The vocabulary is read twice and never written. */
+/* Sample a token for each row of logits (rows, vocabulary): the first whose cumulative share of the sum of
+ * exp(logit * inverse_temperature) exceeds the row's uniform number; if `greedy`, the first largest logit. log_probs is
+ * the log of its share, NaN if a logit is NaN. The logits are read twice and not written. */
 void NAME(draw)(const T *logits, const double *uniforms, int64_t *tokens, float *log_probs, int64_t rows,
                 int64_t vocabulary, int64_t greedy, float inverse_temperature) {
 #pragma omp parallel if (rows * vocabulary > SMALL)
@@ -123,7 +123,7 @@ void NAME(draw)(const T *logits, const double *uniforms, int64_t *tokens, float 
                 while (token < vocabulary - 1 && UP(in[token]) != largest) token++;
             } else {
                 while (block < num_blocks - 1 && before + sums[block] <= threshold) before += sums[block++];
-                for (int64_t i = block * BLOCK; i < vocabulary; i++) { /* a share of 0 is never drawn */
+                for (int64_t i = block * BLOCK; i < vocabulary; i++) { /* a token with share 0 is not sampled */
                     float share = fast_exp((UP(in[i]) - largest) * inverse_temperature);
                     before += share;
                     if (share > 0) token = i;
@@ -137,12 +137,12 @@ void NAME(draw)(const T *logits, const double *uniforms, int64_t *tokens, float 
     }
 }
 
-/* Ask for the cache lines of a vector that the next row will read: memory is what decoding waits for. */
+/* Prefetch the cache lines of a vector that the next row will read: decoding is limited by memory. */
 INLINE void NAME(prefetch)(const T *x, const int dim) {
     for (int i = 0; i < dim; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i, 0, 2);
 }
 
-/* `ahead`: elements from these keys and values to those that are read next. */
+/* `ahead`: distance in elements from these keys and values to those that are read next. */
 INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *out, float *scores, int64_t num_keys,
                              const int dim, float scaling, int64_t ahead) {
     const int chunk = VECTOR * ITEM, whole = dim / chunk * chunk;
@@ -164,7 +164,7 @@ INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *
         scores[j] = fast_exp(scores[j] - largest);
         total += scores[j];
     }
-    for (int start = 0; start < whole; start += 4 * chunk) { /* what is summed stays in registers */
+    for (int start = 0; start < whole; start += 4 * chunk) { /* the sums stay in registers */
         const int count = (whole - start < 4 * chunk ? whole - start : 4 * chunk) / chunk;
         floats sums[4][ITEM] = {0};
         for (int64_t j = 0; j < num_keys; j++) {
@@ -187,8 +187,8 @@ INLINE void NAME(attend_one)(const T *query, const T *keys, const T *values, T *
     }
 }
 
-/* Put a new key and value behind the first `end` of a row's cache (capacity, dim), then attend to all with `group` heads:
- * queries and out (group, dim). */
+/* Append a key and value to the first `end` of a row's cache (capacity, dim), then attend to all of them with `group`
+ * heads: queries and out (group, dim). */
 static void NAME(append_and_attend_one)(const T *queries, const T *key, const T *value, T *keys, T *values, T *out,
                                         float *scores, int64_t end, int64_t group, int64_t capacity, int64_t dim,
                                         float scaling) {
@@ -202,7 +202,7 @@ static void NAME(append_and_attend_one)(const T *queries, const T *key, const T 
     }
 }
 
-/* append_and_attend_one for every row and key-value head.
+/* Call append_and_attend_one for every row and key-value head.
  * query, out (rows, heads, dim); key, value (rows, kv_heads, dim); all but out with a row stride;
  * keys, values (rows, kv_heads, capacity, dim); ends (rows,): tokens in the cache before this one. */
 void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *keys, T *values, const int64_t *ends,
@@ -227,11 +227,11 @@ void NAME(append_and_attend)(const T *query, const T *key, const T *value, T *ke
 
 /* ---------------------------------------------------------------------- causal attention of short packed sequences */
 
-/* Sequences come in families: the first is a trunk, each other one goes on where the trunk ends, and none sees another. A
- * sequence of its own is a family of one. `longest`: tokens of the longest trunk with a branch. */
+/* Sequences are in families: the first is a trunk, each other one is a branch, which continues the trunk and does not
+ * attend to other branches. A plain sequence is a family of one. `longest`: tokens of the longest trunk with a branch. */
 
-/* `length` tokens of one head as float, put behind `before` that are there: x (length, dim) with a token stride, by token
- * and transposed with `padded` tokens a row. */
+/* Append `length` tokens of one head, as float, to `before` existing ones: x (length, dim) with a token stride, by token
+ * and transposed with `padded` tokens per row. */
 INLINE void NAME(unpack)(const T *x, int64_t stride, float *by_token, float *transposed, int64_t before, int64_t length,
                          int64_t padded, const int dim) {
     for (int64_t t = 0; t < length; t++)
@@ -244,8 +244,9 @@ INLINE void NAME(unpack)(const T *x, int64_t stride, float *by_token, float *tra
     }
 }
 
-/* One family and key-value head. starts: of each sequence, and the end; all tensors begin at the family's first token. */
-INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
+/* Attention of one family and key-value head. starts: of each sequence, and the end; tensors begin at the family's first
+ * token. */
+INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *out, float *log_normalizer,
                              float *scratch, const int64_t *starts, int64_t sequences, int64_t longest, int64_t heads,
                              int64_t kv_heads, const int dim, float scaling) {
     int64_t padded = padded_tokens(longest);
@@ -274,7 +275,7 @@ INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *ou
 #pragma omp simd
                     for (int i = 0; i < dim; i++) sums[i] += scores[j] * v[j * dim + i];
                 for (int i = 0; i < dim; i++) out[place * dim + i] = DOWN(sums[i] / total);
-                log_normaliser[place] = largest + logf(total);
+                log_normalizer[place] = largest + logf(total);
             }
         }
     }
@@ -282,8 +283,8 @@ INLINE void NAME(causal_one)(const T *query, const T *key, const T *value, T *ou
 
 /* query, out (tokens, heads, dim); key, value (tokens, kv_heads, dim); starts (sequences + 1,): token at which each
  * sequence begins, and the end; family_starts (families + 1,): sequence at which each family begins, and the end;
- * log_normaliser (tokens, heads) is kept for the backward pass. */
-void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out, float *log_normaliser,
+ * log_normalizer (tokens, heads) is kept for the backward pass. */
+void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out, float *log_normalizer,
                             const int64_t *starts, const int64_t *family_starts, int64_t families, int64_t heads,
                             int64_t kv_heads, int64_t dim, int64_t longest, float scaling) {
     int64_t group = heads / kv_heads;
@@ -298,7 +299,7 @@ void NAME(causal_attention)(const T *query, const T *key, const T *value, T *out
             int64_t q_head = *own_starts * heads + kv * group, k_head = *own_starts * kv_heads + kv;
 #define CAUSAL(DIM)                                                                                             \
     NAME(causal_one)(query + q_head * dim, key + k_head * dim, value + k_head * dim, out + q_head * dim,        \
-                     log_normaliser + q_head, scratch, own_starts, sequences, longest, heads, kv_heads, DIM, scaling)
+                     log_normalizer + q_head, scratch, own_starts, sequences, longest, heads, kv_heads, DIM, scaling)
             WITH_CONSTANT_DIM(dim, CAUSAL)
 #undef CAUSAL
         }
@@ -312,7 +313,7 @@ INLINE void NAME(store_gradients)(const float *from, T *to, int64_t stride, int6
 }
 
 INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T *key, const T *value, const T *out,
-                                      const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
+                                      const float *log_normalizer, T *grad_query, T *grad_key, T *grad_value,
                                       float *scratch, const int64_t *starts, int64_t sequences, int64_t longest,
                                       int64_t heads, int64_t kv_heads, const int dim, float scaling) {
     int64_t padded = padded_tokens(longest), trunk = starts[1] - starts[0];
@@ -330,7 +331,7 @@ INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T
             for (int64_t t = 0; t < length; t++) {
                 int64_t place = (first + t) * heads + head, last = before + t;
                 int64_t covered = (last + LANES) / LANES * LANES;
-                float scaled[dim], from[dim], sums[dim], dot = 0, normaliser = log_normaliser[place];
+                float scaled[dim], from[dim], sums[dim], dot = 0, normalizer = log_normalizer[place];
                 for (int i = 0; i < dim; i++) {
                     scaled[i] = UP(query[place * dim + i]) * scaling;
                     from[i] = UP(grad_out[place * dim + i]);
@@ -342,7 +343,7 @@ INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T
                 scores_of(from, vt, grads, covered, padded, dim);
 #pragma omp simd
                 for (int64_t j = 0; j <= last; j++) {
-                    scores[j] = fast_exp(scores[j] - normaliser);
+                    scores[j] = fast_exp(scores[j] - normalizer);
                     grads[j] = scores[j] * (grads[j] - dot);
                 }
                 for (int64_t j = 0; j <= last; j++) {
@@ -365,9 +366,9 @@ INLINE void NAME(causal_backward_one)(const T *grad_out, const T *query, const T
     NAME(store_gradients)(grad_v, grad_value, kv_heads * dim, trunk, dim);
 }
 
-/* As causal_attention; grad_out and grad_query as query, grad_key and grad_value as key. */
+/* The gradients of causal_attention; grad_out and grad_query have the shape of query, grad_key and grad_value of key. */
 void NAME(causal_attention_backward)(const T *grad_out, const T *query, const T *key, const T *value, const T *out,
-                                     const float *log_normaliser, T *grad_query, T *grad_key, T *grad_value,
+                                     const float *log_normalizer, T *grad_query, T *grad_key, T *grad_value,
                                      const int64_t *starts, const int64_t *family_starts, int64_t families,
                                      int64_t heads, int64_t kv_heads, int64_t dim, int64_t longest, float scaling) {
     int64_t group = heads / kv_heads;
@@ -382,7 +383,7 @@ void NAME(causal_attention_backward)(const T *grad_out, const T *query, const T 
             int64_t q_place = (*own_starts * heads + kv * group) * dim, k_place = (*own_starts * kv_heads + kv) * dim;
 #define BACKWARD(DIM)                                                                                            \
     NAME(causal_backward_one)(grad_out + q_place, query + q_place, key + k_place, value + k_place, out + q_place, \
-                              log_normaliser + *own_starts * heads + kv * group, grad_query + q_place,           \
+                              log_normalizer + *own_starts * heads + kv * group, grad_query + q_place,           \
                               grad_key + k_place, grad_value + k_place, scratch, own_starts, sequences, longest,  \
                               heads, kv_heads, DIM, scaling)
             WITH_CONSTANT_DIM(dim, BACKWARD)

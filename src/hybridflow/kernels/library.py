@@ -1,7 +1,6 @@
-"""The compiled kernels: built once per machine into the user's cache, loaded once per process.
+"""The library of compiled kernels: built once per machine into the user's cache, loaded once per process.
 
-Knows how C becomes functions, not what they compute. Without a compiler there is no library, which is no error:
-PyTorch's own kernels compute the same, slower.
+It does not know what the kernels compute. A missing compiler is not an error: PyTorch computes the same, slower.
 """
 
 import ctypes
@@ -37,37 +36,37 @@ logger = get_logger(__name__)
 
 
 def use_kernels(enabled: bool) -> None:
-    """Compute with the compiled kernels where there are any, which is the default, or with PyTorch's own only."""
+    """Enable the compiled kernels, which is the default, or compute with PyTorch only."""
     global _enabled
     _enabled = enabled
 
 
 def serves(x: Tensor) -> bool:
-    """Whether compiled kernels compute on tensors like `x`: float32 or bfloat16 on a CPU, with a compiler at hand."""
-    if torch.compiler.is_compiling():  # PyTorch's own are what is compiled
+    """Whether compiled kernels support tensors like `x`: float32 or bfloat16 on a CPU, with a compiler available."""
+    if torch.compiler.is_compiling():  # torch.compile needs PyTorch's operations
         return False
     return _enabled and x.device.type == "cpu" and x.dtype in COMPUTED and _library() is not None
 
 
 def serves_words(x: Tensor) -> bool:
-    """Whether there are compiled kernels for integers like `x`, whose results are those of PyTorch's own."""
+    """Whether compiled kernels support integers like `x`: int64 on a CPU, with a compiler available."""
     return x.device.type == "cpu" and x.dtype == torch.int64 and _library() is not None
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> int:
-    """Call a kernel of this element type. Tensors go as pointers: the caller answers for shapes and contiguity.
+    """Call a kernel for this element type, and return its integer result, if it has one.
 
-    Arguments keep the types of the first call, but for None, which is a pointer to nothing. What it returns is an
-    integer where the kernel returns one.
+    Tensors are passed as pointers, so the caller must ensure shapes and contiguity. Every call must have arguments of
+    the same types as the first one, except that None is a null pointer.
     """
     function = _functions.get((name, dtype)) or _function(name, dtype, arguments)
     return function(*[argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments])
 
 
 def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | float | None, ...]) -> Callable[..., int]:
-    """The kernel, told the types of its arguments once."""
+    """Load a kernel, and set its argument types."""
     if _library() is None:
-        raise ModelError(f"{name} needs the compiled kernels, which this machine lacks; ask `serves` first.")
+        raise ModelError(f"{name} requires compiled kernels, which this machine does not have; check `serves` first.")
     function = getattr(_library(), f"{name}_{_SUFFIXES[dtype]}")
     types = {int: ctypes.c_int64, float: ctypes.c_float}
     function.argtypes = [types.get(type(argument), ctypes.c_void_p) for argument in arguments]
@@ -78,19 +77,19 @@ def _function(name: str, dtype: torch.dtype, arguments: tuple[Tensor | int | flo
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The kernels, compiled if this machine has not done so yet; None, said once, where they cannot be."""
+    """Load the kernels, compiled if they are not in the cache; None, with one warning, if they cannot be compiled."""
     try:
         compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
         try:
             library = _from_cache(compiler)
-        except (OSError, subprocess.SubprocessError):  # a full disk, or one that nothing runs from
+        except (OSError, subprocess.SubprocessError):  # for example a full disk, or one mounted noexec
             library = None
         return library or _from_temporary_directory(compiler)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:  # the last: CC that no shell could read
+    except (OSError, subprocess.SubprocessError, ValueError) as error:  # ValueError: CC has unbalanced quotes
         output = getattr(error, "stderr", None) or str(error)
         logger.warning(
-            "no compiled CPU kernels (%s): PyTorch's own are used, which are slower. Install a C compiler with OpenMP, "
-            "such as gcc, or name one in CC.",
+            "no compiled CPU kernels (%s): PyTorch's slower operations are used. Install a C compiler with OpenMP, "
+            "such as gcc, or set CC to one.",
             " ".join(output.split())[:200],
         )
         return None
@@ -102,11 +101,11 @@ def _from_temporary_directory(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _from_cache(compiler: list[str]) -> ctypes.CDLL | None:
-    """The library in the user's cache, built if it is missing or damaged; None where that is not this user's own."""
+    """Load the library from the user's cache, built if missing or damaged; None if other users can write the cache."""
     try:
         directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybridflow"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # there is no home directory
         return None
     path = directory / f"kernels-{_fingerprint(compiler)}.so"
     if not _is_private(directory) or (path.exists() and not _is_private(path)):
@@ -114,7 +113,7 @@ def _from_cache(compiler: list[str]) -> ctypes.CDLL | None:
     if not (path.exists() and _is_whole(path)):
         with tempfile.TemporaryDirectory(dir=directory) as beside:
             built = _compile(compiler, Path(beside) / "kernels.so")
-            with built.open("r+b") as file:  # behind the library, where no loader looks
+            with built.open("r+b") as file:  # append the digest, which the loader ignores
                 digest = hashlib.sha256(file.read()).digest()
                 file.write(digest)
                 file.flush()
@@ -124,22 +123,22 @@ def _from_cache(compiler: list[str]) -> ctypes.CDLL | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library ends with its digest: a loader dies of half a file."""
+    """Whether a library ends with its digest; loading a truncated file would crash the process."""
     content = path.read_bytes()
     return hashlib.sha256(content[:-DIGEST_SIZE]).digest() == content[-DIGEST_SIZE:]
 
 
 def _is_private(path: Path) -> bool:
-    """Whether nobody else can have written here: what is loaded from it runs as this user."""
+    """Whether only this user can write the path: the library's code runs with this user's rights."""
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _compile(compiler: list[str], output: Path) -> Path:
-    logger.info("compiling the CPU kernels, which takes some seconds")
+    logger.info("compiling the CPU kernels (takes a few seconds)")
     command = [*compiler, *_flags(), str(SOURCES[0]), "-o", str(output), "-lm"]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    output.chmod(0o700)  # whatever the umask: a file that others can write would not be trusted
+    output.chmod(0o700)  # in spite of the umask: a file that others can write is not trusted
     return output
 
 
@@ -148,7 +147,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """Changes with the sources, the compiler and the processor, which `native` code is made for."""
+    """Return a hash of the sources, the compiler and the processor, for which `native` code is built."""
     version = subprocess.run([*compiler, "--version"], check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
     parts = [*(source.read_bytes() for source in SOURCES), repr((compiler, _flags())).encode(), version, _processor()]
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Linear layers on weights that lie in the order in which a product of few rows reads them."""
+"""Linear layers on packed weights, in the memory order of a product with few rows."""
 
 from collections.abc import Sequence
 
@@ -10,18 +10,20 @@ from hybridflow.kernels.library import call
 
 
 class PackedLinear:
-    """The linear layers of one input, side by side: x (rows, in) -> (rows, sum of outs).
+    """Linear layers of one input, concatenated: x (rows, in) -> (rows, sum of outs).
 
     `gated`: two layers of equal size, a gate and its factor; the output is silu(gate) * factor, (rows, out).
-    Only for weights (out, in) that `serves` approves; in bfloat16 `in` is even. `weight` and `bias` are copies. Raises
-    ModelError for other weights, and for inputs of another shape or dtype.
+    Requires weights (out, in) for which `serves` is true; in bfloat16 `in` must be even. `weight` and `bias` are
+    copies. Raises ModelError for other weights, and for inputs of a wrong shape or dtype.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False) -> None:
         joined = torch.cat([weight.detach() for weight in weights]).contiguous()
         self.out_features, self.in_features = joined.shape[0] // (1 + gated), joined.shape[1]
         if joined.dtype == torch.bfloat16 and self.in_features % 2:
-            raise ModelError(f"a bfloat16 weight has {self.in_features} inputs; packed ones need an even number.")
+            raise ModelError(
+                f"a bfloat16 weight with {self.in_features} inputs cannot be packed: expected an even number."
+            )
         self.gated = gated
         self.bias = None
         if any(bias is not None for bias in biases):
@@ -32,10 +34,10 @@ class PackedLinear:
         call("pack_weight", joined.dtype, joined, self.weight, *sizes)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product, added to the residual (rows, out) if one is given; no gradient."""
+        """Compute the product, plus the residual (rows, out) if given, which gated layers ignore; no gradient."""
         if x.dtype != self.weight.dtype or x.dim() != 2 or x.shape[1] != self.in_features:
-            wanted = f"(rows, {self.in_features}) of {self.weight.dtype}"
-            raise ModelError(f"the input is {tuple(x.shape)} of {x.dtype}; this layer takes {wanted}.")
+            expected = f"(rows, {self.in_features}) of {self.weight.dtype}"
+            raise ModelError(f"the input has shape {tuple(x.shape)} of {x.dtype}: expected {expected}.")
         x, residual = x.contiguous(), None if residual is None or self.gated else residual.contiguous()
         out = torch.empty(len(x), self.out_features, dtype=x.dtype)
         sizes = (len(x), self.in_features, self.out_features, int(self.gated))

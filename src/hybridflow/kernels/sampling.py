@@ -1,4 +1,4 @@
-"""Drawing tokens without a copy of the vocabulary."""
+"""Sampling tokens from logits without a copy of the logits."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from hybridflow.kernels.library import call
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """One token for each row of logits (rows, vocabulary), and its log-probability under softmax(logits / temperature).
+    """Sample one token per row of logits (rows, vocabulary), with its log-prob under softmax(logits / temperature).
 
-    The token is the first, in order of token id, whose cumulative probability exceeds its uniform number (rows,)
-    float64; temperature 0 takes the first largest logit, with its log-probability under softmax(logits). Returns
-    tokens (rows,) int64 and log_probs (rows,) float32, NaN where a logit of the row is. Only for tensors that
-    `serves` approves.
+    The token is the first, in order of token id, whose cumulative probability exceeds the row's uniform number (rows,)
+    float64. Temperature 0 takes the first largest logit, with its log-prob under softmax(logits). Returns tokens
+    (rows,) int64 and log_probs (rows,) float32, NaN if a logit of the row is NaN. Requires tensors for which `serves`
+    is true.
     """
     logits = logits.contiguous()
     rows, vocabulary = logits.shape

@@ -1,4 +1,4 @@
-"""What is known per model family: loading, heads, attention."""
+"""Models: loading from a directory, heads, attention plans, the forward pass, and parallelism per model family."""
 
 from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan, WholePlan
 from hybridflow.models.flops import (

@@ -1,8 +1,8 @@
-"""One attention function for every model family, steered by a plan that travels with the forward call.
+"""One attention function for all model families, controlled by an attention plan that is passed to the forward call.
 
-A Hugging Face model loaded with `attn_implementation="hybridflow"` hands query, key and value of each layer to
-the plan given as `model(..., attention_plan=plan)`. The plan alone knows how rows lie in memory: packed one after
-another, padded, or one new token each on top of a key-value cache. The layer code stays the model's own.
+A Hugging Face model loaded with `attn_implementation="hybridflow"` passes query, key and value of each layer to the
+plan of `model(..., attention_plan=plan)`. Only the plan knows the memory layout of the rows: packed one after another,
+padded, or one new token per row on top of a KV cache. The rest of the layer is the model's code.
 """
 
 from collections.abc import Sequence
@@ -20,42 +20,42 @@ from hybridflow.kernels import causal_attention, serves
 ATTENTION = "hybridflow"
 
 SHORT = 512
-"""Up to this length the compiled kernel beats PyTorch's blocked attention on a CPU (docs/benchmarks.md)."""
+"""Longest sequence for which the compiled kernel is faster than PyTorch's attention on a CPU (docs/benchmarks.md)."""
 
 
 class AttentionPlan(Protocol):
-    """How the queries of one forward call find their keys."""
+    """The keys that each query of one forward call attends to, and their memory layout."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """The attention of one layer, (batch, tokens, heads, value_dim).
+        """Compute the attention of one layer, (batch, tokens, heads, value_dim).
 
-        query (batch, heads, tokens, head_dim); key and value (batch, kv_heads, tokens, head_dim or value_dim), where
-        kv_heads divides heads and each serves a run of neighbouring heads.
+        query (batch, heads, tokens, head_dim); key and value (batch, kv_heads, tokens, head_dim or value_dim). kv_heads
+        divides heads; each key-value head is shared by neighboring heads.
         """
         ...
 
 
 class WholePlan(AttentionPlan, Protocol):
-    """The attention of whole sequences, to which tokens can be added until ranks can share them evenly."""
+    """The attention of whole sequences, which can be padded to a number of tokens that ranks can split evenly."""
 
     def with_filling(self, count: int) -> "WholePlan":
-        """The same plan where `count` tokens that nobody reads follow the last one, in each row of the batch."""
+        """Return a plan with `count` more padding tokens at the end of each row, whose outputs are unused."""
         ...
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """Causal attention within each of several sequences that lie one after another in a single row (batch 1).
+    """Causal attention within each of several sequences that are packed into a single row (batch 1).
 
-    `runs` lists neighbouring sequences of one length as (count, length). Runs of short sequences share one call of
-    the compiled kernel; another run is one batched call of PyTorch's on a view. No padding is computed.
+    `runs` lists consecutive sequences of equal length as (count, length). Consecutive runs of short sequences share one
+    call of the compiled kernel; every other run is one batched call of PyTorch's attention. No padding is computed.
     """
 
     runs: tuple[tuple[int, int], ...]
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PackedPlan":
-        """Each length at least 1."""
+        """Build the plan of sequences of these lengths, each at least 1."""
         runs: list[tuple[int, int]] = []
         for length in lengths:
             if runs and runs[-1][1] == length:
@@ -65,6 +65,7 @@ class PackedPlan:
         return cls(tuple(runs))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compute the attention of one layer."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
         compiled = serves(query) and query.shape[-1] == value.shape[-1]
         outputs, start = [], 0
@@ -80,10 +81,11 @@ class PackedPlan:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def with_filling(self, count: int) -> "PackedPlan":
+        """Return a plan with one more sequence of `count` padding tokens."""
         return PackedPlan((*self.runs, (1, count))) if count else self
 
     def _parts(self, compiled: bool) -> list[list[tuple[int, int]]]:
-        """The runs of each kernel call."""
+        """Return the runs of each kernel call."""
         parts: list[list[tuple[int, int]]] = []
         for run in self.runs:
             joins = compiled and parts and max(run[1], parts[-1][0][1]) <= SHORT
@@ -98,25 +100,27 @@ class PackedPlan:
 class PaddedPlan:
     """Causal attention in rows that are padded on the right.
 
-    No real token ever looks at padding, which comes after it, so no mask is needed; what the padding computes is
-    finite and nobody reads it.
+    Padding follows the real tokens, so they do not attend to it and no mask is needed. Outputs of padding are finite
+    and unused.
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compute the attention of one layer."""
         return pytorch_attention(query, key, value, scaling).transpose(1, 2)
 
     def with_filling(self, count: int) -> "PaddedPlan":
+        """Return this plan, which is valid for rows of any length."""
         return self
 
 
 def run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length: int, scaling: float) -> Tensor:
-    """`count` sequences of one length: (count * length, heads, dim) in and out, a batch in between."""
+    """Compute causal attention of `count` packed sequences of one length, (count * length, heads, dim), as a batch."""
     query, key, value = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
     return pytorch_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
 
 
 def pytorch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor | None = None) -> Tensor:
-    """PyTorch's attention, (batch, heads, tokens, dim): of each query to the keys that are `seen`; None is causal."""
+    """Compute PyTorch's attention, (batch, heads, tokens, dim), with `seen` as mask; None: causal."""
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]
     if query.device.type == "cpu":  # the fused bfloat16 backward is slow there for short sequences
         query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
@@ -141,13 +145,13 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if attention_plan is None:
         raise ModelError(
-            "a model loaded by hybridflow was called without attention_plan=...; use PackedPlan or PaddedPlan."
+            "a model loaded by hybridflow was called without attention_plan=...; pass a PackedPlan or PaddedPlan."
         )
     foreign = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "attention_mask": attention_mask}
     if wanted := [name for name, argument in foreign.items() if argument is not None]:
         raise ModelError(
-            f"{type(module).__name__} uses {' and '.join(wanted)}, but attention over all tokens before is all that is "
-            "supported; use a model with full causal attention such as Llama, Qwen2 or Qwen3."
+            f"{type(module).__name__} uses {' and '.join(wanted)}, which is not supported; use a model with full "
+            "causal attention such as Llama, Qwen2 or Qwen3."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]

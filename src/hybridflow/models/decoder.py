@@ -1,4 +1,4 @@
-"""The compiled decoder of a model of the fused families: its weights, copied into the order that decoding reads."""
+"""The compiled decoder of a model of a fused family: its weights, copied into the layout that decoding reads."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from hybridflow.kernels import Decoder, DecoderLayer, PackedLinear, serves
 
 
 def decoder_of(body: Any, head: Any, epsilon: float) -> Decoder | None:
-    """None where nothing compiled serves it, or a layer is more than a product or a lookup: adapters must be called."""
+    """Build the compiled decoder; None if no kernel supports the model, or it has adapters, whose modules must run."""
     products = [module for layer in body.layers for name, module in layer.named_modules() if name.endswith("_proj")]
     if type(body.embed_tokens) is not nn.Embedding or not all(_is_packable(module) for module in [*products, head]):
         return None
@@ -51,4 +51,4 @@ def _norm(module: Any) -> Any:
 def _is_packable(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not serves(module.weight):
         return False
-    return module.weight.dtype == torch.float32 or module.in_features % 2 == 0  # two of bfloat16 are read at a time
+    return module.weight.dtype == torch.float32 or module.in_features % 2 == 0  # bfloat16 is read in pairs

@@ -1,7 +1,7 @@
-"""Floating-point operations of a dense decoder from its configuration's numbers, and the share of the peak reached.
+"""Floating-point operations of a dense decoder, computed from its configuration, and model FLOPs utilization (MFU).
 
-Counted as in Narayanan et al. 2021 and Chowdhery et al. 2022 (model FLOPs: what the mathematics needs, so neither
-padding nor recomputed activations count): a multiply-add is two, a backward pass is two forward passes.
+Counted as in Narayanan et al. 2021 and Chowdhery et al. 2022: model FLOPs exclude padding and recomputed activations, a
+multiply-add counts as two, and a backward pass as two forward passes.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """What the count needs of a dense decoder-only transformer. `head_dim` 0 is hidden_size / num_heads."""
+    """The sizes of a dense decoder-only transformer. `head_dim` 0 means hidden_size / num_heads."""
 
     num_layers: int
     hidden_size: int
@@ -24,12 +24,12 @@ class DecoderShape:
 
     @property
     def attention_size(self) -> int:
-        """Width of all query heads together."""
+        """Total width of all query heads."""
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
 
     @property
     def num_matrix_weights(self) -> int:
-        """Weights that every token is multiplied with: projections, MLP and lm head; embeddings and norms are not."""
+        """Number of weights in matrix products: projections, MLP and lm head, but not embeddings and norms."""
         kv_size = self.attention_size * self.num_key_value_heads // self.num_heads
         attention = 2 * self.hidden_size * (self.attention_size + kv_size)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
@@ -37,7 +37,7 @@ class DecoderShape:
 
 
 def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:
-    """What FLOPs depend on, from a model directory; None where its configuration does not tell it."""
+    """Read the sizes from a model directory; None if its configuration lacks them."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
@@ -56,18 +56,17 @@ def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> Decode
 
 
 def flops_per_token(shape: DecoderShape, context_len: float) -> float:
-    """Forward FLOPs of one token that attends to `context_len` tokens (itself included)."""
+    """Return the forward FLOPs of one token that attends to `context_len` tokens, itself included."""
     return 2.0 * shape.num_matrix_weights + 4.0 * shape.num_layers * shape.attention_size * context_len
 
 
 def forward_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
-    """Forward FLOPs of whole sequences under causal attention: token i of a sequence attends to i tokens."""
+    """Return the forward FLOPs of whole sequences under causal attention: token i attends to i tokens."""
     return sum(length * flops_per_token(shape, (length + 1) / 2) for length in sequence_lens)
 
 
 def sequence_costs(shape: DecoderShape | None, sequence_lens: Iterable[int]) -> list[float]:
-    """What each sequence costs against the others: linear and quadratic in its length; the length itself for a model
-    whose shape is not known."""
+    """Return the relative cost of each sequence: its forward FLOPs, or its length if the shape is unknown."""
     return [float(length) if shape is None else forward_flops(shape, [length]) for length in sequence_lens]
 
 
@@ -77,16 +76,19 @@ def generation_flops(
     sequence_lens: Iterable[int],
     prompt_lens_of_sequences: Iterable[int],
 ) -> float:
-    """FLOPs of computing each prompt once and each sequence on from its prompt; one entry for each of them."""
+    """Return the FLOPs of generation: each prompt is computed once, and each sequence continues from its prompt.
+
+    `prompt_lens` has one entry per prompt; `sequence_lens` and `prompt_lens_of_sequences` have one per sequence.
+    """
     repeated = forward_flops(shape, sequence_lens) - forward_flops(shape, prompt_lens_of_sequences)
     return forward_flops(shape, prompt_lens) + repeated
 
 
 def training_flops(shape: DecoderShape, sequence_lens: Iterable[int]) -> float:
-    """FLOPs of a forward and a backward pass."""
+    """Return the FLOPs of a forward and a backward pass."""
     return 3.0 * forward_flops(shape, sequence_lens)
 
 
 def mfu(flops: float, seconds: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation: the share of `peak_flops` (per second) reached; 0 where nothing was measured."""
+    """Return the model FLOPs utilization, a share of `peak_flops` (per second); 0 if nothing was measured."""
     return flops / (seconds * peak_flops) if seconds > 0 and peak_flops > 0 else 0.0

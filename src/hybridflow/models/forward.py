@@ -1,10 +1,10 @@
-"""The forward pass of a model: fused for the families that most models are of, its own for all others.
+"""The forward pass of a model: a fused one for common families, the model's code for all others.
 
     tokens ──embed──> ┌ norm ─ projections ─ rotary ─ attention (the plan's) ─┐+ ┌ norm ─ gated MLP ┐+ ──> norm ─> head
                       └───────────────────────── each layer ──────────────────┘  └──────────────────┘
 
-The fused pass reads the same parameters and computes the same mathematics as the model's own, for learning and for
-prompts. On a CPU one token more for each row is a single call of the compiled decoder.
+The fused pass reads the same parameters and computes the same mathematics as the model's code, for training and for
+prompts. On a CPU, decoding one more token per row is a single call of the compiled decoder.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,18 +27,18 @@ from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
 
 ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
-"""(logits (some tokens, vocabulary), which tokens they are of) -> what is wanted of each token, tensors (tokens,)."""
+"""(logits (some tokens, vocabulary), slice of these tokens) -> results per token, such as log-probs, (tokens,) each."""
 
 MAX_LOGITS = 1 << 28
-"""Logits of a micro-batch that exist at once, with their gradient: half a GiB each in bfloat16."""
+"""Largest number of logits in memory at once; these and their gradient take half a GiB each in bfloat16."""
 
 
 class Forward(Protocol):
-    """What engines call for logits."""
+    """The forward pass as engines call it."""
 
     @property
     def vocabulary(self) -> VocabularyRanks | None:
-        """Who has which logits, where ranks share each layer; else None."""
+        """The entries of the vocabulary on each rank, under tensor parallel; otherwise None."""
         ...
 
     def __call__(
@@ -49,9 +49,9 @@ class Forward(Protocol):
         attention_plan: AttentionPlan,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
-        """Logits (batch, kept, vocabulary) of input_ids (batch, tokens), or values (batch, kept, 1) of a critic.
+        """Compute logits (batch, kept, vocabulary) of input_ids (batch, tokens), or a critic's values (batch, kept, 1).
 
-        `logits_to_keep`: indices of tokens that the head is computed for; None is every token.
+        `logits_to_keep`: indices of the tokens for which the head is computed; None: all tokens.
         """
         ...
 
@@ -64,54 +64,54 @@ class Forward(Protocol):
         position_ids: Tensor,
         attention_plan: AttentionPlan,
     ) -> Sequence[Tensor]:
-        """What `read` says of the logits of the tokens at `positions` of the flattened input_ids, (positions,) each.
+        """Apply `read` to the logits of the tokens at `positions` of the flattened input_ids.
 
-        `read` gets them some at a time, this rank's entries of the vocabulary, and must treat each token alone: in the
-        backward pass it is called once more, so that few logits exist at once.
+        Results are (positions,) each. `read` gets the logits of some tokens at a time, for this rank's entries of the
+        vocabulary, and must treat each token independently. The backward pass calls it again, so that only a part of
+        the logits is in memory.
         """
         ...
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
-        """Logits (rows, vocabulary) of what follows tokens (rows,), which come next in the rows of the plan.
+        """Append tokens (rows,) to the rows of the plan, and compute the logits (rows, vocabulary) of the next tokens.
 
-        Their keys and values are added to its cache. No gradient.
+        The keys and values of the tokens are added to the plan's cache. No gradient.
         """
         ...
 
     def compile(self) -> None:
-        """Compute layers with torch.compile from the next call on. Raises ModelError where that is not possible."""
+        """Use torch.compile for the layers from the next call on. Raises ModelError if it is not supported."""
         ...
 
     def pack_weights(self) -> None:
-        """Copy the weights into the layout that is fastest to generate with; passes without gradient read the copy.
+        """Copy the weights into the fastest layout for generation; passes without gradient read the copy.
 
-        Call it again when the weights have changed.
+        Call it again after the weights have changed.
         """
         ...
 
     def drop_packed_weights(self) -> None:
-        """Free that copy, and read the model's weights again."""
+        """Free the copy of `pack_weights`, and read the model's weights again."""
         ...
 
 
 def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> Forward:
-    """The fused forward pass where the model's family has one, else the model's own.
+    """Return the fused forward pass if the model's family has one, otherwise the model's code.
 
-    `is_sharded`: the modules' hooks bring the weights together (FSDP2), so they must be called as modules. `tensor`:
-    the ranks that share each layer; only for families with a fused pass, else ModelError.
+    `is_sharded`: FSDP2 gathers the weights in hooks of the modules, so these are called as modules. `tensor`: the
+    tensor parallel ranks. Raises ModelError if `tensor` is given for a family without a fused pass.
     """
     if _is_fusable(model):
         return FusedForward(model, is_sharded=is_sharded, tensor=tensor)
     if tensor is not None:
         raise ModelConfigError(
-            f"parallel.tensor: a {model.config.model_type} model with this configuration has no plan; use "
-            "parallel.tensor = 1."
+            f"parallel.tensor > 1 is not supported for this {model.config.model_type} model; use parallel.tensor = 1."
         )
     return OwnForward(model)
 
 
 class OwnForward:
-    """The model's own forward pass; any family that `load_causal_lm` accepts."""
+    """The forward pass of the model's code, for any family that `load_causal_lm` accepts."""
 
     vocabulary = None
 
@@ -126,6 +126,7 @@ class OwnForward:
         attention_plan: AttentionPlan,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
+        """Compute logits, or values of a critic."""
         arguments = {"position_ids": position_ids, "attention_plan": attention_plan, "use_cache": False}
         if _is_causal_lm(self.model):
             keep = 0 if logits_to_keep is None else logits_to_keep
@@ -142,33 +143,38 @@ class OwnForward:
         position_ids: Tensor,
         attention_plan: AttentionPlan,
     ) -> Sequence[Tensor]:
+        """Apply `read` once to the logits of the tokens at `positions`."""
         arguments = {"position_ids": position_ids, "attention_plan": attention_plan}
         columns = input_ids.shape[1]
-        rows, places = positions // columns, positions % columns
-        first = int(places.min()) if len(places) else columns - 1
+        rows, offsets = positions // columns, positions % columns
+        first = int(offsets.min()) if len(offsets) else columns - 1
         is_packed = len(input_ids) == 1
         kept = positions if is_packed else torch.arange(first, columns, device=positions.device)
         logits = self(input_ids, logits_to_keep=kept, **arguments)
-        return read(logits[0] if is_packed else logits[rows, places - first], slice(None))
+        return read(logits[0] if is_packed else logits[rows, offsets - first], slice(None))
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+        """Compute the logits that follow one more token per row."""
         return _decode(self, tokens, plan)
 
     def compile(self) -> None:
+        """Raise ModelConfigError: the model's code is not compiled."""
         raise ModelConfigError(
-            f"model.compile: {self.model.config.model_type} models are computed by their own code, which is not "
-            "compiled; use model.compile = false, or a Llama, Qwen2 or Qwen3 model."
+            f"model.compile=true is not supported for {self.model.config.model_type} models, which run their own code; "
+            "use model.compile = false, or a Llama, Qwen2 or Qwen3 model."
         )
 
-    def pack_weights(self) -> None: ...
+    def pack_weights(self) -> None:
+        """Do nothing: there is no packed layout."""
 
-    def drop_packed_weights(self) -> None: ...
+    def drop_packed_weights(self) -> None:
+        """Do nothing: there is no packed layout."""
 
 
 class FusedForward:
-    """Llama, Qwen2 and Qwen3 on the kernels of `hybridflow.kernels`.
+    """The fused forward pass of Llama, Qwen2 and Qwen3, on the kernels of `hybridflow.kernels`.
 
-    Of a sharded model it takes the place of the modules' own `forward`.
+    In a sharded model it replaces the `forward` of the modules.
     """
 
     def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
@@ -189,23 +195,27 @@ class FusedForward:
 
     @property
     def vocabulary(self) -> VocabularyRanks | None:
+        """The entries of the vocabulary on each rank, under tensor parallel; None for a critic or without it."""
         if self._tensor is None or not _is_causal_lm(self.model):
             return None
         return self._tensor.vocabulary(self._head.out_features)
 
     def compile(self) -> None:
-        """Have what is before and after attention compiled (torch.compile), for any number of tokens."""
+        """Compile the parts of a layer before and after attention (torch.compile), for any number of tokens."""
         self._open = torch.compile(self._open_layer, dynamic=True)
         self._close = torch.compile(self._close_layer, dynamic=True)
 
     def pack_weights(self) -> None:
-        self._decoder = None  # its memory first
+        """Copy the weights into a compiled decoder, if kernels support the model."""
+        self._decoder = None  # frees its memory before the new copy is made
         self._decoder = decoder_of(self._body, self._head, self._epsilon)
 
     def drop_packed_weights(self) -> None:
+        """Free the compiled decoder."""
         self._decoder = None
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+        """Compute the logits that follow one more token per row, with the compiled decoder if there is one."""
         if self._decoder is None:
             return _decode(self, tokens, plan)
         cache, angles = plan.cache, self._angles_up_to(plan.longest)
@@ -219,6 +229,7 @@ class FusedForward:
         attention_plan: AttentionPlan,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
+        """Compute logits, or values of a critic."""
         batch, tokens = input_ids.shape
         positions = None
         if logits_to_keep is not None:
@@ -234,6 +245,7 @@ class FusedForward:
         position_ids: Tensor,
         attention_plan: AttentionPlan,
     ) -> Sequence[Tensor]:
+        """Apply `read` to the logits of the tokens at `positions`, some tokens at a time if there are many."""
         return self._run(input_ids, position_ids, attention_plan, positions, read)
 
     def _run_layers(
@@ -244,7 +256,7 @@ class FusedForward:
         positions: Tensor | None,
         read: ReadLogits | None = None,
     ) -> Any:
-        """Logits (positions, vocabulary), or what `read` says of them."""
+        """Compute logits (positions, vocabulary), or the results of `read`."""
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
         packed = None if torch.is_grad_enabled() else self._decoder
@@ -257,14 +269,16 @@ class FusedForward:
         return head(hidden) if read is None else self._read(head, hidden, read)
 
     def _read(self, head: Callable[[Tensor], Tensor], hidden: Tensor, read: ReadLogits) -> Sequence[Tensor]:
-        """A part after another where there are many logits, and again in the backward pass."""
+        """Apply `read` to the logits in parts if there are many, each computed again in the backward pass."""
 
         def part(hidden: Tensor, which: slice) -> Sequence[Tensor]:
             return read(head(hidden), which)
 
         size = max(1, self.max_logits // max(1, len(local(self._head.weight))))
         if len(hidden) <= size:
-            return part(hidden, slice(None))
+            # Copies, because FSDP2 registers its backward hook on the returned tensors and warns about views, on which
+            # an in-place operation would drop the hook. They hold one number per token.
+            return [result.clone() for result in part(hidden, slice(None))]
         parts = []
         for start in range(0, len(hidden), size):
             which = slice(start, start + size)
@@ -272,9 +286,9 @@ class FusedForward:
         return [torch.cat(results) for results in zip(*parts, strict=True)]
 
     def _layer(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int) -> Tensor:
-        """One decoder layer on hidden (batch * tokens, width)."""
+        """Compute one decoder layer on hidden (batch * tokens, width)."""
         arguments = (layer, hidden, cos, sin, plan, batch)
-        if self.model.training:  # as the models of transformers do: nothing else depends on the mode
+        if self.model.training:  # recompute activations, as transformers does; nothing else depends on the mode
             return checkpoint(self._compute_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
         return self._compute_layer(*arguments)
 
@@ -288,21 +302,21 @@ class FusedForward:
     def _open_layer(
         self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, batch: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (batch, heads, tokens, head_dim)."""
+        """Compute queries, keys and values, (batch, heads, tokens, head_dim)."""
         attention = layer.self_attn
         x = self._copy(self._norm(hidden, layer.input_layernorm))
         query, key, value = (
             self._linear(projection, x).view(len(x), -1, attention.head_dim)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if hasattr(attention, "q_norm"):  # of each rank's own heads
+        if hasattr(attention, "q_norm"):  # applied to the heads of this rank
             query, key = self._head_norm(query, attention.q_norm), self._head_norm(key, attention.k_norm)
         query, key = rotary(query, cos, sin), rotary(key, cos, sin)
         query, key, value = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
         return query, key, value
 
     def _close_layer(self, layer: Any, hidden: Tensor, attended: Tensor) -> Tensor:
-        """What follows attention."""
+        """Compute the part of a layer after attention."""
         mlp = layer.mlp
         hidden = self._add_linear(hidden, attended, layer.self_attn.o_proj)
         x = self._copy(self._norm(hidden, layer.post_attention_layernorm))
@@ -336,12 +350,12 @@ class FusedForward:
         return rms_norm(x, self._copy(local(module.weight)), self._epsilon)
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, head_dim / 2) each."""
+        """Return cos and sin at these positions, (tokens, head_dim / 2) each."""
         cos, sin = self._angles_up_to(int(positions.max()))
         return cos[positions], sin[positions]
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (at least position + 1, head_dim / 2), from a table that grows with the positions asked for."""
+        """Return cos and sin (at least position + 1, head_dim / 2) from a table that grows as needed."""
         if self._angles is None or len(self._angles[0]) <= position:
             size = 1 << position.bit_length()
             dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
@@ -350,13 +364,13 @@ class FusedForward:
 
 
 def _decode(forward: Forward, tokens: Tensor, plan: DecodePlan) -> Tensor:
-    """As one token each of a batch."""
+    """Decode by the forward pass of a batch with one token per row."""
     return forward(tokens[:, None], position_ids=plan.ends[:, None], attention_plan=plan)[:, -1]
 
 
 @torch.no_grad()
 def _angles(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, (positions, head_dim / 2), as the model itself computes them; it repeats both halves."""
+    """Return cos and sin, (positions, head_dim / 2), of the model's rotary embedding, which repeats both halves."""
     like = torch.zeros((), dtype=dtype, device=positions.device)
     cos, sin = (x[0, :, : x.shape[-1] // 2].contiguous() for x in body.rotary_emb(like, positions[None]))
     return cos, sin
@@ -365,7 +379,7 @@ def _angles(body: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 def _packed_layer(
     decoder: Decoder, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, batch: int
 ) -> Tensor:
-    """One decoder layer without gradient on packed weights: what the decoder computes, for many tokens of a row."""
+    """Compute one decoder layer without gradient on packed weights, for many tokens per row."""
     layer, epsilon = decoder.layers[index], decoder.epsilon
     projected = layer.qkv(rms_norm(hidden, layer.norm, epsilon)).unflatten(1, (-1, decoder.head_dim))
     query, key, value = projected.split([decoder.heads, decoder.kv_heads, decoder.kv_heads], dim=1)
@@ -379,7 +393,7 @@ def _packed_layer(
 
 
 def _add_linear(residual: Tensor, x: Tensor, module: nn.Module) -> Tensor:
-    """residual + module(x), in one product where that is possible."""
+    """Return residual + module(x), fused into one product if the module is a plain linear layer without bias."""
     if type(module) is nn.Linear and module.bias is None:
         return torch.addmm(residual, x, module.weight.t())
     return residual + module(x)
@@ -396,4 +410,4 @@ def _is_fusable(model: PreTrainedModel) -> bool:
         return False
     body: Any = model.model
     cos, _ = _angles(body, torch.zeros(1, dtype=torch.int64, device=model.device), torch.float32)
-    return 2 * cos.shape[-1] == body.layers[0].self_attn.head_dim  # the whole head is rotated
+    return 2 * cos.shape[-1] == body.layers[0].self_attn.head_dim  # no partial rotary embedding

@@ -1,4 +1,4 @@
-"""The keys and values of running sequences, and the attention plans that fill and read them."""
+"""The KV cache of running sequences, and the attention plans that fill and read it."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,10 @@ from hybridflow.models.attention import PackedPlan
 
 
 class KVCache:
-    """One row for each sequence; `lengths` (rows,) counts the tokens it holds. Storage grows as rows are added.
+    """Keys and values of the running sequences, one row each; `lengths` (rows,) counts their tokens.
 
-    `keys` and `values` hold one tensor for each layer: (rows, kv_heads, capacity, dim), contiguous.
+    `keys` and `values` have one tensor per layer: (rows, kv_heads, capacity, dim), contiguous. Storage grows when rows
+    are added.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,50 +23,50 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row has room for."""
+        """The number of tokens that fit into a row."""
         return self.keys[0].shape[2] if self.keys else 0
 
     def append(self, prompts: "PrefillPlan", source: Tensor, capacity: int) -> None:
-        """Add one row for each entry of `source`, the prompt it starts from.
+        """Add one row for each entry of `source`, the index of the row's prompt.
 
-        `capacity`: room for the longest that any of these rows will become; rows that are there keep theirs.
+        `capacity` is the largest number of tokens that one of these rows will have; it does not shrink.
         """
         capacity = max(capacity, self.capacity)
-        places = _Places(prompts.lengths, source, first_row=len(self.lengths))
+        layout = _NewRows(prompts.lengths, source, first_row=len(self.lengths))
         layers = range(len(prompts.keys))
         compiled = all(_is_compiled(prompts.keys[i], prompts.values[i]) for i in layers)
-        keys = [self._grown(self.keys, i, prompts.keys[i], places, capacity, compiled) for i in layers]
-        values = [self._grown(self.values, i, prompts.values[i], places, capacity, compiled) for i in layers]
-        self.keys, self.values, self.lengths = keys, values, torch.cat([self.lengths, places.lengths])
+        keys = [self._grown(self.keys, i, prompts.keys[i], layout, capacity, compiled) for i in layers]
+        values = [self._grown(self.values, i, prompts.values[i], layout, capacity, compiled) for i in layers]
+        self.keys, self.values, self.lengths = keys, values, torch.cat([self.lengths, layout.lengths])
 
     def keep(self, rows: Tensor) -> None:
-        """Drop every row that is not listed; row i is now what row rows[i] was. Only rows that move are copied."""
+        """Drop every row that is not listed, and move row rows[i] to i. Only rows that move are copied."""
         used = int(self.lengths[rows].max()) if len(rows) else 0
-        places = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
+        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().flatten()
         for storage in (self.keys, self.values):
             for layer, x in enumerate(storage):
                 tokens = x[:, :, :used]
-                tokens.index_copy_(0, places, tokens[rows[places]])
+                tokens.index_copy_(0, moved, tokens[rows[moved]])
                 storage[layer] = x[: len(rows)]
         self.lengths = self.lengths[rows]
 
     def _grown(
-        self, storage: list[Tensor], layer: int, packed: Tensor, places: "_Places", capacity: int, compiled: bool
+        self, storage: list[Tensor], layer: int, packed: Tensor, layout: "_NewRows", capacity: int, compiled: bool
     ) -> Tensor:
-        """The rows of a layer, then those that start from `packed` (tokens, kv_heads, dim) at `places`."""
+        """Return a layer's existing rows, followed by new rows filled from `packed` (tokens, kv_heads, dim)."""
         heads, dim = packed.shape[1:]
-        shape = (places.first_row + len(places.lengths), heads, capacity, dim)
-        # In PyTorch's own attention a weight of 0 times what nobody wrote must be 0.
+        shape = (layout.first_row + len(layout.lengths), heads, capacity, dim)
+        # PyTorch's attention multiplies unwritten entries by 0, so they must not be NaN.
         grown = packed.new_empty(shape) if compiled else packed.new_zeros(shape)
-        if storage and places.first_row:
+        if storage and layout.first_row:
             used = int(self.lengths.max())
-            grown[: places.first_row, :, :used] = storage[layer][:, :, :used]
-        grown.transpose(1, 2)[places.rows, places.positions] = packed[places.tokens]
+            grown[: layout.first_row, :, :used] = storage[layer][:, :, :used]
+        grown.transpose(1, 2)[layout.rows, layout.positions] = packed[layout.tokens]
         return grown
 
 
-class _Places:
-    """Which token of the packed prompts goes where: `tokens`, `rows` and `positions` are parallel."""
+class _NewRows:
+    """The layout of new rows: token `tokens[i]` of the packed prompts goes to `rows[i]`, position `positions[i]`."""
 
     def __init__(self, prompt_lengths: Sequence[int], source: Tensor, first_row: int) -> None:
         prompts = torch.tensor(prompt_lengths, device=source.device)
@@ -80,14 +81,14 @@ class _Places:
 
 
 def _is_compiled(keys: Tensor, values: Tensor) -> bool:
-    """Whether a compiled kernel attends to these, which reads nothing that was not written."""
+    """Whether a compiled kernel, which does not read unwritten entries, attends to these keys and values."""
     return serves(keys) and keys.shape[-1] == values.shape[-1]
 
 
 class PrefillPlan:
-    """Packed causal attention over prompts that also keeps their keys and values.
+    """Packed causal attention over prompts that also stores their keys and values.
 
-    `keys` and `values` by layer: (tokens, kv_heads, dim), the prompts one after another.
+    `keys` and `values` by layer: (tokens, kv_heads, dim) of the packed prompts.
     """
 
     def __init__(self, lengths: list[int]) -> None:
@@ -97,14 +98,16 @@ class PrefillPlan:
         self._packed = PackedPlan.from_lengths(lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Store the keys and values of one layer, and compute its attention."""
         self.keys[layer], self.values[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
         return self._packed.attend(layer, query, key, value, scaling)
 
 
 class DecodePlan:
-    """One new token for each of the first `num_rows` rows: write its key and value at the row's end, attend to all.
+    """Attention of one new token in each of the first `num_rows` rows, to all tokens of its row.
 
-    The caller adds 1 to the lengths of the rows that go on; what the others wrote is overwritten or never seen.
+    Its key and value are written at the end of the row. The caller adds 1 to the lengths of the rows that continue;
+    entries of the other rows are overwritten or not read.
     """
 
     def __init__(self, cache: KVCache, num_rows: int) -> None:
@@ -116,6 +119,7 @@ class DecodePlan:
         self._unseen: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Write the new keys and values of one layer, and compute its attention."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
         if _is_compiled(key, value):
@@ -126,7 +130,7 @@ class DecodePlan:
     def _attend_by_products(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scaling: float
     ) -> Tensor:
-        """By two matrix products on the padded rows, (rows, heads, dim)."""
+        """Compute attention by two matrix products on the padded rows, (rows, heads, dim)."""
         keys[self._rows, :, self.ends] = key
         values[self._rows, :, self.ends] = value
         (rows, heads, head_dim), kv_heads, used = query.shape, key.shape[1], self.longest + 1

@@ -1,7 +1,6 @@
-"""Models from a Hugging Face directory: a policy, or a critic with a scalar head on the same body.
+"""Loading models from a Hugging Face directory: a policy, or a critic with a scalar head on the same body.
 
-No code of the directory is ever executed. Dropout is off: a token's log-probability must not depend on
-which pass computed it.
+Code in the directory is not executed. Dropout is off: a token's log-prob must not depend on the pass that computes it.
 """
 
 import json
@@ -31,23 +30,23 @@ from hybridflow.observability import get_logger
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 HEADS = ("lm_head.", "score.")
-"""Parameters that a policy has and a critic has not, or the other way round."""
+"""Prefixes of the heads' parameters: `lm_head.` of a policy, `score.` of a critic."""
 
 VALUE_HEAD = "score."
 VALUE_MODEL = {"num_labels": 1, "classifier_dropout": 0.0}
-"""What a critic's configuration says besides that of its body."""
+"""Configuration keys of a critic besides those of its body."""
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
-"""What transformers and safetensors raise for directories that they cannot read."""
+"""Errors that transformers and safetensors raise for directories that they cannot read."""
 
 logger = get_logger(__name__)
 
 
 def load_causal_lm(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The policy of a directory, in `dtype`, with hybridflow's attention.
+    """Load the policy of a directory in `dtype`, with hybridflow's attention.
 
-    Raises ModelError if the directory is missing, incomplete or damaged, is no causal language model, or its
-    attention cannot be planned.
+    Raises ModelError if the directory is missing, incomplete or damaged, is not a causal language model, or uses an
+    unsupported attention.
     """
     require_language_model(path)
     model, missing = _load(AutoModelForCausalLM, path, dtype)
@@ -56,7 +55,7 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype = torch.float32) -> PreT
 
 
 def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The body of a causal language model with a linear head giving one value per token; a new head starts at zero.
+    """Load the body of a causal language model with a linear head for one value per token; a new head is zero.
 
     Raises ModelError as `load_causal_lm` does.
     """
@@ -69,7 +68,7 @@ def load_value_model(path: str | Path, dtype: torch.dtype = torch.float32) -> Pr
 
 
 def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: object) -> tuple[PreTrainedModel, set[str]]:
-    """The model, and the names of parameters that the directory does not hold."""
+    """Load a model; return it and the names of its parameters that the directory lacks."""
     try:
         with quiet_transformers():
             config = read_config(path, **options)
@@ -80,7 +79,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
                 attn_implementation=ATTENTION,
                 trust_remote_code=False,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported here, with names and shapes
+                ignore_mismatched_sizes=True,  # reported below, with names and shapes
                 output_loading_info=True,
             )
     except LOADING_ERRORS as error:
@@ -94,10 +93,10 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
 
 
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
-    """The configuration of a model directory; `options` replace keys. Raises ModelError if it cannot be served."""
+    """Read the configuration of a model directory; `options` replace keys. Raises ModelError if it is unsupported."""
     if not (Path(path) / "config.json").is_file():
         raise ModelConfigError(
-            f"'{path}' is no model directory, it has no config.json; give a local Hugging Face directory as "
+            f"'{path}' is not a model directory: config.json not found; give a local Hugging Face directory as "
             "model.path (nothing is downloaded)."
         )
     config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)
@@ -106,30 +105,32 @@ def read_config(path: str | Path, **options: object) -> PretrainedConfig:
 
 
 def require_language_model(path: str | Path) -> None:
-    """Raises ModelError for a directory whose config.json says that it classifies, as a reward model does: with tied
-    embeddings its weights would be enough for a policy, which it is not."""
+    """Raise ModelError if config.json names a classifier, such as a reward model.
+
+    With tied embeddings its weights would load as those of a policy.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         return
-    with suppress(ValueError):  # which is told when the configuration is read
+    with suppress(ValueError):  # `read_config` reports it
         architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
         if str(architectures[0]).endswith("Classification"):
             raise ModelError(
-                f"'{path}' is a {architectures[0]}, such as a reward model is, and writes no text; give a causal "
-                "language model here (and a reward model as reward.model_path)."
+                f"'{path}' is a {architectures[0]} (a classifier or reward model), which does not generate text; give "
+                "a causal language model here, and a reward model as reward.model_path."
             )
 
 
 def vocabulary_size(path: str | Path) -> int:
-    """Entries of the embedding of a model directory, also those that no token of its tokenizer has."""
+    """Return the number of entries of a model's embedding, including entries that its tokenizer does not use."""
     with quiet_transformers():
         return read_config(path).get_text_config().vocab_size
 
 
 def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> ModelError:
-    """What to tell of an error of transformers or safetensors."""
+    """Return the ModelError for an error of transformers or safetensors."""
     kind = auto_class.__name__.removeprefix("AutoModelFor")
-    reason = "its attention cannot be planned" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
+    reason = "its attention is not supported" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
     return ModelError(
         f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
         "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
@@ -138,35 +139,35 @@ def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> Mod
 
 
 def require_shape(path: str | Path, name: str, stored: Iterable[int], wanted: Iterable[int]) -> None:
-    """Raises ModelError if a stored weight does not have the shape that the configuration gives it."""
+    """Raise ModelError if a stored weight does not have the shape that the configuration requires."""
     if tuple(stored) != tuple(wanted):
         raise ModelError(
-            f"'{path}': {name} has shape {tuple(stored)} in the weights and {tuple(wanted)} by config.json; "
-            "they are of different models, copy both again."
+            f"'{path}': {name} has shape {tuple(stored)} in the weights, but {tuple(wanted)} by config.json; they are "
+            "of different models, copy both again."
         )
 
 
 def require_complete(path: str | Path, missing: Iterable[str]) -> None:
-    """Raises ModelError if weights are missing."""
+    """Raise ModelError if weights are missing."""
     if names := sorted(missing):
         raise ModelError(
-            f"'{path}': the weights lack {_listed(names)}, which config.json asks for; "
-            "the files are incomplete or of another model, copy them again."
+            f"'{path}': the weights lack {_listed(names)}, which config.json requires; the files are incomplete or of "
+            "a different model, copy them again."
         )
 
 
 def warn_of_ignored(path: str | Path, names: Iterable[str]) -> None:
-    """Say which stored weights nobody asked for; that a critic ignores the head of a policy is no news."""
+    """Log the stored weights that the model does not have, except heads: a critic ignores a policy's head."""
     if ignored := sorted(name for name in names if not name.startswith(HEADS)):
-        logger.warning("%s holds weights that its config.json has no place for: %s", path, _listed(ignored))
+        logger.warning("'%s' has weights that are not part of its config.json's model: %s", path, _listed(ignored))
 
 
 def turn_off_dropout(model: nn.Module) -> None:
-    """A token's log-prob must not depend on which pass computed it."""
+    """Set all dropout rates to 0, so that a token's log-prob does not depend on the pass that computes it."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in vars(module).items():  # rates that are passed to functions, such as attention_dropout
+        for name, value in vars(module).items():  # rates stored as attributes, such as attention_dropout
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
 
@@ -177,7 +178,7 @@ def _listed(names: list[str]) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """A value head that is not stored is no news, and a progress bar for seconds none either."""
+    """Silence the log and the progress bars of transformers, which report a missing value head."""
     verbosity, progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., 2022, LoRA) by peft: W + alpha / rank * B A, where A and B learn; B starts at zero."""
+"""Low-rank adapters (LoRA; Hu et al., 2022) by peft: W + alpha / rank * B A. Only A and B learn; B starts at zero."""
 
 import math
 import zlib
@@ -21,62 +21,62 @@ FIRST, SECOND = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, dtype: torch.dtype) -> None:
-    """Put adapters without contents beside the linear layers that `config.targets` names; nothing else learns then.
+    """Add uninitialized adapters to the linear layers of `config.targets`, and freeze all other parameters.
 
-    Raises ModelError if peft is missing, the model has no such layers, or they cannot have such adapters.
+    Raises ModelError if peft is missing, or the model has no such layers, or they do not support these adapters.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ModelConfigError(
-            f"lora.rank={config.rank} needs peft ({error}); install it with `pip install hybridflow[lora]`."
+            f"lora.rank={config.rank} requires peft ({error}); install it with `pip install hybridflow[lora]`."
         ) from error
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if missing := [target for target in config.targets if target not in names]:
         raise ModelConfigError(
-            f"lora.targets: the model has no linear layer called {', '.join(missing)}; there are "
+            f"lora.targets: the model has no linear layer named {', '.join(missing)}; valid names: "
             f"{', '.join(sorted(names))}."
         )
-    _require_sensible(model, config)
+    _require_suitable_targets(model, config)
     model.requires_grad_(False)
-    how = LoraConfig(
+    peft_config = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  (any number)
         target_modules=list(config.targets),
         lora_dropout=0.0,
         init_lora_weights=False,
     )
-    inject_adapter_in_model(how, model, low_cpu_mem_usage=True)
+    inject_adapter_in_model(peft_config, model, low_cpu_mem_usage=True)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad:  # an adapter, on the meta device
                 setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype)))
 
 
-def _require_sensible(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Raises ModelError for a layer whose weight is also the embedding, and a rank that saves nothing anywhere."""
+def _require_suitable_targets(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Raise ModelError for a layer whose weight is tied to the embedding, and for a rank larger than all layers."""
     layers: dict[str, Any] = {
         name: layer for name, layer in model.named_modules() if name.rpartition(".")[2] in config.targets
     }
     embedding: Any = model.get_input_embeddings().weight
     if tied := [name for name, layer in layers.items() if layer.weight is embedding]:
         raise ModelConfigError(
-            f"lora.targets: {tied[0]} of this model has the weight of its input embedding (tie_word_embeddings), which "
-            "adapters of one of them cannot be merged into; leave it out."
+            f"lora.targets: the weight of {tied[0]} is tied to the input embedding (tie_word_embeddings), so adapters "
+            f"cannot be merged into it; remove {tied[0]}."
         )
     largest = max(min(layer.weight.shape) for layer in layers.values())
     if config.rank > largest:
         raise ModelConfigError(
-            f"lora.rank={config.rank} exceeds the smaller side of every layer of lora.targets; use at most {largest}, "
-            "which is as good as learning the layers themselves."
+            f"lora.rank={config.rank} exceeds the smaller dimension of every layer in lora.targets; use at most "
+            f"{largest}, which is equivalent to training the full layers."
         )
 
 
 @torch.no_grad()
 def fill_adapters(model: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Give the adapters their first contents: A uniform as peft has it, from the seed and the layer's name; B zero.
+    """Initialize the adapters: A uniform as in peft, from the seed and the layer's name; B zero.
 
-    The numbers do not depend on the ranks that share them.
+    The values do not depend on how ranks shard them.
     """
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -97,7 +97,7 @@ def fill_adapters(model: PreTrainedModel, seed: int, device: torch.device) -> No
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The base model: its adapters are there and add nothing."""
+    """Disable the adapters inside the context, so that the model computes as the base model."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "enable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
@@ -114,16 +114,16 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """What the model without adapters calls a parameter."""
+    """Return the name of a parameter in the model without adapters."""
     return name.replace(BASE, "")
 
 
 def merged_weights(
     names: Collection[str], weight_of: Callable[[str], Tensor], scaling: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model without adapters that computes the same; `names` are those of a model with them.
+    """Yield the weights of the base model merged with the adapters; `names` are those of the model with adapters.
 
-    One weight at a time, in the dtype that it has; products are in float32 at least.
+    One weight at a time, in its dtype; products are in float32 or wider.
     """
     for name in names:
         if is_adapter(name):
@@ -135,7 +135,7 @@ def merged_weights(
 
 
 def merged_weight(name: str, weight: Tensor, adapters: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """A weight and what the adapters of its layer add, if it has any; in the dtype of the weight."""
+    """Return a weight merged with the adapters of its layer, if it has any; in the dtype of the weight."""
     layer = name.removesuffix(".weight")
     if layer == name or layer + FIRST not in adapters:
         return weight

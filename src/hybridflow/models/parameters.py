@@ -1,4 +1,4 @@
-"""The parameters of a model: replaced where they are, and a rank's part of one that ranks share."""
+"""Operations on the parameters of a model: replacing them in place, and this rank's shard of one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    """Put `make(name, parameter)` in the place of each parameter; a tied one is made once and stays tied."""
+    """Replace each parameter by `make(name, parameter)`, called once for tied parameters, which stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -18,12 +18,12 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.
 
 
 def local(parameter: Any) -> Any:
-    """What this rank has of a parameter; a parameter that is not shared, or None, is itself."""
+    """Return this rank's shard of a parameter; a parameter that is not sharded, or None, is returned unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """What this rank has of `whole`, where ranks share it as they share `parameter`. Nothing is sent."""
+    """Return this rank's shard of `whole`, sharded as `parameter` is, without communication."""
     if not isinstance(parameter, DTensor):
         return whole
     whole = whole.to(parameter.device_mesh.device_type)

@@ -1,7 +1,7 @@
 """Sequence parallel: each rank has a shard of the tokens, and in attention all tokens of some heads.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023): an all-to-all before attention turns shards of all heads into all tokens of
-some heads, another one after it turns them back. Heads that the ranks cannot share evenly are repeated or filled up.
+DeepSpeed-Ulysses (Jacobs et al., 2023): an all-to-all before attention exchanges shards of tokens for shards of heads,
+and a second one after attention reverses it. Heads that ranks cannot split evenly are repeated or padded.
 """
 
 import torch
@@ -14,36 +14,37 @@ from hybridflow.models.attention import AttentionPlan
 
 
 class UlyssesPlan:
-    """`plan`, which is of the whole sequences, for queries, keys and values of this rank's shard of tokens."""
+    """The attention `plan` of whole sequences, applied to queries, keys and values of this rank's shard of tokens."""
 
     def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
         self.plan, self._group = plan, group
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compute the attention of one layer for this rank's tokens; all ranks of the group call it."""
         size, heads = self._group.size(), query.shape[1]
-        repeats, filled = shared_heads(heads, key.shape[1], size)
+        repeats, padded = shared_heads(heads, key.shape[1], size)
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        if filled > heads:  # then each head of a query has its own key
-            query, key, value = (pad(x, (0, 0, 0, 0, 0, filled - heads)) for x in (query, key, value))
+        if padded > heads:  # then each query head has its own key head
+            query, key, value = (pad(x, (0, 0, 0, 0, 0, padded - heads)) for x in (query, key, value))
         query, key, value = (self._tokens_of_some_heads(x) for x in (query, key, value))
         out = self.plan.attend(layer, query, key, value, scaling)
         return self._heads_of_some_tokens(out)[:, :, :heads]
 
     def _tokens_of_some_heads(self, x: Tensor) -> Tensor:
-        """(batch, heads, shard, dim) -> (batch, heads / ranks, tokens, dim)."""
+        """Exchange (batch, heads, shard, dim) for (batch, heads / ranks, tokens, dim)."""
         x = x.unflatten(1, (self._group.size(), -1)).movedim(1, 0)  # (ranks, batch, heads / ranks, shard, dim)
         return _AllToAll.apply(x, self._group).movedim(0, 2).flatten(2, 3)
 
     def _heads_of_some_tokens(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads / ranks, dim) -> (batch, shard, heads, dim)."""
+        """Exchange (batch, tokens, heads / ranks, dim) for (batch, shard, heads, dim)."""
         x = x.unflatten(1, (self._group.size(), -1)).movedim(1, 0)  # (ranks, batch, shard, heads / ranks, dim)
         return _AllToAll.apply(x, self._group).movedim(0, 2).flatten(2, 3)
 
 
 def shared_heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
-    """How often each key-value head is repeated so that ranks share them evenly, and the heads of queries, filled up.
+    """Return the repetitions of each key-value head, and the padded number of query heads, for an even split.
 
-    The heads of a query that a rank gets must find their keys on it.
+    Each rank gets the key-value heads of its query heads.
     """
     groups = heads // kv_heads
     for repeats in range(1, groups + 1):
@@ -53,28 +54,30 @@ def shared_heads(heads: int, kv_heads: int, ranks: int) -> tuple[int, int]:
 
 
 class GatherTokens(torch.autograd.Function):
-    """Values of this rank's tokens, (count, ...), at their places among all ranks' tokens, (total, ...); equal on all.
+    """All-gather of values of this rank's tokens, (count, ...), to their indices among all tokens, (total, ...).
 
-    Each rank computes the same from the result, so each takes its own part of the gradient.
+    The result is equal on all ranks. Each computes the same loss from it, so each keeps its part of the gradient.
     """
 
     @staticmethod
-    def forward(ctx, values, places, total, group):
-        ctx.save_for_backward(places)
-        everywhere = values.new_zeros(total, *values.shape[1:])
-        everywhere[places] = values
-        dist.all_reduce(everywhere, group=group)
-        return everywhere
+    def forward(ctx, values, indices, total, group):
+        """Gather the values of all ranks."""
+        ctx.save_for_backward(indices)
+        gathered = values.new_zeros(total, *values.shape[1:])
+        gathered[indices] = values
+        dist.all_reduce(gathered, group=group)
+        return gathered
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (places,) = ctx.saved_tensors
-        return grad[places], None, None, None
+        """Return the gradient of this rank's values."""
+        (indices,) = ctx.saved_tensors
+        return grad[indices], None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i goes to rank i, and part i of the result came from rank i."""
+    """An all-to-all: part i is sent to rank i, and part i of the result is received from rank i."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,6 +1,6 @@
-"""A model whose parameters are shared by several ranks: built without memory, then filled a parameter at a time.
+"""Loading a sharded model: it is built on the meta device, then filled one parameter at a time.
 
-No rank ever holds more than its own shards and one whole parameter.
+A rank holds at most its shards and one whole parameter.
 """
 
 import json
@@ -37,13 +37,13 @@ Head = Literal["policy", "value"]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BODY = "model."
-"""What the parameters of the body are called under a head; a directory of the body alone leaves it out."""
+"""Prefix of the body's parameters in a model with a head; a directory of the body alone leaves it out."""
 
 
 def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a directory with parameters of `dtype` on the meta device; its buffers are real.
+    """Build the model of a directory with parameters of `dtype` on the meta device; buffers have contents.
 
-    Raises ModelError as `load_causal_lm` does for what the configuration alone rules out.
+    Raises ModelError as `load_causal_lm` does, for unsupported configurations.
     """
     auto_class: Any = AutoModelForCausalLM if head == "policy" else AutoModelForTokenClassification
     if head == "policy":
@@ -60,7 +60,7 @@ def build_without_weights(path: str | Path, head: Head, dtype: torch.dtype) -> P
 
 
 def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """As `build_without_weights`, on `device` with one zero in place of each parameter, until `data` is given to it."""
+    """Build the model on `device` with placeholders, which take no memory until `data` of a parameter is assigned."""
     model = build_without_weights(path, head, dtype)
     replace_parameters(
         model, lambda _, parameter: nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=False)
@@ -73,16 +73,16 @@ def build_with_placeholders(path: str | Path, head: Head, dtype: torch.dtype, de
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Something of this shape that has the memory of one number."""
+    """Return a zero tensor of this shape that occupies the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 @torch.no_grad()
 def load_shards(model: PreTrainedModel, path: str | Path) -> None:
-    """Fill the parameters, whole or shards of this rank, from the safetensors files of the directory.
+    """Fill the parameters, or this rank's shards of them, from the safetensors files of the directory.
 
-    A value head that is not stored becomes zero. Raises ModelError if files or weights are missing, damaged or of
-    another shape.
+    A value head that is not stored becomes zero. Raises ModelError if files or weights are missing, damaged or have a
+    wrong shape.
     """
     with StoredModel(path) as stored:
         parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
@@ -127,20 +127,20 @@ class StoredModel:
 
     @property
     def names(self) -> list[str]:
-        """Every stored name."""
+        """Names of all stored tensors."""
         return list(self._files)
 
     def name_of(self, parameter: str) -> str | None:
-        """The stored name of a parameter; None if it is not there."""
+        """Return the stored name of a parameter, with or without the prefix of the body; None if it is not stored."""
         candidates = (parameter, parameter.removeprefix(BODY), BODY + parameter)
         return next((name for name in candidates if name in self._files), None)
 
     def shape(self, name: str) -> list[int]:
-        """Of a stored tensor."""
+        """Return the shape of a stored tensor without reading it."""
         return self._files[name].get_slice(name).get_shape()
 
     def read(self, name: str) -> Tensor:
-        """A stored tensor."""
+        """Read a stored tensor."""
         return self._files[name].get_tensor(name)
 
     def __enter__(self) -> "StoredModel":
@@ -152,7 +152,7 @@ class StoredModel:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register here have no memory."""
+    """Register parameters of modules on the meta device inside the context, so that they take no memory."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

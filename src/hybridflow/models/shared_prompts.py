@@ -1,4 +1,4 @@
-"""Packed rows that share a prompt: it is computed once, and each response goes on from it."""
+"""Attention of packed rows that share a prompt, which is computed once for all of its responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ from hybridflow.kernels import causal_attention, serves
 from hybridflow.models.attention import SHORT, pytorch_attention, run_attention
 
 LONG_PROMPT = 256
-"""From this length on sharing pays with PyTorch's attention, if the prompt is half of all (docs/benchmarks.md)."""
+"""Shortest shared prompt for which sharing is faster with PyTorch's attention, if it is at least half of the sequence
+(docs/benchmarks.md)."""
 
 
 def sharing_pays(shared: Tensor, lengths: Tensor, compiled: bool) -> Tensor:
-    """For each sequence of `lengths` tokens, whether it is faster to share the first `shared` of them.
+    """Return, for each sequence of `lengths` tokens, whether sharing its first `shared` tokens is faster.
 
-    `compiled`: whether there is compiled attention for the model. PyTorch's wants one call for each sequence then, with
-    a mask, which costs more than a short prompt.
+    `compiled`: whether a compiled attention kernel supports the model. PyTorch's attention then needs a masked call per
+    sequence, which costs more than a short prompt.
     """
     is_long = (shared >= LONG_PROMPT) & (2 * shared >= lengths)
     return is_long | (lengths <= SHORT) if compiled else is_long
@@ -26,15 +27,16 @@ def sharing_pays(shared: Tensor, lengths: Tensor, compiled: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedPromptPlan:
-    """Causal attention of families of sequences that lie one after another in a single row (batch 1).
+    """Causal attention of families of sequences that are packed into a single row (batch 1).
 
-    A family lists lengths, each at least 1: of a trunk, then of branches, each of which attends to the trunk and to
-    itself; a sequence of its own is a family of one.
+    A family is a tuple of lengths, each at least 1: a trunk, which is the shared prompt, and branches, each of which
+    attends to the trunk and to itself. A sequence that shares nothing is a family with a trunk only.
     """
 
     families: tuple[tuple[int, ...], ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Compute the attention of one layer."""
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
         compiled = serves(query) and query.shape[-1] == value.shape[-1]
         outputs, start = [], 0
@@ -50,6 +52,7 @@ class SharedPromptPlan:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def with_filling(self, count: int) -> "SharedPromptPlan":
+        """Return a plan with one more family of `count` padding tokens."""
         return SharedPromptPlan((*self.families, (count,))) if count else self
 
 
@@ -60,7 +63,7 @@ def _longest(family: Sequence[int]) -> int:
 def _attend_by_family(
     query: Tensor, key: Tensor, value: Tensor, families: Sequence[Sequence[int]], scaling: float
 ) -> list[Tensor]:
-    """(length, heads, dim) of each sequence, by PyTorch's attention."""
+    """Compute PyTorch's attention of each trunk and branch, (length, heads, dim) each."""
     outputs, start = [], 0
     for trunk, *branches in families:
         begin, start = start, start + trunk

@@ -1,4 +1,4 @@
-"""Which models can be served: those whose every layer asks the plan, and nothing but the plan, for its attention."""
+"""Checks of supported models: every layer must compute its attention by the attention plan, and only by it."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,20 @@ from hybridflow.errors import ModelError
 from hybridflow.models.attention import PackedPlan
 
 FUSED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""By `model_type`: pre-norm layers of full attention with rotary embeddings and a gated SiLU, biases where they are."""
+"""`model_type` of the families with a fused forward pass: pre-norm layers of full attention with rotary embeddings and
+a gated SiLU, with or without biases."""
 
 USE_INSTEAD = "use a model with full causal attention such as Llama, Qwen2 or Qwen3."
 
 
 def require_supported_config(config: PretrainedConfig) -> None:
-    """What the configuration alone rules out, before any weights are read."""
+    """Raise ModelError for an unsupported configuration, before any weights are read."""
     text = config.get_text_config()
     kind = config.model_type
     if any(name.endswith("ForMaskedLM") for name in config.architectures or ()):
-        raise ModelError(f"{kind} models fill in masked tokens, they are no causal language models; {USE_INSTEAD}")
+        raise ModelError(
+            f"{kind} models are masked language models, but a causal language model is required; {USE_INSTEAD}"
+        )
     layer_types = getattr(text, "layer_types", None)
     if others := sorted(set(layer_types or ()) - {"full_attention"}):
         raise ModelError(f"{kind} models with layers of type {', '.join(others)} are not supported; {USE_INSTEAD}")
@@ -31,25 +34,25 @@ def require_supported_config(config: PretrainedConfig) -> None:
 
 
 def has_angles_of_length(config: PretrainedConfig) -> bool:
-    """Whether rotary angles depend on the longest sequence of a call, and so a token's log-prob on its neighbours."""
+    """Whether rotary angles depend on the longest sequence of a call, so that log-probs depend on other rows."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("rope_type") in ("dynamic", "longrope")
 
 
 def require_planned_attention(model: PreTrainedModel) -> None:
-    """Run two tokens through the model: each layer must ask the plan for its attention, once."""
+    """Run two tokens through the model, and raise ModelError unless each layer calls the attention plan once."""
     plan = _Recording()
     zeros = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     try:
         with torch.no_grad():
             model(zeros, position_ids=zeros, attention_plan=plan, use_cache=False)
-    except (TypeError, RuntimeError) as error:  # its forward does not take the plan, or its heads do not fit
+    except (TypeError, RuntimeError) as error:  # the forward pass rejects the plan, or the heads are unsupported
         raise ModelError(f"{model.config.model_type} models are not supported ({error}); {USE_INSTEAD}") from error
     num_layers = model.config.get_text_config().num_hidden_layers
     if plan.layers != list(range(num_layers)):
         raise ModelError(
-            f"{model.config.model_type} models are not supported: of {num_layers} layers {len(plan.layers)} use "
-            f"attention that can be planned; {USE_INSTEAD}"
+            f"{model.config.model_type} models are not supported: only {len(plan.layers)} of {num_layers} layers use a "
+            f"supported attention; {USE_INSTEAD}"
         )
 
 

@@ -1,9 +1,9 @@
-"""Tensor parallel: which axis of each weight the ranks share, and the four places where they meet in a layer.
+"""Tensor parallel: the axis along which each weight is sharded, and the communication inside a layer.
 
     x ──copy──> columns of q, k, v, gate, up ──heads of this rank──> rows of o, down ──sum──> the same on every rank
 
 Each rank has some heads of attention, some columns of the MLP and some entries of the vocabulary (Shoeybi et al., 2019,
-Megatron-LM). What is computed between `copy` and `sum` differs between ranks, everything else is the same on all.
+Megatron-LM). Values between `copy` and `sum` differ between ranks; all other values are equal on all ranks.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,15 @@ from hybridflow.models.parameters import local, replace_parameters
 from hybridflow.models.support import FUSED_FAMILIES
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-"""Modules whose outputs are shared out: weight and bias are cut along their first axis."""
+"""Modules whose outputs are sharded: weight and bias are sharded along their first axis."""
 
 BY_COLUMNS = ("o_proj", "down_proj")
-"""Modules whose inputs are shared out: the weight is cut along its second axis, each rank makes a part of the sum."""
+"""Modules whose inputs are sharded: the weight is sharded along its second axis, and each rank computes a partial
+sum."""
 
 
 def placement_of(name: str) -> Placement:
-    """How the ranks share the parameter of this name."""
+    """Return the placement of the parameter of this name."""
     *_, module, kind = name.split(".")
     if module in BY_ROWS:
         return Shard(0)
@@ -37,13 +38,13 @@ def placement_of(name: str) -> Placement:
 
 
 def require_tensor_parallel(config: Any, size: int) -> None:
-    """Raises ModelError unless `size` ranks can share the layers of such a model."""
+    """Raise ModelError unless the layers of such a model can be sharded over `size` ranks."""
     if size == 1:
         return
     if config.model_type not in FUSED_FAMILIES:
         raise ModelConfigError(
-            f"parallel.tensor={size}: {config.model_type} models have no plan for it, only "
-            f"{', '.join(FUSED_FAMILIES)}; use parallel.tensor = 1, which shards them over all ranks as well."
+            f"parallel.tensor={size} is not supported for {config.model_type} models, only for "
+            f"{', '.join(FUSED_FAMILIES)}; use parallel.tensor = 1, which shards weights over all ranks as well."
         )
     counts = {
         "num_attention_heads": config.num_attention_heads,
@@ -52,18 +53,18 @@ def require_tensor_parallel(config: Any, size: int) -> None:
     }
     if wrong := [f"{key}={count}" for key, count in counts.items() if count % size]:
         raise ModelConfigError(
-            f"parallel.tensor={size} does not divide {' and '.join(wrong)} of this model; choose a divisor of "
-            "all of them, and parallel.sequence for the other ranks."
+            f"parallel.tensor={size} does not divide {' and '.join(wrong)} of this model; use a common divisor, and "
+            "parallel.sequence for the other ranks."
         )
     entries = config.vocab_size
     if (size - 1) * -(-entries // size) >= entries:
         raise ModelConfigError(
-            f"parallel.tensor={size} leaves a rank none of the vocab_size={entries} entries of this model; use fewer."
+            f"parallel.tensor={size} is too large for vocab_size={entries}: a rank would have no entries; use fewer."
         )
 
 
 def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter by its DTensor on the mesh of one axis; a tied one stays one. Nothing is sent."""
+    """Replace each parameter by its DTensor on a one-axis mesh, without communication; tied parameters stay tied."""
 
     def distributed(name: str, parameter: nn.Parameter) -> nn.Parameter:
         shared = distribute_tensor(parameter.detach(), mesh, [placement_of(name)], src_data_rank=None)
@@ -73,26 +74,26 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class TensorRanks:
-    """The meetings of the ranks of one group."""
+    """The communication between the tensor parallel ranks of one group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._rank, self._size = group, group.rank(), group.size()
 
     def copy(self, x: Tensor) -> Tensor:
-        """x, equal on all ranks, which each uses in its own way: its gradient is the sum of theirs."""
+        """Return x, which is equal on all ranks; the backward pass sums the gradients of the ranks."""
         return _Copy.apply(x, self._group)
 
     def linear(self, module: nn.Linear, x: Tensor) -> Tensor:
-        """The outputs of this rank, where the outputs of a module are shared out."""
+        """Compute this rank's outputs of a module with sharded outputs."""
         return linear(x, local(module.weight), local(module.bias))
 
     def linear_sum(self, module: nn.Linear, x: Tensor) -> Tensor:
-        """The whole output, equal on all ranks, where the inputs of a module are shared out."""
+        """Compute the whole output, equal on all ranks, of a module with sharded inputs."""
         out = _Sum.apply(linear(x, local(module.weight)), self._group)
         return out if module.bias is None else out + local(module.bias)
 
     def embed(self, module: nn.Embedding, ids: Tensor) -> Tensor:
-        """Embeddings of ids, of which each rank has some entries of the vocabulary; no gradient for `padding_idx`."""
+        """Compute embeddings of ids from a vocabulary sharded over ranks; no gradient for `padding_idx`."""
         weight: Any = local(module.weight)
         first = self._rank * self._part(module.weight.shape[0])
         is_here = (ids >= first) & (ids < first + len(weight))
@@ -102,34 +103,37 @@ class TensorRanks:
         return _Sum.apply(found * is_here.unsqueeze(-1), self._group)
 
     def logits(self, module: nn.Linear, x: Tensor) -> Tensor:
-        """Logits (tokens, entries) of this rank's entries of the vocabulary."""
+        """Compute logits (tokens, entries) of this rank's entries of the vocabulary."""
         return linear(self.copy(x), local(module.weight), local(module.bias))
 
     def vocabulary(self, size: int) -> "VocabularyRanks":
-        """Who has which of `size` entries."""
+        """Return the assignment of `size` entries to the ranks."""
         return VocabularyRanks(self._rank * self._part(size), size, self._group)
 
     def _part(self, count: int) -> int:
-        """How many entries a rank has at most: the ranks share in parts of this size, the last may have fewer."""
+        """Return the number of entries of each rank; the last ranks may have fewer."""
         return -(-count // self._size)
 
 
 @dataclass(frozen=True)
 class VocabularyRanks:
-    """The ranks that have some entries of the vocabulary each: the `VocabularyShare` of `hybridflow.algorithms`."""
+    """A vocabulary sharded over ranks; implements `VocabularyShare` of `hybridflow.algorithms`."""
 
     first: int
     size: int
     group: dist.ProcessGroup
 
     def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the ranks, in place."""
         dist.all_reduce(x, group=self.group)
         return x
 
     def logsumexp(self, x: Tensor) -> Tensor:
+        """Return log sum exp of x over the ranks."""
         return self.gather(x).logsumexp(0)
 
     def gather(self, x: Tensor) -> Tensor:
+        """Return x of each rank, (ranks, *x.shape)."""
         parts = x.new_empty(self.group.size(), *x.shape)
         dist.all_gather(list(parts), x.contiguous(), group=self.group)
         return parts

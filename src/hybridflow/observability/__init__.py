@@ -1,4 +1,4 @@
-"""What a run tells: its log, its metrics and where they go, its speed, its memory, what it ran on."""
+"""Log, metrics and trackers of a run, its traces, speed and memory, and a record of its environment."""
 
 from hybridflow.observability.console import (
     DPO_FIGURES,

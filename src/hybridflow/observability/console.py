@@ -1,4 +1,4 @@
-"""What a run shows on a terminal: progress, a few figures, a few samples. Elsewhere one plain line for each step."""
+"""The console output of a run: a live display on a terminal, otherwise one plain line per step."""
 
 import time
 from collections import deque
@@ -15,33 +15,36 @@ from rich.text import Text
 RL_FIGURES = {
     "reward": "critic/score/mean",
     "response length": "response_length/mean",
-    "validation": "val/score/mean",
+    "val accuracy": "val/accuracy",
+    "val score": "val/score/mean",
     "s/step": "timing_s/step",
 }
-SFT_FIGURES = {"loss": "sft/loss", "validation loss": "sft/val_loss", "s/step": "timing_s/step"}
+"""Both `val accuracy` (share of scores of at least 1) and `val score`, since scores need not be 0 or 1."""
+SFT_FIGURES = {"loss": "sft/loss", "val loss": "sft/val_loss", "s/step": "timing_s/step"}
 DPO_FIGURES = {
     "loss": "dpo/loss",
     "accuracy": "dpo/accuracy",
     "margin": "dpo/margin",
-    "validation accuracy": "dpo/val_accuracy",
+    "val accuracy": "dpo/val_accuracy",
     "s/step": "timing_s/step",
 }
 REWARD_MODEL_FIGURES = {
     "loss": "reward_model/loss",
     "accuracy": "reward_model/accuracy",
-    "validation accuracy": "reward_model/val_accuracy",
+    "val accuracy": "reward_model/val_accuracy",
     "s/step": "timing_s/step",
 }
 
 RECENT_STEPS = 20
-"""The time left is told from the mean of so many steps: enough for those that also validate or save."""
+"""Number of steps whose mean duration estimates the time left; it includes steps that also validate or save."""
 
 
 class ConsoleTracker:
-    """Shows the metrics named by `figures` (label -> metric name); one that a step lacks keeps its last value.
+    """A tracker that shows the metrics named by `figures` (label -> metric name).
 
-    On a terminal this is a live display below the log lines, otherwise one line for each step. `start_step` is the
-    last step that was done before, where a run resumes; `total_steps` 0 is a number not known.
+    On a terminal it is a live display below the log lines. It keeps the last value of a metric that the newest step
+    lacks and shows which step the value is from. Elsewhere it prints one line per step with the metrics of that step.
+    `start_step` is the last finished step of a resumed run; `total_steps=0` means unknown.
     """
 
     def __init__(
@@ -60,29 +63,31 @@ class ConsoleTracker:
         self.console = console or Console()
         self._clock = clock
         self._step = self._start_step = start_step
-        self._times = deque([(start_step, clock())], maxlen=RECENT_STEPS + 1)  # (step, when it was done)
-        self._values: dict[str, float] = {}
+        self._times = deque([(start_step, clock())], maxlen=RECENT_STEPS + 1)  # (step, time when it finished)
+        self._values: dict[str, tuple[int, float]] = {}  # label -> (step, value)
         self._samples: tuple[Mapping[str, Any], ...] = ()
         self._live: Live | None = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the step and its metrics: update the live display or print one line."""
         if step <= self._start_step:
-            self._times.clear()  # validation before the first step is no measure of a step
+            self._times.clear()  # the time of a validation before the first step says nothing about a step
         self._times.append((step, self._clock()))
         self._step = step
-        self._values.update({label: metrics[name] for label, name in self.figures.items() if name in metrics})
+        self._values.update({label: (step, metrics[name]) for label, name in self.figures.items() if name in metrics})
         if self.console.is_terminal:
             self._show()
         else:
-            self.console.print(Text(self._progress() + self._figures() + self._remaining()), soft_wrap=True)
+            self.console.print(Text(self._progress() + self._figures(self._step) + self._remaining()), soft_wrap=True)
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Show samples, each with `prompt`, `response` and `score`. Only the live display has room for them."""
+        """Show samples, each with `prompt`, `response` and `score`, in the live display; not printed elsewhere."""
         self._samples = tuple(samples)
         if self.console.is_terminal:
             self._show()
 
     def close(self) -> None:
+        """Stop the live display; its last state stays on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -103,7 +108,7 @@ class ConsoleTracker:
         bar.add_row(
             ProgressBar(total=total, completed=self._step, width=30), Text(self._progress() + self._remaining())
         )
-        lines = (bar, Text(self._figures().strip()))
+        lines = (bar, Text(self._figures(since_step=0).strip()))
         if not self._samples:
             return Group(*lines)
         samples = Table(expand=True, show_edge=False, pad_edge=False)
@@ -119,11 +124,16 @@ class ConsoleTracker:
             )
         return Group(*lines, samples)
 
-    def _figures(self) -> str:
-        return "".join(f"  {label} {_number(value)}" for label, value in self._values.items())
+    def _figures(self, since_step: int) -> str:
+        """Return the values of `since_step` and later, with the step of each value that is older than the newest."""
+        return "".join(
+            f"  {label} {_number(value)}" + (f" (step {step})" if step < self._step else "")
+            for label, (step, value) in self._values.items()
+            if step >= since_step
+        )
 
     def _remaining(self) -> str:
-        """Time left, from the mean time of recent steps; empty where it is not known."""
+        """Return the time left by the mean duration of recent steps, or "" if it is unknown."""
         (first, begin), (last, end) = self._times[0], self._times[-1]
         left = self.total_steps - self._step
         if last <= first or left <= 0:
@@ -132,7 +142,10 @@ class ConsoleTracker:
 
 
 def one_line(text: str, width: int) -> str:
-    """`text` without line ends, its middle left out where it is longer than `width`: an answer stands at the end."""
+    """Return `text` on one line of at most `width` characters.
+
+    A longer text loses its middle, since an answer is usually at the end.
+    """
     line = " ".join(text.split())
     if len(line) <= width:
         return line

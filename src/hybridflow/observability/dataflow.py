@@ -1,15 +1,15 @@
-"""The dataflow of a program, seen in its trace: who made which columns, and who read them. And ways to draw it."""
+"""The dataflow of a program from its trace, by producer and reader of each column, and drawings of it."""
 
 from collections.abc import Iterable, Sequence
 
 from hybridflow.observability.trace import CONTROLLER, TraceEvent
 
 Edge = tuple[str, str, str]
-"""(who made it, who reads it, the column)"""
+"""(producer, reader, column)"""
 
 
 def dataflow_edges(events: Iterable[TraceEvent]) -> list[Edge]:
-    """Every edge once, in the order in which the program made them."""
+    """Return every edge once, in the order of the trace."""
     edges: dict[Edge, None] = {}
     for event in events:
         reader = event.where if event.kind == "call" else CONTROLLER
@@ -21,7 +21,7 @@ def dataflow_edges(events: Iterable[TraceEvent]) -> list[Edge]:
 
 
 def draw_text(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
-    """Each reader with what it reads of whom; `notes` stand behind a name."""
+    """Return a text with the columns that each reader reads from each producer; `notes` are shown after a name."""
     lines = []
     for reader in [*(name for name in _names(edges) if name != CONTROLLER), CONTROLLER]:
         note = (notes or {}).get(reader, "")
@@ -32,7 +32,7 @@ def draw_text(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str
 
 
 def draw_mermaid(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
-    """A flowchart for Markdown."""
+    """Return a Mermaid flowchart for Markdown."""
     names = _names(edges)
     ids = {name: f"n{index}" for index, name in enumerate(names)}
     lines = ["flowchart TD"]
@@ -46,7 +46,7 @@ def draw_mermaid(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> 
 
 
 def draw_dot(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
-    """A graph for Graphviz."""
+    """Return a graph for Graphviz."""
     lines = ["digraph dataflow {", "    node [shape=box];"]
     for name in _names(edges):
         label = "\\n".join(filter(None, [name, (notes or {}).get(name, "")]))
@@ -58,8 +58,10 @@ def draw_dot(edges: Sequence[Edge], notes: dict[str, str] | None = None) -> str:
 
 
 def _names(edges: Sequence[Edge]) -> list[str]:
-    """Everybody, in the order in which the program calls them; the controller, which is there first, leads."""
-    return list(dict.fromkeys([CONTROLLER, *(reader for _, reader, _ in edges), *(maker for maker, _, _ in edges)]))
+    """Return all producers and readers in the order of the trace, the controller first."""
+    return list(
+        dict.fromkeys([CONTROLLER, *(reader for _, reader, _ in edges), *(producer for producer, _, _ in edges)])
+    )
 
 
 def _sources_of(reader: str, edges: Sequence[Edge]) -> dict[str, list[str]]:

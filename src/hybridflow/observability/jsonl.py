@@ -1,7 +1,7 @@
-"""A file with one JSON object per line: `metrics.jsonl`, `samples.jsonl`. It survives a killed process and a resume.
+"""Files with one JSON object per line, such as `metrics.jsonl`, that survive a killed process and a resume.
 
-JSON has no NaN and no infinity: such a number is written as null, and its name with the text of the number
-under the key `non_finite`, as in `{"step": 3, "actor/loss": null, "non_finite": {"actor/loss": "nan"}}`.
+JSON has no NaN and no infinity. Such a number is written as null, and the key `non_finite` maps its name to its text,
+as in `{"step": 3, "actor/loss": null, "non_finite": {"actor/loss": "nan"}}`.
 """
 
 import json
@@ -18,9 +18,9 @@ NON_FINITE = "non_finite"
 
 
 class JsonlWriter:
-    """Appends rows, each handed to the operating system at once. It is also a `Tracker`.
+    """A writer that appends rows, each passed to the operating system at once. It is also a `Tracker`.
 
-    A last line that a killed process left torn is dropped on opening.
+    An incomplete last line, left by a killed process, is dropped on opening.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,48 +32,48 @@ class JsonlWriter:
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; numpy and torch scalars become numbers.
 
-        Raises DataError for what JSON cannot hold, and for a row that cannot be written: the disk may be full.
+        Raises DataError for a value that JSON cannot represent, and if the write fails, for example on a full disk.
         """
         self.write_all([row])
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows at once, as `write` does."""
+        """Append several rows in one write; see `write`."""
         lines = "".join(map(to_json_line, rows))
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(lines)
         except OSError as error:
-            raise DataError(f"{self.path}: text of {len(lines)} characters was not written: {error}.") from error
+            raise DataError(f"{self.path}: {len(lines)} characters could not be written: {error}.") from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the metrics of a step as one row."""
         self.write({"step": step, **metrics})
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of later steps: a run that resumes from the checkpoint of `step` writes them again.
+        """Drop the rows of later steps, which a run resumed from the checkpoint of `step` writes again.
 
-        The file is replaced as a whole, so a crash leaves the old one or the new one. Raises DataError, with
-        nothing changed, for a row without a step.
+        The file is replaced atomically. Raises DataError, and changes nothing, for a row without a step.
         """
         kept = []
         for i, line in enumerate(_lines(self.path), start=1):
             row_step = _parse(line, self.path, i).get("step")
             if not isinstance(row_step, int):
-                raise DataError(f"{self.path}, line {i}: no step, so it is not known which run it belongs to.")
+                raise DataError(f"{self.path}, line {i}: the row has no integer step; remove the line or the file.")
             if row_step <= step:
                 kept.append(f"{line}\n")
         write_text_atomically(self.path, "".join(kept))
 
     def close(self) -> None:
-        """Nothing is left to do: no file stays open between two rows."""
+        """Do nothing, since no file stays open between two rows."""
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a file, NaN and infinities restored; a torn last line is left out, also while it is being written.
+    """Return all rows of a file with NaN and infinities restored, without an incomplete last line.
 
-    Raises DataError if there is no file, and naming the file and the line where one is no JSON object.
+    Raises DataError if the file is missing, and for a line that is not a JSON object, with its number.
     """
     if not Path(path).is_file():
-        raise DataConfigError(f"{path} is missing; a run writes it at its first step.")
+        raise DataConfigError(f"{path} not found; a run writes it at its first step.")
     rows = []
     for i, line in enumerate(_lines(Path(path)), start=1):
         row = _parse(line, Path(path), i)
@@ -82,11 +82,11 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def to_json_line(row: Mapping[str, Any]) -> str:
-    """One row as a line of JSON, by the rules above."""
+    """Return a row as a line of JSON, with non-finite numbers as described above."""
     values, non_finite = {}, {}
     try:
         for name, value in row.items():
-            number = value.item() if hasattr(value, "item") else value  # of numpy or torch
+            number = value.item() if hasattr(value, "item") else value  # numpy or torch scalar
             if isinstance(number, float) and not math.isfinite(number):
                 non_finite[name], number = str(number), None
             values[name] = number
@@ -95,11 +95,13 @@ def to_json_line(row: Mapping[str, Any]) -> str:
             + "\n"
         )
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a row of {', '.join(row)} is no JSON: {error}; give numbers, text, lists of them.") from error
+        raise DataError(
+            f"the row of {', '.join(row)} cannot be written as JSON: {error}; use numbers, text and lists of them."
+        ) from error
 
 
 def _lines(path: Path) -> list[str]:
-    """The complete lines."""
+    """Return the complete lines of a file."""
     return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
 
 
@@ -107,12 +109,12 @@ def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {number}: no JSON ({error}); remove the line or the file.") from error
+        raise DataError(f"{path}, line {number}: not valid JSON ({error}); remove the line or the file.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: {line[:80]!r} is no JSON object; remove the line or the file.")
+        raise DataError(f"{path}, line {number}: {line[:80]!r} is not a JSON object; remove the line or the file.")
     return row
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut the file behind its last line end."""
+    """Truncate the file after its last line end."""
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

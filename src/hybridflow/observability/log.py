@@ -1,6 +1,6 @@
-"""One logger for everything below `hybridflow`, written to stderr, its level from HYBRIDFLOW_LOGGING_LEVEL.
+"""The logger `hybridflow`, which writes to stderr with the level of HYBRIDFLOW_LOGGING_LEVEL.
 
-Loggers of other packages keep their own levels, so that debug output is ours only.
+Loggers of other packages keep their own levels.
 """
 
 import logging
@@ -16,10 +16,10 @@ DEFAULT_LEVEL = "info"
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger `name` (a module's `__name__`), below `hybridflow`; the first call configures the output.
+    """Return the logger `name` (a module's `__name__`) below `hybridflow`; the first call configures the output.
 
-    Where the program has handlers on the root logger, those are used instead of ours.
-    Raises ConfigError if HYBRIDFLOW_LOGGING_LEVEL is not one of `LEVELS`.
+    If the root logger has handlers, they are used instead of our stderr handler. Raises ConfigError if
+    HYBRIDFLOW_LOGGING_LEVEL is not one of `LEVELS`.
     """
     root = logging.getLogger("hybridflow")
     if not any(isinstance(handler, _StderrHandler) for handler in root.handlers):
@@ -29,15 +29,17 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def level_from_environment() -> int:
-    """The value of HYBRIDFLOW_LOGGING_LEVEL as a level of `logging`; info where it is unset or empty."""
+    """Return HYBRIDFLOW_LOGGING_LEVEL as a level of `logging`; info if it is unset or empty."""
     text = os.environ.get(LEVEL_VARIABLE, "") or DEFAULT_LEVEL
     if text.lower() not in LEVELS:
-        raise ConfigError(f"{LEVEL_VARIABLE}={text!r} is no level; use {', '.join(LEVELS[:-1])} or {LEVELS[-1]}.")
+        raise ConfigError(
+            f"{LEVEL_VARIABLE}={text!r} is not a log level; use {', '.join(LEVELS[:-1])} or {LEVELS[-1]}."
+        )
     return logging.getLevelNamesMapping()[text.upper()]
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at that moment: the live console replaces it, and so do tests."""
+    """A handler that writes to the current `sys.stderr`, since the live console and tests replace it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

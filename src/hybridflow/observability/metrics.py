@@ -1,4 +1,4 @@
-"""Pure helpers on dictionaries of metrics: names with prefixes, spreads of lists, one dictionary from several ranks."""
+"""Pure functions on dictionaries of metrics: prefixes, spreads of lists, reduction over ranks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from hybridflow.observability.metric_names import Reduction, find_metric
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, names joined by `/`: `flatten({"actor": {"lr": 1}})` is `{"actor/lr": 1}`."""
+    """Flatten nested dictionaries, names joined by `/`: `flatten({"actor": {"lr": 1}})` is `{"actor/lr": 1}`."""
     flat = {}
     for key, value in metrics.items():
         name = f"{prefix}/{key}" if prefix else key
@@ -21,7 +21,7 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """`name/mean`, `name/max` and `name/min`; nothing of nothing."""
+    """Return `name/mean`, `name/max` and `name/min` of the values; an empty dictionary without values."""
     numbers = [float(value) for value in values]
     if not numbers:
         return {}
@@ -35,22 +35,25 @@ def spread(name: str, values: Iterable[float]) -> dict[str, float]:
 def reduce_metrics(
     parts: Sequence[Mapping[str, float]], reductions: Mapping[str, Reduction] | None = None
 ) -> dict[str, float]:
-    """One dictionary from one per rank, in rank order.
+    """Reduce one dictionary per rank, in rank order, to one dictionary.
 
-    The rule of a name is that of `reductions`, else that of the glossary `METRICS`. Raises FieldError if a rank
-    lacks a name that another has, and if ranks differ in a name that has no rule.
+    The reduction of a name is that in `reductions`, otherwise that in the glossary `METRICS`. Raises FieldError if a
+    rank lacks a name that another rank has, and if ranks differ in a name without a reduction.
     """
     names = list(dict.fromkeys(name for part in parts for name in part))
     for rank, part in enumerate(parts):
         if missing := [name for name in names if name not in part]:
-            raise FieldError(f"rank {rank} reports no {', '.join(missing)}, other ranks do; every rank must.")
+            raise FieldError(
+                f"rank {rank} does not report {', '.join(missing)}, which other ranks report; "
+                "all ranks must report the same names."
+            )
     return reduce_lists({name: [part[name] for part in parts] for name in names}, reductions)
 
 
 def reduce_lists(
     lists: Mapping[str, float | Sequence[float]], reductions: Mapping[str, Reduction] | None = None
 ) -> dict[str, float]:
-    """The same from name -> values of the ranks, as `DataProto.concat` gathers them; a single number stays as it is."""
+    """Reduce each list of values of the ranks, as gathered by `DataProto.concat`; single numbers are kept."""
     return {
         name: _reduce(name, list(values), reductions or {}) if isinstance(values, Sequence) else values
         for name, values in lists.items()
@@ -73,7 +76,7 @@ def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction])
             return values[-1]
     if any(value != values[0] for value in values):
         raise FieldError(
-            f"the ranks report different values of '{name}' ({', '.join(map(str, values))}) and no rule joins them; "
+            f"the ranks report different values of '{name}' ({', '.join(map(str, values))}) and it has no reduction; "
             "add it to METRICS in observability/metric_names.py, or pass reductions."
         )
     return values[0]

@@ -1,4 +1,4 @@
-"""Curves of metrics as a picture."""
+"""Plots of metrics as PNG files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,18 +10,17 @@ from hybridflow.errors import DataError
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: str | Path, title: str = "", smoothing: int = 10
 ) -> None:
-    """Draw each key over `step` into a PNG: faint as it is, bold as the mean of the last `smoothing` points.
+    """Plot each key over `step` to a PNG: raw values in light color, the mean of the last `smoothing` points in bold.
 
-    A curve of few points is smoothed less, a handful not at all.
-
-    Rows that lack a key, or have null there, are skipped for it. Raises DataError if no row has any of the keys.
+    A curve of few points is smoothed less, one of fewer than 10 points not at all. Rows without a value of a key are
+    skipped for it. Raises DataError if no row has a value of any key.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     curves = {key: [(row["step"], float(row[key])) for row in rows if row.get(key) is not None] for key in keys}
     if not any(curves.values()):
-        raise DataError(f"none of {', '.join(keys)} is in the {len(rows)} row(s), so there is nothing to draw.")
+        raise DataError(f"nothing to plot: {', '.join(keys)} not found in the {len(rows)} row(s).")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -29,7 +28,7 @@ def plot_curves(
         if points:
             steps, values = zip(*points, strict=True)
             color = f"C{index}"
-            window = max(1, min(smoothing, len(points) // 5))  # a handful of points is shown as it is
+            window = max(1, min(smoothing, len(points) // 5))  # fewer than 10 points are not smoothed
             axes.plot(steps, smoothed(values, window), color=color, label=key, marker="o" if len(points) < 10 else None)
             axes.plot(steps, values, color=color, alpha=0.25)
     axes.set_xlabel("step")
@@ -41,5 +40,5 @@ def plot_curves(
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Each value's mean with up to `window - 1` values before it."""
+    """Return the mean of each value and up to `window - 1` values before it."""
     return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - window) : end])]

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, commit, hardware. Recorded beside its configuration."""
+"""The environment of a run: versions, commit and hardware, recorded with its configuration."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "tensordict", "numpy", "tokenizers")
 
 
 def collect_run_info() -> dict[str, Any]:
-    """Versions (None: not installed), git commit of the checkout hybridflow runs from, hardware; all plain JSON."""
+    """Return versions (None: not installed), the git commit of hybridflow's checkout and hardware, as plain JSON."""
     return {
         "command": sys.argv,
         "versions": {
@@ -35,9 +35,9 @@ def collect_run_info() -> dict[str, Any]:
 
 
 def git_commit(directory: str | Path) -> dict[str, Any] | None:
-    """`{"commit": hash, "changed": whether tracked files differ from it}`; None where `directory` is in no repository.
+    """Return `{"commit": hash, "changed": whether tracked files differ from it}`, or None outside a repository.
 
-    A directory that only lies inside some repository (an installed package) is not of it: git must know a file there.
+    None as well for a directory without tracked files, such as an installed package inside a repository.
     """
 
     def git(*arguments: str) -> str | None:
@@ -45,7 +45,7 @@ def git_commit(directory: str | Path) -> dict[str, Any] | None:
             done = subprocess.run(
                 ["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=False
             )
-        except OSError:  # no git here
+        except OSError:  # git is not installed
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
@@ -70,7 +70,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """CUDA devices, if this process has loaded torch."""
+    """Return the CUDA devices if this process has imported torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard event files, for `trainer.trackers = ["tensorboard"]`."""
+"""The tracker of `trainer.trackers = ["tensorboard"]`, which writes TensorBoard event files."""
 
 from collections.abc import Mapping
 from numbers import Real
@@ -9,9 +9,9 @@ from hybridflow.errors import ConfigError
 
 
 class TensorBoardTracker:
-    """Writes numbers to event files in `directory`; text and None are left out.
+    """A tracker that writes numbers to event files in `directory`; text and None are left out.
 
-    `purge_step` is the first step that a resumed run writes again: TensorBoard forgets what it saw from there on.
+    `purge_step` is the first step that a resumed run writes again: TensorBoard drops earlier events from there on.
     Raises ConfigError if the package is missing.
     """
 
@@ -20,20 +20,22 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "trainer.trackers names 'tensorboard', but the package is missing; "
-                "pip install 'hybridflow[tensorboard]', or take it out of trainer.trackers."
+                "trainer.trackers contains 'tensorboard', but the package is not installed; run "
+                "`pip install 'hybridflow[tensorboard]'`, or remove it from trainer.trackers."
             ) from error
         self._writer: SummaryWriter | None = SummaryWriter(str(directory), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the numbers of a step and flush the file."""
         if self._writer is None:
-            raise ConfigError(f"step {step} was logged to a TensorBoard tracker that is closed.")
+            raise ConfigError(f"step {step} cannot be logged: the TensorBoard tracker is closed.")
         for name, value in metrics.items():
             if isinstance(value, Real):
                 self._writer.add_scalar(name, float(value), step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

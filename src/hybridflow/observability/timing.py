@@ -1,4 +1,4 @@
-"""Seconds that a stage took, collected under `timing_s/<stage>`."""
+"""Duration of stages as `timing_s/<stage>`, and rates derived from it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -10,7 +10,7 @@ from typing import Any
 def timed(
     stage: str, metrics: MutableMapping[str, Any], clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[None]:
-    """Add the seconds spent inside to `metrics["timing_s/<stage>"]`, also when the stage raises."""
+    """Add the seconds of the block to `metrics["timing_s/<stage>"]`, even if it raises."""
     name = f"timing_s/{stage}"
     start = clock()
     try:
@@ -20,7 +20,7 @@ def timed(
 
 
 def tokens_per_s(metrics: Mapping[str, Any], num_tokens: Mapping[str, int]) -> dict[str, float]:
-    """`perf/<stage>_tokens_per_s` of each stage in `num_tokens` (stage -> tokens it handled) that was timed."""
+    """Return `perf/<stage>_tokens_per_s` of each timed stage in `num_tokens` (stage -> tokens it processed)."""
     return {
         f"perf/{stage}_tokens_per_s": count / seconds
         for stage, count in num_tokens.items()
@@ -29,7 +29,7 @@ def tokens_per_s(metrics: Mapping[str, Any], num_tokens: Mapping[str, int]) -> d
 
 
 def per_token_ms(metrics: Mapping[str, Any], num_tokens: Mapping[str, int]) -> dict[str, float]:
-    """`timing_per_token_ms/<stage>` of each stage in `num_tokens` (stage -> tokens it handled) that was timed."""
+    """Return `timing_per_token_ms/<stage>` of each timed stage in `num_tokens` (stage -> tokens it processed)."""
     return {
         f"timing_per_token_ms/{stage}": 1000 * metrics[f"timing_s/{stage}"] / count
         for stage, count in num_tokens.items()

@@ -1,6 +1,6 @@
-"""The trace: every call on a worker and every transfer, when it was, how long it took and how many bytes it moved.
+"""The trace of a run: each call on a worker and each transfer, with start, end and bytes.
 
-Always on: recording an event appends one small object. What becomes of it (a file, metrics, a report) is decided later.
+It is always on: recording an event appends one small object. Files, metrics and reports are made from it later.
 """
 
 from collections import deque
@@ -13,18 +13,17 @@ Kind = Literal["call", "send", "read", "probe"]
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
 
 CONTROLLER = "controller"
-"""The name of the driver among those who make and read columns."""
+"""The name of the driver as producer or reader of columns."""
 
 
 class TraceEvent(NamedTuple):
-    """One call on a worker, or one transfer of the controller's.
+    """One call on a worker, or one transfer of the controller.
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
-    store; "read", it read contents; "probe", a measurement of a node. `where`: the method. Times are seconds of
-    `time.time()`. `transfer_s` is the part of a call that went into unpacking arguments and packing the result.
-    `bytes_in`, `bytes_out`: what was copied out of and into the store by that side. `memory_bytes`: resident memory of
-    the worker's process after a call. `sources`: who made the columns that were read, "controller" or a method, and
-    which these were.
+    store; "read", the controller read contents; "probe", a measurement of a node. `where`: the method. Times are
+    seconds of `time.time()`. `transfer_s`: the part of a call spent on unpacking arguments and packing the result.
+    `bytes_in`, `bytes_out`: bytes copied from and to the store. `memory_bytes`: resident memory of the worker's process
+    after a call. `sources`: the columns that were read, by producer ("controller" or a method).
     """
 
     kind: Kind
@@ -46,21 +45,21 @@ class TraceEvent(NamedTuple):
 
     @property
     def method(self) -> str:
-        """The method alone, without its class."""
+        """The method without its class."""
         return self.where.rpartition(".")[2]
 
     @property
     def bytes_moved(self) -> int:
-        """All that was copied, either way."""
+        """Bytes copied in both directions."""
         return self.bytes_in + self.bytes_out
 
 
 MAX_EVENTS = 100_000
-"""Events that are kept until somebody takes them; older ones are forgotten."""
+"""Number of events kept until `take`; older ones are dropped."""
 
 
 class Trace:
-    """The events of a backend in the order in which they became known."""
+    """The events of a backend in the order in which they were recorded."""
 
     def __init__(self) -> None:
         self.events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
@@ -73,7 +72,7 @@ class Trace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing that happens inside is recorded."""
+        """Record no events inside the block."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -81,24 +80,26 @@ class Trace:
             self._is_paused = before
 
     def take(self) -> list[TraceEvent]:
-        """The events since the last time they were taken; they are not kept."""
+        """Return the events since the last call and drop them."""
         events = list(self.events)
         self.events.clear()
         return events
 
 
 def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> dict[str, float]:
-    """`timing_s/<stage>` of every method that was called: from its first rank's start to its last rank's end, added up
-    over calls that follow each other. `stages` names the stage of a method where that is not the method's own name."""
+    """Return `timing_s/<stage>` of every called method: the time in which at least one rank ran it.
+
+    `stages` maps a method to its stage if the names differ.
+    """
     spans: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         if event.kind == "call":
             spans.setdefault(stages.get(event.method, event.method), []).append((event.start, event.end))
-    return {f"timing_s/{stage}": _covered(of_stage) for stage, of_stage in spans.items()}
+    return {f"timing_s/{stage}": _union_seconds(of_stage) for stage, of_stage in spans.items()}
 
 
 def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
-    """`transfer/...` of a step: bytes that workers read and made, that the controller sent and read, and the time."""
+    """Return `transfer/...` of a step: bytes of the workers, bytes sent and read by the controller, and seconds."""
     events = [event for event in events if event.kind != "probe"]
     calls = [event for event in events if event.kind == "call"]
     return {
@@ -110,9 +111,12 @@ def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
-    """`total_transfer_time` (seconds), `total_data_transferred` (bytes), `average_throughput` (bytes a second), and for
-    each worker under `workers`: `time`, `memory`, `data_size`, `throughput`; for each node that was measured, under
-    `nodes`: `latency` (seconds of a call there and back) and `bandwidth` (bytes a second, from the driver's store)."""
+    """Return transfer statistics in total, per worker and per measured node.
+
+    The keys are `total_transfer_time` (seconds), `total_data_transferred` (bytes), `average_throughput` (bytes/s);
+    `workers`, each with `time`, `memory`, `data_size` and `throughput`; `nodes`, each with `latency` (seconds of a
+    round trip) and `bandwidth` (bytes/s from the driver's store).
+    """
     workers: dict[str, dict[str, float]] = {}
     events = list(events)
     for event in events:
@@ -131,23 +135,23 @@ def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
         "total_data_transferred": size,
         "average_throughput": size / seconds if seconds else 0.0,
         "workers": dict(sorted(workers.items())),
-        "nodes": _links([event for event in events if event.kind == "probe"]),
+        "nodes": _node_statistics([event for event in events if event.kind == "probe"]),
     }
 
 
-def _links(probes: Sequence[TraceEvent]) -> dict[str, dict[str, float]]:
-    """Medians for each node."""
-    links = {}
+def _node_statistics(probes: Sequence[TraceEvent]) -> dict[str, dict[str, float]]:
+    """Return the median latency and bandwidth of each node."""
+    statistics = {}
     for node in sorted({event.node for event in probes}):
         of_node = [event for event in probes if event.node == node]
         latencies = [event.end - event.start for event in of_node if not event.bytes_in]
         bandwidths = [event.bytes_in / max(event.end - event.start, 1e-9) for event in of_node if event.bytes_in]
-        links[node] = {"latency": median(latencies), "bandwidth": median(bandwidths)}
-    return links
+        statistics[node] = {"latency": median(latencies), "bandwidth": median(bandwidths)}
+    return statistics
 
 
 def trace_row(event: TraceEvent) -> dict[str, Any]:
-    """An event as a row of a file."""
+    """Return an event as a row of a JSON-lines file."""
     return event._asdict()
 
 
@@ -155,8 +159,8 @@ def _transfer_seconds(event: TraceEvent) -> float:
     return event.transfer_s if event.kind == "call" else event.end - event.start
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans was going on."""
+def _union_seconds(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of the spans in seconds."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(end - max(start, reached), 0.0)

@@ -1,4 +1,4 @@
-"""What receives the metrics of each step."""
+"""Trackers, which receive the metrics of each step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -8,27 +8,29 @@ Metrics = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """A place metrics go to. One `log` per step, steps rising; nothing is lost once `log` has returned."""
+    """A receiver of metrics. `log` is called once per step, in order; when it returns, the metrics are stored."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Take the metrics of a step. Values that the tracker cannot show are left out."""
+        """Store or show the metrics of a step. Values that the tracker does not support are left out."""
         ...
 
     def close(self) -> None:
-        """Write what is left and let go of files; a second call does nothing."""
+        """Write pending data and close files; a second call does nothing."""
         ...
 
 
 class MultiTracker:
-    """Passes everything on to several trackers, in order."""
+    """A tracker that passes all calls to several trackers, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = tuple(trackers)
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Pass the metrics of a step to each tracker."""
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
     def close(self) -> None:
+        """Close each tracker."""
         for tracker in self.trackers:
             tracker.close()

@@ -1,4 +1,4 @@
-"""The typed batch that controller and workers exchange, its future, and the glossary of its columns."""
+"""`DataProto`, the typed batch that controller and workers exchange, its future, and the glossary of its columns."""
 
 from hybridflow.protocol.data_proto import DataProto, DataProtoItem
 from hybridflow.protocol.fields import FIELDS, Field

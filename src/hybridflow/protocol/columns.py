@@ -1,4 +1,4 @@
-"""Columns by name: made from what a caller has, picked, renamed."""
+"""Functions that build, pick and rename the columns of a batch."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ Picked = tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]
 
 
 def tensor_columns(tensors: Mapping[str, torch.Tensor]) -> TensorDict | None:
-    """Tensors of shape (rows, ...) as a TensorDict; None if there are none."""
+    """Return tensors of shape (rows, ...) as a TensorDict, or None if there are none."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
-            kind = "tensor without dimensions" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            kind = "0-dimensional tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise FieldError(f"tensors[{name!r}] is a {kind}; it must be a tensor of shape (rows, ...).")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     lengths = {shape[0] for shape in shapes.values()}
@@ -30,7 +30,7 @@ def tensor_columns(tensors: Mapping[str, torch.Tensor]) -> TensorDict | None:
 
 
 def object_column(values: list | tuple) -> np.ndarray:
-    """One entry a row, whatever the entries are (equally long lists do not become a second axis)."""
+    """Return a 1-dimensional object array with one entry per row; lists of equal length do not become a second axis."""
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
         column[row] = value
@@ -38,7 +38,10 @@ def object_column(values: list | tuple) -> np.ndarray:
 
 
 def pick(data: "DataProto", batch_keys: Names, array_keys: Names, meta_info_keys: Names, default_all: bool) -> Picked:
-    """The named parts of a batch; None means all of that kind, or none of it. Raises FieldError if one is missing."""
+    """Return the named tensors, arrays and meta_info keys of a batch.
+
+    None means all of that kind if `default_all`, otherwise none. Raises FieldError if a name is missing.
+    """
     wanted = {"batch": batch_keys, "non_tensor_batch": array_keys, "meta_info": meta_info_keys}
     have = {"batch": tensors_of(data.batch), "non_tensor_batch": data.non_tensor_batch, "meta_info": data.meta_info}
     picked = []
@@ -50,16 +53,23 @@ def pick(data: "DataProto", batch_keys: Names, array_keys: Names, meta_info_keys
 
 
 def rename_columns(data: "DataProto", old_keys: Names, new_keys: Names) -> "DataProto":
-    """See `DataProto.rename`."""
+    """Return the batch with renamed columns; see `DataProto.rename`."""
     data.check_consistency()
     old, new = as_names(old_keys), as_names(new_keys)
     tensors = tensors_of(data.batch)
     present = [*tensors, *data.non_tensor_batch]
     require_names(old, present, "rename: the batch")
-    taken = sorted(set(present).difference(old).intersection(new))
-    if len(old) != len(new) or taken:
-        problem = f"{taken} is taken" if taken else f"{len(old)} old and {len(new)} different new names"
-        raise FieldError(f"rename {old_keys!r} to {new_keys!r}: {problem}; columns never overwrite each other.")
+    conflicting = sorted(set(present).difference(old).intersection(new))
+    if conflicting:
+        raise FieldError(
+            f"rename {old_keys!r} to {new_keys!r}: the batch already has {conflicting}; choose other names, or drop "
+            "those columns first."
+        )
+    if len(old) != len(new):
+        raise FieldError(
+            f"rename {old_keys!r} to {new_keys!r}: {len(old)} old names and {len(new)} different new names; "
+            "give one new name per old name."
+        )
     names = dict(zip(old, new, strict=True))
     batch = data.batch
     if batch is not None:

@@ -1,4 +1,4 @@
-"""Batches one after another. Columns of different lengths are padded as the glossary says."""
+"""Concatenation of batches. Columns of different lengths are padded by the rules of the glossary."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,9 +21,9 @@ Tensors = dict[str, torch.Tensor]
 def concat_batches(
     parts: "Sequence[DataProto]", are_checked: bool = False, pad_token_id: int | None = None
 ) -> "DataProto":
-    """The rows of all parts, in order; see `DataProto.concat`.
+    """Return the rows of all parts, in order; see `DataProto.concat`.
 
-    `are_checked`: the parts are known to be consistent. `pad_token_id` is used where their meta_info has none.
+    `are_checked=True` skips the consistency check. `pad_token_id` is used if meta_info of the parts has none.
     """
     if not parts:
         raise BatchError("concat needs at least one batch, got an empty list.")
@@ -41,7 +41,7 @@ def concat_batches(
         joined = _concat_tensors(tensors, meta_info.get("pad_token_id") or pad_token_id or 0)
         batch = TensorDict(joined, [sum(rows)], device=batches[0].device)
     columns = {name: _concat_arrays(name, [part[name] for part in arrays]) for name in arrays[0]}
-    return parts[0]._of_own(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
+    return parts[0]._unchecked(batch, columns, copy_structure(meta_info), any(part.auto_padding for part in parts))
 
 
 def _require_same_names(parts: Sequence[Mapping], where: str) -> None:
@@ -75,12 +75,12 @@ def _concat_tensors(parts: list[Tensors], pad_token_id: int) -> Tensors:
         value = pad_token_id if name in TOKEN_COLUMNS else field.padding_value
         if is_sequence:
             if prompt_lens is None or response_lens is None:
-                raise _cannot_pad(name, columns, "prompts or responses must be there to say where a prompt ends")
+                raise _cannot_pad(name, columns, "the batch needs prompts or responses, which say where a prompt ends")
             joined[name] = _concat_sequences(columns, prompt_lens, response_lens, value)
             continue
         widths = [column.shape[1] for column in columns]
         if field.shape[1] == "response_len|1":
-            _require_one_meaning(name, columns, response_lens)
+            _require_same_granularity(name, columns, response_lens)
         left = field.padding_side == "left"
         joined[name] = _place(columns, max(widths), [max(widths) - w if left else 0 for w in widths], value)
     return joined
@@ -98,7 +98,7 @@ def _require_same_kind(name: str, columns: list[torch.Tensor]) -> None:
 
 
 def _lengths(parts: list[Tensors]) -> tuple[list[int] | None, list[int] | None]:
-    """Prompt and response length of each part, from its columns; each None where nothing tells it."""
+    """Return the prompt and response length of each part, each None if no column determines it."""
     prompt_lens = _lengths_of(parts, PROMPT)
     response_lens = _lengths_of(parts, RESPONSE)
     sequence_lens = _lengths_of(parts, SEQUENCE)
@@ -112,8 +112,8 @@ def _lengths(parts: list[Tensors]) -> tuple[list[int] | None, list[int] | None]:
         for index, (p, r, s) in enumerate(zip(prompt_lens, response_lens, sequence_lens, strict=True)):
             if p < 0 or r < 0 or p + r != s:
                 raise BatchError(
-                    f"concat: in part {index} a prompt of length {p} and a response of length {r} do not make up "
-                    f"sequences (input_ids, attention_mask, position_ids) of length {s}."
+                    f"concat: in part {index} a prompt of length {p} and a response of length {r} do not add up to the "
+                    f"length {s} of input_ids, attention_mask and position_ids."
                 )
     return prompt_lens, response_lens
 
@@ -123,8 +123,11 @@ def _lengths_of(parts: list[Tensors], shape: tuple[str, ...]) -> list[int] | Non
     return [part[names[0]].shape[1] for part in parts] if names else None
 
 
-def _require_one_meaning(name: str, columns: list[torch.Tensor], response_lens: list[int] | None) -> None:
-    """A width of 1 beside others is one number per row, unless the response is that short."""
+def _require_same_granularity(name: str, columns: list[torch.Tensor], response_lens: list[int] | None) -> None:
+    """Raise BatchError if one part has a number per row and another part a number per token.
+
+    A width of 1 is one number per row, unless the responses have length 1.
+    """
     for index, column in enumerate(columns):
         if column.shape[1] == 1 and (response_lens is None or response_lens[index] != 1):
             reason = f"part {index} has one number per row, another part one per token; expand it first"
@@ -134,14 +137,14 @@ def _require_one_meaning(name: str, columns: list[torch.Tensor], response_lens: 
 def _concat_sequences(
     columns: list[torch.Tensor], prompt_lens: list[int], response_lens: list[int], value: Number
 ) -> torch.Tensor:
-    """(sum of rows, longest prompt + longest response): prompt parts end, response parts start, at one place."""
+    """Return (sum of rows, longest prompt + longest response); every response starts at the same index."""
     longest = max(prompt_lens)
     starts = [longest - prompt_len for prompt_len in prompt_lens]
     return _place(columns, longest + max(response_lens), starts, value)
 
 
 def _place(columns: list[torch.Tensor], width: int, starts: list[int], value: Number) -> torch.Tensor:
-    """Each column's rows from its start on, in a tensor of `value` that is `width` wide."""
+    """Return the rows of all columns in a tensor of this width filled with `value`, each column from its start on."""
     first = columns[0]
     joined = first.new_full((sum(len(column) for column in columns), width, *first.shape[2:]), value)
     row = 0

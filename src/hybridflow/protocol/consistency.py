@@ -1,4 +1,4 @@
-"""What makes a batch consistent, and the errors that say what is not."""
+"""Consistency checks of a batch, with errors that name the column at fault."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,14 +13,14 @@ Names = str | Iterable[str] | None
 
 
 def as_names(names: Names) -> list[str]:
-    """One name, several or none, as a list without repetitions."""
+    """Return one name, several or none as a list without repetitions."""
     if names is None:
         return []
     return [names] if isinstance(names, str) else list(dict.fromkeys(names))
 
 
 def require_names(wanted: Iterable[str], present: Iterable[str], where: str) -> None:
-    """Raise FieldError unless every wanted name is present; `where` is what is searched, for the message."""
+    """Raise FieldError unless every wanted name is present; `where` names the searched object in the message."""
     present = list(present)
     missing = [name for name in wanted if name not in present]
     if missing:
@@ -28,7 +28,7 @@ def require_names(wanted: Iterable[str], present: Iterable[str], where: str) -> 
 
 
 def tensors_of(batch: TensorDictBase | None) -> dict[str, torch.Tensor]:
-    """The tensor columns as a plain dict."""
+    """Return the tensor columns as a plain dict."""
     return {} if batch is None else dict(batch.items())  # pyright: ignore[reportReturnType]
 
 
@@ -58,7 +58,7 @@ def count_rows(batch: TensorDictBase | None, non_tensor_batch: dict, meta_info: 
 
 
 def describe(columns: Mapping[str, Column]) -> str:
-    """Names with shapes, for an error message."""
+    """Return names with shapes, for an error message."""
     return ", ".join(f"{name} {tuple(column.shape)}" for name, column in columns.items()) or "no columns"
 
 
@@ -73,19 +73,19 @@ def _check_tensors(batch: TensorDictBase) -> None:
     for name, column in batch.items():
         if not isinstance(name, str) or not isinstance(column, torch.Tensor):
             raise FieldError(
-                f"batch[{name!r}] is a {type(column).__name__}, but columns of batch are tensors under a str; "
+                f"batch[{name!r}] is a {type(column).__name__}, but batch maps str to tensors; "
                 "DataProto.from_tensordict sorts non-tensor data into non_tensor_batch and meta_info."
             )
         if column.is_nested or column.layout != torch.strided or column.is_quantized:
             raise FieldError(
-                f"batch[{name!r}] is nested, sparse or quantized; columns are dense tensors: pad, densify or "
+                f"batch[{name!r}] is nested, sparse or quantized; columns must be dense tensors: pad, densify or "
                 f"dequantize it."
             )
 
 
 def _check_array(name: str, array: np.ndarray) -> None:
     if not isinstance(name, str):
-        raise FieldError(f"non_tensor_batch has the key {name!r}; columns are named by a str.")
+        raise FieldError(f"non_tensor_batch has the key {name!r}; the name of a column must be a str.")
     if not isinstance(array, np.ndarray):
         raise FieldError(
             f"non_tensor_batch[{name!r}] is a {type(array).__name__}; it must be a numpy array "
@@ -96,7 +96,7 @@ def _check_array(name: str, array: np.ndarray) -> None:
             f"non_tensor_batch[{name!r}] is a masked array, whose mask would be lost; fill it (.filled())."
         )
     if array.ndim == 0:
-        raise FieldError(f"non_tensor_batch[{name!r}] has no dimension; its first one must be the rows.")
+        raise FieldError(f"non_tensor_batch[{name!r}] has no dimension; the first dimension must be the rows.")
 
 
 def _listed(names: Iterable[str]) -> str:

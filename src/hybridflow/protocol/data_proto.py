@@ -1,8 +1,8 @@
 """DataProto, the typed batch that every call between controller and workers carries.
 
-It owns rows: tensor columns, numpy columns, and facts about the batch as a whole. It knows the glossary's padding,
-but no algorithm and no transport. Operations return a new batch (its tensors may be views of the old one's; its dicts
-are its own); only `pop` and `padding` change the batch they are called on.
+It owns rows: tensor columns, numpy columns, and meta_info on the batch as a whole. It knows the padding rules of the
+glossary, but no algorithm and no transport. Operations return a new batch with new dicts, whose tensors may be views of
+the old ones; only `pop` and `padding` change the batch they are called on.
 """
 
 import copy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class DataProtoItem:
-    """One row: the tensors without their batch dimension, the numpy columns' entries, the batch's meta_info."""
+    """One row: tensors without the batch dimension, entries of the numpy columns, and meta_info of the batch."""
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class DataProto:
     """A batch of rows.
 
     `batch` is a TensorDict with exactly one batch dimension, or None; `non_tensor_batch` maps names to numpy arrays
-    whose first dimension is the rows; `meta_info` holds what is true of the whole batch, with "metrics" (a dict from
-    a name to a number or a list) as the one key that `concat` aggregates. `auto_padding` lets dispatch pad the batch.
-    The three containers are copied, their contents are not. Raises BatchError or FieldError if rows do not match.
+    whose first dimension is the rows; `meta_info` holds values that belong to the whole batch. `concat` aggregates its
+    key "metrics", a dict from a name to a number or a list. `auto_padding` lets dispatch pad the batch. The three
+    containers are copied, their contents are not. Raises BatchError or FieldError if rows do not match.
     """
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
@@ -59,10 +59,10 @@ class DataProto:
         self.meta_info = copy_structure(self.meta_info)
 
     @classmethod
-    def _of_own(
+    def _unchecked(
         cls, batch: TensorDict | None, non_tensor_batch: dict[str, np.ndarray], meta_info: dict, auto_padding: bool
     ) -> Self:
-        """As the constructor, of containers that fit and that nobody else holds: neither checked nor copied."""
+        """Return a batch of consistent containers that have no other reference, without a check or a copy."""
         if (cls.__init__, cls.__post_init__) != (DataProto.__init__, DataProto.__post_init__):
             return cls(batch, non_tensor_batch, meta_info, auto_padding)  # pyright: ignore[reportArgumentType]
         made = cls.__new__(cls)
@@ -77,7 +77,7 @@ class DataProto:
         """
         count_rows(self.batch, self.non_tensor_batch, self.meta_info)
 
-    # Making one
+    # Construction
 
     @classmethod
     def from_dict(
@@ -88,9 +88,9 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """A batch from columns, (rows, ...) each; a list becomes an object array with one entry a row."""
+        """Return a batch of columns of shape (rows, ...); a list becomes an object array with one entry per row."""
         if num_batch_dims != 1:
-            raise BatchError(f"num_batch_dims={num_batch_dims}, but a batch has exactly 1; reshape to (rows, ...).")
+            raise BatchError(f"num_batch_dims={num_batch_dims} is invalid: must be 1; reshape to (rows, ...).")
         arrays = {
             name: object_column(values) if isinstance(values, list | tuple) else values
             for name, values in (non_tensors or {}).items()
@@ -101,7 +101,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> "DataProto":
-        """A batch from tensors and numpy arrays under one roof, sorted by their type."""
+        """Return a batch from one dict of tensors and numpy arrays, sorted by their type."""
         wrong = {name: type(value).__name__ for name, value in data.items() if not isinstance(value, Column)}
         if wrong:
             raise FieldError(f"from_single_dict takes tensors and numpy arrays, got {wrong}.")
@@ -113,13 +113,13 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDictBase, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> "DataProto":
-        """A batch from a TensorDict: NonTensorStack becomes a numpy column, NonTensorData a key of meta_info."""
+        """Return a batch from a TensorDict: NonTensorStack becomes a numpy column, NonTensorData a key of meta_info."""
         if num_batch_dims != 1:
-            raise BatchError(f"num_batch_dims={num_batch_dims}, but a batch has exactly 1.")
+            raise BatchError(f"num_batch_dims={num_batch_dims} is invalid: must be 1.")
         return tensordict_conversion.batch_from_tensordict(cls, tensor_dict, meta_info)
 
     def to_tensordict(self) -> TensorDict:
-        """Everything as one TensorDict; `from_tensordict` takes it back. `auto_padding` is left out."""
+        """Return all contents as one TensorDict, the inverse of `from_tensordict`; `auto_padding` is left out."""
         return tensordict_conversion.batch_to_tensordict(self)
 
     # Rows
@@ -137,7 +137,7 @@ class DataProto:
     @overload
     def __getitem__(self, item: slice | Sequence | np.ndarray | torch.Tensor) -> "DataProto": ...
     def __getitem__(self, item: Any) -> "DataProto | DataProtoItem":
-        """One row for an int; rows for a slice (views) or a list, array or tensor of ints or bools (copies)."""
+        """Return one row for an int, views for a slice, copies for a list, array or tensor of ints or bools."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if not is_single_row(item):
@@ -149,7 +149,7 @@ class DataProto:
         return DataProtoItem(batch, arrays, copy_structure(self.meta_info))  # pyright: ignore[reportArgumentType]
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
-        """Rows `start:end:step` as Python counts them; views, unless the step is negative."""
+        """Return the rows `start:end:step` of a Python slice as views, or as copies if the step is negative."""
         try:
             rows = range(len(self))[start:end:step]
         except (TypeError, ValueError) as error:
@@ -160,27 +160,27 @@ class DataProto:
         return self._map_rows(len(rows), lambda column: column[part])
 
     def select_idxs(self, idxs: Sequence | np.ndarray | torch.Tensor) -> "DataProto":
-        """Copies of the rows given by integers (negative: from the end) or by one bool per row."""
+        """Return copies of the rows given by integers (negative: from the end) or by one bool per row."""
         rows = row_indices(idxs, len(self))
         return self._map_rows(len(rows), lambda column: take_rows(column, rows))
 
     def reorder(self, indices: Sequence | np.ndarray | torch.Tensor) -> "DataProto":
-        """The same rows in another order. Raises BatchError unless `indices` names each row once."""
+        """Return the same rows in another order. Raises BatchError unless `indices` names each row once."""
         rows = row_indices(indices, len(self))
         if len(rows) != len(self) or len(np.unique(rows)) != len(self):
             raise BatchError(
                 f"reorder needs each of the {len(self)} rows exactly once, got {len(rows)} indices of which "
-                f"{len(np.unique(rows))} are different; select_idxs picks any rows."
+                f"{len(np.unique(rows))} are different; use select_idxs to choose some rows."
             )
         return self.select_idxs(rows)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Every row several times: a, a, b, b with interleave, else a, b, a, b."""
+        """Return every row `repeat_times` times: a, a, b, b with `interleave`, otherwise a, b, a, b."""
         times = as_count(repeat_times, "repeat_times", 0)
         return self._map_rows(len(self) * times, lambda column: repeat_rows(column, times, interleave))
 
     def sample_level_repeat(self, repeat_times: Sequence | np.ndarray | torch.Tensor) -> "DataProto":
-        """Row i `repeat_times[i]` times, next to itself; 0 drops it."""
+        """Return row i `repeat_times[i]` times in succession; 0 drops it."""
         times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if times.shape != (len(self),) or (times.dtype.kind not in "iu" and len(self)) or (times < 0).any():
             raise BatchError(
@@ -189,7 +189,7 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), times.astype(np.int64)))
 
     def _map_rows(self, num_rows: int, change: Callable[[Any], Any]) -> "DataProto":
-        """`change` applied to every column; the result has `num_rows` rows."""
+        """Return the batch with `change` applied to every column; the result has `num_rows` rows."""
         self.check_consistency()
         return self._map_consistent(num_rows, change)
 
@@ -199,15 +199,15 @@ class DataProto:
             columns = {name: change(column) for name, column in batch.items()}
             batch = TensorDict(columns, [num_rows], device=batch.device)
         arrays = {name: change(array) for name, array in self.non_tensor_batch.items()}
-        return self._of_own(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
+        return self._unchecked(batch, arrays, copy_structure(self.meta_info), self.auto_padding)
 
-    # Parts and wholes
+    # Chunks and concatenation
 
     def chunk(self, chunks: int) -> "list[DataProto]":
-        """`chunks` parts of equal length (views).
+        """Return `chunks` parts of equal length (views).
 
-        Where padding is enabled, parts may differ by one row, longer ones first (5 rows in 4 are 2, 1, 1, 1).
-        Otherwise raises BatchError if the parts would not be equal.
+        If padding is enabled, the lengths may differ by one row, longer parts first (5 rows in 4 chunks: 2, 1, 1, 1).
+        Otherwise raises BatchError if the number of rows is not divisible by `chunks`.
         """
         chunks = as_count(chunks, "chunks", 1)
         size, longer = divmod(len(self), chunks)
@@ -219,7 +219,7 @@ class DataProto:
         return self._parts([size + (part < longer) for part in range(chunks)])
 
     def split(self, split_size: int) -> "list[DataProto]":
-        """Parts of `split_size` rows (views), the last one short; one empty part if there are no rows."""
+        """Return parts of `split_size` rows (views), the last one shorter; one empty part if there are no rows."""
         size = as_count(split_size, "split_size", 1)
         return self._parts([min(size, len(self) - start) for start in range(0, max(len(self), 1), size)])
 
@@ -228,7 +228,7 @@ class DataProto:
         batches = [None] * len(sizes) if self.batch is None else self.batch.split(sizes)
         arrays = {name: np.split(array, np.cumsum(sizes)[:-1]) for name, array in self.non_tensor_batch.items()}
         return [
-            self._of_own(
+            self._unchecked(
                 batch, {n: a[part] for n, a in arrays.items()}, copy_structure(self.meta_info), self.auto_padding
             )
             for part, batch in enumerate(batches)
@@ -236,22 +236,23 @@ class DataProto:
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
-        """The rows of all parts, in order.
+        """Return the rows of all parts, in order.
 
-        Columns of different lengths are padded as the glossary says; input_ids, attention_mask and position_ids are
-        taken apart into prompt and response for that. meta_info merges, "metrics" becomes one list per name. Raises
-        FieldError if the parts have different columns, BatchError if contents or meta_info do not fit together.
+        Columns of different lengths are padded by the rules of the glossary. The prompt and the response part of
+        input_ids, attention_mask and position_ids are padded separately. meta_info is merged; "metrics" becomes one
+        list per name. Raises FieldError if the parts have different columns, BatchError if shapes, dtypes or
+        meta_info conflict.
         """
         return concat.concat_batches(data)
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
     ) -> "Iterator[DataProto]":
-        """Mini-batches of every epoch.
+        """Iterate over the mini-batches of every epoch.
 
-        With a seed, each epoch visits the rows in a new order, the same one in every run; without one, in their order.
-        `dataloader_kwargs` may hold "shuffle" (False keeps the order in spite of a seed) and "drop_last" (False
-        yields a short last mini-batch, True leaves those rows out; otherwise the size must divide the batch).
+        With a seed, each epoch shuffles the rows anew, reproducibly; without one, their order is kept.
+        `dataloader_kwargs` may hold "shuffle" (False keeps the order even with a seed) and "drop_last" (False yields
+        a short last mini-batch, True drops its rows; without this key the size must divide the batch).
         """
         return mini_batches.iterate_mini_batches(self, mini_batch_size, epochs, seed, dataloader_kwargs)
 
@@ -264,7 +265,7 @@ class DataProto:
         meta_info_keys: Names = None,
         deepcopy: bool = False,
     ) -> "DataProto":
-        """The named columns and keys; None keeps all of that kind. `deepcopy` copies contents too."""
+        """Return the named columns and meta_info keys; None keeps all of that kind. `deepcopy` copies contents too."""
         self.check_consistency()
         columns, arrays, meta_info = pick(self, batch_keys, non_tensor_batch_keys, meta_info_keys, True)
         batch = self.batch
@@ -273,14 +274,14 @@ class DataProto:
             arrays, meta_info = copy.deepcopy(arrays), copy.deepcopy(meta_info)
         if batch is not None:
             batch = TensorDict(columns, batch.batch_size, device=batch.device)
-        return self._of_own(batch, arrays, copy_structure(meta_info), self.auto_padding)
+        return self._unchecked(batch, arrays, copy_structure(meta_info), self.auto_padding)
 
     def pop(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
     ) -> "DataProto":
-        """Remove the named columns and keys FROM THIS BATCH and return them as another one.
+        """Remove the named columns and meta_info keys FROM THIS BATCH and return them as another batch.
 
-        Each argument is one name, several or None (nothing). Nothing is removed if one of them is missing (FieldError).
+        Each argument is one name, several or None (nothing). Raises FieldError, and removes nothing, if one is missing.
         """
         self.check_consistency()
         columns, arrays, meta_info = pick(self, batch_keys, non_tensor_batch_keys, meta_info_keys, False)
@@ -295,9 +296,9 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> "DataProto":
-        """Columns of either kind under new names, one for each old one, all at once (so two can be exchanged).
+        """Return the batch with renamed columns of either kind, all renamed at once (so that two can be exchanged).
 
-        Raises FieldError for a missing column, or a new name that is taken.
+        Raises FieldError for a missing column and for a new name that another column has.
         """
         return rename_columns(self, old_keys, new_keys)
 
@@ -306,10 +307,10 @@ class DataProto:
     @overload
     def union(self, other: "DataProtoFuture") -> "DataProtoFuture": ...
     def union(self, other: "DataProto | DataProtoFuture") -> "DataProto | DataProtoFuture":
-        """The columns of both batches, row by row; with a future, a future, of which nothing is read.
+        """Return the columns of both batches side by side; the union with a future is a future and reads nothing.
 
-        A column in both must have equal contents (NaN equals NaN), or FieldError; so must a key of meta_info, or
-        BatchError; "metrics" is joined name by name. Raises BatchError if the numbers of rows differ.
+        Raises FieldError if both have a column with different contents (NaN equals NaN), BatchError if both have a key
+        of meta_info with different values or the numbers of rows differ. "metrics" is joined name by name.
         """
         if not isinstance(other, DataProto):
             from hybridflow.protocol.future import DataProtoFuture
@@ -328,43 +329,43 @@ class DataProto:
         return type(self)(batch, arrays, meta_info, self.auto_padding or other.auto_padding)
 
     def to(self, device: str | torch.device | int) -> "DataProto":
-        """The tensors on `device`; numpy columns stay where they are."""
+        """Return the batch with its tensors on `device`; numpy columns stay on the CPU."""
         batch = None if self.batch is None else self.batch.to(device)
         return type(self)(batch, self.non_tensor_batch, self.meta_info, self.auto_padding)  # pyright: ignore
 
     # Padding
 
     def is_padding_enabled(self) -> bool:
-        """Whether dispatch may pad this batch: by its own `auto_padding`, or by DataProtoConfig for all batches."""
+        """Return whether dispatch may pad this batch: `auto_padding` of the batch or of DataProtoConfig is set."""
         return self.auto_padding or DataProtoConfig.auto_padding
 
     def padding(self, padding_size: int, padding_candidate: str = "first") -> None:
-        """Append `padding_size` copies of the "first" or the "last" row TO THIS BATCH, marked as the glossary says."""
+        """Append `padding_size` copies of the "first" or "last" row TO THIS BATCH, marked by `duplicate_value`."""
         padding_size = as_count(padding_size, "padding_size", 0)
         if padding_candidate not in ("first", "last"):
-            raise BatchError(f"padding_candidate={padding_candidate!r}; valid are 'first' and 'last'.")
+            raise BatchError(f"padding_candidate={padding_candidate!r} is invalid; valid are 'first' and 'last'.")
         if padding_size and not len(self):
             raise BatchError("a batch without rows cannot be padded: there is no row to copy.")
         row = 0 if padding_candidate == "first" else len(self) - 1
         padded = append_copies(self, np.full(padding_size, row))
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
-    # Showing and storing
+    # Summary and storage
 
     def get_data_info(self) -> str:
-        """A summary to print: one line a field, with shape, dtype and device or type."""
+        """Return a printable summary: one line per column or key, with shape, dtype and device, or type."""
         return summary.describe_batch(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def save_to_disk(self, filepath: str | os.PathLike) -> None:
-        """Save as one file, replacing it as a whole. Objects must be plain data (BatchError says what is not)."""
+        """Save to one file, replaced atomically. Raises BatchError for an object that is not plain data."""
         disk_format.save_batch(self, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike) -> "DataProto":
-        """The batch saved there, on the CPU. Executes nothing that the file holds. BatchError if it is not readable."""
+        """Load a batch to the CPU without executing code from the file. Raises BatchError if it is not readable."""
         return disk_format.load_batch(DataProto, filepath)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:

@@ -1,6 +1,6 @@
-"""A batch as one file: safetensors for tensors and numeric arrays, JSON for structure. Loading executes no code.
+"""File format of a batch: safetensors for tensors and numeric arrays, JSON for structure. Loading executes no code.
 
-The file holds the tensors "0", "1", ... and a "structure" of UTF-8 bytes that says what they are.
+The file holds the tensors "0", "1", ... and the tensor "structure", JSON as UTF-8 bytes that describes them.
 """
 
 import json
@@ -30,7 +30,10 @@ _SAVABLE = "None, bool, int, float, str, bytes, list, tuple, set, dict, numbers,
 
 
 def save_batch(data: "DataProto", filepath: str | os.PathLike) -> None:
-    """Write beside and rename: a reader never sees half a file. Raises BatchError for what cannot be encoded."""
+    """Save a batch through a temporary file and a rename, so that a reader never sees a partial file.
+
+    Raises BatchError for a value that cannot be encoded and for a file that cannot be written.
+    """
     writer = _Writer()
     structure = {
         "num_rows": None if data.batch is None else data.batch.batch_size[0],
@@ -57,14 +60,14 @@ def save_batch(data: "DataProto", filepath: str | os.PathLike) -> None:
 
 
 def load_batch(cls: "type[DataProto]", filepath: str | os.PathLike) -> "DataProto":
-    """The saved batch, on the CPU. Raises BatchError for a file that is missing, truncated or something else."""
+    """Return the saved batch, on the CPU. Raises BatchError for a missing, truncated or foreign file."""
     try:
         with safe_open(os.fspath(filepath), framework="pt") as file:
             _check_version(file.metadata() or {}, filepath)
-            # The file is memory mapped: clone, so that the batch outlives it.
+            # The file is memory mapped; the batch must outlive it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise BatchError(f"{filepath}: no readable batch, it is missing, truncated or no DataProto: {error}") from error
+        raise BatchError(f"{filepath}: not a readable batch; missing, truncated or not a DataProto: {error}") from error
     try:
         structure = json.loads(bytes(tensors.pop(STRUCTURE).numpy()))
         batch = None
@@ -80,15 +83,15 @@ def load_batch(cls: "type[DataProto]", filepath: str | os.PathLike) -> "DataProt
 
 def _check_version(metadata: dict[str, str], filepath: str | os.PathLike) -> None:
     if metadata.get("format") != FORMAT:
-        raise BatchError(f"{filepath}: this is not a saved DataProto, but another safetensors file.")
+        raise BatchError(f"{filepath}: this safetensors file is not a saved DataProto.")
     if metadata.get("version") != VERSION:
         raise BatchError(
-            f"{filepath}: saved in format version {metadata.get('version')}; this release reads {VERSION}."
+            f"{filepath}: saved in format version {metadata.get('version')}; this release reads version {VERSION}."
         )
 
 
 class _Writer:
-    """Turns values into JSON; tensors and numeric arrays found on the way are attached beside it."""
+    """An encoder of values to JSON; it collects tensors and numeric arrays separately."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -100,7 +103,7 @@ class _Writer:
                 f"{where} is {tensor.dtype}, which cannot be saved; convert it to one of {sorted(_DTYPES)}."
             )
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.untyped_storage().data_ptr() in self._storages:  # safetensors refuses two names for one memory
+        if tensor.untyped_storage().data_ptr() in self._storages:  # safetensors rejects tensors that share memory
             tensor = tensor.clone()
         self._storages.add(tensor.untyped_storage().data_ptr())
         key = str(len(self.tensors))

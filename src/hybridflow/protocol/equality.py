@@ -1,4 +1,4 @@
-"""Equality of contents. NaN equals NaN everywhere: in tensors, numpy arrays, and numbers inside objects."""
+"""Equality of contents. NaN equals NaN in tensors, numpy arrays and numbers inside objects."""
 
 import numbers
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def is_equal(first: Any, second: Any) -> bool:
-    """Whether two columns, or two values of meta_info, have equal type, shape and contents."""
+    """Return whether two columns, or two values of meta_info, have equal type, shape and contents."""
     if first is second:
         return True
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):

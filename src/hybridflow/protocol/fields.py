@@ -1,7 +1,7 @@
-"""The glossary: every column a batch may carry, once, with its shape, dtype, padding, producer and consumer.
+"""The glossary of batch columns: shape, dtype, padding, producer and consumer of each.
 
-`concat` pads columns of different lengths by it, and padding of rows marks copies by it. A program with columns of
-its own adds them: `FIELDS["my_column"] = Field("my_column", ("batch", "response_len"), torch.float32, "right", 0.0)`.
+`concat` uses it to pad columns of different lengths, and row padding uses it to mark copies. Add a custom column with
+`FIELDS["my_column"] = Field("my_column", ("batch", "response_len"), torch.float32, "right", 0.0)`.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class Field:
-    """One column.
+    """The definition of one column.
 
-    `shape` names the axes; "response_len|1" is one number per token or one per row. `dtype` is a torch dtype, or
-    `object` for a numpy column of Python objects. `padding_side` is where concat lengthens the second axis with
-    `padding_value`; "both" is a prompt part, lengthened on the left, before a response part, lengthened on the right.
-    `duplicate_value` is what a row appended only for padding holds; None copies the row. `example` is a Python literal:
-    this column of a batch of two responses to one prompt; the second response is shorter.
+    `shape` names the axes; "response_len|1" means one number per token or one per row. `dtype` is a torch dtype, or
+    `object` for a numpy column of Python objects. `padding_side` is the side on which concat pads the second axis with
+    `padding_value`; "both" means that the prompt part is padded on the left and the response part on the right.
+    `duplicate_value` is the value in rows appended as padding; None copies the row. `example` is a Python literal: this
+    column of a batch of two responses to one prompt, the second response being shorter.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Field:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether the column lives in `batch` (else in `non_tensor_batch`)."""
+        """Whether the column is in `batch`; otherwise it is in `non_tensor_batch`."""
         return isinstance(self.dtype, torch.dtype)
 
 
@@ -65,13 +65,14 @@ _FIELDS = (
           description="1 where input_ids holds a real token.", producer="data, rollout", consumer="every model"),
     Field("position_ids", SEQUENCE, torch.int64, "both", 0,
           example="[[0, 0, 1, 2, 3], [0, 0, 1, 2, 2]]",
-          description="Position of each token among the real ones.", producer="data, rollout", consumer="every model"),
+          description="Position of each token, padding not counted.", producer="data, rollout", consumer="every model"),
     Field("response_mask", RESPONSE, torch.bool, "right", False,
           example="[[True, True], [True, False]]",
-          description="True where a response token counts.", producer="rollout", consumer="losses, metrics"),
+          description="True for the tokens that losses and metrics count.",
+          producer="rollout", consumer="losses, metrics"),
     Field("rollout_versions", RESPONSE, torch.int64, "right", -1,
           example="[[3, 3], [3, -1]]",
-          description="Version of the weights that made each token.", producer="rollout", consumer="metrics"),
+          description="Version of the weights that generated each token.", producer="rollout", consumer="metrics"),
     Field("rollout_log_probs", RESPONSE, torch.float32, "right", 0.0,
           example="[[-0.7, -0.2], [-1.6, 0.0]]",
           description="Log-probs of the tokens under the distribution they were sampled from.",
@@ -87,11 +88,11 @@ _FIELDS = (
           description="Log-probs under the teacher.", producer="teacher", consumer="distillation"),
     Field("candidate_ids", CANDIDATES, torch.int64, "right", 0,
           example="[[[4, 2], [2, 4]], [[4, 2], [0, 0]]]",
-          description="The tokens that the teacher finds most likely at each place.",
+          description="The tokens most likely under the teacher at each position.",
           producer="teacher", consumer="distillation"),
     Field("teacher_candidate_log_probs", CANDIDATES, torch.float32, "right", 0.0,
           example="[[[-0.3, -2.3], [-0.1, -2.5]], [[-0.3, -2.3], [0.0, 0.0]]]",
-          description="Their log-probs under the teacher.", producer="teacher", consumer="distillation"),
+          description="Log-probs of candidate_ids under the teacher.", producer="teacher", consumer="distillation"),
     Field("entropies", RESPONSE, torch.float32, "right", 0.0,
           example="[[1.1, 0.6], [1.1, 0.0]]",
           description="Entropy of the policy at each response token.", producer="actor", consumer="metrics"),
@@ -104,7 +105,7 @@ _FIELDS = (
           description="The critic's estimate of the return.", producer="critic", consumer="gae, value loss"),
     Field("token_level_scores", RESPONSE, torch.float32, "right", 0.0,
           example="[[0.0, 1.0], [0.0, 0.0]]",
-          description="Score given at each token, before the KL penalty.", producer="rewards", consumer="KL penalty"),
+          description="Score of each token, before the KL penalty.", producer="rewards", consumer="KL penalty"),
     Field("token_level_rewards", RESPONSE, torch.float32, "right", 0.0,
           example="[[-0.01, 1.0], [0.01, 0.0]]",
           description="Score minus the KL penalty.", producer="KL penalty", consumer="gae"),
@@ -122,53 +123,60 @@ _FIELDS = (
           description="Score of the greedy response to the same prompt.", producer="rewards", consumer="remax"),
     Field("reward_components", ("batch", "components"), torch.float32,
           example="[[1.0, 0.0], [0.0, 0.0]]",
-          description="The rewards that reward.weights names, before they are added.",
+          description="The rewards named by reward.weights, before the weighted sum.",
           producer="rewards", consumer="gdpo"),
     Field("selected_tokens", RESPONSE, torch.bool, "right", False,
           example="[[True, False], [False, False]]",
-          description="True where the policy loss treats a token apart.", producer="actor", consumer="policy loss"),
+          description="True for tokens that Clip-Cov or KL-Cov treats separately in the policy loss.",
+          producer="actor", consumer="policy loss"),
     Field("rollout_weights", RESPONSE, torch.float32, "right", 0.0,
           example="[[1.0, 1.0], [1.0, 0.0]]",
-          description="What each token's loss is multiplied with, since another policy sampled it.",
+          description="Importance weight of each token in the policy loss, since another policy sampled it.",
           producer="rollout correction", consumer="policy loss"),
     Field("loss_slopes", ROW, torch.float32,
           example="[-0.5, 0.5]",
-          description="Derivative of the loss by the sum of a row's log-probs, or by its score.",
+          description="Derivative of the loss with respect to the sum of a row's log-probs, or to its score.",
           producer="DPO, reward model", consumer="their updates"),
     Field("reward_failed", ROW, torch.bool,
           example="[False, False]",
           description="True where the reward function failed.", producer="rewards", consumer="metrics"),
     Field("reward_timed_out", ROW, torch.bool,
           example="[False, False]",
-          description="True where it failed because it took too long.", producer="rewards", consumer="metrics"),
+          description="True where the reward function timed out.", producer="rewards", consumer="metrics"),
     Field("group_ids", ROW, torch.int64,
           example="[0, 0]",
-          description="Equal for the responses of one prompt.", producer="trainer", consumer="grpo, pass@k"),
+          description="Group of the response; equal for all responses to one prompt.",
+          producer="trainer", consumer="grpo, pass@k"),
     Field("row_ids", ROW, torch.int64, duplicate_value=-1,
           example="[0, 1]",
-          description="Row of this step's batch; -1 marks a padded copy, which every update ignores.",
+          description="Row in this step's batch; -1 marks a copy added as padding, which every update ignores.",
           producer="trainer", consumer="updates"),
     Field("raw_prompts", ROW, object,
           example="['7 + 5 =', '7 + 5 =']",
           description="Chat messages or text of the prompt.", producer="data", consumer="rewards, samples"),
+    Field("prompt_texts", ROW, object,
+          example="['7 + 5 =', '7 + 5 =']",
+          description="The prompt as the model reads it, rendered by the chat template.",
+          producer="data", consumer="samples"),
     Field("data_sources", ROW, object,
           example="['arithmetic', 'arithmetic']",
           description="Name of the data set, which chooses the reward.", producer="data", consumer="rewards, metrics"),
     Field("ground_truths", ROW, object,
           example="['12', '12']",
-          description="What the reward compares with.", producer="data", consumer="rewards"),
+          description="Correct answer, which the reward compares with the response.",
+          producer="data", consumer="rewards, samples"),
     Field("extra_infos", ROW, object,
           example="[{'digits': 1}, {'digits': 1}]",
-          description="A dict with whatever else the data set knows of the row.", producer="data", consumer="rewards"),
+          description="A dict with further data on the row from the data set.", producer="data", consumer="rewards"),
     Field("solution_texts", ROW, object,
           example="['12', '']",
           description="The decoded response.", producer="rollout", consumer="rewards, samples"),
     Field("reward_extras", ROW, object,
           example="[{'tries': 1}, {'tries': 1}]",
-          description="A dict with the further numbers of the reward.", producer="rewards", consumer="metrics"),
+          description="A dict with further numbers of the reward function.", producer="rewards", consumer="metrics"),
     Field("answers", ROW, object,
           example="['12', None]",
-          description="What a validation response answers, a text; None where there is no answer.",
+          description="Answer extracted from a validation response, a text; None without an answer.",
           producer="rewards", consumer="maj@k"),
     Field("finish_reasons", ROW, object,
           example="['stop', 'stop']",
@@ -178,5 +186,5 @@ _FIELDS = (
 
 FIELDS: dict[str, Field] = {field.name: field for field in _FIELDS}
 
-# Columns of token ids: padded with meta_info["pad_token_id"] where the batch carries it.
 TOKEN_COLUMNS = ("prompts", "responses", "input_ids")
+"""Columns of token ids, padded with meta_info["pad_token_id"] if the batch has it."""

@@ -1,8 +1,8 @@
-"""`DataProtoFuture`: a batch that is elsewhere, or not there yet.
+"""`DataProtoFuture`: a batch on other processes, or one that is not computed yet.
 
-It is a table from column to the shards that hold it: handles, and an index of rows. Operations on columns change the
-table, operations on rows the index; neither reads anything. `get` is the only way to contents. A result whose method
-does not declare its columns has no table: it is read, passed on, or cut by whole shards.
+It is a table that maps each column to its shards: handles and an index of rows. Operations on columns change the table,
+operations on rows change the index; neither reads contents. Only `get` does. The result of a method that does not
+declare its columns has no table: it can be read, passed on, or split by whole shards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from hybridflow.protocol.table import Table
 
 
 class DataProtoFuture:
-    """The batch that `collect_fn` makes of the handles' contents (then `dispatch_fn` of that, if given).
+    """A future batch: `collect_fn` applied to the contents of the handles, then `dispatch_fn` if given.
 
-    `num_rows`, `columns` and `part_rows` (the rows of each handle's batch) are what is declared of it. Where all three
-    are, and `collect_fn` is `DataProto.concat`, it is a table: every operation is lazy, and only what is needed is
-    read. `has_whole_shards`: each handle holds a batch, and the result is their concatenation. `meta_info` is what is
-    known of it here; what the handles' batches have comes with `get`. Operations return new futures; only `pop` changes
-    this one.
+    `num_rows`, `columns` and `part_rows` (rows of each handle's batch) are its declared layout. If all three are given
+    and `collect_fn` is `DataProto.concat`, the future is a table: every operation is lazy, and `get` reads only the
+    columns and rows that are needed. `has_whole_shards`: each handle holds a batch, and the result is their
+    concatenation. `meta_info` holds the keys known in this process; `get` adds those of the handles' batches.
+    Operations return new futures; only `pop` changes this one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DataProtoFuture:
 
     @staticmethod
     def of(batch: "DataProto | DataProtoFuture") -> "DataProtoFuture":
-        """Return a batch of this process as a future; a future as it is."""
+        """Return a batch of this process as a future, and a future unchanged."""
         if isinstance(batch, DataProtoFuture):
             return batch
         held, rows = HeldBatch(batch.select(meta_info_keys=())), len(batch)
@@ -71,12 +71,12 @@ class DataProtoFuture:
 
     @property
     def columns(self) -> Columns | None:
-        """The names of its columns; None where its method does not declare them."""
+        """The names of the columns, or None if the method does not declare them."""
         return self._declared if self._table is None else tuple(self._table.places)
 
     @property
     def futures(self) -> list[Any]:
-        """The handles that it reads."""
+        """The handles that the future reads."""
         return list(self.handles())
 
     @property
@@ -85,10 +85,10 @@ class DataProtoFuture:
         return self._table is not None
 
     def get(self, columns: Names = None) -> Any:
-        """Wait, and return a new batch: all of it, or only the named columns (of either kind) with meta_info.
+        """Wait for the result and return a new batch of the named columns (None: all) with meta_info.
 
-        What a method returned that is not a batch comes as `collect_fn` made it. Raises FieldError for a missing
-        column, BatchError if the number of rows is not the declared one, and whatever the call raised.
+        A result that is not a batch is returned as `collect_fn` built it. Raises FieldError for a missing column,
+        BatchError if the number of rows differs from the declared one, and the errors of the call.
         """
         wanted = None if columns is None else tuple(as_names(columns))
         if wanted is not None and self.columns is not None:
@@ -97,7 +97,7 @@ class DataProtoFuture:
         if not isinstance(contents, DataProto):
             return contents
         if self.num_rows is not None and len(contents) != self.num_rows and names_of(contents):
-            raise BatchError(f"the future declared {self.num_rows} rows, but has {len(contents)}.")
+            raise BatchError(f"the future declares {self.num_rows} rows, but has {len(contents)}.")
         return contents
 
     def __len__(self) -> int:
@@ -109,15 +109,15 @@ class DataProtoFuture:
         return True
 
     def __repr__(self) -> str:
-        rows = "as many rows as its call makes" if self.num_rows is None else f"{self.num_rows} rows"
-        columns = "columns that are not declared" if self.columns is None else ", ".join(self.columns) or "no columns"
+        rows = "an unknown number of rows" if self.num_rows is None else f"{self.num_rows} rows"
+        columns = "undeclared columns" if self.columns is None else ", ".join(self.columns) or "no columns"
         return f"DataProtoFuture of {rows}: {columns}"
 
     # Rows
 
     @staticmethod
     def concat(data: "Sequence[Handle | DataProtoFuture]") -> "DataProtoFuture":
-        """Return the rows of all parts, in order: of futures with the same columns, or of whole shards."""
+        """Return the rows of all parts, in order; the parts are futures with the same columns, or whole shards."""
         if not data:
             raise BatchError("concat needs at least one future, got an empty list.")
         parts = [part for part in data if isinstance(part, DataProtoFuture)]
@@ -128,13 +128,13 @@ class DataProtoFuture:
         return DataProtoFuture._of(table, sum(lengths), concat_meta_info([part.meta_info for part in parts]))
 
     def chunk(self, chunks: int) -> "list[DataProtoFuture]":
-        """Return `chunks` equal parts. Of a result without declared columns, parts of whole shards."""
+        """Return `chunks` equal parts; parts of a result without declared columns consist of whole shards."""
         chunks = as_count(chunks, "chunks", 1)
         if self._table is not None:
             size, rest = divmod(len(self), chunks)
             if rest:
                 raise BatchError(f"{len(self)} rows do not make {chunks} equal parts; pad_to_divisor({chunks}) first.")
-            self._table.names_in(0)  # found once for all parts
+            self._table.names_in(0)  # computed once for all parts
             return [self._choose(slice(index * size, (index + 1) * size), size) for index in range(chunks)]
         size, rest = divmod(len(self._handles), chunks)
         if rest or not self.has_whole_shards:
@@ -142,7 +142,7 @@ class DataProtoFuture:
         return [_of_shards(self._handles[index * size : (index + 1) * size]) for index in range(chunks)]
 
     def slice(self, start: int | None = None, end: int | None = None) -> "DataProtoFuture":
-        """Return rows `start:end`, as Python counts them."""
+        """Return the rows `start:end` of a Python slice."""
         self._require_table("slice")
         try:
             rows = range(len(self))[start:end]
@@ -151,7 +151,7 @@ class DataProtoFuture:
         return self._choose(slice(rows.start, max(rows.start, rows.stop)), len(rows))
 
     def reorder(self, indices: Sequence[int] | np.ndarray) -> "DataProtoFuture":
-        """Return the same rows in another order: an all-gather, as each part then needs rows of every shard.
+        """Return the same rows in another order. Reading is then an all-gather: each part needs rows of every shard.
 
         Raises BatchError unless `indices` names each row once.
         """
@@ -162,20 +162,19 @@ class DataProtoFuture:
         return self._choose(rows, len(rows))
 
     def select_rows(self, rows: np.ndarray) -> "DataProtoFuture":
-        """Return some rows, by number, in any order and as often as they are named. Raises BatchError for a row that
-        is not there."""
+        """Return rows by number, in any order and with repetitions. Raises BatchError for a row out of range."""
         self._require_table("select_rows")
         chosen = row_indices(rows, len(self))
         return self._choose(chosen, len(chosen))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProtoFuture":
-        """As `DataProto.repeat`."""
+        """Return every row `repeat_times` times, as `DataProto.repeat`."""
         self._require_table("repeat")
         times, rows = as_count(repeat_times, "repeat_times", 0), np.arange(len(self))
         return self._choose(np.repeat(rows, times) if interleave else np.tile(rows, times), len(rows) * times)
 
     def pad_to_divisor(self, size_divisor: int) -> "DataProtoFuture":
-        """As `pad_dataproto_to_divisor`: copies of the first rows at the end, marked as the glossary says."""
+        """Append copies of the first rows up to a multiple of `size_divisor`, as `pad_dataproto_to_divisor`."""
         table, num_rows = self._require_table("pad_to_divisor"), len(self)
         padded = num_rows + -num_rows % as_count(size_divisor, "size_divisor", 1)
         if padded == num_rows or not num_rows:
@@ -187,9 +186,12 @@ class DataProtoFuture:
     def select(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
     ) -> "DataProtoFuture":
-        """As `DataProto.select`. Naming one kind keeps all of the other kind, as the glossary knows it; raises
-        FieldError for a column that it does not know. Keys of meta_info that come with the contents are kept if they
-        come: which there are is not known here."""
+        """Return the named columns and keys of meta_info, as `DataProto.select`; None keeps all of that kind.
+
+        If only one kind of column is named, the glossary decides which of the others are of the other kind; raises
+        FieldError for a column that is not in the glossary. A named key of meta_info may be missing, since the keys of
+        the handles' batches are known only when they are read.
+        """
         table, here = self._require_table("select"), self.meta_info
         if batch_keys is not None or non_tensor_batch_keys is not None:
             chosen = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)]
@@ -209,14 +211,14 @@ class DataProtoFuture:
         return DataProtoFuture._of(table, len(self), here)
 
     def select_columns(self, columns: Names) -> "DataProtoFuture":
-        """Return the named columns, of either kind, and meta_info."""
+        """Return the named columns of either kind, with meta_info."""
         table = self._require_table("select_columns").select(as_names(columns))
         return DataProtoFuture._of(table, len(self), self.meta_info)
 
     def pop(
         self, batch_keys: Names = None, non_tensor_batch_keys: Names = None, meta_info_keys: Names = None
     ) -> "DataProtoFuture":
-        """Remove the named columns, and keys of `meta_info`, from this future, and return them as another one."""
+        """Remove the named columns and keys of `meta_info` FROM THIS FUTURE and return them as another future."""
         table = self._require_table("pop")
         chosen, keys = [*as_names(batch_keys), *as_names(non_tensor_batch_keys)], as_names(meta_info_keys)
         require_names(keys, self.meta_info, "pop: meta_info of the future")
@@ -227,12 +229,12 @@ class DataProtoFuture:
         return popped
 
     def rename(self, old_keys: Names = None, new_keys: Names = None) -> "DataProtoFuture":
-        """As `DataProto.rename`."""
+        """Return the columns under new names, as `DataProto.rename`."""
         table = self._require_table("rename").rename(as_names(old_keys), as_names(new_keys))
         return DataProtoFuture._of(table, len(self), self.meta_info)
 
     def with_meta_info(self, more: Mapping[str, Any]) -> "DataProtoFuture":
-        """Return the same columns, with more keys of meta_info, which replace those of the same name."""
+        """Return the same columns with more keys of meta_info, which replace keys of the same name."""
         table = self._require_table("with_meta_info")
         table = table.map_shards(
             lambda shards: shards.with_views(lambda view: view._replace(skipped=view.skipped.union(more)))
@@ -240,10 +242,10 @@ class DataProtoFuture:
         return DataProtoFuture._of(table, len(self), {**self.meta_info, **more})
 
     def union(self, other: "DataProtoFuture | DataProto") -> "DataProtoFuture":
-        """As `DataProto.union`, of disjoint columns, or of columns that are the same rows of the same shards.
+        """Return the columns of both; a column in both must consist of the same rows of the same shards.
 
-        Raises FieldError for any other column that both have, BatchError for different numbers of rows or values of
-        one key of meta_info, and for a future that has no table.
+        Raises FieldError for another column that both have, BatchError for different numbers of rows, for different
+        values of a key of meta_info, and for a future that has no table.
         """
         table = self._require_table("union")
         meta_info = union_meta_info(self.meta_info, other.meta_info)
@@ -255,11 +257,10 @@ class DataProtoFuture:
             raise BatchError(f"union: this future has {len(self)} rows, the other has {len(other)}.")
         return DataProtoFuture._of(table.union(others), len(self), meta_info)
 
-    # Reading, and sending to a reader elsewhere
+    # Reading, and sending to a reader in another process
 
     def narrow(self, columns: Columns | None = None, rows: RowIndex = None) -> "DataProtoFuture":
-        """Return no more than these columns and rows, with no handle that they do not need: what is sent to a reader
-        elsewhere."""
+        """Return only these columns and rows with the handles that they need, to send to another process."""
         if self._table is None:
             if columns is not None or rows is not None:
                 self._require_table("narrow")
@@ -272,17 +273,17 @@ class DataProtoFuture:
         return DataProtoFuture._of(future._require_table("narrow").narrow(), len(future), self.meta_info)
 
     def sources(self) -> list[tuple[Handle, Columns]]:
-        """Return the handles, each with the names there of the columns that are read of it."""
+        """Return the handles, each with the stored names of the columns that are read from it."""
         if self._table is None:
             return [(handle, self._declared or ()) for handle in self._handles]
         return self._table.sources()
 
     def handles(self) -> list[Handle]:
-        """Return the handles that it reads."""
+        """Return the handles that the future reads."""
         return [handle for handle, _ in self.sources()]
 
     def with_handles(self, change: Callable[[Handle], Any]) -> "DataProtoFuture":
-        """Return the same future with every handle exchanged for `change(handle)`."""
+        """Return the same future with every handle replaced by `change(handle)`."""
         if self._table is not None:
             table = self._table.map_shards(lambda shards: shards.with_handles(change))
             return DataProtoFuture._of(table, len(self), self.meta_info)
@@ -292,7 +293,7 @@ class DataProtoFuture:
         return DataProtoFuture(self.collect_fn, changed, self.dispatch_fn, self.num_rows, self._declared)
 
     def _collected(self, columns: Columns | None) -> Any:
-        """Read a result without a table: all that the handles hold, once."""
+        """Read a result without a table: the whole contents of all handles, once."""
         if self._contents is None:
             wait_for(self._handles)
             contents = self.collect_fn([handle.get() for handle in self._handles])
@@ -310,7 +311,7 @@ class DataProtoFuture:
         if self._table is None:
             raise BatchError(
                 f"{what} needs a result whose columns and number of rows are known before it is read; declare "
-                f"writes=(...) in the @register of its method, or read it first: future.get()."
+                f"writes=(...) in the @register of its method, or read it first with future.get()."
             )
         return self._table
 
@@ -319,7 +320,7 @@ class DataProtoFuture:
 
 
 def concat_results(results: Sequence[Any]) -> DataProto | None:
-    """Return the rows of what each rank returned, in order; None if every rank returned None."""
+    """Return the rows of the results of all ranks, in rank order; None if every rank returned None."""
     if all(result is None for result in results):
         return None
     for index, result in enumerate(results):
@@ -332,7 +333,7 @@ def concat_results(results: Sequence[Any]) -> DataProto | None:
 
 
 def change_futures(value: Any, change: Callable[[DataProtoFuture], Any]) -> Any:
-    """Return the value with every future, also in lists, tuples and dicts, exchanged for `change(future)`."""
+    """Return the value with every future, also in lists, tuples and dicts, replaced by `change(future)`."""
     if isinstance(value, DataProtoFuture):
         return change(value)
     if type(value) in (list, tuple):

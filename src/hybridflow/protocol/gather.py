@@ -1,4 +1,4 @@
-"""The rows of every rank of a process group, on every rank."""
+"""All-gather of a batch over a process group."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from hybridflow.protocol.data_proto import DataProto
 
 
 def all_gather_data_proto(data: DataProto, process_group: "dist.ProcessGroup | None" = None) -> DataProto:
-    """A new batch with the rows of all ranks in rank order; None is the default group.
+    """Return a new batch with the rows of all ranks in rank order; None is the default group.
 
-    Ranks may differ in their number of rows and in the lengths that the glossary pads. A collective: every rank of
-    the group must call it. What does not fit together raises the same error on every rank, as in `DataProto.concat`.
+    Ranks may differ in their number of rows and in the lengths that the glossary pads. This is a collective: every
+    rank of the group must call it. Every rank raises the same error, as `DataProto.concat` does.
     """
     data.check_consistency()
     tensors = tensors_of(data.batch)
@@ -46,7 +46,7 @@ def all_gather_data_proto(data: DataProto, process_group: "dist.ProcessGroup | N
 def _gather_tensors(
     tensor: torch.Tensor, specs: list[tuple[tuple[int, ...], torch.dtype]], group: "dist.ProcessGroup | None"
 ) -> list[torch.Tensor]:
-    """Every rank's tensor, as bytes in buffers of the longest one's size, because collectives want equal sizes."""
+    """Gather the tensor of every rank as bytes, padded to the largest size, since collectives need equal sizes."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs]
     device = _collective_device(tensor.device, group)
     mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
@@ -63,7 +63,7 @@ def _gather_tensors(
 
 
 def _collective_device(device: torch.device, group: "dist.ProcessGroup | None") -> torch.device:
-    """Where the group's backend can communicate: nccl on the GPU of this process, gloo on the CPU."""
+    """Return the device that the group's backend communicates from: this process's GPU for nccl, the CPU for gloo."""
     backends = dist.get_backend_config(group)
     if "nccl" not in backends:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`Handle`: where one rank's result is. Futures read handles; each backend has a class of its own.
+"""`Handle`: a reference to the result of one rank. Futures read handles; each backend has its own class.
 
 `HeldBatch` is the handle of a batch in this process.
 """
@@ -22,7 +22,7 @@ Columns = tuple[str, ...]
 
 
 class Duration:
-    """How long a call ran on its worker, in seconds; None until that is known."""
+    """The duration of a call on its worker, in seconds; None until it is known."""
 
     __slots__ = ("seconds",)
 
@@ -31,11 +31,11 @@ class Duration:
 
 
 class Handle(Protocol):
-    """The result of a call on one rank, perhaps not there yet, or a value that was put.
+    """A reference to the result of a call on one rank, possibly not computed yet, or to a stored value.
 
-    The value is let go when the handle is released or no longer referred to. `where` is the method that makes it, ""
-    for the controller; `duration` is that of the call. `others` are handles of the same call that this one represents:
-    they must have succeeded before it is read. A subclass overrides what differs from a batch that is here.
+    The value is freed when the handle is released or garbage collected. `where` is the method that produces it, "" for
+    the controller; `duration` is that of the call. `others` are handles of the same call that this one represents:
+    they must have succeeded before it is read. The defaults are those of a batch in this process.
     """
 
     where: str = ""
@@ -44,47 +44,50 @@ class Handle(Protocol):
 
     @property
     def produced(self) -> Columns:
-        """The columns of a batch that is there."""
+        """The columns of a batch that is already computed."""
         return ()
 
     def get(self) -> Any:
-        """Return a private copy of the value, waiting for it. Raises what the call raised."""
+        """Wait for the value and return a private copy. Raises the error of the call."""
         ...
 
     def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
-        """Return some columns and rows of a batch, as `get`. Raises BatchError if the value is not a batch.
+        """Wait for a batch and return some columns and rows. Raises BatchError if the value is not a batch.
 
-        `shared`: numbers may be in the store's own memory, for a reader who copies them.
+        `shared`: the result may be a view of the store's memory, for a reader that copies it.
         """
         ...
 
     @staticmethod
     def wait_for(handles: "Sequence[Any]") -> None:
-        """Wait for several handles of this class at once. Raises what their calls raised."""
+        """Wait for several handles of this class at once. Raises the error of a call."""
 
     def release(self) -> None:
-        """Let the value go; getting it afterwards is an error."""
+        """Free the value; reading it afterwards is an error."""
 
 
 class HeldBatch(Handle):
-    """A batch of this process as a handle."""
+    """The handle of a batch in this process."""
 
     def __init__(self, batch: "DataProto") -> None:
         self.batch, self.duration = batch, Duration()
 
     @property
     def produced(self) -> Columns:
+        """The columns of the batch."""
         return tuple(names_of(self.batch))
 
     def get(self) -> "DataProto":
+        """Return the batch itself."""
         return self.batch
 
     def read(self, columns: Columns | None, rows: RowIndex, *, shared: bool = False) -> "DataProto":
+        """Return columns and rows of the batch; see `take`."""
         return take(self.batch, columns, rows)
 
 
 def wait_for(handles: Iterable[Any]) -> None:
-    """Wait for handles, and for those that they represent, all of one class at once. Raises what a call raised."""
+    """Wait for handles and those that they represent, all of one class at once. Raises the error of a call."""
     kinds: dict[type, list[Any]] = {}
     for handle in handles:
         for each in (handle, *handle.others):
@@ -94,7 +97,7 @@ def wait_for(handles: Iterable[Any]) -> None:
 
 
 def take(data: "DataProto", columns: Columns | None = None, rows: RowIndex = None) -> "DataProto":
-    """Return columns and rows of a batch, None for all; the batch itself where both are None or nothing is left out."""
+    """Return columns and rows of a batch (None: all); the batch itself if nothing is left out."""
     names = names_of(data)
     if columns is not None and list(columns) == names:
         columns = None
@@ -108,7 +111,7 @@ def take(data: "DataProto", columns: Columns | None = None, rows: RowIndex = Non
     batch = data.batch
     if batch is not None:
         batch = TensorDict(own_tensors, [count_rows_of(rows, len(data))], device=batch.device)
-    return data._of_own(batch, own_arrays, copy_structure(data.meta_info), data.auto_padding)
+    return data._unchecked(batch, own_arrays, copy_structure(data.meta_info), data.auto_padding)
 
 
 def _rows_of(column: Any, rows: RowIndex) -> Any:
@@ -118,21 +121,21 @@ def _rows_of(column: Any, rows: RowIndex) -> Any:
 
 
 def with_names(data: "DataProto", names: Mapping[str, str]) -> "DataProto":
-    """Return the columns `names[new]` of a batch as `new`; a column with two names twice, each in memory of its own."""
+    """Return the columns `names[new]` of a batch as `new`; a column with two names is copied for the second one."""
     if all(new == old for new, old in names.items()):
         return data
-    tensors, arrays, taken = tensors_of(data.batch), data.non_tensor_batch, set()
+    tensors, arrays, used = tensors_of(data.batch), data.non_tensor_batch, set()
     own_tensors, own_arrays = {}, {}
     for new, old in names.items():
         if old in tensors:
-            own_tensors[new] = tensors[old].clone() if old in taken else tensors[old]
+            own_tensors[new] = tensors[old].clone() if old in used else tensors[old]
         else:
-            own_arrays[new] = copy.deepcopy(arrays[old]) if old in taken else arrays[old]
-        taken.add(old)
+            own_arrays[new] = copy.deepcopy(arrays[old]) if old in used else arrays[old]
+        used.add(old)
     batch = data.batch
     if batch is not None:
         batch = TensorDict(own_tensors, batch.batch_size, device=batch.device)
-    return data._of_own(batch, own_arrays, data.meta_info, data.auto_padding)
+    return data._unchecked(batch, own_arrays, data.meta_info, data.auto_padding)
 
 
 def names_of(data: "DataProto") -> list[str]:

@@ -1,4 +1,4 @@
-"""What happens to meta_info: copied by structure for every new batch, merged where batches meet."""
+"""Copying and merging of meta_info: every new batch gets a copy; union and concat merge."""
 
 import copy
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ METRICS = "metrics"
 
 
 def copy_structure(value: Any) -> Any:
-    """Copy dicts, lists, tuples and sets at any depth; everything inside them (arrays, objects) is shared."""
+    """Copy dicts, lists, tuples and sets at any depth; their other contents (arrays, objects) are shared."""
     if isinstance(value, dict):
         copied = copy.copy(value)
         for key, item in value.items():
@@ -27,7 +27,7 @@ def copy_structure(value: Any) -> Any:
 
 
 def union_meta_info(mine: dict, theirs: dict) -> dict:
-    """All keys of both; "metrics" is joined name by name. Raises BatchError where both have different values."""
+    """Return all keys of both; "metrics" is joined name by name. Raises BatchError for a key with different values."""
     joined = _merge([mine, theirs], "union")
     metrics = [part[METRICS] for part in (mine, theirs) if part.get(METRICS) is not None]
     if metrics:
@@ -36,9 +36,9 @@ def union_meta_info(mine: dict, theirs: dict) -> dict:
 
 
 def concat_meta_info(parts: Sequence[dict]) -> dict:
-    """All keys of all parts; equal values merge, "metrics" is aggregated into one list per name, in part order.
+    """Return all keys of all parts; "metrics" is aggregated into one list per name, in the order of the parts.
 
-    Raises BatchError where two parts have different values, or one lacks a metric that another has.
+    Raises BatchError if two parts have different values of a key, or one lacks a metric that another has.
     """
     merged = _merge(parts, "concat")
     if any(part.get(METRICS) is not None for part in parts):
@@ -57,7 +57,7 @@ def _merge(parts: Sequence[dict], operation: str) -> dict:
             elif not is_equal(merged[key], value):
                 raise BatchError(
                     f"{operation}: {key!r} is {_short(merged[key])} in one batch and {_short(value)} in another; "
-                    'make them equal, drop one, or put what differs by part under meta_info["metrics"].'
+                    'make them equal, drop one, or move values that differ per part to meta_info["metrics"].'
                 )
     return merged
 
@@ -80,7 +80,7 @@ def _aggregate(parts: list[dict]) -> dict[str, list]:
             if name not in part:
                 raise BatchError(
                     f"concat: part {index} has no metric {name!r}, but part {holder} has it; "
-                    "every part must report the same metrics (NaN where there is nothing to measure)."
+                    "every part must report the same metrics (NaN for a metric without a value)."
                 )
             values.extend(part[name] if isinstance(part[name], list | tuple) else [part[name]])
         aggregated[name] = values

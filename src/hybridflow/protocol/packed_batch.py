@@ -1,8 +1,8 @@
-"""`PackedBatch`: a batch as one object of a store. An index says what columns there are; the bytes of each are a buffer
-of their own, which pickle (protocol 5) carries out of band.
+"""`PackedBatch`: a batch as one object in an object store.
 
-Packing copies nothing that is contiguous. `read` makes a batch with memory of its own from the columns and rows that
-are asked for, and touches no others: of an object that is mapped into this process, the rest costs nothing.
+An index lists the columns. The bytes of each column are a separate buffer, which pickle (protocol 5) carries out of
+band. Packing does not copy contiguous columns. `read` copies the requested columns and rows into a new batch and
+touches no others, so that the rest of an object mapped into this process costs nothing.
 """
 
 import pickle
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
 
 COMPRESS_FROM_BYTES = 4096
-"""Smaller columns are not worth a call of the compressor."""
+"""Columns below this size are not compressed: the call costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedColumn:
-    """One column: `raw` holds its bytes, compressed if `is_compressed`; of objects, their pickle or themselves."""
+    """One column. `raw` holds its bytes, compressed if `is_compressed`; for objects, their pickle or the array."""
 
     kind: Literal["tensor", "array", "objects"]
     dtype: Any
@@ -38,13 +38,13 @@ class PackedColumn:
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, compress: bool = False) -> "PackedColumn":
-        """A tensor of at least one dimension or none, sharing its memory; detached, and brought to the CPU."""
+        """Return the column of a tensor of any dimension: detached, on the CPU, without a copy if possible."""
         if tensor.is_quantized:
-            raise BatchError("a quantized tensor has more than its bytes; send what tensor.dequantize() returns.")
+            raise BatchError("a quantized tensor cannot be packed: its bytes lack the scale; send tensor.dequantize().")
         if not _has_plain_bytes(tensor):
             flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if flat.numel() == 1:
-                flat = flat.clone(memory_format=torch.contiguous_format)  # of an expanded one the stride is still 0
+                flat = flat.clone(memory_format=torch.contiguous_format)  # an expanded tensor still has stride 0
             raw = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
         else:
             raw = tensor.view(torch.uint8).numpy().reshape(-1)
@@ -54,7 +54,7 @@ class PackedColumn:
     def of_array(
         cls, name: str, array: np.ndarray, dumps: Callable[[Any], bytes] | None = None, compress: bool = False
     ) -> "PackedColumn":
-        """A numpy array; `name` and `dumps` as in `PackedBatch.pack`."""
+        """Return the column of a numpy array; `dumps` as in `PackedBatch.pack`, `name` for its error message."""
         if array.dtype.hasobject:
             raw = array if dumps is None else _dumped(name, array, dumps)
             return cls("objects", array.dtype, array.shape, raw)
@@ -63,7 +63,7 @@ class PackedColumn:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel."""
+        """Size of the packed bytes that are sent."""
         return len(self.raw) if self.kind == "objects" else memoryview(self.raw).nbytes
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -73,12 +73,12 @@ class PackedColumn:
         return PackedColumn, (self.kind, self.dtype, self.shape, raw, self.is_compressed)
 
     def read(self, rows: RowIndex, shared: bool = False) -> torch.Tensor | np.ndarray:
-        """The rows, in memory of their own; `shared`: in this memory where they lie in one piece, not to be written."""
+        """Return a copy of the rows; `shared`: a view of contiguous rows in this memory, which must not be written."""
         if self.kind == "objects":
             objects = pickle.loads(self.raw) if isinstance(self.raw, bytes) else self.raw.copy()
             return objects if rows is None else objects[rows]
         stored = np.frombuffer(self._bytes(), dtype=np.uint8)
-        if self.kind == "tensor":  # stays bytes, for numpy does not know every dtype of torch
+        if self.kind == "tensor":  # stays bytes, since numpy lacks some dtypes of torch
             stored = stored.reshape(*self.shape, self.dtype.itemsize)
         else:
             stored = stored.view(self.dtype).reshape(self.shape)
@@ -107,7 +107,7 @@ class PackedColumn:
 
 
 class PackedBatch:
-    """The columns of a batch, packed; `len` is its rows. Made by `PackedBatch.pack`, or by unpickling one."""
+    """The packed columns of a batch; `len` is the number of rows. Built by `PackedBatch.pack`, or by unpickling."""
 
     __slots__ = ("_auto_padding", "_cls", "_has_device", "_has_tensors", "_meta_info", "columns", "num_rows")
 
@@ -131,11 +131,11 @@ class PackedBatch:
         dumps: Callable[[Any], bytes] | None = None,
         compress: bool = False,
     ) -> "PackedBatch":
-        """The batch as it is, sharing its memory. Tensors are detached, and brought to the CPU.
+        """Return the packed batch, sharing its memory. Tensors are detached and moved to the CPU.
 
-        `dumps` pickles object columns and meta_info each on its own, so that reading other columns does not load
-        them; without it they are left to whatever pickles the PackedBatch. `compress`: with zstd. Raises BatchError
-        for objects that cannot be pickled.
+        `dumps` pickles each object column and meta_info separately, so that reading other columns does not load
+        them; without it they are pickled together with the PackedBatch. `compress` uses zstd. Raises BatchError for
+        objects that cannot be pickled.
         """
         rows = count_rows(data.batch, data.non_tensor_batch, data.meta_info)
         columns = {name: PackedColumn.of_tensor(tensor, compress) for name, tensor in tensors_of(data.batch).items()}
@@ -148,9 +148,9 @@ class PackedBatch:
         return cls(type(data), rows or 0, columns, meta_info, data.batch is not None, has_device, data.auto_padding)
 
     def read(self, columns: Iterable[str] | None = None, rows: RowIndex = None, shared: bool = False) -> "DataProto":
-        """A new batch of the named columns (None: all) and those rows, with meta_info. Raises FieldError.
+        """Return a new batch of the named columns and rows (None: all), with meta_info. Raises FieldError.
 
-        `shared`: its memory may be that of the store, which must not be written; for what is copied anyway.
+        `shared`: its memory may be that of the store, which must not be written; for a caller that copies it.
         """
         names = list(self.columns) if columns is None else list(columns)
         require_names(names, self.columns, "the batch")
@@ -166,10 +166,10 @@ class PackedBatch:
             meta_info = copy_structure(meta_info)
         else:
             meta_info = {} if meta_info is None else pickle.loads(meta_info)
-        return self._cls._of_own(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
+        return self._cls._unchecked(batch, arrays, meta_info, self._auto_padding)  # pyright: ignore[reportArgumentType]
 
     def num_bytes(self, columns: Iterable[str] | None = None) -> int:
-        """Bytes of the named columns (None: all, and meta_info) as they travel."""
+        """Return the packed size in bytes of the named columns (None: all columns and meta_info)."""
         names = self.columns if columns is None else columns
         num_bytes = sum(self.columns[name].num_bytes for name in names)
         return num_bytes + (len(self._meta_info) if columns is None and isinstance(self._meta_info, bytes) else 0)
@@ -193,9 +193,9 @@ class PackedBatch:
 
 
 def batch_bytes(value: Any) -> int:
-    """Bytes of the tensors and numbers of a batch, also in a list of batches; 0 for anything else.
+    """Return the bytes of the tensors and numeric arrays of a batch or a list of batches; 0 for other values.
 
-    Objects are not counted: what they take is known only when they are pickled.
+    Objects are not counted: their size is known only when they are pickled.
     """
     if isinstance(value, list | tuple):
         return sum(map(batch_bytes, value))
@@ -206,7 +206,7 @@ def batch_bytes(value: Any) -> int:
 
 
 def _has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of the tensor, in order, are its memory: by far the most frequent case."""
+    """Return whether the memory of the tensor is its bytes in order, which is by far the most frequent case."""
     return (
         tensor.device.type == "cpu"
         and tensor.numel() > 0
@@ -218,10 +218,10 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
 
 
 class _Memory:
-    """An array's memory without its read-only mark, on which torch would warn for every view."""
+    """The memory of an array without its read-only flag, since torch warns about every read-only view."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array = array  # keeps the memory
+        self.array = array  # keeps the memory alive
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
@@ -229,7 +229,7 @@ class _Memory:
 def _as_if_writable(array: np.ndarray) -> np.ndarray:
     if array.flags.writeable or array.size == 0:
         return array
-    return array.copy() if array.dtype.fields else np.asarray(_Memory(array))  # records lose their alignment by it
+    return array.copy() if array.dtype.fields else np.asarray(_Memory(array))  # records would lose their alignment
 
 
 def _packed(
@@ -247,8 +247,8 @@ def _packed(
 def _dumped(name: str, value: Any, dumps: Callable[[Any], bytes]) -> bytes:
     try:
         return dumps(value)
-    except Exception as error:  # what a user's object raises when it is pickled may be anything
+    except Exception as error:  # pickling a user's object may raise any error
         raise BatchError(
-            f"{name!r} cannot be sent to another process, {type(error).__name__}: {error}; keep plain data in a batch, "
-            f"and build such an object inside the worker."
+            f"{name!r} cannot be sent to another process, {type(error).__name__}: {error}; keep plain data in a batch "
+            "and build such an object inside the worker."
         ) from error

@@ -1,4 +1,4 @@
-"""Extra rows that make a batch divisible: copies of its own, marked as copies where the glossary says how."""
+"""Padding of rows to make a batch divisible: copies of its rows, marked by the glossary's `duplicate_value`."""
 
 import copy
 from typing import TYPE_CHECKING, Any
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 
 class DataProtoConfig:
-    """Settings that hold for every batch of the process."""
+    """Settings for every batch of the process."""
 
     auto_padding: bool = False
-    """Pad every batch that does not divide evenly at dispatch, as `auto_padding=True` does for one."""
+    """Let dispatch pad every batch that does not divide evenly, as `auto_padding=True` does for one batch."""
 
 
 def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> "tuple[DataProto, int]":
-    """A batch whose length is a multiple of `size_divisor`, and how many rows were appended.
+    """Return a batch whose length is a multiple of `size_divisor`, and the number of appended rows.
 
-    The appended rows are the first ones, again and again if there are too few. Columns with a `duplicate_value` in
-    the glossary hold it there (`row_ids` is -1), so that nothing counts a copy. `data` stays as it is.
+    The appended rows are copies of the first ones, repeated as often as needed. Columns with a `duplicate_value` in
+    the glossary hold that value there (`row_ids` is -1), so that no metric or update counts a copy. `data` is not
+    changed.
     """
     size_divisor = as_count(size_divisor, "size_divisor", 1)
     pad_size = -len(data) % size_divisor
@@ -35,15 +36,15 @@ def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> "tuple[Dat
 
 
 def unpad_dataproto(data: "DataProto", pad_size: int) -> "DataProto":
-    """The batch without its last `pad_size` rows (views)."""
+    """Return the batch without its last `pad_size` rows (views)."""
     pad_size = as_count(pad_size, "pad_size", 0)
     if pad_size > len(data):
-        raise BatchError(f"pad_size={pad_size} is more than the {len(data)} rows of the batch.")
+        raise BatchError(f"pad_size={pad_size} is invalid: the batch has only {len(data)} rows.")
     return data.slice(0, len(data) - pad_size)
 
 
 def append_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
-    """The batch followed by copies of `rows`, in which columns with a `duplicate_value` hold that."""
+    """Return the batch followed by copies of `rows`; columns with a `duplicate_value` hold that value there."""
     count_rows(data.batch, data.non_tensor_batch, data.meta_info)
     batch = data.batch
     if batch is not None and len(rows):
@@ -54,7 +55,7 @@ def append_copies(data: "DataProto", rows: np.ndarray) -> "DataProto":
 
 
 def mark_copies(data: "DataProto", column: str, copies: np.ndarray, value: Any) -> None:
-    """Set a column of this batch to `value` where `copies` is True, in memory of its own."""
+    """Replace a column of this batch by a copy that holds `value` where `copies` is True."""
     columns: Any = data.non_tensor_batch if column in data.non_tensor_batch else data.batch
     own = copy.deepcopy(columns[column])
     own[np.flatnonzero(copies)] = value

@@ -1,4 +1,4 @@
-"""Choosing and repeating rows of one column, a tensor or a numpy array."""
+"""Selection and repetition of rows of one column, a tensor or a numpy array."""
 
 import operator
 from typing import Any
@@ -11,21 +11,21 @@ from hybridflow.protocol.consistency import Column
 
 
 class RowIndexError(BatchError, IndexError):
-    """A row outside the batch."""
+    """The error for a row number out of range."""
 
 
 def as_count(value: Any, name: str, minimum: int) -> int:
-    """An integer argument, checked; Raises BatchError with the argument's name."""
+    """Return an integer argument of at least `minimum`. Raises BatchError with the name of the argument."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise BatchError(f"{name} must be an integer, got {value!r}.")
+        raise BatchError(f"{name}={value!r} is invalid: must be an integer.")
     count = operator.index(value)
     if count < minimum:
-        raise BatchError(f"{name}={count} must be at least {minimum}.")
+        raise BatchError(f"{name}={count} is invalid: must be at least {minimum}.")
     return count
 
 
 def is_single_row(index: Any) -> bool:
-    """Whether an index means one row: an integer of Python, numpy or torch."""
+    """Return whether an index means one row: an integer of Python, numpy or torch."""
     if isinstance(index, torch.Tensor):
         return index.ndim == 0 and index.dtype != torch.bool and not index.dtype.is_floating_point
     if isinstance(index, np.ndarray):
@@ -34,11 +34,11 @@ def is_single_row(index: Any) -> bool:
 
 
 def row_indices(index: Any, num_rows: int) -> np.ndarray:
-    """Row numbers in [0, num_rows) as int64, from integers (negative: from the end) or one bool per row."""
+    """Return row numbers in [0, num_rows) as int64 from integers (negative: from the end) or one bool per row."""
     rows = _as_array(index)
     if rows.ndim != 1 or rows.dtype.kind not in "iub":
         raise BatchError(
-            f"rows are chosen by an int, a slice, a list, or a 1-dimensional array of integers or bools; "
+            f"rows must be selected by an int, a slice, a list, or a 1-dimensional array of integers or bools; "
             f"got {_described(index)}."
         )
     if rows.dtype.kind == "b":
@@ -53,14 +53,14 @@ def row_indices(index: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Column, rows: np.ndarray) -> Column:
-    """A copy of the chosen rows."""
+    """Return a copy of the selected rows."""
     if isinstance(column, torch.Tensor):
         return column.index_select(0, torch.from_numpy(rows).to(column.device))
     return column[rows]
 
 
 def repeat_rows(column: Column, times: int, interleave: bool) -> Column:
-    """Every row `times` times: next to itself (interleave), or the whole column after itself."""
+    """Return every row `times` times: each row in succession if `interleave`, otherwise the whole column repeated."""
     num_rows = column.shape[0]
     if isinstance(column, torch.Tensor):
         new_axis, expanded = (1, (num_rows, times)) if interleave else (0, (times, num_rows))

@@ -1,4 +1,4 @@
-"""A batch as pickle sees it: small structure in the stream, every column's bytes once, out of band with protocol 5."""
+"""Pickling of a batch: a small structure in the stream, the bytes of each column once, out of band with protocol 5."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def reduce_batch(data: "DataProto") -> tuple:
-    """What `__reduce_ex__` returns. A view ships its own rows only; tensors travel detached and arrive on the CPU."""
+    """Return the value of `__reduce_ex__`. A view sends only its rows; tensors are detached and arrive on the CPU."""
     return _read, (PackedBatch.pack(data),)
 
 

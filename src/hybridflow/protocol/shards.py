@@ -1,6 +1,6 @@
-"""`Shards`: the handles that hold the rows of some columns, one after another, and the rows that are meant.
+"""`Shards`: the handles that hold the rows of some columns, in order, and the index of the selected rows.
 
-Choosing rows changes the index alone. Reading asks each handle for no more than the rows that are meant.
+Selecting rows changes only the index. Reading requests only the selected rows from each handle.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,24 +18,27 @@ from hybridflow.protocol.row_index import RowIndex, as_slice_if_contiguous, comp
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
 
-Piece = tuple[int, RowIndex]
-"""Rows of one handle, by its number."""
+HandleRows = tuple[int, RowIndex]
+"""The number of a handle, and the rows to read from it."""
 
 
 class View(NamedTuple):
-    """How a handle is seen: `names[new]` is the name there of a column that goes by another one; of its meta_info the
-    `kept` keys count (None: all), but none of the `skipped` ones."""
+    """Column names and meta_info keys of a handle as the future presents them.
+
+    `names[new]` is the stored name of a renamed column. Of meta_info the `kept` keys (None: all) are read, except the
+    `skipped` ones.
+    """
 
     names: Mapping[str, str] = {}
     kept: frozenset[str] | None = None
     skipped: frozenset[str] = frozenset()
 
-    def there(self, column: str) -> str:
-        """Return the name of a column in the handle."""
+    def stored_name(self, column: str) -> str:
+        """Return the name of a column in the handle's batch."""
         return self.names.get(column, column)
 
     def meta_info(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Return what counts of a meta_info."""
+        """Return the keys of the handle's meta_info that are read."""
         if self.kept is None and not self.skipped:
             return found
         kept = found if self.kept is None else self.kept
@@ -46,8 +49,11 @@ PLAIN = View()
 
 
 class Shards:
-    """`starts` are the first rows of the handles, then the number of all rows; `rows` are meant of these. `views` are
-    those of the handles."""
+    """Handles of consecutive rows, and the selected rows.
+
+    `starts` holds the first row of each handle, then the total number of rows; `rows` selects among them. `views` has
+    one entry per handle.
+    """
 
     __slots__ = ("handles", "rows", "starts", "views")
 
@@ -63,15 +69,15 @@ class Shards:
 
     @classmethod
     def of(cls, handles: Sequence[Handle], sizes: Sequence[int]) -> "Shards":
-        """Return the shards of handles with so many rows each."""
+        """Return the shards of handles that have `sizes` rows."""
         return cls(handles, list(accumulate(sizes, initial=0)))
 
     def choose(self, rows: RowIndex) -> "Shards":
-        """Return the same handles with other rows: `rows` of those that are meant now."""
+        """Return the same handles with the rows `rows` of the selected ones."""
         return Shards(self.handles, self.starts, compose(self.rows, rows, self.starts[-1]), self.views)
 
     def narrow(self) -> "Shards":
-        """Return the same rows, without the handles that hold none of them; one handle at least."""
+        """Return the same rows without the handles that hold none of them; at least one handle remains."""
         rows, starts = self.rows, self.starts
         rows = as_slice_if_contiguous(rows) if isinstance(rows, np.ndarray) else rows
         if rows is None:
@@ -94,19 +100,19 @@ class Shards:
         return Shards([self.handles[i] for i in used], begins.tolist(), moved, [self.views[i] for i in used])
 
     def read(self, columns: Columns, pad_token_id: int | None = None) -> "DataProto":
-        """Return the named columns of the rows that are meant. `pad_token_id` is used where the handles give none."""
-        pieces, order = _pieces(self.starts, self.rows)
-        is_shared, parts = len(pieces) > 1, []
-        for number, rows in pieces:
+        """Return the named columns of the selected rows. `pad_token_id` is used if the handles' meta_info has none."""
+        selections, order = _rows_by_handle(self.starts, self.rows)
+        is_shared, parts = len(selections) > 1, []
+        for number, rows in selections:
             view, handle = self.views[number], self.handles[number]
-            there = tuple(dict.fromkeys(map(view.there, columns))) if view.names else columns
-            part = handle.read(there, rows, shared=is_shared)
+            stored = tuple(dict.fromkeys(map(view.stored_name, columns))) if view.names else columns
+            part = handle.read(stored, rows, shared=is_shared)
             expected = self.starts[number + 1] - self.starts[number]
             if rows is None and len(part) != expected and names_of(part):
-                raise BatchError(f"the future declared {self.starts[-1]} rows, but part {number} has {len(part)}.")
+                raise BatchError(f"the future declares {self.starts[-1]} rows, but part {number} has {len(part)}.")
             if view is not PLAIN:
-                part = with_names(part, {column: view.there(column) for column in columns})
-                part = part._of_own(
+                part = with_names(part, {column: view.stored_name(column) for column in columns})
+                part = part._unchecked(
                     part.batch, part.non_tensor_batch, view.meta_info(part.meta_info), part.auto_padding
                 )
             parts.append(part)
@@ -114,37 +120,37 @@ class Shards:
         return batch if order is None else batch.select_idxs(order)
 
     def sources(self, columns: Columns) -> Iterator[tuple[Handle, Columns]]:
-        """Iterate over the handles, each with the names there of columns."""
+        """Iterate over the handles, each with the stored names of the columns."""
         for handle, view in zip(self.handles, self.views, strict=True):
-            yield handle, tuple(map(view.there, columns)) if view.names else columns
+            yield handle, tuple(map(view.stored_name, columns)) if view.names else columns
 
     def without_excess(self, columns: Columns) -> "Shards":
-        """Return shards whose batches of this process hold these columns and the rows that are meant: to be sent."""
+        """Return shards for sending: batches of this process reduced to these columns and the selected rows."""
         if not any(type(handle) is HeldBatch for handle in self.handles):
             return self
-        pieces, order = _pieces(self.starts, self.rows)
-        parts = [self._piece(number, rows, columns) for number, rows in pieces]
+        selections, order = _rows_by_handle(self.starts, self.rows)
+        parts = [self._reduced(number, rows, columns) for number, rows in selections]
         whole = parts[0] if len(parts) == 1 else Shards.concat(parts)
         return whole if order is None else whole.choose(order)
 
-    def _piece(self, number: int, rows: RowIndex, columns: Columns) -> "Shards":
+    def _reduced(self, number: int, rows: RowIndex, columns: Columns) -> "Shards":
         handle, size, view = self.handles[number], self.starts[number + 1] - self.starts[number], self.views[number]
         if type(handle) is HeldBatch:
-            there = tuple(dict.fromkeys(map(view.there, columns)))
-            return Shards([HeldBatch(handle.read(there, rows))], [0, count_rows_of(rows, size)], None, [view])
+            stored = tuple(dict.fromkeys(map(view.stored_name, columns)))
+            return Shards([HeldBatch(handle.read(stored, rows))], [0, count_rows_of(rows, size)], None, [view])
         return Shards([handle], [0, size], rows, [view])
 
     def with_views(self, change: Callable[[View], View]) -> "Shards":
-        """Return the same rows of handles that are seen differently."""
+        """Return the same rows with `change` applied to the views."""
         changed = {id(view): change(view) for view in self.views}
         return Shards(self.handles, self.starts, self.rows, [changed[id(view)] for view in self.views])
 
     def with_handles(self, change: Callable[[Handle], Any]) -> "Shards":
-        """Return the same rows of other handles: `change(handle)` of each."""
+        """Return the same rows with `change` applied to the handles."""
         return Shards([change(handle) for handle in self.handles], self.starts, self.rows, self.views)
 
     def is_same(self, other: "Shards") -> bool:
-        """Return whether both mean the same rows of the same handles, whatever counts of their meta_info."""
+        """Return whether both select the same rows of the same handles, regardless of meta_info."""
         if self is other:
             return True
         one, two = self.narrow(), other.narrow()
@@ -154,7 +160,7 @@ class Shards:
 
     @staticmethod
     def concat(parts: "Sequence[Shards]") -> "Shards":
-        """Return the rows of all parts, one after another."""
+        """Return the rows of all parts, in order."""
         narrow = [part.narrow() for part in parts]
         ends = list(accumulate((part.starts[-1] for part in narrow), initial=0))
         starts = [0, *(start + end for part, end in zip(narrow, ends, strict=False) for start in part.starts[1:])]
@@ -175,7 +181,7 @@ def _row_numbers(shards: Shards) -> np.ndarray:
 
 
 def _handles_between(starts: Sequence[int], begin: int, end: int) -> tuple[int, int]:
-    """Return the first handle with a row of `begin:end`, and the one after the last; one handle at least."""
+    """Return the range of handles with a row in `begin:end`, at least one handle."""
     first = min(bisect_right(starts, begin) - 1, len(starts) - 2)
     return first, max(bisect_left(starts, end), first + 1)
 
@@ -184,21 +190,23 @@ def _handle_of(starts: Sequence[int], rows: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.asarray(starts), rows, side="right") - 1
 
 
-def _pieces(starts: Sequence[int], rows: RowIndex) -> tuple[list[Piece], np.ndarray | None]:
-    """Return which rows to read of which handles, and how to order them then (None: as they come)."""
+def _rows_by_handle(starts: Sequence[int], rows: RowIndex) -> tuple[list[HandleRows], np.ndarray | None]:
+    """Return the rows to read from each handle, and the order to sort them by afterwards (None: already sorted)."""
     if rows is None:
         return [(number, None) for number in range(len(starts) - 1)], None
     if isinstance(rows, slice):
         begin, end = rows.start, max(rows.start, rows.stop)
-        pieces: list[Piece] = []
+        selections: list[HandleRows] = []
         for number in range(*_handles_between(starts, begin, end)):
             start, stop = starts[number], starts[number + 1]
             first, last = max(begin, start), min(end, stop)
             if first < last:
-                pieces.append((number, None if (first, last) == (start, stop) else slice(first - start, last - start)))
-        return pieces or [(0, slice(0, 0))], None
+                selections.append(
+                    (number, None if (first, last) == (start, stop) else slice(first - start, last - start))
+                )
+        return selections or [(0, slice(0, 0))], None
     part_of = _handle_of(starts, rows)
     order = np.argsort(part_of, kind="stable")
-    pieces = [(number, rows[part_of == number] - starts[number]) for number in np.unique(part_of).tolist()]
+    selections = [(number, rows[part_of == number] - starts[number]) for number in np.unique(part_of).tolist()]
     in_order = bool((order[1:] > order[:-1]).all())
-    return pieces or [(0, slice(0, 0))], None if in_order else np.argsort(order)
+    return selections or [(0, slice(0, 0))], None if in_order else np.argsort(order)

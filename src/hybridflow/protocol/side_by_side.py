@@ -1,7 +1,7 @@
-"""Batches side by side: columns of the same rows that come from different places.
+"""Joining of batches that hold different columns of the same rows.
 
-What was read of some rows may be narrower than what was computed of all of them: responses are as long as the longest
-among the rows that came along. The narrower ones are padded as the glossary says.
+Columns read for some rows may be narrower than columns computed for all rows: responses are as long as the longest
+among the rows that were read together. The narrower columns are padded by the rules of the glossary.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 
 def join_columns(parts: "Sequence[DataProto]") -> "DataProto":
-    """The columns of all parts. Raises FieldError for a column that two of them have, and BatchError for sequences of
-    unknown response length beside responses of several lengths."""
+    """Return the columns of all parts.
+
+    Raises FieldError for a column that two parts have, and BatchError for sequences of unknown response length next to
+    responses of several lengths.
+    """
     lengths = [response_len(part) for part in parts]
     longest = max((length or 0 for length in lengths), default=0)
     if len({length for length in lengths if length is not None}) > 1:
@@ -33,7 +36,7 @@ def join_columns(parts: "Sequence[DataProto]") -> "DataProto":
 
 
 def response_len(data: "DataProto") -> int | None:
-    """The length that the columns of responses have; None if there are none, or they say one number a row."""
+    """Return the length of the response columns, or None if there are none or they hold one number per row."""
     for name, column in tensors_of(data.batch).items():
         shape = FIELDS[name].shape if name in FIELDS else ()
         is_wide = column.ndim > 1 and (shape == RESPONSE or (shape == RESPONSE_OR_ROW and column.shape[1] > 1))
@@ -56,13 +59,13 @@ def _disjoint_union(first: "DataProto", second: "DataProto") -> "DataProto":
 
 
 def _lengthened(data: "DataProto", longest: int, pad_token_id: int | None) -> "DataProto":
-    """The batch with responses of length `longest`: put beside no rows of that length, by the rules of concat."""
+    """Return the batch with responses padded to `longest`, by concatenating it with zero rows of that length."""
     mine = response_len(data)
     sequences = [name for name in tensors_of(data.batch) if name in FIELDS and FIELDS[name].shape == SEQUENCE]
     if mine is None and sequences:
         raise BatchError(
-            f"{', '.join(sequences)} lie beside responses of different lengths, and nothing says how long their own "
-            f"responses are; take response_mask along with them."
+            f"the response length of {', '.join(sequences)} is unknown, and other columns have responses of different "
+            "lengths; read response_mask together with them."
         )
     if mine is None or mine >= longest:
         return data

@@ -1,4 +1,4 @@
-"""The printed summary of a batch."""
+"""Printable summary of a batch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def describe_batch(data: "DataProto") -> str:
-    """One line a field under the headings batch, non_tensor_batch and meta_info."""
+    """Return one line per column or key under the headings batch, non_tensor_batch and meta_info."""
     lines = ["batch"]
     lines += [f"  {name}: {tuple(t.shape)} ({t.dtype}) {t.device}" for name, t in tensors_of(data.batch).items()]
     lines += ["non_tensor_batch"]

@@ -1,6 +1,6 @@
-"""`Table`: which shards hold which column, under which name.
+"""`Table`: a map from each column to the shards that hold it and its stored name.
 
-Operations on columns change the dict, operations on rows the index of the shards; only `read` looks at contents.
+Operations on columns change the map, operations on rows change the index of the shards; only `read` reads contents.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from hybridflow.protocol.side_by_side import join_columns
 
 
 class Place(NamedTuple):
-    """Where a column is: the number of its shards, and its name there; where `copies` is True it holds `fill`."""
+    """The location of a column: the number of its shards, and its stored name. Rows with `copies` True hold `fill`."""
 
     shards: int
     name: str
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class Table:
-    """`places` says where in `shards` each column is. A table without columns still has rows and meta_info."""
+    """Columns in shards: `places` maps names to locations. A table without columns still has rows and meta_info."""
 
     __slots__ = ("_names", "places", "shards")
 
@@ -40,11 +40,11 @@ class Table:
 
     @classmethod
     def of(cls, handles: Sequence[Handle], sizes: Sequence[int], columns: Columns) -> "Table":
-        """Return the table of handles with so many rows each, all with the same columns."""
+        """Return the table of handles that have `sizes` rows, all with the same columns."""
         return cls([Shards.of(handles, sizes)], {name: Place(0, name) for name in columns})
 
     def names_in(self, number: int) -> Columns:
-        """Return the columns of one of the shards, by their names there."""
+        """Return the stored names of the columns of one of the shards."""
         if self._names is None:
             names: list[dict[str, None]] = [{} for _ in self.shards]
             for place in self.places.values():
@@ -55,14 +55,14 @@ class Table:
     # Rows
 
     def choose(self, rows: RowIndex) -> "Table":
-        """Return the table of some of its rows."""
+        """Return the table of the selected rows."""
         places = self.places
         if any(place.copies is not None for place in places.values()):
             places = {n: p if p.copies is None else p._replace(copies=p.copies[rows]) for n, p in places.items()}
         return Table([shards.choose(rows) for shards in self.shards], places, self._names)
 
     def pad(self, num_rows: int, padded: int) -> "Table":
-        """Return the `num_rows` rows followed by copies of the first ones, marked as the glossary says."""
+        """Return the `num_rows` rows followed by copies of the first ones, marked by `duplicate_value`."""
         rows = np.arange(padded)
         table, is_copy, places = self.choose(rows % num_rows), rows >= num_rows, {}
         for name, place in table.places.items():
@@ -73,24 +73,27 @@ class Table:
 
     @staticmethod
     def concat(tables: "Sequence[Table]", lengths: Sequence[int]) -> "Table":
-        """Return the rows of all tables, which have so many. Raises FieldError for different columns."""
+        """Return the rows of all tables, which have `lengths` rows. Raises FieldError for different columns."""
         first = tables[0].places
         for table in tables:
             if set(table.places) != set(first):
-                raise FieldError(f"concat: one future has {tuple(first)}, another {tuple(table.places)}; select first.")
+                raise FieldError(
+                    f"concat: one future has {tuple(first)}, another has {tuple(table.places)}; "
+                    "select the same columns first."
+                )
         groups: dict[tuple[int, ...], list[str]] = {}
         for name in first:
             groups.setdefault(tuple(table.places[name].shards for table in tables), []).append(name)
         shards, places = [], {}
         for number, (of_tables, names) in enumerate((groups or {(0,) * len(tables): []}).items()):
-            pieces = [table.shards[index] for table, index in zip(tables, of_tables, strict=True)]
+            parts = [table.shards[index] for table, index in zip(tables, of_tables, strict=True)]
             if any(table.places[name].name != first[name].name for table in tables for name in names):
-                there = [{name: table.places[name].name for name in names} for table in tables]
-                pieces = [_seen_by(piece, own) for piece, own in zip(pieces, there, strict=True)]
+                stored = [{name: table.places[name].name for name in names} for table in tables]
+                parts = [_renamed(part, names_of_part) for part, names_of_part in zip(parts, stored, strict=True)]
                 places |= {name: Place(number, name) for name in names}
             else:
                 places |= {name: Place(number, first[name].name) for name in names}
-            shards.append(Shards.concat(pieces))
+            shards.append(Shards.concat(parts))
         for name in first:
             marked = next((t.places[name] for t in tables if t.places[name].copies is not None), None)
             if marked is not None:
@@ -107,19 +110,23 @@ class Table:
         return self._with_places({name: self.places[name] for name in columns})
 
     def rename(self, old: Sequence[str], new: Sequence[str]) -> "Table":
-        """Return the columns under other names, all changed at once."""
+        """Return the columns under new names, all renamed at once."""
         if len(old) != len(new):
-            raise FieldError(f"rename: {len(old)} old and {len(new)} different new names.")
+            raise FieldError(
+                f"rename: {len(old)} old names and {len(new)} different new names; give one new name per old name."
+            )
         require_names(old, self.places, "rename: the future")
         names = dict(zip(old, new, strict=True))
         places = {names.get(name, name): place for name, place in self.places.items()}
         if len(places) < len(self.places):
             has = tuple(self.places)
-            raise FieldError(f"rename {list(old)} to {list(new)}: the future already has one of them, it has {has}.")
+            raise FieldError(
+                f"rename {list(old)} to {list(new)}: the future already has one of the new names; it has {has}."
+            )
         return Table(self.shards, places, self._names)
 
     def union(self, other: "Table") -> "Table":
-        """Return the columns of both, which may share those that are the same rows of the same shards."""
+        """Return the columns of both; a column in both must consist of the same rows of the same shards."""
         mine = self.places
         differing = sorted(name for name in mine if name in other.places and not self._is_same_column(name, other))
         if differing:
@@ -132,31 +139,31 @@ class Table:
         return Table(shards, mine)._with_places({**mine, **more})
 
     def is_tensor(self, name: str) -> bool:
-        """Return whether a column is a tensor, as the glossary has it. Raises FieldError for one it does not know."""
+        """Return whether a column is a tensor according to the glossary. Raises FieldError if it is not there."""
         if name not in FIELDS:
             raise FieldError(
-                f"select: whether {name!r} is a tensor is not known before the future is read; name batch_keys and "
-                f"non_tensor_batch_keys both, use select_columns, or add the column to the glossary (FIELDS)."
+                f"select: whether {name!r} is a tensor is not known before the future is read; pass batch_keys and "
+                f"non_tensor_batch_keys, use select_columns, or add the column to the glossary (FIELDS)."
             )
         return FIELDS[name].is_tensor
 
-    # Reading, and sending to a reader elsewhere
+    # Reading, and sending to a reader in another process
 
     def narrow(self) -> "Table":
-        """Return the same columns and rows, with no handle, and no row of a batch of this process, in vain."""
+        """Return the same columns and rows without unused handles, and without unused rows of local batches."""
         shards = [of_one.narrow().without_excess(self.names_in(i)) for i, of_one in enumerate(self.shards)]
         return Table(shards, self.places, self._names)
 
     def map_shards(self, change: Callable[[Shards], Shards]) -> "Table":
-        """Return the same columns of other shards."""
+        """Return the same columns with `change` applied to the shards."""
         return Table([change(shards) for shards in self.shards], self.places, self._names)
 
     def sources(self) -> list[tuple[Handle, Columns]]:
-        """Return the handles, each with the names there of the columns that are read of it."""
+        """Return the handles, each with the stored names of the columns that are read from it."""
         return [source for number, shards in enumerate(self.shards) for source in shards.sources(self.names_in(number))]
 
     def read(self, columns: Columns | None, meta_info: dict[str, Any]) -> DataProto:
-        """Return the contents of some columns (None: of all), with the shards' meta_info and this one."""
+        """Return the contents of the columns (None: all), with `meta_info` and that of the handles' batches."""
         table, parts = (self if columns is None else self.select(columns)).narrow(), []
         wait_for(handle for shards in table.shards for handle in shards.handles)
         for number, shards in enumerate(table.shards):
@@ -169,7 +176,7 @@ class Table:
         return batch
 
     def _with_places(self, places: Mapping[str, Place]) -> "Table":
-        """Return other columns, without the shards that hold none of them."""
+        """Return the table of these columns, without the shards that hold none of them."""
         used = sorted({place.shards for place in places.values()})
         if not used or len(used) == len(self.shards):
             return Table(self.shards, places)
@@ -191,6 +198,8 @@ def _copies_of(place: Place) -> list[int]:
     return [] if place.copies is None else np.flatnonzero(place.copies).tolist()
 
 
-def _seen_by(shards: Shards, names: Mapping[str, str]) -> Shards:
-    """Return the shards with their columns `names[new]` as `new`."""
-    return shards.with_views(lambda view: view._replace(names={new: view.there(old) for new, old in names.items()}))
+def _renamed(shards: Shards, names: Mapping[str, str]) -> Shards:
+    """Return the shards with each column `names[new]` renamed to `new`."""
+    return shards.with_views(
+        lambda view: view._replace(names={new: view.stored_name(old) for new, old in names.items()})
+    )

@@ -1,4 +1,4 @@
-"""A batch as one TensorDict and back: object columns as NonTensorStack, meta_info as NonTensorData."""
+"""Conversion of a batch to one TensorDict and back: object columns as NonTensorStack, meta_info as NonTensorData."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def batch_from_tensordict(cls: "type[DataProto]", tensor_dict: TensorDictBase, meta_info: dict | None) -> "DataProto":
-    """See `DataProto.from_tensordict`."""
+    """Return the batch of a TensorDict; see `DataProto.from_tensordict`."""
     if not isinstance(tensor_dict, TensorDictBase) or len(tensor_dict.batch_size) != 1:
         got = getattr(tensor_dict, "batch_size", type(tensor_dict).__name__)
         raise BatchError(f"from_tensordict needs a TensorDict with exactly one batch dimension, got {got}.")
@@ -36,11 +36,11 @@ def batch_from_tensordict(cls: "type[DataProto]", tensor_dict: TensorDictBase, m
 
 
 def batch_to_tensordict(data: "DataProto") -> TensorDict:
-    """See `DataProto.to_tensordict`."""
+    """Return the TensorDict of a batch; see `DataProto.to_tensordict`."""
     num_rows = count_rows(data.batch, data.non_tensor_batch, data.meta_info)
-    taken = [key for key in data.meta_info if key in data.non_tensor_batch or key in tensors_of(data.batch)]
-    if taken:
-        raise FieldError(f"to_tensordict: {taken} are both columns and keys of meta_info; rename one of the two.")
+    conflicting = [key for key in data.meta_info if key in data.non_tensor_batch or key in tensors_of(data.batch)]
+    if conflicting:
+        raise FieldError(f"to_tensordict: {conflicting} are both columns and keys of meta_info; rename one of the two.")
     device = None if data.batch is None else data.batch.device
     merged = TensorDict(tensors_of(data.batch), [num_rows or 0], device=device)
     for name, array in data.non_tensor_batch.items():
@@ -51,7 +51,7 @@ def batch_to_tensordict(data: "DataProto") -> TensorDict:
 
 
 def _as_column(values: list) -> np.ndarray:
-    """Numpy scalars of one type become an array of that type, everything else an object column."""
+    """Return numpy scalars of one type as an array of that type, other values as an object column."""
     kinds = {type(value) for value in values}
     if len(kinds) == 1 and isinstance(values[0], np.generic):
         return np.array(values)

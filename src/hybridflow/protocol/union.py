@@ -1,4 +1,4 @@
-"""Columns of two batches of the same rows, side by side."""
+"""Union of the columns of two batches with the same rows."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from hybridflow.protocol.equality import is_equal
 
 
 def union_columns(mine: Mapping[str, Column], theirs: Mapping[str, Column]) -> dict[str, Column]:
-    """All columns of both. Raises FieldError where one name holds different contents; NaN equals NaN."""
+    """Return all columns of both. Raises FieldError for a column with different contents; NaN equals NaN."""
     joined = dict(mine)
     for name, column in theirs.items():
         if name in joined and not is_equal(joined[name], column):

@@ -1,6 +1,6 @@
-"""Rewards: the functions that come with hybridflow, a user's own, and the scorer that runs either on a batch.
+"""Rewards: the built-in reward functions, the loader of a user's function, and the scorer that runs either on a batch.
 
-What needs torch is imported when it is first used: a process that runs a function of this package starts at once.
+Names that need torch are imported at first use, so that a reward process starts quickly.
 """
 
 from importlib import import_module

@@ -1,10 +1,10 @@
-"""Finds what a response put between <answer> and </answer>."""
+"""Extraction of the answer between <answer> and </answer>."""
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def last_answer(text: str) -> str | None:
-    """The stripped content of the last complete <answer>...</answer>, or None; time is linear in the text."""
+    """Return the stripped content of the last complete <answer>...</answer>, or None, in linear time."""
     end = text.rfind(_CLOSE)
     start = text.rfind(_OPEN, 0, max(end, 0))
     if start < 0:

@@ -1,6 +1,6 @@
-"""Evaluates arithmetic that a model wrote: whole numbers, + - * / and parentheses, exact, bounded, no `eval`.
+"""Exact, bounded evaluation of arithmetic that a model wrote: whole numbers, + - * / and parentheses, without `eval`.
 
-Python's own parser makes the tree; what it may hold is checked node by node, and nothing is executed.
+Python's parser builds the syntax tree; each node is checked, and no code is executed.
 """
 
 import ast
@@ -19,22 +19,23 @@ _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 class ExpressionError(RewardError):
-    """A text is not an arithmetic expression, is beyond the bounds, or divides by zero."""
+    """A text that is not an arithmetic expression, exceeds the limits, or divides by zero."""
 
 
 def evaluate_arithmetic(text: str) -> tuple[Fraction, list[int]]:
-    """Return (value, the numbers used, in order).
+    """Return the value and the numbers used, in order.
 
-    Raises `ExpressionError` for anything else than whole numbers, + - * / and parentheses, for division by zero, and
-    beyond 500 characters, 15 digits or 50 levels of parentheses and signs.
+    Raises:
+        ExpressionError: The text holds anything but whole numbers, + - * / and parentheses, divides by zero, or has
+            more than 500 characters, 15 digits in a number, or 50 levels of parentheses and signs.
     """
     if len(text) > MAX_CHARS:
-        raise ExpressionError(f"the expression has {len(text)} characters; at most {MAX_CHARS} are read.")
+        raise ExpressionError(f"the expression has {len(text)} characters; expected at most {MAX_CHARS}.")
     plain = re.sub(r"\s", " ", text).strip()
     if unexpected := re.search(r"[^-+*/() 0-9]", plain):
-        raise ExpressionError(f"unexpected {unexpected[0]!r} in {text!r}.")
+        raise ExpressionError(f"unexpected {unexpected[0]!r} in {text!r}; use whole numbers, + - * / and parentheses.")
     if too_long := re.search(rf"[0-9]{{{MAX_DIGITS + 1},}}", plain):
-        raise ExpressionError(f"a number of {len(too_long[0])} digits; at most {MAX_DIGITS} are read.")
+        raise ExpressionError(f"a number has {len(too_long[0])} digits; expected at most {MAX_DIGITS}.")
     plain = re.sub(r"(?<![0-9])0+(?=[0-9])", "", plain)  # 007 is 7
     try:
         tree = ast.parse(plain, mode="eval")

@@ -1,4 +1,4 @@
-r"""Finds what a response put into \boxed{...}."""
+r"""Extraction of the content of \boxed{...}."""
 
 import re
 
@@ -6,8 +6,8 @@ _TOKEN = re.compile(r"(\\boxed\s*\{)|\\.|[{}]", re.DOTALL)
 
 
 def last_boxed_span(text: str) -> tuple[int, int] | None:
-    r"""Where the content of the last \boxed{...} whose braces balance starts and ends; time is linear in the text."""
-    open_braces: list[int | None] = []  # where the content starts, for those of a box
+    r"""Return (start, end) of the content of the last \boxed{...} with balanced braces, or None, in linear time."""
+    open_braces: list[int | None] = []  # start of the content for the braces of a box, else None
     start = end = -1
     for token in _TOKEN.finditer(text):
         if token[1]:
@@ -22,6 +22,6 @@ def last_boxed_span(text: str) -> tuple[int, int] | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The stripped content of the last \boxed{...} whose braces balance, or None."""
+    r"""Return the stripped content of the last \boxed{...} with balanced braces, or None."""
     span = last_boxed_span(text)
     return None if span is None else text[slice(*span)].strip()

@@ -1,4 +1,4 @@
-"""Finds the program in a response: its last complete block of Python between fences."""
+"""Extraction of the program in a response: its last complete fenced block of Python."""
 
 import re
 import textwrap
@@ -8,12 +8,13 @@ _PYTHON = ("py", "python", "python3")
 
 
 def last_code_block(text: str) -> str | None:
-    """The last block that is said to be Python, else the last of no language, or None; a block without an end is none.
+    """Return the last block labeled as Python, else the last unlabeled block, else None.
 
-    A fence is three or more backticks or tildes, ended by as many, also behind the last line of the program.
+    A fence is three or more backticks or tildes. It is closed by as many, which may follow the last line of the program
+    on the same line. A block that is not closed does not count.
     """
-    of_python: str | None = None
-    of_none: str | None = None
+    labeled: str | None = None
+    unlabeled: str | None = None
     fence = language = ""
     lines: list[str] = []
     for line in text.split("\n"):
@@ -32,8 +33,8 @@ def last_code_block(text: str) -> str | None:
             lines.append(line.rstrip().removesuffix(fence))
         program = textwrap.dedent("\n".join(lines))
         if language in _PYTHON:
-            of_python = program
+            labeled = program
         elif not language:
-            of_none = program
+            unlabeled = program
         fence = ""
-    return of_none if of_python is None else of_python
+    return unlabeled if labeled is None else labeled

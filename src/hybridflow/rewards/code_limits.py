@@ -1,6 +1,7 @@
-"""What a program written by a model may do: compute, and write in one directory. It knows nothing of rewards.
+"""Restrictions on a process that runs a program written by a model; knows nothing of rewards.
 
-Limits of time, memory and files; Landlock for which files; a filter of system calls for all else.
+The program may compute and write in one directory. Resource limits bound time, memory and file size, Landlock decides
+which files may be opened, and a seccomp filter denies other system calls.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_DIR, _MAKE_FILE, _MAKE_LINK = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 12
 _REFER, _TRUNCATE = 1 << 13, 1 << 14
 _RIGHTS_BY_VERSION = (13, 14, 15, 15, 16)
-"""How many rights versions 1 to 5 of Landlock know; later ones add none to files."""
+"""Number of file access rights in versions 1 to 5 of Landlock; later versions add no rights for files."""
 
 _READ = _READ_FILE | _READ_DIR
 _WRITE = _WRITE_FILE | _TRUNCATE | _REMOVE_DIR | _REMOVE_FILE | _MAKE_DIR | _MAKE_FILE | _MAKE_LINK | _REFER
@@ -28,11 +29,11 @@ _INSTRUCTION_BYTES = 8
 
 
 class CannotRestrict(Exception):
-    """This system lacks what keeps a program in; the message names it."""
+    """A restriction that this system does not support; the message names it."""
 
 
 def restrict(directory: str, cpu_s: float, memory_bytes: int, file_bytes: int, filter_program: bytes) -> None:
-    """Restrict this process, for good; raises OSError or `CannotRestrict` where a part of it is not possible."""
+    """Restrict this process permanently; raise OSError or `CannotRestrict` if a restriction is not possible."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
     _check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, None, 0, 0), "PR_SET_PDEATHSIG")
@@ -69,7 +70,7 @@ def _limit_files(libc: ctypes.CDLL, directory: str) -> None:
 
 
 def _readable() -> list[str]:
-    """What the interpreter and the standard library read."""
+    """Return the paths that the interpreter and the standard library read."""
     of_python = [os.path.dirname(os.__file__), os.path.join(sys.base_prefix, "lib")]
     of_system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo"]
     return [*of_python, *of_system, "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero"]
@@ -88,4 +89,4 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:
 
 def _check(result: int, what: str) -> None:
     if result < 0:
-        raise CannotRestrict(f"the kernel refuses {what}: {os.strerror(ctypes.get_errno())}")
+        raise CannotRestrict(f"the kernel rejects {what}: {os.strerror(ctypes.get_errno())}")

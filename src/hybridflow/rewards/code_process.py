@@ -1,8 +1,9 @@
-"""The program of a process that runs one program of a model, restricted, against one test.
+"""Entry point of a restricted process that runs one program of a model against one test.
 
-It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. It says, one
-line each: "ready" once it is restricted, or why it cannot be; "compiled"; and with statements as a test "loaded" once
-the program has run, for the statements, and "done" once they have, for a number that it repeats.
+It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. It sends one
+line for each state: "ready" after the restrictions are in place, or the reason why they cannot be; "compiled"; and if
+the test is statements, "loaded" after the program has run, to receive the statements, and "done" after they have run,
+to receive a number that it repeats.
 """
 
 import builtins
@@ -13,15 +14,16 @@ from types import ModuleType
 from typing import Any
 
 PROGRAM = "program.py"
-"""The file with the program, in the directory that the process is started in."""
+"""Name of the program's file in the working directory of the process."""
 
 
 def main() -> None:
+    """Restrict this process, then run the program as the settings in the first argument say."""
     settings = json.loads(sys.argv[1])
     line = settings["line"]
     try:
         _restrict(settings)
-    except Exception as problem:  # whatever it is: nothing runs unrestricted
+    except Exception as problem:  # on any error: the program must not run unrestricted
         say(line, f"{type(problem).__name__}: {problem}")
         return
     say(line, "ready")
@@ -33,7 +35,7 @@ def main() -> None:
         return
     say(line, "compiled")
     sys.argv[:] = [PROGRAM]
-    builtins.exit = builtins.quit = sys.exit  # which the module `site` adds elsewhere
+    builtins.exit = builtins.quit = sys.exit  # normally added by the module `site`
     if settings["is_script"]:
         exec(code, namespace_of("__main__"))
     else:
@@ -53,9 +55,9 @@ def _restrict(settings: dict[str, Any]) -> None:
 
 
 def run_statements(code: Any, line: int) -> None:
-    """Run the program, then the statements, which come only now, in its namespace; then repeat the number.
+    """Run the program, then receive the statements and run them in its namespace; then repeat the number.
 
-    What this needs is taken before, since the program may replace any function of a module.
+    The functions used here are bound before the program runs, since it may replace any function of a module.
     """
     read, write, leave, run, make = os.read, os.write, os._exit, exec, compile
     namespace = namespace_of("program")
@@ -72,12 +74,13 @@ def run_statements(code: Any, line: int) -> None:
 
 
 def namespace_of(module: str) -> dict[str, Any]:
-    """The namespace of a new module of this name, which dataclasses and pickle look for by it."""
+    """Create a module of this name, which dataclasses and pickle look up, and return its namespace."""
     sys.modules[module] = ModuleType(module)
     return sys.modules[module].__dict__
 
 
 def say(line: int, text: str) -> None:
+    """Write the text as one line to the file descriptor `line`."""
     os.write(line, text.replace("\n", " ").encode(errors="replace") + b"\n")
 
 

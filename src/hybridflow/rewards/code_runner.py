@@ -1,4 +1,4 @@
-"""Runs a program against one test in a restricted process of its own, which leaves nothing behind.
+"""Runs a program against one test in a separate restricted process and removes its files and processes.
 
 program ──file──> process ──stdout──> compared by the caller
 statements, number ──socket──> process ──socket──> the number again
@@ -29,7 +29,7 @@ _MAX_LINE_BYTES = 4096
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """What one test may take: seconds of processor time, twice as many by the clock, and bytes."""
+    """Limits of one test: seconds of CPU time (twice as many of wall-clock time) and bytes."""
 
     timeout_s: float
     memory_bytes: int
@@ -38,7 +38,7 @@ class CodeLimits:
 
 @dataclass(frozen=True)
 class CodeRun:
-    """Whether the program compiled, whether it and the statements came to their end, and what it wrote to stdout."""
+    """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout."""
 
     compiled: bool
     finished: bool = False
@@ -46,10 +46,10 @@ class CodeRun:
 
 
 def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", statements: bytes | None = None) -> CodeRun:
-    """Run the program with this input, or with the statements after it, in its namespace.
+    """Run the program with this input, or run the statements after it in its namespace.
 
-    A program has finished if its exit status is 0, statements if neither they nor the program raised or left.
-    Raises `RewardError` where this system cannot restrict the process; then nothing has run.
+    A program has finished if its exit status is 0, statements if neither they nor the program raised or exited.
+    Raises `RewardError` if this system cannot restrict the process; the program has not run then.
     """
     directory = tempfile.mkdtemp(prefix="hybridflow-code-")
     ours, theirs = socket.socketpair()
@@ -59,7 +59,7 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", state
             process = _start(directory, limits, theirs.fileno(), given.fileno(), output.fileno(), statements is None)
             theirs.close()
             try:
-                compiled, finished = _talk(process, _Line(ours), limits, statements)
+                compiled, finished = _exchange(process, _Line(ours), limits, statements)
             finally:
                 _kill(process)
             output.seek(0)
@@ -109,21 +109,21 @@ def _filter() -> bytes:
 
 def _cannot_restrict(problem: str) -> RewardError:
     return RewardError(
-        f"a program of a response cannot be kept in on this machine, so that none was run: {problem}. "
+        f"code_reward cannot restrict programs on this machine, so no program was run: {problem}. "
         "It needs Linux 5.13 or newer on x86_64 or aarch64 with Landlock and seccomp, and a Python with ctypes; "
         "score code on such a machine."
     )
 
 
 class _Line:
-    """Lines of text to and from the process, until a deadline."""
+    """Exchange of text lines with the process, until a deadline."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._received = connection, b""
         self.deadline = time.monotonic() + _START_TIMEOUT_S
 
-    def hear(self) -> bytes:
-        """The next line; b"" at the end, in place of one that is too long, and when it is too late."""
+    def receive_line(self) -> bytes:
+        """Return the next line; b"" at the end, for a line that is too long, and after the deadline."""
         while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
             chunk = self._receive()
             if not chunk:
@@ -132,16 +132,16 @@ class _Line:
         line, newline, self._received = self._received.partition(b"\n")
         return line if newline else b""
 
-    def say(self, contents: bytes) -> bool:
-        """Whether the process took it in time."""
+    def send(self, contents: bytes) -> bool:
+        """Send the contents and return whether the process received them in time."""
         with suppress(OSError):
             self._connection.settimeout(self._seconds_left())
             self._connection.sendall(contents)
             return True
         return False
 
-    def wait_for_the_end(self) -> None:
-        """Until the process has ended, it has closed its side, or it is too late."""
+    def wait_for_end(self) -> None:
+        """Wait until the process has exited, has closed the connection, or the deadline has passed."""
         while time.monotonic() < self.deadline and self._receive():
             pass
 
@@ -155,42 +155,42 @@ class _Line:
         return max(0.001, self.deadline - time.monotonic())
 
 
-def _talk(
+def _exchange(
     process: subprocess.Popen[bytes], line: _Line, limits: CodeLimits, statements: bytes | None
 ) -> tuple[bool, bool]:
-    """(compiled, finished); see code_process.py for what is said."""
-    first = line.hear()
+    """Return (compiled, finished); code_process.py documents the protocol."""
+    first = line.receive_line()
     if first != b"ready":
-        nothing = f"its process did not start, memory_bytes={limits.memory_bytes}"
-        raise _cannot_restrict(first.decode(errors="replace") or nothing)
+        no_line = f"its process did not start with memory_bytes={limits.memory_bytes}"
+        raise _cannot_restrict(first.decode(errors="replace") or no_line)
     line.deadline = time.monotonic() + 2 * limits.timeout_s
-    if line.hear() != b"compiled":
+    if line.receive_line() != b"compiled":
         return False, False
     if statements is None:
-        line.wait_for_the_end()
+        line.wait_for_end()
         with suppress(subprocess.TimeoutExpired):
             return True, process.wait(max(0.001, line.deadline - time.monotonic())) == 0
         return True, False
     number = secrets.token_hex(16).encode()
     finished = (
-        line.hear() == b"loaded"
-        and line.say(len(statements).to_bytes(4, "little") + statements)
-        and line.hear() == b"done"
-        and line.say(number)
-        and line.hear() == number
+        line.receive_line() == b"loaded"
+        and line.send(len(statements).to_bytes(4, "little") + statements)
+        and line.receive_line() == b"done"
+        and line.send(number)
+        and line.receive_line() == number
     )
     return True, finished
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its group, which nothing can leave."""
+    """Kill the process and its group, which no child can leave."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory that a program may have nested deeper than a path can name, without recursion."""
+    """Remove a directory, without recursion: a program may have nested it deeper than a path can name."""
     num_moved = 0
     while entries := list(os.scandir(directory)):
         for entry in entries:
@@ -201,7 +201,7 @@ def _remove(directory: str) -> None:
             for inner in list(os.scandir(entry.path)):
                 num_moved += 1
                 if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, 0o700)  # a directory is moved by who may write in it
+                    os.chmod(inner.path, 0o700)  # moving a directory needs write permission on it
                 os.rename(inner.path, os.path.join(directory, f"{num_moved}-moved"))
             os.rmdir(entry.path)
     os.rmdir(directory)

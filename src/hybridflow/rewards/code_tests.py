@@ -1,4 +1,4 @@
-"""Programs against unit tests: the last code block of a response runs in restricted processes, one for each test."""
+"""Reward for code: runs the last code block of a response in restricted processes, one for each unit test."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from hybridflow.rewards.limits import require_seconds, require_whole
 
 MAX_PROGRAM_CHARS = 200_000
 MIN_MEMORY_BYTES = 32 * 2**20
-"""In less, the interpreter itself does not get as far as a program."""
+"""With less memory the interpreter itself does not start."""
 
 _EXAMPLES = "{'inputs': ['1 2\\n'], 'outputs': ['3\\n']} or {'tests': ['assert add(1, 2) == 3']}"
 
@@ -30,17 +30,21 @@ def code_reward(
     max_output_bytes: int = 2**20,
     max_tests: int = 0,
 ) -> dict[str, float]:
-    """{"score": 1.0 if the last block of Python passes all tests, "passed": their share, "compiled": 0 or 1}.
+    """Score 1.0 if the last Python block passes all tests.
 
-    `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}, what the program reads and must
-    print, but for spaces at the ends of lines and empty lines at the end; or {"tests": [text, ...]}, statements that
-    run after it and must not raise. With `partial_credit` the score is the share. Each test has `timeout_s` of
-    processor time, and twice that by the clock; `max_tests` takes the first ones only, 0 takes all.
+    Returns {"score", "passed": share of passed tests, "compiled": 0 or 1}; `partial_credit` scores the share.
 
-    Outputs are compared out of the program's reach. Statements share an interpreter with it, and one written to deceive
-    them can: what it returns may claim to equal everything.
-    Raises `RewardError` for another ground truth, for limits that nothing can pass, and where the system lacks Landlock
-    or seccomp filters.
+    `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
+    print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
+    that run after the program and must not raise. Each test has `timeout_s` seconds of CPU time and twice that of
+    wall-clock time. `max_tests` limits the run to the first tests; 0 runs all.
+
+    Outputs are compared in another process, which the program cannot influence. Statements share an interpreter with
+    the program, which can deceive them: a value that it returns may claim to equal everything.
+
+    Raises:
+        RewardError: The ground truth has another form, a limit is out of range, or the system lacks Landlock or
+            seccomp filters.
     """
     require_seconds("timeout_s", timeout_s)
     require_whole("memory_bytes", memory_bytes, least=MIN_MEMORY_BYTES)
@@ -68,7 +72,7 @@ def code_reward(
 
 
 def _read_tests(ground_truth: Any) -> list[_Test]:
-    """(input, output) of each test, or (statements, None)."""
+    """Return (input, output) of each test, or (statements, None)."""
     truth = ground_truth
     if isinstance(truth, str):
         try:
@@ -86,7 +90,7 @@ def _read_tests(ground_truth: Any) -> list[_Test]:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts of a list or an array of them; none for anything else."""
+    """Return the texts of a list or an array of texts; an empty list for anything else."""
     if value is None or isinstance(value, str | bytes | Mapping):
         return []
     try:
@@ -98,8 +102,8 @@ def _texts(value: Any) -> list[str]:
 
 def _no_tests(ground_truth: Any) -> RewardError:
     return RewardError(
-        f"the ground truth must look like {_EXAMPLES}, with at least one test, as many outputs as inputs and texts "
-        f"throughout, or be JSON of it; got {ground_truth!r:.300}."
+        f"the ground truth must look like {_EXAMPLES}, or be JSON of it, with at least one test, as many outputs as "
+        f"inputs, and only texts; got {ground_truth!r:.300}."
     )
 
 

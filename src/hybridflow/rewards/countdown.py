@@ -1,4 +1,4 @@
-"""Countdown: an expression that uses each given number exactly once and makes the target."""
+"""Reward for Countdown: an expression that uses each given number exactly once and equals the target."""
 
 from collections.abc import Mapping
 from operator import index
@@ -10,10 +10,10 @@ from hybridflow.rewards.arithmetic import ExpressionError, evaluate_arithmetic
 
 
 def countdown_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 if the last <answer>...</answer> of the response solves the problem, else 0.0; nothing in between.
+    """Return 1.0 if the last <answer>...</answer> of the response solves the problem, else 0.0.
 
     `ground_truth` is {"target": int, "numbers": [int, ...]}. The answer is an expression, or an equation whose right
-    side is the target. Whatever does not parse, and a division by zero, scores 0.0.
+    side is the target. An answer that does not parse or divides by zero scores 0.0.
     """
     target, numbers = _read_problem(ground_truth)
     answer = last_answer(solution_str)

@@ -1,8 +1,8 @@
-"""Ends a computation in Python that takes too long, by an alarm signal.
+"""Time limit for a computation in Python, by an alarm signal.
 
-The signal comes again and again, since an exception within a `__del__` is lost. What stays within one call of C, as a
-huge power, is not ended. Cycles are not collected meanwhile: the collector would run here what others left to be done
-at the end of their objects, and the exception would break it off.
+The signal is repeated, since Python drops an exception raised within a `__del__`. A single long call into C, such as a
+huge power, is not interrupted. Garbage collection is off meanwhile: the exception could interrupt finalizers of
+unrelated objects that the collector runs.
 """
 
 import gc
@@ -12,35 +12,35 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-_AGAIN_S = 0.1
+_REPEAT_S = 0.1
 
 _Result = TypeVar("_Result")
 
 
 class DeadlineExceeded(BaseException):
-    """The time is up; no Exception, so that no handler of the computation's takes it for its own."""
+    """The time limit has passed. Derived from BaseException, so that the computation's `except Exception` misses it."""
 
 
 def call_within(seconds: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The function's result; raises `DeadlineExceeded` if it takes longer.
+    """Return the function's result; raise `DeadlineExceeded` if it takes longer.
 
-    Python runs handlers of signals in the main thread alone: in another one, nothing ends the function. Nor does it
-    where a library in C answers the alarm, whose handler could not be put back.
+    There is no time limit outside the main thread, where Python runs no signal handlers, and if a C library handles
+    SIGALRM, since that handler could not be restored.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGALRM) is None:
         return function(*arguments)
     is_over, was_collecting = False, gc.isenabled()
 
-    def end(_: int, frame: FrameType | None) -> None:
-        """Raise, unless what was interrupted is this function itself: before the other one, or after it."""
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        """Raise, unless the signal interrupted `call_within` itself, before or after the call of `function`."""
         if not is_over and (frame is None or frame.f_code is not call_within.__code__):
             raise DeadlineExceeded
 
-    timer = signal.setitimer(signal.ITIMER_REAL, 0)  # so that an alarm of the caller's does not come to this handler
-    handler = signal.signal(signal.SIGALRM, end)
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)  # so that the caller's alarm does not reach this handler
+    handler = signal.signal(signal.SIGALRM, interrupt)
     try:
         gc.disable()
-        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
         return function(*arguments)
     finally:
         is_over = True

@@ -1,4 +1,4 @@
-"""Starts a process of reward_process.py and exchanges frames with it without waiting; does not know of samples."""
+"""Process of reward_process.py and the non-blocking exchange of frames with it; knows nothing of samples."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("reward_process.py")
 
 
 class FramedProcess:
-    """A process in a session of its own; `kill` ends it with the processes that it has started."""
+    """A process in a separate session; `kill` ends it together with the processes that it has started."""
 
     def __init__(self, settings: str) -> None:
         self.connection, theirs = socket.socketpair()
@@ -30,35 +30,35 @@ class FramedProcess:
                 stdout=theirs.fileno(),
                 start_new_session=True,
             )
-        self.connection.setblocking(False)  # a function that hangs reads nothing more
+        self.connection.setblocking(False)  # a function that hangs stops reading
         self._to_send, self._received = bytearray(), bytearray()
 
     @property
     def events(self) -> int:
-        """What to select the connection for."""
+        """Events to select the connection for."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._to_send else 0)
 
     def put(self, value: Any) -> None:
-        """Append a frame to what is to be sent."""
+        """Append a frame with the pickled value to the send buffer."""
         contents = pickle.dumps(value)
         self._to_send += LENGTH.pack(len(contents)) + contents
 
     def send(self) -> None:
-        """Send as much as the connection takes."""
-        with suppress(OSError):  # that the process has ended is found by `receive`
+        """Send as much of the buffer as the connection accepts."""
+        with suppress(OSError):  # `receive` detects that the process has exited
             while self._to_send:
                 del self._to_send[: self.connection.send(self._to_send)]
 
     def receive(self) -> bool:
-        """Receive some of what has come; False at the end."""
+        """Receive available bytes; return False at the end of the stream."""
         chunk = b""
-        with suppress(ConnectionResetError):  # it has ended with samples that it had not read
+        with suppress(ConnectionResetError):  # it exited with unread samples
             chunk = self.connection.recv(1 << 16)
         self._received += chunk
         return bool(chunk)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Take the whole messages out of what was received."""
+        """Yield and remove the complete messages in the receive buffer."""
         while len(self._received) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
             if len(self._received) < end:
@@ -68,7 +68,7 @@ class FramedProcess:
             yield json.loads(contents)
 
     def kill(self) -> None:
-        """Kill the process and what is in its group."""
+        """Kill the process and its process group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.kill()
@@ -76,7 +76,7 @@ class FramedProcess:
         self.connection.close()
 
     def end(self) -> str:
-        """Return how a process that was waited for has ended."""
+        """Return how the process exited; wait for it first."""
         status = self.popen.returncode
         if status is not None and status < 0:
             return f"killed by {signal.Signals(-status).name}"

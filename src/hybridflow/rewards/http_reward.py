@@ -1,4 +1,4 @@
-"""A score that a server of the user's own computes."""
+"""Reward from a user's HTTP server."""
 
 import math
 from typing import Any
@@ -19,10 +19,11 @@ async def http_reward(
     request_timeout_s: float = 30.0,
     api_key_env: str = "",
 ) -> float | dict[str, Any]:
-    """POST the sample as JSON to `url`; the reply is a number, or an object with a "score" and further numbers.
+    """POST the sample as JSON to `url` and return the score in the reply.
 
-    A text "answer" in the object is passed on as well, anything else in it is not. `post_json` says what is tried
-    again and how `requests_per_second` counts. Raises RewardError if there is no such reply.
+    The reply is a number, or an object with a "score" and further numbers. A text "answer" in the object is passed on;
+    other entries are dropped. `post_json` documents retries and `requests_per_second`. Raises RewardError without such
+    a reply.
     """
     sample = {
         "data_source": data_source,
@@ -53,5 +54,5 @@ async def http_reward(
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer beyond the range of float
         return False

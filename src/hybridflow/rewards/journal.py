@@ -1,4 +1,4 @@
-"""What reward functions answered in each step, written down before it is used: a step that comes again asks nothing.
+"""Journal of reward outcomes, written before they are used: a repeated step calls no reward function again.
 
 RUN_DIR/rewards/step_000012_rank_0.jsonl has a row for each call: {"key", "number", "outcome"}.
 """
@@ -21,20 +21,22 @@ _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.jsonl")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the function: a digest of all that is asked, how many equal ones came before in the step, and its
-    outcome where that is known."""
+    """A call of the reward function."""
 
     key: str
+    """Digest of the function's identity and all arguments."""
     number: int
+    """Number of equal calls before this one in the step."""
     known: Outcome | None
+    """Outcome in the journal; None if the function must be called."""
 
 
 class RewardJournal:
-    """The outcomes of a run's steps in `directory`; each rank writes a file of its own.
+    """The outcomes of a run's steps in `directory`; each rank writes a separate file.
 
-    What is taken is what was there when the journal was made, this rank's own first: not what others write meanwhile.
-    `identity` is of the function and its settings; outcomes of another one are not taken. With `failures` those that
-    failed are kept as well, for a run that goes on after them must find them again.
+    Only outcomes that existed when the journal was created are used, those of this rank first: rows that other ranks
+    write meanwhile are ignored. `identity` describes the function and its settings; outcomes of another identity are
+    not used. With `failures` failed outcomes are kept too: a run that continues after a failure must find it again.
     """
 
     def __init__(self, directory: str | Path, rank: int, identity: Any, *, failures: bool) -> None:
@@ -46,21 +48,21 @@ class RewardJournal:
         self._writer: JsonlWriter | None = None
 
     def open(self, step: int) -> None:
-        """Take the outcomes that are known of a step, and write those that come to its file."""
+        """Load the known outcomes of a step and open its file for new ones."""
         if step == self._step:
             return
         known: defaultdict[str, deque[Outcome]] = defaultdict(deque)
         own = self.directory / f"step_{step:06d}_rank_{self._rank}.jsonl"
         others = [path for path in self._sizes if path != own and _step_of(path) == step]
         for path in [own, *others]:
-            # Equal calls in the order in which they were made; they are written in that in which they were answered.
+            # Rows are written in the order of the answers; equal calls are matched in the order of the calls.
             for _, key, outcome in sorted(_read(path, self._sizes.get(path, 0)), key=lambda row: row[0]):
                 known[key].append(outcome)
-        self._writer = JsonlWriter(own)  # which drops a line that a killed process left torn
+        self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
         self._known, self._step, self._counts = dict(known), step, Counter()
 
     def call(self, sample: Mapping[str, Any], prompt: Any) -> Call:
-        """A call, with its outcome if it was made before; of several that are equal, the first that was not taken."""
+        """Return the call with its known outcome, if any; equal calls use the known outcomes in order."""
         text = json.dumps(_canonical([self._identity, sample, prompt]))
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._counts[key] += 1
@@ -68,14 +70,14 @@ class RewardJournal:
         return Call(key, self._counts[key] - 1, outcomes.popleft() if outcomes else None)
 
     def write(self, call: Call, outcome: Outcome, *, is_answer: bool) -> None:
-        """Keep an outcome, if it is an answer or failures are kept. Raises DataError if it cannot be written."""
-        assert self._writer is not None, "open comes first"
+        """Write an outcome if it is an answer or failures are kept. Raises DataError if writing fails."""
+        assert self._writer is not None, "call open first"
         if is_answer or self._failures:
             outcome_text = json.dumps(outcome.to_message())
             self._writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
 
     def forget_before(self, step: int) -> None:
-        """Remove the files of earlier steps, to which no checkpoint leads back."""
+        """Remove the files of earlier steps, which no checkpoint needs."""
         for path in self._files():
             if _step_of(path) < step:
                 path.unlink(missing_ok=True)
@@ -91,7 +93,7 @@ def _step_of(path: Path) -> int:
 
 
 def _read(path: Path, size: int) -> list[tuple[int, str, Outcome]]:
-    """The rows in the first `size` bytes, but for a torn last one: number, key and outcome."""
+    """Return number, key and outcome of the rows in the first `size` bytes, without an incomplete last row."""
     rows: list[tuple[int, str, Outcome]] = []
     number = 0
     try:
@@ -101,13 +103,13 @@ def _read(path: Path, size: int) -> list[tuple[int, str, Outcome]]:
             rows.append((int(row["number"]), str(row["key"]), Outcome.of_message(json.loads(row["outcome"]))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RewardError(
-            f"{path}, line {number}, is damaged ({error}); remove it to have its rewards asked for again."
+            f"{path}, line {number}, is damaged ({error}); remove the file to compute its rewards again."
         ) from error
     return rows
 
 
 def _canonical(value: Any) -> Any:
-    """What JSON writes alike for values that are alike, in whatever order the entries of their dicts are."""
+    """Convert a value so that equal values have equal JSON, independent of the order of dict entries."""
     if isinstance(value, Mapping):
         return {"": sorted(([repr(key), _canonical(item)] for key, item in value.items()), key=lambda entry: entry[0])}
     if hasattr(value, "tolist"):  # of numpy

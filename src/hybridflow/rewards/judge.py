@@ -1,4 +1,4 @@
-"""A score that a language model gives, through any endpoint that speaks OpenAI's chat completions."""
+"""Reward from a language model as judge, through any endpoint with OpenAI's chat completions API."""
 
 import json
 import math
@@ -68,17 +68,18 @@ async def judge_reward(
     requests_per_second: float = 0.0,
     request_timeout_s: float = 60.0,
 ) -> dict[str, float]:
-    """Ask `model` at `url` (".../v1") to judge the response: {"score": in [0, 1], "judge_score": as it was given}.
+    """Ask `model` at `url` (".../v1") to judge the response.
 
-    The number is that of the last line "Score: x" of its reply, from `lowest` to `highest`. `prompt_file` replaces
-    `PROMPT`: a text with {response} and, as needed, {question} (from extra_info["question"]), {ground_truth}, {lowest}
-    and {highest}; what is filled in cannot close or open a <tag> of it. `post_json` says what is tried again and how
-    `requests_per_second` counts. Raises RewardError where there is no such number.
+    Returns {"score": in [0, 1], "judge_score": the number that the judge gave}. That number is in the last line
+    "Score: x" of the reply, from `lowest` to `highest`. `prompt_file` replaces `PROMPT`: a text with {response} and
+    optionally {question} (from extra_info["question"]), {ground_truth}, {lowest} and {highest}; inserted values cannot
+    open or close a <tag> of the prompt. `post_json` documents retries and `requests_per_second`. Raises RewardError
+    without such a number.
     """
     require_whole("max_tokens", max_tokens, least=1)
     require_number("temperature", temperature, least=0)
     if not (all(is_number(end) and math.isfinite(end) for end in (lowest, highest)) and lowest < highest):
-        raise RewardError(f"{lowest=} and {highest=} must be finite, and lowest less than highest.")
+        raise RewardError(f"{lowest=} and {highest=} must be finite, and lowest must be less than highest.")
     values = {
         "question": extra_info.get("question") if isinstance(extra_info, Mapping) else None,
         "ground_truth": ground_truth,
@@ -103,41 +104,41 @@ async def judge_reward(
         api_key_env=api_key_env,
     )
 
-    def failure(problem: str, said: Any) -> RewardError:
-        text = without_key(said if isinstance(said, str) else json.dumps(said), api_key_env)[:MAX_SHOWN_CHARS]
+    def failure(problem: str, content: Any) -> RewardError:
+        text = without_key(content if isinstance(content, str) else json.dumps(content), api_key_env)[:MAX_SHOWN_CHARS]
         return RewardError(f"judge {model!r} {problem}. It replied: {text!r}")
 
     try:
         choice = reply["choices"][0]
         content = _text_of(choice["message"]["content"])
     except (LookupError, TypeError):
-        raise failure("did not reply with a chat completion; look whether url and model are right", reply) from None
-    if choice.get("finish_reason") == "length":  # its last number may be half a number, or one that it only considers
+        raise failure("did not reply with a chat completion; check url and model", reply) from None
+    if choice.get("finish_reason") == "length":  # the last number may be incomplete, or only considered
         raise failure(f"was cut off by {max_tokens=}; raise it", content or choice)
     if not content:
-        raise failure("replied without a text; give it another prompt_file, or take another model", choice)
+        raise failure("replied without a text; change prompt_file or the model", choice)
     raw = _score_in(content, highest)
     if raw is None:
-        raise failure("must end with a line 'Score: <number>'; ask for one in prompt_file", content)
+        raise failure("must end its reply with a line 'Score: <number>'; ask for it in prompt_file", content)
     if not lowest <= raw <= highest:
         raise failure(f"gave {raw}, which is not within {lowest=} and {highest=}", content)
     return {"score": (raw - lowest) / (highest - lowest), "judge_score": raw}
 
 
 def _fill_in(template: str, values: dict[str, Any]) -> str:
-    """The prompt: each {name} replaced in one pass, so that braces in a value stay what they are.
+    """Return the prompt, with each {name} replaced in one pass, so that braces in a value are kept.
 
-    In the values, a tag of the template and the marks of chat templates ("<|") lose their "<". Raises RewardError for
-    an unknown {name} and for a template without {response}.
+    The "<" of a template's tag and of chat template tokens ("<|") in a value is escaped. Raises RewardError for an
+    unknown {name} and for a template without {response}.
     """
     names = set(_PLACEHOLDER.findall(template))
     if unknown := names - set(values):
         raise RewardError(
-            f"the judge's prompt has {', '.join(f'{{{name}}}' for name in sorted(unknown))}; known are "
+            f"the judge's prompt has unknown {', '.join(f'{{{name}}}' for name in sorted(unknown))}; known are "
             f"{', '.join(f'{{{name}}}' for name in values)}."
         )
     if "response" not in names:
-        raise RewardError("the judge's prompt has no {response}; put it where the response is to stand.")
+        raise RewardError("the judge's prompt has no {response}; insert it where the response belongs.")
     tags = "|".join(sorted(set(_TAG.findall(template))))
     opening = re.compile(r"<(?=[|\uff5c])" + (rf"|<(?=[\s/]*(?:{tags})(?![\w-]))" if tags else ""), re.I)
     texts = {name: opening.sub("&lt;", _as_text(value)) for name, value in values.items()}
@@ -149,7 +150,7 @@ def _read_prompt(path: str) -> str:
     try:
         return Path(path).expanduser().read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise RewardError(f"prompt_file={path!r} cannot be read: {error}. Name a text file in UTF-8.") from error
+        raise RewardError(f"prompt_file={path!r} cannot be read: {error}. Expected a text file in UTF-8.") from error
 
 
 def _as_text(value: Any) -> str:
@@ -159,7 +160,7 @@ def _as_text(value: Any) -> str:
 
 
 def _text_of(content: Any) -> str:
-    """The text of a message's content, which is a text, a list of parts, or None."""
+    """Return the text of a message's content, which is a text, a list of parts, or None."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
         return "".join(part for part in parts if isinstance(part, str))
@@ -167,7 +168,7 @@ def _text_of(content: Any) -> str:
 
 
 def _score_in(text: str, highest: float) -> float | None:
-    """The number in the last line "Score: x"; None without one, or if it says that it is of another scale."""
+    """Return the number in the last line "Score: x"; None without one, or if it states another scale."""
     lines = _SCORE_LINE.findall(text)
     match = _SCORE.match(lines[-1]) if lines else None
     if match is None:

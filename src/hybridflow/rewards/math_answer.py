@@ -1,4 +1,4 @@
-"""Mathematical answers in LaTeX, compared by what they mean: math-verify parses, sympy compares."""
+"""Reward for mathematical answers in LaTeX, compared by value: math-verify parses, sympy compares."""
 
 import logging
 import math
@@ -16,13 +16,13 @@ from hybridflow.rewards.math_bounds import is_astronomic
 
 MAX_CHARS = 300
 MAX_TAIL_CHARS = 1000
-"""Of a response without a box: its last lines, as many as fit."""
+"""Length of the last lines that are read of a response without a box."""
 
 SMALL = 1e-4
 
 _SCIENTIFIC = re.compile(r"([-+]?[0-9]*\.?[0-9]+)[eE]([-+]?[0-9]+)")
 _LAYOUT = re.compile(r"\\[,!;:]|\\color\s*\{[a-zA-Z]+\}|\.\s*$")
-"""Spaces, colours and a full stop."""
+"""Spaces, colors and a final period."""
 
 _WRAPPED = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 
@@ -30,13 +30,13 @@ _WRAPPED = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 def math_reward(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, timeout_s: float = 5.0
 ) -> float:
-    r"""1.0 if the last \boxed{...} of the response means the same as the ground truth, else 0.0.
+    r"""Return 1.0 if the last \boxed{...} of the response equals the ground truth in value, else 0.0.
 
-    Of a response without a box, the answer that math-verify finds in its last lines counts. `ground_truth` is a number
-    or LaTeX such as "\\frac{1}{2}", also within $...$ or \boxed{...}. Fractions equal their decimals to 6 places, sets
-    compare in any order, and units, "x =" and a percent sign may be missing. An answer of more than 300 characters, of
-    astronomic size, or that takes longer than `timeout_s` to compare, scores 0.0 unless it is written like the truth.
-    The time ends in the main thread alone, see `call_within`.
+    For a response without a box, the answer that math-verify finds in its last lines counts. `ground_truth` is a number
+    or LaTeX such as "\\frac{1}{2}", optionally within $...$ or \boxed{...}. Fractions equal their decimals to 6 places,
+    sets compare in any order, and units, "x =" and a percent sign may be missing. An answer of more than 300
+    characters, of astronomic size, or that takes longer than `timeout_s` seconds to compare scores 0.0 unless it is
+    written exactly like the ground truth. The time limit holds in the main thread only, see `call_within`.
     """
     require_seconds("timeout_s", timeout_s)
     truth = _unwrapped(ground_truth)
@@ -51,19 +51,19 @@ def math_reward(
     if not answer or is_astronomic(answer):
         return 0.0
     try:
-        return float(call_within(timeout_s, _means, gold, answer))
+        return float(call_within(timeout_s, _is_equal, gold, answer))
     except DeadlineExceeded:
         return 0.0
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What the last \boxed{...} of a text holds, or None; equal texts are votes for the same answer."""
+    r"""Return the content of the last \boxed{...} of a text, or None; equal texts are votes for the same answer."""
     answer = last_boxed(text)
     return answer if answer and len(answer) <= MAX_CHARS else None
 
 
 def _unwrapped(ground_truth: Any) -> str:
-    """The LaTeX of a ground truth, without what surrounds it."""
+    """Return the LaTeX of a ground truth without its delimiters or box."""
     if not isinstance(ground_truth, str | Number):
         raise _no_answer(ground_truth)
     text = str(ground_truth).strip()
@@ -90,18 +90,18 @@ def _no_answer(ground_truth: Any) -> RewardError:
     )
 
 
-def _means(gold: tuple[Any, ...], answer: str) -> bool:
+def _is_equal(gold: tuple[Any, ...], answer: str) -> bool:
     from math_verify import verify
 
     try:
         found = _parse(answer)
-        return verify(list(gold), found, timeout_seconds=None) and not _are_small_and_apart(gold, found)
-    except Exception:  # what sympy raises on a text that a model wrote has no common base
+        return verify(list(gold), found, timeout_seconds=None) and not _are_small_and_different(gold, found)
+    except Exception:  # the exceptions of sympy on a model's text have no common base
         return False
 
 
-def _are_small_and_apart(gold: Sequence[Any], found: Sequence[Any]) -> bool:
-    """Whether both are numbers that only rounding to 6 places makes equal: of the size of its error, or below it."""
+def _are_small_and_different(gold: Sequence[Any], found: Sequence[Any]) -> bool:
+    """Return whether both are numbers so small that only rounding to 6 places makes them equal."""
     one, other = _number_of(gold), _number_of(found)
     if one is None or other is None or abs(one) > SMALL:
         return False
@@ -113,19 +113,19 @@ def _number_of(items: Sequence[Any]) -> float | None:
         if getattr(item, "is_number", False):
             try:
                 return float(item)
-            except TypeError:  # a complex one, or a percentage that sympy leaves as it is
+            except TypeError:  # a complex number, or a percentage that sympy does not evaluate
                 return None
     return None
 
 
 def _parse(text: str) -> list[Any]:
-    """What math-verify reads in a text; nothing where it cannot.
+    """Return the values that math-verify parses in a text; an empty list if it fails.
 
-    Its own alarm is off: that is a signal, which only the main thread may set, and of which there is only one.
+    Its own timeout is off: it uses SIGALRM, which only the main thread may set and `call_within` uses.
     """
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the alarm is off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the timeout is off
     try:
         return parse(text, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     except Exception:  # as above

@@ -1,6 +1,6 @@
-"""Tells LaTeX that is cheap to write and astronomic to compute: towers of powers, factorials, binomial coefficients.
+"""Detection of LaTeX that is short but astronomic to compute: towers of powers, factorials, binomial coefficients.
 
-Such numbers are made within one call of C, which nothing can end but the process; so they are never begun.
+Such a number is computed within one call into C, which cannot be interrupted; so the computation must not start.
 """
 
 import math
@@ -9,7 +9,7 @@ import re
 MAX_DEPTH = 12
 MAX_DIGITS = 50
 MAX_EXPONENT = 10_000
-"""Of the product of all whole exponents of a text."""
+"""Limit of the product of all integer exponents of a text."""
 
 _ESCAPED = re.compile(r"\\[^a-zA-Z]")
 _WHOLE_EXPONENT = re.compile(r"\^[\s{(+-]*([0-9]+)")
@@ -22,9 +22,9 @@ _LARGE_ARGUMENT = re.compile(r"(?:[0-9][^0-9]*){7}|\^")
 
 
 def is_astronomic(text: str) -> bool:
-    """Whether a text has, or could have, a number of more than some million digits, or is nested deeply.
+    """Return whether a text has, or could have, a number of more than a few million digits, or is nested deeply.
 
-    Of an exponent only this is let through as a power: one of a letter, as in e^{x^2}.
+    Within an exponent, only a power of a letter is accepted, as in e^{x^2}.
     """
     text = _ESCAPED.sub(" ", text).replace("**", "^")
     if re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}", text) or _depth(text) > MAX_DEPTH:
@@ -51,7 +51,7 @@ def _has_tower(text: str) -> bool:
 
 
 def _exponent_end(text: str, start: int) -> int:
-    """Where the exponent that begins there ends: after its groups, or its word if that is not a command."""
+    """Return the end of the exponent at `start`: after its groups, or after its word if that is not a command."""
     match = _EXPONENT.match(text, start)
     assert match is not None  # every part of it may be missing
     end = match.end()

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter that a response finally answers."""
+"""Reward for multiple choice: compares the letter of the final answer with the ground truth."""
 
 import re
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from hybridflow.rewards.boxed import last_boxed_span
 
 _MAX_TAIL_CHARS = 20_000
 _TAG = re.compile(r"<answer>([^<]{0,500})</answer>")
-# A letter and no more than its choice's text after it: B, (B), \text{(B)}, **B**, "B. Paris", "(B) Paris".
+# A letter, optionally followed by the text of its choice: B, (B), \text{(B)}, **B**, "B. Paris", "(B) Paris".
 _LETTER = re.compile(r"[\s*_$]*(?:\\[a-z]+\{)?\s*(?:\(([A-Za-z])\)|([A-Za-z])(?![\w'\u2019-])(?:[.):]|[\s*_$}]*\Z))")
-# In prose "A" and "I" are words unless something follows that ends the phrase; "answer C" alone may be any, but at the
-# end of a line.
+# In prose "A" and "I" are words unless the phrase ends after them; "answer C" without a verb or colon counts only at
+# the end of a line.
 _STATED = re.compile(
     r"(?<!not )(?<!not the )\b(?i:answer|choice|option)\b(?i:[ \t]+to[ \t][^.\n]{0,60}?)?"
     r"(?:[ \t]*(?i:(?:is|should be|would be|must be)(?:[ \t]+(?:clearly|therefore|thus|then|definitely|probably))?)"
@@ -25,11 +25,11 @@ _STATED = re.compile(
 
 
 def multiple_choice_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    r"""1.0 if the response finally answers with the letter of the ground truth, else 0.0.
+    r"""Return 1.0 if the final answer of the response is the letter of the ground truth, else 0.0.
 
     `ground_truth` is a letter, or with `extra_info` {"choices": [...]} also an index from 0. An answer is
     <answer>B</answer>, \boxed{B}, "Answer: (B)", "the answer is B", or a response that is only the letter. The last one
-    counts; a letter beyond the choices is none.
+    counts; a letter beyond the choices does not count.
     """
     choices = extra_info.get("choices") if isinstance(extra_info, Mapping) else None
     num_choices = len(ascii_uppercase) if choices is None else _count(choices)
@@ -38,7 +38,7 @@ def multiple_choice_reward(data_source: str, solution_str: str, ground_truth: An
 
 
 def chosen_letter(text: str, num_choices: int = len(ascii_uppercase)) -> str | None:
-    """The capital letter that a text finally answers, or None; equal letters are votes for the same answer."""
+    """Return the capital letter of the final answer, or None; equal letters are votes for the same answer."""
     text = text[-_MAX_TAIL_CHARS:]
     answers = [(match.start(), _letter(match[1], num_choices)) for match in _TAG.finditer(text)]
     box = last_boxed_span(text)

@@ -1,4 +1,4 @@
-"""Multiplication: the number in the answer tag against the product."""
+"""Reward for multiplication: compares the number in the answer tag with the product."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hybridflow.rewards.number_text import number_of_truth, parse_number
 
 
 def multiplication_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """1.0 if the last <answer>...</answer> of the response holds exactly the product, else 0.0."""
+    """Return 1.0 if the last <answer>...</answer> of the response holds exactly the product, else 0.0."""
     product = number_of_truth(ground_truth, "56088")
     answer = last_answer(solution_str)
     return float(answer is not None and parse_number(answer) == product)

@@ -1,55 +1,56 @@
-"""What came of calling a reward function on a sample, and how it is written down."""
+"""Outcome of calling a reward function on a sample, and its JSON form."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.rewards.reward_process import told
+from hybridflow.rewards.reward_process import as_message
 
 FailureKind = Literal["raised", "timeout", "memory", "died"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the function returned, or what kind of failure there was and its text."""
+    """The result of the function, or the kind and the text of its failure."""
 
     result: Any = None
     kind: FailureKind | None = None
     problem: str = ""
     cause: BaseException | None = None
-    """The exception itself, where it was raised in this process."""
+    """The exception, if it was raised in this process."""
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> "Outcome":
-        """Of what a process answered."""
+        """Build the outcome from the message of a reward process."""
         return cls(_result(message), message.get("kind"), message.get("error", ""))
 
     def to_message(self) -> dict[str, Any]:
-        """What `of_message` reads, as JSON can hold it."""
+        """Return a JSON-compatible message that `of_message` reads."""
         if self.kind is not None:
             return {"kind": self.kind, "error": self.problem}
-        return told(self.result)
+        return as_message(self.result)
 
 
-Heard = Callable[[int, "Outcome"], None]
-"""Told the number of a sample and its outcome as soon as that is known."""
+OnOutcome = Callable[[int, "Outcome"], None]
+"""Callback that gets the number of a sample and its outcome as soon as it is known."""
 
 
 @dataclass
 class Outcomes:
-    """Those known by now."""
+    """The outcomes known so far, by the number of the sample."""
 
     known: list[Outcome | None]
-    heard: Heard | None = None
+    on_outcome: OnOutcome | None = None
 
-    def tell(self, number: int, outcome: Outcome) -> None:
+    def record(self, number: int, outcome: Outcome) -> None:
+        """Store the outcome of a sample and pass it to the callback."""
         self.known[number] = outcome
-        if self.heard:
-            self.heard(number, outcome)
+        if self.on_outcome:
+            self.on_outcome(number, outcome)
 
 
-class _Shown:
-    """What a function returned that is neither a number nor a text: how it looks is all that came."""
+class _Representation:
+    """Stand-in for a returned value that is neither a number nor a text; only its `repr` was sent."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -60,7 +61,7 @@ class _Shown:
 
 def _result(message: Mapping[str, Any]) -> Any:
     def value(plain: Any) -> Any:
-        return _Shown(plain["shown"]) if isinstance(plain, Mapping) else plain
+        return _Representation(plain["shown"]) if isinstance(plain, Mapping) else plain
 
     if "list" in message:
         return [_result(item) for item in message["list"]]

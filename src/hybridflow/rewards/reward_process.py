@@ -1,8 +1,9 @@
-"""The program of a process that runs a user's reward function: samples in at stdin, results out, one after another.
+"""Entry point of a reward process: reads samples from stdin, calls the user's reward function, writes results.
 
-It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds; what the
-function does, hang, allocate, crash, stays in here. Frames are a length of 4 bytes and contents: pickles of (number,
-seed, arguments) in, JSON with the number out, since nothing that comes from here may be executed.
+It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. A function that
+hangs, allocates too much memory or crashes affects this process only. A frame is a length of 4 bytes and its contents:
+pickles of (number, seed, arguments) as input, JSON with the number as output, because the run must not unpickle what a
+user's function produced.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import linecache
 import numbers
 import os
 import pickle
@@ -22,6 +24,7 @@ import signal
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -32,23 +35,24 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 
 
 class NotLoaded(Exception):
-    """There is no such function, or it cannot be called."""
+    """A function that does not exist or cannot be called."""
 
 
 def main() -> None:
+    """Load the function that the settings in the first argument name, and answer samples until stdin ends."""
     settings = json.loads(sys.argv[1])
-    with contextlib.suppress(OSError, AttributeError):  # a system without it: then the end of stdin ends this process
+    with contextlib.suppress(OSError, AttributeError):  # not supported: the end of stdin ends this process
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
     replies, samples = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # what the function prints is no reply, and what it reads is no sample
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # the function must not write replies or read samples
+    with open(os.devnull, "rb") as empty:
+        os.dup2(empty.fileno(), 0)
     if settings["memory_bytes"]:
-        # of what it allocates; address space that is only reserved does not count
+        # limits allocated memory; address space that is only reserved does not count
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"], settings["memory_bytes"]))
-    # in place of this file's directory that of the user's file, as if it were run; where the run was started comes
-    # last, so that no file that lies there is taken for a library's
+    # The directory of the user's file replaces that of this file, as if the user's file were run. The working directory
+    # of the run comes last, so that a file there does not shadow a library.
     source = settings["function"].rpartition(":")[0]
     sys.path[:1] = [os.path.dirname(source)] if source.endswith(".py") else []
     sys.path.append(os.getcwd())
@@ -70,7 +74,7 @@ def main() -> None:
 
 
 def load(name: str, loader_file: str, kwargs: Mapping[str, Any]) -> Any:
-    """The function that 'path.py:function' or 'module:function' names, by hybridflow's own loader."""
+    """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`."""
     spec = importlib.util.spec_from_file_location("user_code", loader_file)
     assert spec is not None
     assert spec.loader is not None
@@ -83,29 +87,38 @@ def load(name: str, loader_file: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def returns_awaitable(function: Any) -> bool:
-    """Whether it is `async`, itself, as an object that is called, or under a wrapper."""
+    """Return whether the function, the called object or the wrapped function is `async`."""
     call = vars(type(function)).get("__call__")
     return any(map(inspect.iscoroutinefunction, (function, call, inspect.unwrap(function))))
 
 
 def takes_batches(function: Any) -> bool:
-    """Whether the function names the plurals, which are lists with an entry for each sample."""
+    """Return whether the function takes the plural arguments, lists with an entry for each sample."""
     try:
         names = inspect.signature(function).parameters
-    except (ValueError, TypeError):  # some compiled functions have none to look at
+    except (ValueError, TypeError):  # some compiled functions have no signature
         return False
     return "solution_strs" in names and "solution_str" not in names
 
 
 def source_of(function: Any) -> str:
-    """A digest of the file that a function is in; empty where there is none."""
-    with contextlib.suppress(TypeError, OSError), open(inspect.getfile(inspect.unwrap(function)), "rb") as file:
+    """Return a digest of the file that defines a function; empty if there is none."""
+    with contextlib.suppress(OSError), open(file_of(function), "rb") as file:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
     return ""
 
 
+def file_of(function: Any) -> str:
+    """Return the file that defines a function, a partial function or a callable object; empty if there is none."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    for definition in (function, type(function)):
+        with contextlib.suppress(TypeError, OSError):
+            return inspect.getfile(definition)
+    return ""
+
+
 async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: Mapping[str, Any]) -> None:
-    """Answer samples as they come, many at a time: the sender decides how many."""
+    """Answer samples as they arrive, concurrently; the sender decides how many at a time."""
     loop, samples = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
     def read() -> None:
@@ -119,12 +132,12 @@ async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: 
         try:
             async with limit:
                 result = function(**arguments, **settings["kwargs"])
-                message = told(await result if inspect.isawaitable(result) else result)
+                message = as_message(await result if inspect.isawaitable(result) else result)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            message = failure(error)
+            message = failure(error, function)
             if limit.expired():
                 message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
-        with contextlib.suppress(BrokenPipeError):  # the run was killed, and this process ends with it
+        with contextlib.suppress(BrokenPipeError):  # the run was killed, and this process exits with it
             send(replies, {**message, "number": number})
 
     threading.Thread(target=read, daemon=True).start()
@@ -136,38 +149,54 @@ async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: 
 
 
 def num_samples_of(arguments: Mapping[str, Any]) -> int:
-    """One, or as many as the lists of a batch are long."""
+    """Return the number of samples in the arguments: 1, or the length of a batch's lists."""
     return len(arguments["solution_strs"]) if "solution_strs" in arguments else 1
 
 
 def result_of(function: Any, seed: int, arguments: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the function says of a sample or a batch, or how it failed; its random numbers are those of the seed."""
+    """Call the function on a sample or a batch with the seeded random state; return its result or failure."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     try:
-        return told(function(**copy.deepcopy(arguments), **kwargs))
+        return as_message(function(**copy.deepcopy(arguments), **kwargs))
     except (Exception, SystemExit) as error:
-        return failure(error)
+        return failure(error, function)
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def failure(error: BaseException, function: Any) -> dict[str, Any]:
+    """Return the message for an exception that the function raised: its type, text and line, and the kind."""
     kind = "memory" if isinstance(error, MemoryError) else "raised"
-    return {"error": f"{type(error).__name__}: {error}"[:2000], "kind": kind}
+    return {"error": described(error, function), "kind": kind}
 
 
-def told(result: Any, *, inside: bool = False) -> dict[str, Any]:
-    """What a function returned, as JSON can hold it: a number, a text, a mapping of these, or a list of such."""
+def described(error: BaseException, function: Any) -> str:
+    """Return the type and text of an exception, and the innermost line of the function's file that raised it.
+
+    Errors of hybridflow's built-in functions have no line: their texts say what to fix.
+    """
+    text, file = f"{type(error).__name__}: {error}"[:2000], file_of(function)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(line, frame.f_code.co_name) for frame, line in frames if frame.f_code.co_filename == file]
+    if not lines or os.path.dirname(file) == os.path.dirname(os.path.abspath(__file__)):
+        return text
+    line, name = lines[-1]
+    source = linecache.getline(file, line).strip()[:200]
+    return f"{text} at {file}:{line}, in {name}" + (f": `{source}`" if source else "")
+
+
+def as_message(result: Any, *, inside: bool = False) -> dict[str, Any]:
+    """Convert a function's result to JSON-compatible form: a number, a text, a mapping of them, or a list."""
     if isinstance(result, Mapping):
         return {"mapping": {str(name): as_plain(value) for name, value in result.items()}}
     is_array = type(result).__name__ in ("ndarray", "Tensor") and getattr(result, "ndim", 0) == 1
     if not inside and (isinstance(result, list | tuple) or is_array):
-        return {"list": [told(item, inside=True) for item in result]}
+        return {"list": [as_message(item, inside=True) for item in result]}
     return {"result": as_plain(result)}
 
 
 def as_plain(value: Any) -> Any:
-    """Numbers and texts as they are, else what is shown of it: {"shown": "<object ...>"}."""
+    """Return numbers and texts unchanged, other values as their representation: {"shown": "<object ...>"}."""
     if isinstance(value, str | bool) or value is None:
         return value
     if isinstance(value, numbers.Integral) and abs(int(value)) < 10**300:
@@ -180,13 +209,14 @@ def as_plain(value: Any) -> Any:
 
 
 def send(stream: BinaryIO, message: dict[str, Any]) -> None:
+    """Write the message as a frame of JSON."""
     contents = json.dumps(message).encode()
     stream.write(LENGTH.pack(len(contents)) + contents)
     stream.flush()
 
 
 def receive(stream: BinaryIO) -> Any:
-    """The next sample; None at the end."""
+    """Return the next sample; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None

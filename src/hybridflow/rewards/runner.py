@@ -1,10 +1,10 @@
-"""Runs a user's reward function in processes of its own, which may hang, crash or be killed: the run goes on.
+"""Runs a user's reward function in separate processes: the run continues if one hangs, crashes or is killed.
 
     samples ──pickle──> process ──> function ──> result ──JSON──> in the order of the samples
 
-A process has the next sample before it has answered the last one, so that it never waits; one with an `async` function
-has many at a time. One that does not answer in time is killed and replaced. The sample it was at has failed, that
-behind it goes to another one; where it was at many, each of them is tried alone.
+A process gets its next sample before it has answered the current one, so that it is never idle; a process with an
+`async` function gets many at a time. A process that does not answer in time is killed and replaced. Its current sample
+has failed and its next one goes to another process. If it was working on many samples, each of them is retried alone.
 """
 
 import hashlib
@@ -22,32 +22,32 @@ from typing import Any
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards.batches import as_batch, split
 from hybridflow.rewards.framed_process import FramedProcess
-from hybridflow.rewards.outcome import Heard, Outcome, Outcomes
+from hybridflow.rewards.outcome import OnOutcome, Outcome, Outcomes
 from hybridflow.rewards.reward_process import num_samples_of
 from hybridflow.runtime import user_code
 
 IN_FLIGHT = 2
-"""Samples that a process has at a time: the one it is at, and the next."""
+"""Samples that a process has at a time: the current one and the next."""
 
-LOOK_AGAIN_S = 1.0
-"""How often to look whether a process has ended without its connection being closed."""
+POLL_S = 1.0
+"""Interval, in seconds, of checking for processes that exited without closing their connection."""
 
 GRACE_S = 5.0
-"""What a process with an async function has beyond the time-out, which it keeps itself, before it is killed."""
+"""Seconds beyond the timeout before a process with an async function, which applies the timeout itself, is killed."""
 
 START_TIMEOUT_S = 120.0
-"""For starting a process and importing the function's module."""
+"""Seconds for starting a process and importing the function's module."""
 
 Sample = tuple[int, Mapping[str, Any]]
 """A seed and the keyword arguments."""
 
 
 class _Process(FramedProcess):
-    """A process, the samples that it has, and when it is late."""
+    """A process, the samples that it has, and its deadline."""
 
     def __init__(self, settings: str) -> None:
         super().__init__(settings)
-        self.numbers: deque[int] = deque()  # of the samples, the one it is at first
+        self.numbers: deque[int] = deque()  # of its samples, the current one first
         self.is_ready = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
 
@@ -61,11 +61,12 @@ class _Process(FramedProcess):
 
 
 class RewardRunner:
-    """`num_processes` processes that run the function `name`; `close` ends them, as does the end of this process.
+    """Pool of `num_processes` processes that run the function `name`, until `close` or the end of this process.
 
-    It is called with the four arguments of each sample and `kwargs`; if it is `async`, with `concurrency` samples at a
-    time in each process; if its arguments are data_sources, solution_strs, ground_truths and extra_infos, once with the
-    lists of all samples, and returns a list. Raises RewardError if the function cannot be loaded there.
+    The function is called with the four arguments of each sample and `kwargs`. An `async` function works on
+    `concurrency` samples at a time in each process. A function with the arguments data_sources, solution_strs,
+    ground_truths and extra_infos is called once with the lists of all samples and returns a list. Raises RewardError if
+    the processes cannot load the function.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class RewardRunner:
         self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self.takes_batches, self._in_flight, self._grace_s = False, IN_FLIGHT, 0.0
-        self.source = ""  # digest of the file that the function is in
-        self._is_known = False  # whether a process has said what kind of function it is
+        self.source = ""  # digest of the file that defines the function
+        self._is_known = False  # whether a process has reported the kind of the function
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
@@ -100,16 +101,16 @@ class RewardRunner:
         """Return the outcome of each sample, in order."""
         self.start()
         if self.takes_batches and samples:
-            return split(self.ask([batch_of(samples)])[0], len(samples))
-        return self.ask(samples)
+            return split(self.call([batch_of(samples)])[0], len(samples))
+        return self.call(samples)
 
-    def ask(self, samples: Sequence[Sample], heard: Heard | None = None) -> list[Outcome]:
-        """Call the function on each sample, or on each `batch_of` samples; `heard` gets each outcome at once."""
+    def call(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> list[Outcome]:
+        """Call the function on each sample, or on each `batch_of` samples; `on_outcome` gets each outcome at once."""
         for process in [p for p in self._processes if p.popen.poll() is not None]:
-            self._processes.remove(process)  # it was killed while it had nothing to do
+            self._processes.remove(process)  # it was killed while it was idle
             process.kill()
         waiting = deque(range(len(samples)))
-        outcomes = Outcomes([None] * len(samples), heard)
+        outcomes = Outcomes([None] * len(samples), on_outcome)
         self._suspects.clear()
         try:
             while waiting or any(process.numbers for process in self._processes):
@@ -118,12 +119,12 @@ class RewardRunner:
                     self._feed(process, samples, waiting)
                 self._communicate(outcomes, waiting)
         except BaseException:
-            _kill_all(self._processes)  # what is under way would be taken for answers to the next call
+            _kill_all(self._processes)  # pending answers would be taken for answers to the next call
             raise
         return [outcome for outcome in outcomes.known if outcome is not None]
 
     def start(self) -> None:
-        """Start a process, which says what kind of function it is, unless that is known."""
+        """Start a process to learn the kind of the function, unless it is known."""
         if self._is_known:
             return
         try:
@@ -135,19 +136,21 @@ class RewardRunner:
             raise
 
     def _communicate(self, outcomes: Outcomes, waiting: deque[int]) -> None:
-        """Wait until a process can be written to, says something, or is late; and act on it."""
+        """Wait until a process can be written to, has answered or is late, and handle it."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.connection, process.events, process)
-            events = selector.select(min(self._seconds_left(), LOOK_AGAIN_S))
-        heard_of = {key.data for key, what in events if what & selectors.EVENT_READ}
+            events = selector.select(min(self._seconds_left(), POLL_S))
+        readable = {key.data for key, what in events if what & selectors.EVENT_READ}
         for key, _ in events:
             key.data.send()
-        for process in heard_of:
+        for process in readable:
             self._read(process, outcomes, waiting)
         for process in list(self._processes):
-            has_ended = process not in heard_of and process.popen.poll() is not None  # though a child holds its line
-            if process.is_late or has_ended:
+            has_exited = (
+                process not in readable and process.popen.poll() is not None
+            )  # a child may keep its connection open
+            if process.is_late or has_exited:
                 self._give_up(process, outcomes, waiting)
 
     def _start_missing(self, num_waiting: int) -> None:
@@ -168,7 +171,7 @@ class RewardRunner:
         process.send()
 
     def _may_have(self, process: _Process, number: int) -> bool:
-        """One of those among which a process was lost must be alone, or another one is lost for it."""
+        """Return whether the process may get this sample; suspects of a lost process are tried alone."""
         if number in self._suspects or any(other in self._suspects for other in process.numbers):
             return not process.numbers
         return len(process.numbers) < self._in_flight
@@ -186,35 +189,35 @@ class RewardRunner:
                 if message["is_async"]:
                     self._in_flight, self._grace_s = self._concurrency, GRACE_S
                 continue
-            if message.get("number") not in process.numbers:  # of a child that the function has forked, for one
-                self._give_up(process, outcomes, waiting, "let a process that it has forked answer as well")
+            if message.get("number") not in process.numbers:  # for example by a child that the function has forked
+                self._give_up(process, outcomes, waiting, "forked a process that answered as well")
                 return
             process.numbers.remove(message["number"])
             process.deadline = self._deadline()
-            outcomes.tell(message["number"], Outcome.of_message(message))
+            outcomes.record(message["number"], Outcome.of_message(message))
 
     def _give_up(self, process: _Process, outcomes: Outcomes, waiting: deque[int], problem: str = "") -> None:
-        """Kill a process that is late, gone, or has another `problem`; the sample that it was at has failed."""
+        """Kill a process that is late, has exited, or has another `problem`; its current sample has failed."""
         is_late = not problem and process.is_late and process.popen.poll() is None
         self._processes.remove(process)
         if not (is_late or problem):
             with suppress(subprocess.TimeoutExpired):
-                process.popen.wait(1.0)  # for the status that it ends with
+                process.popen.wait(1.0)  # for its exit status
         process.kill()
         if not process.is_ready:
             raise RewardError(
                 f"a process for reward function '{self.name}' "
-                + (f"did not start within {START_TIMEOUT_S:.0f} s." if is_late else f"ended at once: {process.end()}.")
+                + (f"did not start within {START_TIMEOUT_S:.0f} s." if is_late else f"exited at once: {process.end()}.")
             )
         if not process.numbers:
             return
-        if self._grace_s and len(process.numbers) > 1:  # it was at all of them
+        if self._grace_s and len(process.numbers) > 1:  # it was working on all of them
             self._suspects.update(process.numbers)
         else:
             if is_late:
                 problem = f"took longer than reward.timeout_s={self._timeout_s}"
             problem = problem or f"ended its process: {process.end()}"
-            outcomes.tell(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
+            outcomes.record(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
         waiting.extendleft(reversed(process.numbers))
 
     def _deadline(self, num_samples: int = 1) -> float:
@@ -229,7 +232,7 @@ class RewardRunner:
 
 
 def batch_of(samples: Sequence[Sample]) -> Sample:
-    """All samples as one; its seed is made of theirs."""
+    """Return all samples as one batch, whose seed is derived from theirs."""
     seeds = " ".join(str(seed) for seed, _ in samples).encode()
     seed = int.from_bytes(hashlib.blake2b(seeds, digest_size=7).digest(), "little")
     return seed, as_batch([arguments for _, arguments in samples])

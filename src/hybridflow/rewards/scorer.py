@@ -1,4 +1,4 @@
-"""Scores a batch of responses, one call of the reward function each, and decides what a failure of it means."""
+"""Scoring of a batch of responses by reward functions, and the handling of their failures."""
 
 import hashlib
 import math
@@ -25,28 +25,31 @@ from hybridflow.runtime import derive_seed
 logger = get_logger(__name__)
 
 MAX_SHOWN = 3
-"""Failed samples that an error shows."""
+"""Number of failed samples that an error shows."""
 
 _MAX_SCORE = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Of each row: its score (batch,) float32, whether its call failed, and whether for want of time, (batch,) bool
-    each, its further numbers by name."""
+    """Scores of a batch, one entry for each row."""
 
     scores: Tensor
+    """(batch,) float32."""
     failed: Tensor
+    """(batch,) bool: the call of the reward function failed."""
     timed_out: Tensor
+    """(batch,) bool: the call failed because it took too long."""
     extras: list[dict[str, float]]
+    """Further numbers of each row by name."""
     answers: list[str | None]
-    """What each response answers, for votes; None where that is not known or there is none."""
+    """The answer of each response, for votes; None if it is unknown or missing."""
     components: Tensor | None = None
-    """With `weights`: the numbers that they weigh, (batch, len(weights)), in their order."""
+    """With `weights`: the weighted numbers, (batch, len(weights)), in the order of `weights`."""
 
     @property
     def num_errors(self) -> int:
-        """Failed calls."""
+        """Number of failed calls."""
         return int(self.failed.sum())
 
 
@@ -61,17 +64,18 @@ class _Row:
 
 
 class RewardScorer:
-    """Scores responses by one function, or by each row's data source.
+    """Scorer of responses by one function, or by the built-in function of each row's data source.
 
     `function` is a callable, 'path.py:function', 'module:function', or None or "" for the table `REWARDS`. It gets the
-    keyword arguments data_source, solution_str, ground_truth, extra_info (its own copies) and `kwargs`, and returns a
-    number, or a dict with a `score` whose other numbers become `extras`. It may be `async`, or take the plurals of the
-    four, lists of all rows, and return a list. `runner` calls it in processes; `table_runner` so calls those functions
-    of the table that may take long; `journal` keeps what these answer in a step. An exception in it, and anything else
-    it returns, is a `RewardError` showing the sample; with `on_error="zero"` it is counted and scores `error_score`.
-    With `weights` the score is the weighted sum of numbers that the function returned, "score" being one of them;
-    a missing one is an error like the others. A response's answer is the text `answer` of that dict, or what `ANSWERS`
-    finds for its data source.
+    keyword arguments data_source, solution_str, ground_truth, extra_info (copies) and `kwargs`, and returns a number,
+    or a dict with a `score` whose other numbers become `extras`. It may be `async`, or take the plurals of the four
+    arguments, lists of all rows, and return a list. `runner` calls it in processes; `table_runner` does so for the
+    functions of the table that may take long; `journal` stores their outcomes of a step.
+
+    An exception in the function, or an invalid result, is a `RewardError` that shows the sample; with
+    `on_error="zero"` it is counted and scores `error_score`. With `weights` the score is the weighted sum of numbers
+    that the function returned, of which "score" is one; a missing number is an error like the others. The answer of a
+    response is the text `answer` of the dict, or the one that `ANSWERS` finds for its data source.
     """
 
     def __init__(
@@ -112,13 +116,13 @@ class RewardScorer:
         seed_keys: tuple[int, ...] = (),
         step: int | None = None,
     ) -> RewardResult:
-        """Score each response; all arguments have one entry a row, `raw_prompts` is only shown in errors.
+        """Score each response; all arguments have one entry for each row, `raw_prompts` is only shown in errors.
 
-        A function in processes draws its random numbers for each sample anew, by `seed_keys` and the response. `step`
-        is the one whose answers the journal keeps; None is none.
+        In processes, the random state of each sample is seeded by `seed_keys` and the response. The journal stores the
+        outcomes of `step`; None disables the journal.
 
-        Raises `RewardError` for arguments of different lengths and for a data source that no function is known for,
-        whatever `on_error` says.
+        Raises `RewardError` for arguments of different lengths and for a data source without a reward function,
+        independent of `on_error`.
         """
         num_rows = len(solution_texts)
         extra_infos = [None] * num_rows if extra_infos is None else extra_infos
@@ -170,7 +174,7 @@ class RewardScorer:
         )
 
     def _report(self, failures: Sequence[RewardError], num_rows: int) -> None:
-        """Say that there were some; raise RewardError if there were too many."""
+        """Log the failures; raise RewardError if there are too many."""
         if len(failures) > self._max_failure_rate * num_rows:
             shown = "\n".join(str(failure) for failure in failures[:MAX_SHOWN])
             raise RewardError(
@@ -194,7 +198,7 @@ class RewardScorer:
         seed_keys: tuple[int, ...],
         step: int | None,
     ) -> list[Outcome]:
-        """Of each sample: by the runner, or in this process, the rows of one function together."""
+        """Return the outcome of each sample; the rows of one function are called together."""
         outcomes: dict[int, Outcome] = {}
         rows_of: dict[RewardFunction | None, list[int]] = {}
         for row, function in enumerate(functions):
@@ -203,14 +207,16 @@ class RewardScorer:
             here = [samples[row] for row in rows]
             if function is None:
                 seeds = [_seed_of(sample, seed_keys) for sample in here]
-                found = self._asked(list(zip(seeds, here, strict=True)), [prompts[row] for row in rows], step)
+                found = self._run_in_processes(
+                    list(zip(seeds, here, strict=True)), [prompts[row] for row in rows], step
+                )
             else:
                 found = call_here(function, here, self._kwargs, self._concurrency)
             outcomes |= dict(zip(rows, found, strict=True))
         return [outcomes[row] for row in range(len(samples))]
 
-    def _asked(self, samples: Sequence[Sample], prompts: Sequence[Any], step: int | None) -> list[Outcome]:
-        """What the processes say, or have said in this step before."""
+    def _run_in_processes(self, samples: Sequence[Sample], prompts: Sequence[Any], step: int | None) -> list[Outcome]:
+        """Return the outcomes in the journal of this step, and call the processes for the others."""
         runner = self._runner or self._table_runner
         assert runner is not None
         if self._journal is None or step is None:
@@ -219,9 +225,9 @@ class RewardScorer:
         journal.open(step)
         runner.start()
         rows = range(len(samples))
-        asked: list[tuple[Sequence[int], Sample, Any]] = [([row], samples[row], prompts[row]) for row in rows]
+        requests: list[tuple[Sequence[int], Sample, Any]] = [([row], samples[row], prompts[row]) for row in rows]
         if runner.takes_batches:
-            asked = [(rows, batch_of(samples), list(prompts))]
+            requests = [(rows, batch_of(samples), list(prompts))]
 
         def parts(rows: Sequence[int], outcome: Outcome) -> list[Outcome]:
             return split(outcome, len(rows)) if runner.takes_batches else [outcome]
@@ -234,22 +240,22 @@ class RewardScorer:
                 return False
             return True
 
-        calls = [journal.call(arguments, prompt) for _, (_, arguments), prompt in asked]
+        calls = [journal.call(arguments, prompt) for _, (_, arguments), prompt in requests]
         known = [call.known for call in calls]
-        if self._on_error == "stop":  # what failed under "zero" is asked again
+        if self._on_error == "stop":  # failures kept under "zero" are computed again
             known = [
                 outcome if outcome and is_answer(rows, outcome) else None
-                for (rows, _, _), outcome in zip(asked, known, strict=True)
+                for (rows, _, _), outcome in zip(requests, known, strict=True)
             ]
-        left = [number for number, outcome in enumerate(known) if outcome is None]
+        missing = [number for number, outcome in enumerate(known) if outcome is None]
 
-        def heard(number: int, outcome: Outcome) -> None:
-            number = left[number]
-            journal.write(calls[number], outcome, is_answer=is_answer(asked[number][0], outcome))
+        def write(number: int, outcome: Outcome) -> None:
+            number = missing[number]
+            journal.write(calls[number], outcome, is_answer=is_answer(requests[number][0], outcome))
 
-        found = iter(runner.ask([asked[number][1] for number in left], heard) if left else ())
+        found = iter(runner.call([requests[number][1] for number in missing], write) if missing else ())
         outcomes = [outcome or next(found) for outcome in known]
-        return [part for (rows, _, _), outcome in zip(asked, outcomes, strict=True) for part in parts(rows, outcome)]
+        return [part for (rows, _, _), outcome in zip(requests, outcomes, strict=True) for part in parts(rows, outcome)]
 
     def _runner_of(self, function: RewardFunction | None) -> RewardRunner | None:
         if self._function is None and function in IN_PROCESSES:
@@ -280,7 +286,7 @@ def _read(
     raw_prompt: Any,
     outcome: Outcome,
 ) -> _Row:
-    """What the outcome says of a response; every failure is a `RewardError` that shows the sample."""
+    """Return the row of an outcome; raise a `RewardError` that shows the sample for every failure."""
     data_source, solution = sample["data_source"], sample["solution_str"]
 
     def failure(problem: str) -> RewardError:
@@ -327,7 +333,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float | None:
-    """A number as a float that float32 can hold; None for anything else."""
+    """Return a number as a float within the range of float32; None for anything else."""
     if not _is_number(value):
         return None
     try:
@@ -338,7 +344,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def _excerpt(value: Any, max_chars: int = 400) -> str:
-    """A value as it would be typed, its middle left out beyond `max_chars`."""
+    """Return the `repr` of a value, without its middle if it exceeds `max_chars`."""
     text = repr(value)
     half = max_chars // 2
     return text if len(text) <= max_chars else f"{text[:half]} ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Shaping: the form and the length of a response beside whether it is right, to be weighed by a recipe."""
+"""Reward shaping: correctness, format and length of a response as separate numbers that a recipe weighs."""
 
 import math
 import re
@@ -11,24 +11,24 @@ from hybridflow.rewards.limits import is_number
 from hybridflow.rewards.table import reward_of
 
 MAX_CHARS = 200_000
-"""What is longer fits no pattern: the time of a regular expression grows with the text, of some with its square."""
+"""Longer texts do not match: the time of a regular expression grows with the text, for some quadratically."""
 
 _NO_TAG = r"(?:(?!</?(?:think|answer)>).)*+"
 THINK_THEN_ANSWER = rf"\s*+<think>{_NO_TAG}</think>\s*+<answer>{_NO_TAG}</answer>\s*+"
-"""One <think>...</think>, then one <answer>...</answer>, nothing else, and no such tag within."""
+"""One <think>...</think>, then one <answer>...</answer>, without nested tags or further text."""
 
 
 def format_score(text: str, pattern: str = THINK_THEN_ANSWER) -> float:
-    """1.0 if the whole text matches the regular expression, in which "." is any character, else 0.0.
+    """Return 1.0 if the whole text matches the regular expression, in which "." is any character, else 0.0.
 
-    A text of more than 200,000 characters matches none. Raises `RewardError` for what is no regular expression.
+    A text of more than 200,000 characters does not match. Raises `RewardError` for an invalid regular expression.
     """
     expression = _compiled(pattern)
     return float(len(text) <= MAX_CHARS and expression.fullmatch(text) is not None)
 
 
 def length_score(length: float, max_length: float, falls_to_zero_at: float) -> float:
-    """1.0 up to `max_length`, then falling linearly, 0.0 from `falls_to_zero_at` on; all in the same unit.
+    """Return 1.0 up to `max_length`, then a linear decay to 0.0 at `falls_to_zero_at`; all in the same unit.
 
     Raises `RewardError` unless 0 <= max_length <= falls_to_zero_at.
     """
@@ -36,7 +36,7 @@ def length_score(length: float, max_length: float, falls_to_zero_at: float) -> f
     if not (are_numbers and 0 <= max_length <= falls_to_zero_at and math.isfinite(falls_to_zero_at)):
         raise RewardError(
             f"{max_length=} and {falls_to_zero_at=} must be finite, at least 0, and in this "
-            "order; give the length up to which all is well first."
+            "order; max_length is the longest length with score 1."
         )
     if length <= max_length:
         return 1.0
@@ -55,13 +55,15 @@ def shaped_reward(
     max_chars: int = 4000,
     falls_to_zero_at: int = 8000,
 ) -> dict[str, float]:
-    """{"score": as the next, "correct": what `REWARDS` says for the data source, "format": 0 or 1, "length": 0 to 1}.
+    """Return the correctness, format and length scores of a response.
 
-    A recipe weighs them: reward.weights = {correct = 1.0, format = 0.2, length = 0.1}. The length is in characters.
+    The result is {"score", "correct", "format": 0 or 1, "length": 0 to 1}, where "score" and "correct" are the score of
+    the built-in function in `REWARDS` for the data source. A recipe weighs them: reward.weights = {correct = 1.0,
+    format = 0.2, length = 0.1}. Lengths are in characters.
     """
     function = reward_of(data_source)
     if function is shaped_reward:
-        raise RewardError(f"the reward of data_source {data_source!r} is shaped_reward itself; give another one.")
+        raise RewardError(f"the reward of data_source {data_source!r} is shaped_reward itself; use another one.")
     result = function(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )

@@ -1,7 +1,7 @@
-"""Builds the seccomp filter of system calls that a program written by a model may not make, on x86_64 and aarch64.
+"""Seccomp filter of the system calls that a program written by a model must not make, on x86_64 and aarch64.
 
-The filter refuses the network, processes, signals to others, programs, limits, the properties of files, and whatever
-only an administrator needs. Which files may be opened is decided by Landlock, in code_limits.py.
+The filter denies network access, processes, signals to others, executing programs, changing limits, file properties,
+and everything that only an administrator needs. Landlock decides which files may be opened, in code_limits.py.
 """
 
 import errno
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from functools import cache
 
 OWN_ID = b"self"
-"""Stands in the filter for the id of the process, which replaces it."""
+"""Placeholder for the process id in the filter, which the process replaces."""
 
 INSTRUCTION = struct.Struct("HBBI")
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_REFUSED = """
+_DENIED = """
 socket connect accept sendto sendmsg bind listen accept4 sendmmsg
 fork vfork execve execveat setpgid setsid
 kill rt_sigqueueinfo tkill rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd
@@ -36,10 +36,10 @@ add_key request_key keyctl perf_event_open bpf userfaultfd
 """
 
 _PRETENDED = "chmod fchmod fchmodat utime utimes futimesat utimensat"
-"""Modes and times of files, which copying sets: they return 0 and change nothing."""
+"""Calls that set modes and times of files, as copying does: they return 0 and change nothing."""
 
 _LAST_KNOWN = 450
-"""Above are the calls that newer kernels add, and those of the x32 ABI."""
+"""Higher numbers are calls of newer kernels and of the x32 ABI."""
 
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _IF_EQUAL, _IF_GREATER, _IF_ANY_BIT = 0x15, 0x25, 0x45
@@ -55,34 +55,34 @@ _Instruction = tuple[int, int, int, int]
 
 @cache
 def filter_program(machine: str) -> bytes:
-    """Return the filter, an `INSTRUCTION` after another, with `OWN_ID` in it; raises OSError for another machine."""
+    """Return the filter as a sequence of `INSTRUCTION`, with `OWN_ID` in it; raise OSError for another machine."""
     if machine not in _AUDIT_ARCH:
-        raise OSError(errno.ENOSYS, f"there is a filter of system calls for x86_64 and aarch64, not for {machine!r}")
-    refuse = [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
+        raise OSError(errno.ENOSYS, f"the system call filter supports x86_64 and aarch64, not {machine!r}")
+    deny = [(_RETURN, 0, 0, _ERROR | errno.EPERM)]
     unknown = [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     allow = [(_RETURN, 0, 0, _ALLOW)]
     pretend = [(_RETURN, 0, 0, _ERROR)]
-    # What may only be read must not be emptied: Landlock's first versions overlook it.
-    without_writing = [part for mode in (os.O_RDONLY, os.O_ACCMODE) for part in _when(os.O_TRUNC | mode, refuse)]
+    # Read-only files must not be truncated: the first versions of Landlock do not check that.
+    without_writing = [part for mode in (os.O_RDONLY, os.O_ACCMODE) for part in _when(os.O_TRUNC | mode, deny)]
     truncating = [(_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE), *without_writing, *allow]
-    setters = [part for command in _SETTERS_OF_SIGNAL_RECEIVERS for part in _when(command, refuse)]
-    of_signals = [part for request in _IOCTLS_OF_SIGNALS for part in _when(request, refuse)]
+    setters = [part for command in _SETTERS_OF_SIGNAL_RECEIVERS for part in _when(command, deny)]
+    of_signals = [part for request in _IOCTLS_OF_SIGNALS for part in _when(request, deny)]
     (own_id,) = struct.unpack("I", OWN_ID)
-    # Limits may be read, its own only: the new ones, a pointer of two halves, must be none.
-    sets_none = [_argument(2), (_IF_EQUAL, 0, 2, 0), _argument(2, high=True), (_IF_EQUAL, 1, 0, 0), *refuse]
-    of_itself = [_argument(0), (_IF_EQUAL, 1, 0, 0), *refuse, *allow]
+    # A process may only read its own limits: the pointer to new ones, in two halves, must be null.
+    sets_none = [_argument(2), (_IF_EQUAL, 0, 2, 0), _argument(2, high=True), (_IF_EQUAL, 1, 0, 0), *deny]
+    of_itself = [_argument(0), (_IF_EQUAL, 1, 0, 0), *deny, *allow]
     cases = {
-        "clone3": unknown,  # glibc takes clone instead, whose flags can be seen
+        "clone3": unknown,  # glibc falls back to clone, whose flags the filter can read
         "open": [_argument(1), *truncating],
         "openat": [_argument(2), *truncating],
-        "clone": [_argument(0), (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), *refuse, *allow],
+        "clone": [_argument(0), (_IF_ANY_BIT, 1, 0, _CLONE_THREAD), *deny, *allow],
         "fcntl": [_argument(1), *setters, *allow],
         "ioctl": [_argument(1), *of_signals, *allow],
-        "socketpair": [_argument(0), *_when(_AF_UNIX, allow), *refuse],  # for event loops
-        "tgkill": [_argument(0), (_IF_EQUAL, 1, 0, own_id), *refuse, *allow],
+        "socketpair": [_argument(0), *_when(_AF_UNIX, allow), *deny],  # for event loops
+        "tgkill": [_argument(0), (_IF_EQUAL, 1, 0, own_id), *deny, *allow],
         "prlimit64": [*sets_none, *of_itself],
         **dict.fromkeys(_PRETENDED.split(), pretend),
-        **dict.fromkeys(_REFUSED.split(), refuse),
+        **dict.fromkeys(_DENIED.split(), deny),
     }
     program: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCH),
@@ -99,7 +99,7 @@ def filter_program(machine: str) -> bytes:
 
 def _numbers(machine: str, names: Iterable[str]) -> dict[str, int]:
     """Return the number of each system call that this machine has."""
-    from system_calls import NotSupportedSystemCall, syscalls  # the kernel's tables, read at first use
+    from system_calls import NotSupportedSystemCall, syscalls  # reads the kernel's tables, so imported at first use
 
     table, numbers = syscalls(), {}
     for name in names:

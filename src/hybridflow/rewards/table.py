@@ -1,9 +1,9 @@
-"""Which reward function scores the rows of which data source."""
+"""Tables of the built-in reward functions and answer extractors by data source."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hybridflow.errors import RewardError
+from hybridflow.errors import RewardConfigError
 from hybridflow.rewards.answer_tag import last_answer
 from hybridflow.rewards.code_tests import code_reward
 from hybridflow.rewards.countdown import countdown_reward
@@ -29,24 +29,30 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 IN_PROCESSES = frozenset({math_reward, code_reward})
-"""Those that may take long, or forever, on what a model writes: a run calls them in processes, as those of users."""
+"""Functions that may take long, or forever, on a response: a run calls them in processes, like a user's function."""
 
 QUICK = frozenset(REWARDS.values()) - IN_PROCESSES | {gsm8k_flexible_reward, no_reward}
-"""Those of ours that a run calls in the rank itself, also where reward.function names them."""
+"""Built-in functions that a run calls in the rank itself, also if reward.function names them."""
 
 
 def reward_of(data_source: str) -> RewardFunction:
-    """Return the function of the data source. Raises RewardError if the table has none."""
-    if data_source not in REWARDS:
-        raise RewardError(
-            f"no reward function is known for data_source {data_source!r}; known are {', '.join(sorted(REWARDS))}. "
-            "Give your own as reward.function = 'path.py:function'."
-        )
+    """Return the function of the data source. Raises RewardConfigError if the table has none."""
+    require_known([data_source])
     return REWARDS[data_source]
 
 
+def require_known(data_sources: Iterable[str], files: Iterable[str] = ()) -> None:
+    """Raise RewardConfigError if the table has no function for one of the data sources, read from `files`."""
+    if unknown := sorted(set(data_sources) - REWARDS.keys()):
+        read_from = f" in {', '.join(files)}" if files else ""
+        raise RewardConfigError(
+            f"no built-in reward function serves data_source {', '.join(map(repr, unknown))}{read_from}; known are "
+            f'{", ".join(sorted(REWARDS))}. Set reward.function="path.py:function" to score with your own.'
+        )
+
+
 def table_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-    """Return what the function of the data source says."""
+    """Score the response by the function of its data source."""
     return reward_of(data_source)(data_source, solution_str, ground_truth, extra_info)
 
 
@@ -70,4 +76,4 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "DigitalLearningGmbH/MATH-lighteval": boxed_answer,
     "multiple_choice": chosen_letter,
 }
-"""What a response answers, by data source: equal texts are votes for the same answer. None is no answer."""
+"""Extractors of the answer of a response by data source: equal texts are votes for the same answer; None: no answer."""

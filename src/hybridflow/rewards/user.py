@@ -1,4 +1,4 @@
-"""Loads a reward function of the user's own, and looks whether it can be called as one."""
+"""Loading and signature check of a user's reward function."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from hybridflow.runtime import load_user_function, require_arguments
 
 
 def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The function that 'path/to/file.py:function' or 'package.module:function' names.
+    """Return the function that 'path/to/file.py:function' or 'package.module:function' names.
 
-    Raises `RewardError` if there is no such file, module or function, if the code fails on import, or if the function
+    Raises `RewardError` if the file, module or function does not exist, if the code fails on import, or if the function
     cannot be called with the keyword arguments data_source, solution_str, ground_truth, extra_info (or all of their
     plurals) and `kwargs`.
     """
@@ -22,6 +22,6 @@ def load_reward_function(name: str, kwargs: Mapping[str, Any] | None = None) -> 
 
 
 def check_signature(function: RewardFunction, name: str, kwargs: Mapping[str, Any]) -> None:
-    """`RewardError` if the function cannot take the four keyword arguments, or their plurals, and `kwargs`."""
+    """Raise `RewardError` if the function does not accept the four arguments, or their plurals, and `kwargs`."""
     arguments = BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS
     require_arguments(function, name, WHAT, (*arguments, *kwargs), RewardConfigError)

@@ -1,4 +1,4 @@
-"""Engines that generate: the request-level Protocol, the embedded engine, and vLLM (`hybridflow.rollout.vllm`)."""
+"""Rollout engines: the request-level Protocol, the embedded engine, and vLLM (`hybridflow.rollout.vllm`)."""
 
 from hybridflow.rollout.base import (
     Completion,

@@ -1,7 +1,7 @@
-"""What a rollout engine is: it serves requests, and batch generation is a few lines on top.
+"""The interface of rollout engines, which serve requests, and batch generation on top of it.
 
-Streaming, partial rollouts and agents need no other interface. Every token carries the version of the weights that
-made it.
+Streaming, partial rollouts and agents use the same interface. Each token carries the version of the weights that
+generated it.
 """
 
 import math
@@ -20,8 +20,10 @@ SleepingPart = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn, and which end a response. Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole
-    vocabulary. A stop string may begin in one token and end in another; like a stop token it is part of the response.
+    """Sampling and stopping of a response.
+
+    Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary. A stop string may span several tokens; like
+    a stop token it is part of the response.
     """
 
     max_new_tokens: int
@@ -33,25 +35,25 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise RolloutConfigError(f"max_new_tokens={self.max_new_tokens}; it must be at least 1.")
+            raise RolloutConfigError(f"max_new_tokens={self.max_new_tokens} is invalid: it must be at least 1.")
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise RolloutConfigError(
-                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}; valid are a finite "
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p} is invalid: expected a finite "
                 "temperature >= 0, top_k >= 0 and 0 < top_p <= 1."
             )
         if "" in self.stop_strings:
             raise RolloutConfigError(
-                f"stop_strings={self.stop_strings!r} has an empty one, which would end every response."
+                f"stop_strings={self.stop_strings!r} is invalid: an empty string would end every response; remove it."
             )
 
 
 @dataclass(frozen=True)
 class Request:
-    """`group_size` responses to one prompt.
+    """A request for `group_size` responses to one prompt.
 
-    `noise_key` (seed, step, prompt), the index in the group and the token's position fix the noise of each token.
-    `resume_offset` is how many tokens at the end of the prompt are a response that is continued: noise goes on there.
-    `request_id` is free to be used again once all its completions are finished.
+    `noise_key` (seed, step, prompt), the index in the group and the token's position determine the noise of each token.
+    `resume_offset` is the number of tokens at the end of the prompt that belong to a continued response: positions are
+    counted from its first token. A `request_id` may be used again when all its completions are finished.
     """
 
     request_id: int
@@ -64,7 +66,7 @@ class Request:
 
 @dataclass
 class Completion:
-    """One response. `log_probs` are under the distribution sampled from; the stop token is part of `token_ids`."""
+    """One response; `log_probs` are under the sampling distribution, `token_ids` includes the stop token."""
 
     request_id: int
     index: int
@@ -75,80 +77,80 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """An engine on one rank. `version` is that of its weights, None where it has none to generate with."""
+    """An engine on one rank. `version` is the version of its weights, None if it has no weights."""
 
     version: int | None
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RolloutError if it can never be served, or if its id is in use."""
+        """Queue a request; raise RolloutError if it can never be served, or if its id is in use."""
         ...
 
     def step(self) -> None:
-        """Advance every running sequence by one token, admitting waiting requests first.
+        """Admit waiting requests, then advance every running sequence by one token.
 
-        Raises RolloutError if the model's logits are not finite. After any error, requests that are not finished start
-        again from their prompts and get the tokens that they would have got.
+        Raises RolloutError if the model's logits are not finite. After any error, unfinished requests restart from
+        their prompts and get the same tokens as without the error.
         """
         ...
 
     def finished(self) -> list[Completion]:
-        """Completions since the last call; those of one step in the order of submission and index in the group."""
+        """Return the completions since the last call; those of one step in order of submission and index."""
         ...
 
     def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
+        """Return whether requests are waiting or running."""
         ...
 
     def abort(self, request_id: int) -> None:
-        """Stop a request; its unfinished completions come back as finished, with what they have, reason "abort".
+        """Stop a request; its unfinished completions become finished, with their tokens so far and reason "abort".
 
-        Raises RolloutError if no sequence of it is waiting or running.
+        Raises RolloutError if none of its sequences is waiting or running.
         """
         ...
 
     def start_loading(self, shapes: Mapping[str, Size]) -> None:
-        """Expect weights of these names and shapes. Running sequences go on with them once they are loaded.
+        """Announce weights of these names and shapes; running sequences continue with them after `finish_loading`.
 
-        Raises RolloutError, with nothing changed, unless every parameter is there and fits.
+        Raises RolloutError, with nothing changed, unless every parameter is announced with its shape.
         """
         ...
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the weights that are expected, each once, in any order.
+        """Load some of the announced weights, each once, in any order.
 
-        Raises RolloutError for one that is not expected like this. From the first on until `finish_loading`, steps
-        may raise RolloutError.
+        Raises RolloutError for a weight that was not announced with this name and shape. Between the first call and
+        `finish_loading`, steps may raise RolloutError.
         """
         ...
 
     def finish_loading(self, version: int) -> None:
-        """Generate with the new weights from the next step on and stamp tokens with `version`.
+        """Use the new weights from the next step on, under `version`.
 
-        Raises RolloutError if weights have not come: the engine then needs them all again.
+        Raises RolloutError if weights are missing: all of them must then be loaded again.
         """
         ...
 
     def abandon_loading(self) -> None:
-        """Forget what came since `start_loading`, or what was loaded: there are no weights to generate with."""
+        """Discard the weights, loaded or being loaded; the engine cannot generate until new ones are loaded."""
         ...
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each sequence the log-probs of its tokens but the first, at temperature 1, by an idle engine."""
+        """Return the log-probs of each sequence's tokens but the first, at temperature 1; the engine must be idle."""
         ...
 
     def wake(self, part: SleepingPart) -> None:
-        """Have memory again for weights, which are to be loaded then, or for keys and values."""
+        """Allocate memory for weights, which must then be loaded, or for keys and values."""
         ...
 
     def sleep(self) -> None:
-        """Free memory while nothing is generated; `version` is None if the weights are gone."""
+        """Free memory between generations; `version` becomes None if the weights are freed."""
         ...
 
 
 def load_weights(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     """Load all weights at once.
 
-    Raises RolloutError, with nothing loaded, unless every parameter is given once and fits.
+    Raises RolloutError, with nothing loaded, unless every parameter is given once with its shape.
     """
     given: dict[str, Tensor] = {}
     for name, tensor in weights:
@@ -161,13 +163,15 @@ def load_weights(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], v
 
 
 def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Serve all requests with an idle engine; completions in the order of requests and of indices within a group.
+    """Serve all requests with an idle engine; return the completions by order of requests and index in the group.
 
-    Those that may take longest start first, so that few run on alone at the end. Raises RolloutError if the engine is
-    at work, and if a request is invalid: the engine is then idle again.
+    The longest requests start first, so that few sequences run alone at the end. Raises RolloutError if the engine is
+    not idle, or if a request is invalid, and leaves the engine idle.
     """
     if engine.has_unfinished():
-        raise RolloutError("generate needs an idle engine, but requests are waiting or running; finish or abort them.")
+        raise RolloutError(
+            "generate needs an idle engine, but requests are waiting or running; finish or abort them first."
+        )
     done: dict[tuple[int, int], Completion] = {}
     try:
         for request in sorted(requests, key=_longest_first):
@@ -185,10 +189,10 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
 
 
 def not_finite(request_id: int) -> RolloutError:
-    """The error of a sequence whose next token cannot be drawn."""
+    """Return the error of a sequence whose next token cannot be sampled."""
     return RolloutError(
-        f"request {request_id}: the model's logits are not finite, so no token can be sampled. Its weights have "
-        "diverged: resume from an earlier checkpoint with a lower learning rate."
+        f"request {request_id}: the model's logits are not finite, so no token can be sampled: its weights have "
+        "diverged; resume from an earlier checkpoint with a lower learning rate."
     )
 
 

@@ -1,7 +1,6 @@
 """The embedded rollout engine: generation with the trainer's own model and weights, in its process.
 
-Requests wait here until there is room; sequences that draw alike then decode together in a wave.
-Needs nothing but the model.
+Requests wait until there is room. Sequences with equal sampling parameters (except their lengths) decode as a batch.
 """
 
 from collections import deque
@@ -16,17 +15,17 @@ from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import forward_of, placeholder
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.rollout.base import Completion, Request, SamplingParams, SleepingPart
-from hybridflow.rollout.loading import Loading, announced
+from hybridflow.rollout.decoding_batch import DecodingBatch
+from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.rollout.wave import Wave
 
 
 class EmbeddedRollout:
-    """Generates with `model`, whose parameters it shares.
+    """An engine that generates with `model` and shares its parameters.
 
-    `shares_model`: the model is the trainer's own, whose weights are never freed here. With `pack_weights`, a CPU
-    generates from a copy of them in the order that its products read; the copy is there while sequences run.
+    `shares_model`: the model is the trainer's own, so its weights are never freed here. With `pack_weights`, a CPU
+    generates from a copy of the weights in the memory order of its matrix products, which exists while sequences run.
     """
 
     def __init__(
@@ -39,11 +38,13 @@ class EmbeddedRollout:
         tokenizer: Decoder | None = None,
     ) -> None:
         if max_running_sequences < 1:
-            raise RolloutConfigError(f"max_running_sequences={max_running_sequences}; it must be at least 1.")
+            raise RolloutConfigError(
+                f"max_running_sequences={max_running_sequences} is invalid: it must be at least 1."
+            )
         self.model = model
         self._forward = forward_of(model)
         self._pack_weights = pack_weights
-        self._is_packed = False  # while it is at work, until the weights change
+        self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
         self._stop_strings = StopStrings(tokenizer)
         self.version: int | None = 0 if shares_model else None
@@ -51,15 +52,16 @@ class EmbeddedRollout:
         self._loaded: dict[str, Tensor] = {}
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
-        self._running: list[Wave] = []
+        self._running: list[DecodingBatch] = []
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
 
     def submit(self, request: Request) -> None:
+        """Queue a request, see `RolloutEngine.submit`."""
         if request.request_id in self._unfinished:
             raise RolloutError(
-                f"request {request.request_id} is waiting or running already; give each request an id of its own."
+                f"request {request.request_id} is waiting or running already; give each request a unique id."
             )
         config = self.model.config.get_text_config()
         require_servable(
@@ -74,10 +76,12 @@ class EmbeddedRollout:
         self._num_submitted += 1
 
     def has_unfinished(self) -> bool:
+        """Return whether requests are waiting or running."""
         return bool(self._unfinished)
 
     @torch.no_grad()
     def step(self) -> None:
+        """Advance every running sequence by one token, see `RolloutEngine.step`."""
         if self.version is None:
             raise RolloutError("the engine has no weights to generate with; load them first.")
         try:
@@ -85,39 +89,43 @@ class EmbeddedRollout:
                 self._forward.pack_weights()
                 self._is_packed = True
             self._admit()
-            self._finish([done for wave in self._running for done in wave.advance(self.version)])
+            self._finish([done for batch in self._running for done in batch.advance(self.version)])
         except BaseException:
-            self._start_again()
+            self._restart_requests()
             raise
 
     def finished(self) -> list[Completion]:
+        """Return the completions since the last call."""
         done, self._finished = self._finished, {}
         return list(done.values())
 
     def abort(self, request_id: int) -> None:
+        """Stop a request, see `RolloutEngine.abort`."""
         if request_id not in self._unfinished:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
         try:
-            stopped = [done for wave in self._running for done in wave.abort(request_id)]
+            stopped = [done for batch in self._running for done in batch.abort(request_id)]
             for request in self._waiting:
                 if request.request_id == request_id:
                     stopped += [Completion(request_id, i, finish_reason="abort") for i in range(request.group_size)]
             self._waiting = deque(request for request in self._waiting if request.request_id != request_id)
             self._finish(stopped)
         except BaseException:
-            self._start_again()
+            self._restart_requests()
             raise
 
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Announce weights, see `RolloutEngine.start_loading`."""
         own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self._loading, self._loaded, self.version = Loading(own, shapes), {}, None
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._loaded.update(announced(self._loading).counted(weights))
+        """Load some of the announced weights, see `RolloutEngine.load`."""
+        self._loaded.update(require_announced(self._loading).checked(weights))
 
     def finish_loading(self, version: int) -> None:
-        """Share the given tensors' memory; where the model is the trainer's own they are its own already."""
-        announced(self._loading).require_complete()
+        """Use the loaded weights from the next step on, without a copy if dtype and device are the model's."""
+        require_announced(self._loading).require_complete()
         for name, parameter in self.model.named_parameters():
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
@@ -125,10 +133,12 @@ class EmbeddedRollout:
         self.version = version
 
     def abandon_loading(self) -> None:
+        """Discard the weights, see `RolloutEngine.abandon_loading`."""
         self._loading, self._loaded, self.version = None, {}, None
 
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probs of given tokens, see `RolloutEngine.log_probs`."""
         if self._unfinished:
             raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
         device, found = self.model.device, []
@@ -145,10 +155,10 @@ class EmbeddedRollout:
         return found
 
     def wake(self, part: SleepingPart) -> None:
-        """Memory is there where it is needed."""
+        """Do nothing: memory is allocated when it is used."""
 
     def sleep(self) -> None:
-        """Free weights that were loaded, until they are loaded again; not those of a model that the trainer has."""
+        """Free the weights until they are loaded again; weights shared with the trainer stay."""
         if self._shares_model:
             return
         for parameter in self.model.parameters():
@@ -158,40 +168,40 @@ class EmbeddedRollout:
         self.version = None
 
     def _admit(self) -> None:
-        """Start waiting requests that fit, in order; those that draw alike, to whatever length, share a wave."""
-        room = self.max_running_sequences - sum(wave.num_running for wave in self._running)
-        admitted: dict[SamplingParams, list[Request]] = {}  # by what is equal in a wave
+        """Start waiting requests that fit, in order; requests with equal sampling, except length, share a batch."""
+        room = self.max_running_sequences - sum(batch.num_running for batch in self._running)
+        admitted: dict[SamplingParams, list[Request]] = {}  # by sampling parameters, without the length
         while self._waiting and self._waiting[0].group_size <= room:
             request = self._waiting.popleft()
             room -= request.group_size
             admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
         for sampling, requests in admitted.items():
-            wave = next((wave for wave in self._running if wave.sampling == sampling), None)
-            if wave is None:
-                wave = Wave(self._forward, self.model.device, self.model.dtype, sampling, self._stop_strings)
-                self._running.append(wave)
-            wave.admit(requests)
+            batch = next((batch for batch in self._running if batch.sampling == sampling), None)
+            if batch is None:
+                batch = DecodingBatch(self._forward, self.model.device, self.model.dtype, sampling, self._stop_strings)
+                self._running.append(batch)
+            batch.admit(requests)
 
     def _finish(self, completions: list[Completion]) -> None:
-        """Hand over what one step, or an abort, finished."""
-        for completion in sorted(completions, key=lambda c: (self._unfinished[c.request_id].place, c.index)):
+        """Record the completions of one step or of an abort."""
+        for completion in sorted(completions, key=lambda c: (self._unfinished[c.request_id].order, c.index)):
             progress = self._unfinished[completion.request_id]
-            if completion.index in progress.finished:  # before its request was started again
+            if completion.index in progress.finished:  # finished before its request was restarted
                 continue
             self._finished[completion.request_id, completion.index] = completion
             progress.finished.add(completion.index)
         for request_id in {completion.request_id for completion in completions}:
             if self._unfinished[request_id].is_complete():
                 del self._unfinished[request_id]
-        self._running = [wave for wave in self._running if wave.num_running]
+        self._running = [batch for batch in self._running if batch.num_running]
         if not self._unfinished:
             self._forward.drop_packed_weights()
             self._is_packed = False
 
-    def _start_again(self) -> None:
-        """After an error at any point: nothing runs, and every request without all its completions waits.
+    def _restart_requests(self) -> None:
+        """Stop all sequences after an error and queue every unfinished request again.
 
-        Its tokens will be the same: noise is a matter of request, index and position.
+        Its tokens will be the same, since noise depends only on request, index and position.
         """
         self._running = []
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
@@ -201,10 +211,10 @@ class EmbeddedRollout:
 
 
 class _Progress:
-    """A request, its place in the order of submission, and the indices of its sequences that are finished."""
+    """A request, its number in the order of submission, and the indices of its finished sequences."""
 
-    def __init__(self, request: Request, place: int) -> None:
-        self.request, self.place = request, place
+    def __init__(self, request: Request, order: int) -> None:
+        self.request, self.order = request, order
         self.finished: set[int] = set()
 
     def is_complete(self) -> bool:

@@ -1,4 +1,4 @@
-"""New weights on their way into an engine: which were announced, and which have come."""
+"""The loading of new weights into an engine: checks of the announced and the received ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -9,7 +9,10 @@ from hybridflow.errors import RolloutError
 
 
 class Loading:
-    """Counts off the weights of one version. Raises RolloutError unless all that are wanted are announced and fit."""
+    """The weights of one version while they are loaded.
+
+    Raises RolloutError unless all `wanted` parameters are announced with their shapes.
+    """
 
     def __init__(self, wanted: Mapping[str, torch.Size], announced: Mapping[str, torch.Size]) -> None:
         if unknown := sorted(set(announced) - set(wanted)):
@@ -21,32 +24,32 @@ class Loading:
                 raise RolloutError(
                     f"weight '{name}' has shape {tuple(shape)}, in the rollout model {tuple(wanted[name])}."
                 )
-        self._shapes, self._to_come = dict(announced), set(announced)
+        self._shapes, self._missing = dict(announced), set(announced)
 
-    def counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they come. Raises RolloutError for one that was not announced like this, or came before."""
+    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights; raise RolloutError for one that was not announced with its shape, or is repeated."""
         for name, tensor in weights:
-            if name not in self._to_come:
+            if name not in self._missing:
                 raise RolloutError(
                     f"weight '{name}' came twice." if name in self._shapes else f"weight '{name}' was not announced."
                 )
             if tensor.shape != self._shapes[name]:
                 raise RolloutError(
-                    f"weight '{name}' came with shape {tuple(tensor.shape)}, announced was {tuple(self._shapes[name])}."
+                    f"weight '{name}' has shape {tuple(tensor.shape)}, but {tuple(self._shapes[name])} was announced."
                 )
             if not tensor.is_floating_point():
-                raise RolloutError(f"weight '{name}' came as {tensor.dtype}; weights are floating-point numbers.")
-            self._to_come.remove(name)
+                raise RolloutError(f"weight '{name}' has dtype {tensor.dtype}; expected a floating-point dtype.")
+            self._missing.remove(name)
             yield name, tensor
 
     def require_complete(self) -> None:
-        """Raises RolloutError if something that was announced has not come."""
-        if self._to_come:
-            raise RolloutError(f"weights did not come: {', '.join(sorted(self._to_come)[:5])}.")
+        """Raise RolloutError if an announced weight is missing."""
+        if self._missing:
+            raise RolloutError(f"weights did not come: {', '.join(sorted(self._missing)[:5])}.")
 
 
-def announced(loading: Loading | None) -> Loading:
-    """Raises RolloutError where no weights are on their way."""
+def require_announced(loading: Loading | None) -> Loading:
+    """Return the loading in progress; raise RolloutError if there is none."""
     if loading is None:
         raise RolloutError("no weights are announced: call start_loading first.")
     return loading

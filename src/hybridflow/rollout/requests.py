@@ -1,4 +1,4 @@
-"""Whether an engine can ever serve a request: asked before it is queued."""
+"""The check that an engine can serve a request, before it is queued."""
 
 from hybridflow.errors import AlgorithmError, RolloutConfigError, RolloutError
 from hybridflow.rollout.base import Request
@@ -6,25 +6,25 @@ from hybridflow.runtime import derive_seed
 
 
 def require_servable(request: Request, *, max_running_sequences: int, max_len: int | None, vocabulary: int) -> None:
-    """Raises RolloutError for a request that can never be served; `max_len` is the number of the model's positions."""
+    """Raise RolloutError for a request that can never be served; `max_len` is the number of the model's positions."""
     name, prompt_len, new = f"request {request.request_id}", len(request.prompt_ids), request.sampling.max_new_tokens
     try:
         derive_seed(*request.noise_key)
     except AlgorithmError as error:
         raise RolloutError(f"{name} has noise_key={request.noise_key!r}: {error}") from error
     if not prompt_len:
-        raise RolloutError(f"{name} has an empty prompt; give it at least one token.")
+        raise RolloutError(f"{name} has an empty prompt; expected at least one token.")
     if request.group_size < 1:
         raise RolloutError(f"{name} has group_size={request.group_size}; it must be at least 1.")
     if request.group_size > max_running_sequences:
         raise RolloutConfigError(
             f"{name}: group_size={request.group_size} exceeds rollout.max_running_sequences={max_running_sequences}; "
-            "raise the latter."
+            "raise rollout.max_running_sequences."
         )
     if not 0 <= request.resume_offset < prompt_len:
         raise RolloutError(
-            f"{name} has resume_offset={request.resume_offset} with {prompt_len} prompt tokens; it counts those at "
-            "their end that are a response, so it is less."
+            f"{name} has resume_offset={request.resume_offset} with {prompt_len} prompt tokens; it counts the response "
+            "tokens at the end of the prompt, so it must be less."
         )
     if max_len is not None and prompt_len + new > max_len:
         raise RolloutError(

@@ -1,4 +1,4 @@
-"""Drawing tokens by inverse CDF from given uniform numbers, and their log-probs under the distribution drawn from."""
+"""Sampling of tokens by inverse CDF from given uniform numbers, with log-probs under the sampling distribution."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from hybridflow.rollout.base import SamplingParams
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token for each row, and its log-probability.
+    """Return one token for each row and its log-probability.
 
-    logits: (rows, vocabulary). uniforms: (rows,) in [0, 1), one number a row: the token is the first, in order of
-    token id, whose cumulative probability exceeds it. Greedy (temperature 0) ignores it; its log-probability is under
-    the untempered distribution. Returns tokens (rows,) int64 and log_probs (rows,) float32, or float64 where the
-    logits are; a log-prob that is not finite says that the row's logits were not.
+    logits: (rows, vocabulary). uniforms: (rows,) in [0, 1); the token of a row is the first, in order of token id,
+    whose cumulative probability exceeds its number. Greedy sampling (temperature 0) ignores the numbers, and its
+    log-probs are at temperature 1. Returns tokens (rows,) int64 and log_probs (rows,) float32, or float64 for float64
+    logits; a log-prob is not finite if the row's logits are not.
     """
     if serves(logits) and not (sampling.temperature and (sampling.top_k or sampling.top_p < 1)):
         return draw(logits, uniforms, sampling.temperature)
@@ -33,9 +33,9 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
 
 
 def _restrict(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """log_probs with minus infinity outside the top k and outside the nucleus (Holtzman et al., 2020) of those.
+    """Return log_probs with minus infinity outside the top k and outside their nucleus (Holtzman et al., 2020).
 
-    Among equal probabilities the lower token id comes first.
+    Of equal probabilities the one with the lower token id ranks first.
     """
     ordered, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
@@ -43,6 +43,6 @@ def _restrict(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
         keep[:, top_k:] = False
     if top_p < 1:
         probabilities = ordered.double().masked_fill(~keep, -torch.inf).softmax(-1)
-        keep &= probabilities.cumsum(-1) - probabilities < top_p  # the mass before a token, so the first always stays
+        keep &= probabilities.cumsum(-1) - probabilities < top_p  # the mass before a token: the first is always kept
     kept = torch.zeros_like(keep).scatter(-1, ids, keep)
     return log_probs.masked_fill(~kept, -torch.inf)

@@ -1,4 +1,4 @@
-"""Responses that end with a text: the same test for every engine, on the tokens so far."""
+"""Responses that end with a stop string: one test on the tokens so far, for all engines."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,23 +7,25 @@ from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import Request
 
 MARGIN = 8
-"""Tokens before a stop string that are decoded with it: the bytes of one character may be several."""
+"""Tokens decoded before a possible stop string: a character may be split over several tokens."""
 
 
 class Decoder(Protocol):
-    """What of a tokenizer is needed."""
+    """The part of a tokenizer that stop strings need."""
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any:
+        """Return the text of token ids."""
+        ...
 
 
 class StopStrings:
-    """Whether a response has reached one of its request's stop strings; tokens are text by `tokenizer`."""
+    """The test for stop strings of requests, with the text of tokens by `tokenizer`."""
 
     def __init__(self, tokenizer: Decoder | None) -> None:
         self._tokenizer = tokenizer
 
     def require_served(self, request: Request) -> None:
-        """Raises RolloutError for a request with stop strings where there is no tokenizer, or an empty one."""
+        """Raise RolloutError for a request with stop strings if there is no tokenizer."""
         stops = request.sampling.stop_strings
         if stops and self._tokenizer is None:
             raise RolloutError(
@@ -32,10 +34,10 @@ class StopStrings:
             )
 
     def end(self, token_ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
-        """Whether a stop string is there, of which the last token is a part."""
+        """Return whether the last tokens contain a stop string."""
         if not stop_strings or self._tokenizer is None:
             return False
-        longest = max(len(text.encode()) for text in stop_strings)  # a token is a byte at least
+        longest = max(len(text.encode()) for text in stop_strings)  # a token has at least one byte
         tail = list(token_ids[-(longest + MARGIN) :])
-        text = self._tokenizer.decode(tail, skip_special_tokens=False)  # a stop string may be one of them
+        text = self._tokenizer.decode(tail, skip_special_tokens=False)  # a stop string may be a special token
         return any(stop in text for stop in stop_strings)

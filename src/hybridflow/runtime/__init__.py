@@ -1,4 +1,4 @@
-"""What a process is run with: random streams, threads, stop signals, files that survive a crash. torch loads on use."""
+"""Process-level services: random streams, threads, stop signals, atomic files, reports. torch is imported on use."""
 
 from hybridflow.runtime.allocator import bound_shape_caches, keep_freed_memory, relax_garbage_collector
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
@@ -15,7 +15,7 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
-from hybridflow.runtime.user_code import load_user_function, require_arguments
+from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
 
 __all__ = [
     "StopRequest",
@@ -23,6 +23,7 @@ __all__ = [
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
+    "did_you_mean",
     "free_cached_memory",
     "fsync_path",
     "keep_freed_memory",

@@ -1,4 +1,4 @@
-"""How much memory this process holds on to, and what its garbage collector looks through."""
+"""Settings of the C library's allocator, the garbage collector and oneDNN's caches."""
 
 import ctypes
 import gc
@@ -6,19 +6,19 @@ import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's malloc.h
 _KEEP_BYTES = 2**31 - 1
-_MMAP_BYTES = 2**25  # the largest that glibc takes
+_MMAP_BYTES = 2**25  # the largest value that glibc accepts
 _SHAPES = 32
-_NEW_OBJECTS = 20_000  # new containers after which the collector looks at them; 700 by default
+_NEW_OBJECTS = 20_000  # container allocations before a collection; 700 by default
 
 
 def keep_freed_memory(large_blocks: bool = False) -> bool:
-    """Keep freed memory in this process for its next allocation; returns whether the C library could be told to.
+    """Keep freed memory in this process for its next allocation; return whether the C library supports it.
 
-    By default glibc returns large blocks to the system at once. A training step allocates the same blocks over and
-    over, and each time the system would have to find, clear and map their pages anew.
+    By default glibc returns large blocks to the system at once. A training step allocates the same blocks again and
+    again, and each time the system would have to find, clear and map their pages.
 
-    `large_blocks`: also those above 32 MiB. For a process that puts whole batches together (268 MB in 15 ms instead of
-    75); one that trains would hold some 15% more memory at its peak, in holes between blocks of changing sizes.
+    `large_blocks` includes blocks above 32 MiB. It is for a process that concatenates whole batches (268 MB in 15 ms
+    instead of 75); a process that trains would use about 15% more memory at its peak because of fragmentation.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -30,10 +30,10 @@ def keep_freed_memory(large_blocks: bool = False) -> bool:
 
 
 def relax_garbage_collector() -> None:
-    """Collect once, exempt the objects that are left from further collections, and make these rarer; once in a process.
+    """Collect garbage, exempt the remaining objects from collection and make collections rarer; once per process.
 
-    The modules of torch, transformers and Ray hold some 500,000 objects. Each full collection looks at all of them,
-    which takes 0.1 s or more; a controller that makes thousands of handles in a step causes several.
+    The modules of torch, transformers and Ray hold about 500,000 objects. Each full collection visits all of them,
+    which takes 0.1 s or more; a controller that creates thousands of handles per step causes several.
     """
     if gc.get_freeze_count() == 0:
         gc.collect()
@@ -42,11 +42,12 @@ def relax_garbage_collector() -> None:
 
 
 def bound_shape_caches() -> None:
-    """Keep the code of few shapes of matrix product, unless the environment says how many; before the first product.
+    """Limit the caches of code for matrix-product shapes; call it before the first product.
 
-    oneDNN and PyTorch's layer above it make code for each shape, and keep a thousand of them by default. The number of
-    tokens of a training step is new in nearly every step, so that bfloat16 training would grow by some 10 MiB a step
-    up to gigabytes. Within a step all layers share their few shapes.
+    oneDNN and PyTorch's layer above it generate code for each shape and cache a thousand shapes by default. The number
+    of tokens is new in nearly every training step, so that memory would grow by about 10 MiB per step of bfloat16
+    training, up to gigabytes. Within a step all layers share a few shapes. Environment variables that are already set
+    take precedence.
     """
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, str(_SHAPES))

@@ -1,4 +1,4 @@
-"""Small files that are either the old one or the new one, whole, whenever the process or the machine dies."""
+"""Atomic writes of small files: after a crash the file has the whole old or the whole new contents."""
 
 import os
 import secrets
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def write_bytes_atomically(path: str | Path, data: bytes) -> None:
-    """Write beside, fsync, rename over `path`, fsync the directory.
+    """Write a temporary file, fsync it, rename it to `path` and fsync the directory.
 
-    If anything fails (a full disk, say) the OSError passes on, the old file is untouched and nothing is left beside
-    it. An existing file keeps its mode; of a symbolic link the file it points to is replaced.
+    On failure (for example a full disk) the OSError propagates, the old file is unchanged and the temporary file is
+    removed. An existing file keeps its mode; for a symbolic link its target is replaced.
     """
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
@@ -23,17 +23,17 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, target)
     finally:
-        partial.unlink(missing_ok=True)  # after the rename there is none
+        partial.unlink(missing_ok=True)  # does not exist after the rename
     fsync_path(target.parent)
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
-    """`write_bytes_atomically` of UTF-8; line ends are written as they are."""
+    """Write text as UTF-8 with `write_bytes_atomically`; line ends are not converted."""
     write_bytes_atomically(path, text.encode())
 
 
 def fsync_path(path: str | Path) -> None:
-    """Have the contents of a file, or the names in a directory, on the disk when this returns."""
+    """Flush the contents of a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

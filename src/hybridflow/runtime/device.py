@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def free_cached_memory() -> None:
-    """Give the memory of a GPU back that PyTorch keeps for later; nothing on a CPU."""
+    """Release the GPU memory that PyTorch caches; does nothing on a CPU."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -16,7 +16,7 @@ def free_cached_memory() -> None:
 
 
 def own_device() -> "torch.device":
-    """A CUDA device if there are any, each local rank its own, else the CPU."""
+    """Return the CUDA device of this local rank, or the CPU if there is no CUDA device."""
     import torch
 
     if not torch.cuda.is_available():

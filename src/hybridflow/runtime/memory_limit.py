@@ -1,4 +1,4 @@
-"""How much memory a process may use, and the most that a call took."""
+"""The memory limit of a process, and the peak memory of a call."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     import torch
 
 HOST_SHARE, DEVICE_SHARE = 0.5, 0.9
-"""Of what is free: the host has other users, such as batches, the object store and the page cache."""
+"""Shares of the free memory to use. The host also holds batches, the object store and the page cache."""
 
 _KEY = 'memory.max_tokens_per_micro_batch = "auto"'
 _STATUS, _CLEAR_REFS, _MEMINFO = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 
 
 def memory_limit(device: "torch.device", processes_on_node: int = 1) -> int:
-    """Bytes that this process may hold in all, of its device or, on a CPU, of its share of the host."""
+    """Return the bytes this process may use in total: of its device, or of its share of the host on a CPU."""
     if device.type == "cuda":
         import torch
 
@@ -28,7 +28,7 @@ def memory_limit(device: "torch.device", processes_on_node: int = 1) -> int:
 
 
 def peak_memory_of(call: Callable[[], object], device: "torch.device") -> int:
-    """The most bytes that the process held, in all, while `call` ran."""
+    """Return the peak memory of the whole process in bytes while `call` runs."""
     if device.type == "cuda":
         import torch
 
@@ -36,10 +36,10 @@ def peak_memory_of(call: Callable[[], object], device: "torch.device") -> int:
         call()
         return torch.cuda.max_memory_allocated(device)
     try:
-        _CLEAR_REFS.write_text("5")  # the peak starts anew
+        _CLEAR_REFS.write_text("5")  # resets the peak
     except OSError as error:
         raise ModelConfigError(
-            f"{_KEY} measures memory by {_CLEAR_REFS}, which cannot be written here ({error}); give a number of tokens."
+            f"{_KEY} needs write access to {_CLEAR_REFS} to measure memory ({error}); set a number of tokens."
         ) from error
     call()
     return _kilobytes(_STATUS, "VmHWM") * 1024
@@ -50,5 +50,5 @@ def _kilobytes(path: Path, name: str) -> int:
         return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
     except (OSError, StopIteration) as error:
         raise ModelConfigError(
-            f"{_KEY} reads {name} of {path}, which this system lacks; give a number of tokens."
+            f"{_KEY} needs {name} in {path}, which this system lacks; set a number of tokens."
         ) from error

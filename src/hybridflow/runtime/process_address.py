@@ -1,4 +1,4 @@
-"""Where an observer on the same node finds this process, and the permission to look at it."""
+"""The identity of this process for an observer on the same node, and the permission to read its memory."""
 
 import ctypes
 import os
@@ -13,20 +13,20 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """What `report_process` needs of the process it looks at; picklable."""
+    """The identity of a process, as `report_process` needs it; picklable."""
 
     pid: int
     start_ticks: int | None
-    """Field 22 of /proc/<pid>/stat: a later process with the same pid has another one. None without /proc."""
+    """Field 22 of /proc/<pid>/stat, which differs for a later process with the same pid. None without /proc."""
     hostname: str
     pid_namespace: str
-    """The link /proc/<pid>/ns/pid: in another container the same pid is another process."""
+    """The link /proc/<pid>/ns/pid, since the same pid is another process in another container."""
     log_paths: tuple[str, ...]
     """The files behind stdout and stderr."""
 
 
 def own_address() -> ProcessAddress:
-    """The address of this process."""
+    """Return the address of this process."""
     start_ticks, pid_namespace = None, ""
     with suppress(OSError):  # macOS has no /proc
         start_ticks, pid_namespace = _read_start_ticks(), os.readlink("/proc/self/ns/pid")
@@ -36,19 +36,19 @@ def own_address() -> ProcessAddress:
 def allow_observers() -> None:
     """Let any process of the same user read this one's memory, as py-spy does for its stacks.
 
-    With kernel.yama.ptrace_scope=1, which Ubuntu has, only parents may otherwise. Without Yama nothing changes.
+    With kernel.yama.ptrace_scope=1, as on Ubuntu, only its ancestors may otherwise. Without Yama nothing changes.
     """
     with suppress(AttributeError):  # macOS has no prctl
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 def _read_start_ticks() -> int:
-    # The second field is a name in parentheses, which may itself hold spaces and parentheses.
+    # The second field is a name in parentheses, which may contain spaces and parentheses.
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _log_paths() -> tuple[str, ...]:
-    """stdout and stderr where they are files that still have a name; each once."""
+    """Return the paths of stdout and stderr, without duplicates, if they are files that still exist."""
     paths = []
     for fd in (1, 2):
         with suppress(OSError):

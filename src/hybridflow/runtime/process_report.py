@@ -1,7 +1,7 @@
-"""A report of what a process on this node is doing, as far as another process sees it, and of what could not be seen.
+"""A report on the state of another process of this node, and on information that is not available.
 
-Knows /proc and py-spy; nothing of workers. Takes half a second or so and never waits longer than it was told, whatever
-state the process is in, and leaves it undisturbed: it only reads.
+It knows /proc and py-spy, but no workers. It only reads, so that the process is not disturbed. It takes about half a
+second, and does not exceed its timeout in any state of the process.
 """
 
 import os
@@ -19,31 +19,31 @@ from hybridflow.runtime.python_stacks import StacksError, ThreadStack, read_stac
 State = Literal["running", "blocked", "stopped", "zombie", "dead", "unknown"]
 
 _STATES: dict[str, State] = {"R": "running", "T": "stopped", "t": "stopped", "Z": "zombie", "X": "dead", "x": "dead"}
-_LOOK_EVERY_S = 0.1
-_MIN_LOOKS, _MAX_LOOKS = 3, 11
+_SAMPLE_EVERY_S = 0.1
+_MIN_SAMPLES, _MAX_SAMPLES = 3, 11
 _MAX_LOG_BYTES = 2**15
 
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """What `report_process` saw; `str()` is the text for an error message."""
+    """The result of `report_process`; `str()` is the text for an error message."""
 
     pid: int
     hostname: str
     state: State
-    """Of the main thread. "unknown" where this process cannot see it: another node, or no /proc."""
+    """State of the main thread; "unknown" on another node and without /proc."""
     cpu_share: float | None = None
-    """Of one core, over all threads: 2.0 is two busy threads."""
+    """CPU time of all threads as a share of one core: 2.0 is two busy threads."""
     memory_bytes: int | None = None
-    """Resident memory."""
+    """Resident memory in bytes."""
     kernel_wait: str = ""
     """The kernel function in which the main thread sleeps."""
     findings: list[str] = field(default_factory=list)
-    """What follows from the rest, in sentences."""
+    """Conclusions from the other values, in sentences."""
     stacks: str = ""
     """The Python stacks of all threads, most recent call first."""
     unseen: list[str] = field(default_factory=list)
-    """What could not be seen and why, in sentences."""
+    """Missing information with the reason, in sentences."""
     log_tail: dict[str, str] = field(default_factory=dict)
     """The last lines of each log file."""
 
@@ -68,20 +68,20 @@ class ProcessReport:
 
 
 def report_process(address: ProcessAddress, *, timeout_s: float = 3.0, log_lines: int = 20) -> ProcessReport:
-    """Look at a process of this node; waits at most `timeout_s` for its stacks."""
+    """Return a report on a process of this node; waits at most `timeout_s` for its stacks."""
     unseen: list[str] = []
     log_tail = _read_log_tails(address.log_paths, log_lines, unseen)
-    elsewhere = _why_not_here(address)
-    if elsewhere:
-        unseen.append(elsewhere)
+    reason = _why_not_visible(address)
+    if reason:
+        unseen.append(reason)
         state = "dead" if address.hostname == socket.gethostname() and not _has_process(address.pid) else "unknown"
         return ProcessReport(address.pid, address.hostname, state, unseen=unseen, log_tail=log_tail)
 
-    looks = _look_for_a_while(address, timeout_s)
-    if looks.state in ("dead", "zombie"):
-        unseen.append("What it was doing: its stacks were in its memory and ended with it.")
-    elif not looks.stacks:
-        unseen.append(f"Its stacks: {looks.problem}")
+    samples = _sample(address, timeout_s)
+    if samples.state in ("dead", "zombie"):
+        unseen.append("Its Python stacks: the process has exited.")
+    elif not samples.stacks:
+        unseen.append(f"Its Python stacks: {samples.problem}")
     else:
         unseen.append(
             f"Frames below Python (C, C++, CUDA); `py-spy dump --native --pid {address.pid}` or gdb may show them."
@@ -89,12 +89,12 @@ def report_process(address: ProcessAddress, *, timeout_s: float = 3.0, log_lines
     return ProcessReport(
         pid=address.pid,
         hostname=address.hostname,
-        state=looks.state,
-        cpu_share=looks.cpu_share,
-        memory_bytes=looks.memory_bytes,
-        kernel_wait=_read_kernel_wait(address.pid) if looks.is_alive else "",
-        findings=_find(address, looks),
-        stacks="\n".join(map(str, looks.stacks[-1])) if looks.is_alive and looks.stacks else "",
+        state=samples.state,
+        cpu_share=samples.cpu_share,
+        memory_bytes=samples.memory_bytes,
+        kernel_wait=_read_kernel_wait(address.pid) if samples.is_alive else "",
+        findings=_find(address, samples),
+        stacks="\n".join(map(str, samples.stacks[-1])) if samples.is_alive and samples.stacks else "",
         unseen=unseen,
         log_tail=log_tail,
     )
@@ -109,18 +109,18 @@ class _Stat:
 
 
 @dataclass
-class _Looks:
-    """What several looks at a process saw."""
+class _Samples:
+    """The result of several samples of the state of a process."""
 
     state: State
-    """At most of them."""
+    """The state in most of the samples."""
     cpu_share: float | None = None
-    """Between the first and the last."""
+    """Share of one core between the first and the last sample."""
     memory_bytes: int | None = None
     stacks: list[list[ThreadStack]] = field(default_factory=list)
-    """Of each look that could read them."""
+    """Stacks of each sample that could read them."""
     problem: str = ""
-    """Why a look could not."""
+    """The reason why a sample could not read the stacks."""
     exit_status: int = 0
 
     @property
@@ -129,50 +129,50 @@ class _Looks:
 
     @property
     def is_starved(self) -> bool:
-        """Whether the process is ready to run but gets hardly any processor."""
+        """Whether the process is ready to run but gets almost no CPU time."""
         return self.state == "running" and self.cpu_share is not None and self.cpu_share < 0.1
 
     @property
     def lock_holder(self) -> ThreadStack | None:
-        """The thread that held the interpreter lock at one and the same line in every look."""
+        """The thread that held the interpreter lock at the same line in every sample."""
         holders = [next((thread for thread in threads if thread.holds_lock), None) for threads in self.stacks]
-        if len(holders) < _MIN_LOOKS or len({holder and (holder.name, holder.frames) for holder in holders}) > 1:
+        if len(holders) < _MIN_SAMPLES or len({holder and (holder.name, holder.frames) for holder in holders}) > 1:
             return None
         return holders[-1]
 
 
-def _look_for_a_while(address: ProcessAddress, timeout_s: float) -> _Looks:
-    """Look three times, or more often at a process that seems to get no processor: its turn may come."""
-    start, stats, looks = time.monotonic(), [], _Looks("blocked")
-    while len(stats) < _MIN_LOOKS or (looks.is_starved and len(stats) < _MAX_LOOKS):
+def _sample(address: ProcessAddress, timeout_s: float) -> _Samples:
+    """Sample three times, or more often a process that seems to get no CPU time, since it may be scheduled later."""
+    start, stats, samples = time.monotonic(), [], _Samples("blocked")
+    while len(stats) < _MIN_SAMPLES or (samples.is_starved and len(stats) < _MAX_SAMPLES):
         if stats:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_SAMPLE_EVERY_S)
         left_s = start + timeout_s - time.monotonic()
-        if not looks.problem and left_s > 0:
+        if not samples.problem and left_s > 0:
             try:
-                looks.stacks.append(read_stacks(address.pid, left_s))
+                samples.stacks.append(read_stacks(address.pid, left_s))
             except StacksError as error:
-                looks.problem = str(error)
-        stat = _read_stat(address)  # after the stacks: it tells whether they were of this very process
+                samples.problem = str(error)
+        stat = _read_stat(address)  # after the stacks, to verify that they belong to this process
         if stat is None or stat.state in ("dead", "zombie"):
-            return _Looks("dead") if stat is None else _Looks(stat.state, exit_status=stat.exit_status)
+            return _Samples("dead") if stat is None else _Samples(stat.state, exit_status=stat.exit_status)
         stats.append((time.monotonic(), stat))
         (first_at, first), (last_at, last) = stats[0], stats[-1]
         seconds = (last.cpu_ticks - first.cpu_ticks) / os.sysconf("SC_CLK_TCK")
-        looks.cpu_share = seconds / max(last_at - first_at, 1e-9)
-        looks.memory_bytes = last.memory_bytes
+        samples.cpu_share = seconds / max(last_at - first_at, 1e-9)
+        samples.memory_bytes = last.memory_bytes
         is_running = sum(stat.state == "running" for _, stat in stats) > len(stats) / 2
-        looks.state = "stopped" if last.state == "stopped" else "running" if is_running else "blocked"
-    return looks
+        samples.state = "stopped" if last.state == "stopped" else "running" if is_running else "blocked"
+    return samples
 
 
 def _read_stat(address: ProcessAddress) -> _Stat | None:
-    """What the kernel says of the very process; None if it is gone, even if another one has its pid."""
+    """Return the kernel's data on this process; None if it has exited, even if another process has its pid."""
     fields = _read_stat_fields(address.pid)
     if fields is None or int(fields[19]) != address.start_ticks:
         return None
     return _Stat(
-        state=_STATES.get(fields[0], "blocked"),  # S and I sleep, D sleeps deaf to signals
+        state=_STATES.get(fields[0], "blocked"),  # S and I: sleeping, D: uninterruptible sleep
         cpu_ticks=int(fields[11]) + int(fields[12]),
         memory_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
         exit_status=int(fields[49]),
@@ -180,21 +180,23 @@ def _read_stat(address: ProcessAddress) -> _Stat | None:
 
 
 def _read_stat_fields(pid: int) -> list[str] | None:
-    """/proc/<pid>/stat from the third field on, the state."""
+    """Return the fields of /proc/<pid>/stat from the third one on, the state."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 
 
-def _why_not_here(address: ProcessAddress) -> str:
-    """Why this process cannot look at that one; "" if it can."""
+def _why_not_visible(address: ProcessAddress) -> str:
+    """Return why this process cannot see that one, or "" if it can."""
     if socket.gethostname() != address.hostname:
-        return f"It runs on {address.hostname}, this is {socket.gethostname()}: only a process on its node sees it."
+        return (
+            f"It runs on {address.hostname}, but this is {socket.gethostname()}: only a process on its node can see it."
+        )
     if address.start_ticks is None:
-        return "Anything of it: its system has no /proc."
+        return "Everything except its log: its system has no /proc."
     if os.readlink("/proc/self/ns/pid") != address.pid_namespace:
-        return "It runs in another container (pid namespace) of this node: only a process in there sees it."
+        return "It runs in another container (pid namespace) of this node: only a process in that container can see it."
     return ""
 
 
@@ -214,22 +216,22 @@ def _read_kernel_wait(pid: int) -> str:
     return "" if name == "0" else name
 
 
-def _find(address: ProcessAddress, looks: _Looks) -> list[str]:
-    if looks.state == "dead":
+def _find(address: ProcessAddress, samples: _Samples) -> list[str]:
+    if samples.state == "dead":
         if _read_stat_fields(address.pid) is None:
-            return ["It has ended."]
-        return [f"It has ended; pid {address.pid} now belongs to another process, which was left alone."]
-    if looks.state == "zombie":
-        return [f"It has ended {_ending(looks.exit_status)}; its parent has not noticed yet."]
-    if looks.state == "stopped":
+            return ["It has exited."]
+        return [f"It has exited; pid {address.pid} now belongs to another process."]
+    if samples.state == "zombie":
+        return [f"It exited {_ending(samples.exit_status)}; its parent process has not collected the exit status yet."]
+    if samples.state == "stopped":
         return ["It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on."]
-    if looks.is_starved:
-        return [f"It is ready to run, but gets {looks.cpu_share:.0%} of a core: the machine is too busy."]
-    holder = looks.lock_holder
+    if samples.is_starved:
+        return [f"It is ready to run, but gets {samples.cpu_share:.0%} of a core: the machine is too busy."]
+    holder = samples.lock_holder
     if holder is None:
         return []
-    held = f"Thread {holder.name} held the interpreter lock at the same line in {len(looks.stacks)} looks"
-    if looks.state == "blocked" and not holder.is_active:
+    held = f"Thread {holder.name} held the interpreter lock at the same line in {len(samples.stacks)} samples"
+    if samples.state == "blocked" and not holder.is_active:
         return [f"{held} while the process sleeps: C code holds the interpreter lock and waits with it."]
     return [f"{held} while the process runs: C code holds the interpreter lock, or a loop in that line does."]
 
@@ -255,12 +257,12 @@ def _read_log_tails(paths: tuple[str, ...], log_lines: int, unseen: list[str]) -
 
 
 def _read_tail(path: str, log_lines: int) -> str:
-    """The last lines, of the last kilobytes only; of a line that was written over (a progress bar) what remained."""
+    """Return the last lines of the last kilobytes; for an overwritten line (a progress bar) its final text."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _MAX_LOG_BYTES))
         text = file.read(_MAX_LOG_BYTES).decode("utf-8", "replace")
     lines = text.rstrip().split("\n")
     if size > _MAX_LOG_BYTES and len(lines) > 1:
-        del lines[0]  # a part of a line
+        del lines[0]  # incomplete
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines[-log_lines:])

@@ -1,4 +1,4 @@
-"""Python stacks: of another process of this node, by py-spy, which only reads its memory; and of this one."""
+"""Python stacks of another process of this node, read by py-spy from its memory, and of this process."""
 
 import json
 import shutil
@@ -10,24 +10,24 @@ import traceback
 from dataclasses import dataclass
 
 NO_PERMISSION = (
-    "py-spy may not read the memory of the process; set kernel.yama.ptrace_scope to 0 or 1, or give the container "
-    "CAP_SYS_PTRACE."
+    "py-spy has no permission to read the memory of the process; set kernel.yama.ptrace_scope to 0 or 1, or give the "
+    "container CAP_SYS_PTRACE."
 )
 
 
 class StacksError(Exception):
-    """The stacks cannot be read; the text says why."""
+    """The error for stacks that cannot be read, with the reason."""
 
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """A Python thread: its frames, most recent call first, as `File "...", line N in function`."""
+    """A Python thread with its frames, most recent call first, as `File "...", line N in function`."""
 
     name: str
     is_active: bool
-    """Whether it uses the processor."""
+    """Whether the thread uses the CPU."""
     holds_lock: bool
-    """Whether it holds the interpreter lock."""
+    """Whether the thread holds the interpreter lock (GIL)."""
     frames: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -41,13 +41,13 @@ class ThreadStack:
 
 
 def read_stacks(pid: int, timeout_s: float) -> list[ThreadStack]:
-    """The threads of a process, the main thread first. The process is neither stopped nor asked, and never notices.
+    """Return the threads of a process, the main thread first, without pausing or signaling it.
 
-    Raises StacksError if py-spy is missing, may not read the memory, fails, or needs more than `timeout_s`.
+    Raises StacksError if py-spy is missing, lacks permission, fails, or takes longer than `timeout_s`.
     """
     program = shutil.which("py-spy", path=sysconfig.get_path("scripts")) or shutil.which("py-spy")
     if program is None:
-        raise StacksError("py-spy is not installed; `pip install py-spy`.")
+        raise StacksError("py-spy is not installed; run `pip install py-spy`.")
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
@@ -73,15 +73,13 @@ def read_stacks(pid: int, timeout_s: float) -> list[ThreadStack]:
 
 
 def own_stacks() -> str:
-    """The Python stacks of all threads of this process, most recent call last, the calling thread first."""
+    """Return the Python stacks of all threads of this process, calling thread first, most recent call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.get_ident()
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != own)
     parts = []
     for ident, frame in frames:
         stack = traceback.format_stack(frame.f_back if ident == own else frame)  # without this function
-        title = (
-            f"Thread {names.get(ident, hex(ident))}{', which asks' if ident == own else ''} (most recent call last):"
-        )
-        parts.append("".join([f"{title}\n", *stack]))
+        title = f"Thread {names.get(ident, hex(ident))}{', the calling thread' if ident == own else ''}"
+        parts.append("".join([f"{title} (most recent call last):\n", *stack]))
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The state of the global random generators of torch, numpy and python, as tensors and plain values."""
+"""The state of the global random generators of torch, numpy and Python, as tensors and plain values."""
 
 import logging
 import random
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def seed_random_state(seed: int) -> None:
-    """Start all global generators from a seed, so that code which draws from them, a user's reward say, repeats."""
+    """Seed all global generators, so that code that draws from them, such as a user's reward, is reproducible."""
     import torch
 
     random.seed(derive_seed(seed, 0))
@@ -24,10 +24,10 @@ def seed_random_state(seed: int) -> None:
 
 
 def capture_random_state() -> dict[str, Any]:
-    """The state of all global generators: nested dictionaries of tensors, numbers, strings and None.
+    """Return the state of all global generators: nested dictionaries of tensors, numbers, strings and None.
 
-    CUDA generators are part of it once this process has used CUDA. Generators that somebody owns are not:
-    their owner saves them.
+    CUDA generators are included once this process has used CUDA. Other generator objects are not included; their
+    owners save them.
     """
     import torch
 
@@ -35,7 +35,7 @@ def capture_random_state() -> dict[str, Any]:
     numpy_state: Any = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != "MT19937":
         raise CheckpointError(
-            f"numpy's global generator is {numpy_state['bit_generator']}, only MT19937 can be saved; "
+            f"numpy's global generator is {numpy_state['bit_generator']}, but only MT19937 can be saved; "
             "do not replace it with np.random.set_bit_generator."
         )
     return {
@@ -52,10 +52,10 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put all global generators where `capture_random_state` found them.
+    """Restore the state of all global generators from `capture_random_state`.
 
-    States of CUDA devices that this process does not have are skipped with a warning: the run then
-    continues, but not bit for bit.
+    States of CUDA devices that this process lacks are skipped with a warning: the run continues, but its results are
+    not bit-identical.
     """
     import torch
 
@@ -67,7 +67,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     devices = torch.cuda.device_count() if cuda else 0
     if devices != len(cuda):
         logger.warning(
-            "The saved random state has %d CUDA devices, this process has %d: the run will not repeat bit for bit.",
+            "The saved random state has %d CUDA devices, this process has %d: results will not be bit-identical.",
             len(cuda),
             devices,
         )
@@ -77,7 +77,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """Whatever the block draws from the global generators, afterwards they are where they were."""
+    """Restore the state of the global generators after the block."""
     state = capture_random_state()
     try:
         yield

@@ -1,8 +1,8 @@
-"""Random numbers without a generator: each is a function of integer keys alone.
+"""Counter-based random numbers: each is a function of integer keys only.
 
-Same keys, same bits, in any order, on any machine and for any batch composition.
-Each key is mixed with the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-number generators") and chained into the state of the keys before it.
+Equal keys give equal bits in any order, on any machine and for any batch composition. Each key is mixed with the
+finalizer of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") and chained into the
+state of the keys before it.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ _SEED_DOMAIN = 0x7365656400000000
 
 
 def uniform(*keys: int | np.ndarray) -> np.ndarray:
-    """One float64 in [0, 1) for each combination of keys, on the grid of 2**-53.
+    """Return one float64 in [0, 1) for each combination of keys, a multiple of 2**-53.
 
     Keys are integers or integer arrays (at least one) that broadcast; the result has their broadcast shape.
-    A key counts by its value modulo 2**64, not by its dtype. `uniform(a, b)` and `uniform(b, a)` differ, and so do
+    Only the value of a key modulo 2**64 matters, not its dtype. `uniform(a, b)` and `uniform(b, a)` differ, and so do
     `uniform(a)` and `uniform(a, 0)`. Raises AlgorithmError for a key that is not an integer.
     """
     bits = _mixed_bits(_UNIFORM_DOMAIN, keys)
@@ -31,18 +31,20 @@ def uniform(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def derive_seed(*keys: int) -> int:
-    """A seed in [0, 2**63) for a generator of its own; independent of `uniform` of the same keys."""
+    """Return a seed in [0, 2**63) for a separate generator, independent of `uniform` with the same keys."""
     bits = _mixed_bits(_SEED_DOMAIN, keys)
     if bits.ndim:
-        raise AlgorithmError(f"derive_seed makes one seed, but a key has shape {bits.shape}; give plain integers.")
+        raise AlgorithmError(
+            f"derive_seed needs plain integers, but a key has shape {bits.shape}; call it once per seed."
+        )
     return int(bits) >> 1
 
 
 def _mixed_bits(domain: int, keys: tuple[Any, ...]) -> np.ndarray:
     if not keys:
-        raise AlgorithmError("at least one integer key is needed, for example uniform(seed, step).")
+        raise AlgorithmError("no key was given; give at least one integer key, for example uniform(seed, step).")
     state = np.asarray(domain + len(keys), dtype=np.uint64)
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+    with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
         state = _mix(state)
         for position, key in enumerate(keys):
             state = _mix(state ^ _mix(_as_uint64(position, key) + _GOLDEN))
@@ -63,5 +65,5 @@ def _as_uint64(position: int, key: Any) -> np.ndarray:
         return array.astype(np.int64).astype(np.uint64)
     raise AlgorithmError(
         f"key {position} is {key!r} of dtype {array.dtype}; "
-        "keys are integers from -2**63 to 2**64 - 1, or integer arrays."
+        "keys must be integers from -2**63 to 2**64 - 1, or integer arrays."
     )

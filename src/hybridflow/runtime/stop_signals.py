@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that a loop reads between steps, not as an exception in the middle of one."""
+"""Ctrl-C and SIGTERM as a request that a loop checks between steps, instead of an exception inside a step."""
 
 import contextlib
 import logging
@@ -14,15 +14,15 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _INTERRUPTED = 128 + signal.SIGINT
-"""The exit status after a second signal, whichever it is: what a shell says of a program that Ctrl-C ended."""
+"""The exit status after a second signal of either kind, which shells use for a program ended by Ctrl-C."""
 
 
 class StopRequest:
-    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one ends the process at once.
+    """A context in which the first SIGINT or SIGTERM sets `requested` and a second one ends the process at once.
 
-    The second one is seen by a thread, so it works inside a long kernel too; the process exits with status 130. On
-    leaving, the handlers found on entering are back. A signal that was ignored on entering (`nohup`, background jobs of
-    a script) stays ignored. Outside the main thread, where Python allows no handlers, nothing is installed and
+    A thread watches for the second signal, so that it also works during a long kernel; the process exits with status
+    130. On exit the previous handlers are restored. A signal that was ignored before (`nohup`, background jobs of a
+    script) stays ignored. Outside the main thread, where Python does not allow handlers, nothing is installed and
     `requested` stays False.
     """
 
@@ -36,7 +36,7 @@ class StopRequest:
             handled = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._undo.enter_context(_exiting_at_second_of(handled))
             for number in handled:
-                self._undo.callback(_put_back, number, signal.signal(number, self._on_signal))
+                self._undo.callback(_restore, number, signal.signal(number, self._on_signal))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,12 +55,12 @@ class StopRequest:
 
 
 _watched: set[int] = set()
-"""Ends of pipes that Python writes the numbers of signals to."""
+"""Write ends of the pipes that Python writes signal numbers to."""
 
 
 @contextlib.contextmanager
 def _exiting_at_second_of(signals: list[signal.Signals]) -> Iterator[None]:
-    """Python runs handlers between two of its instructions, but writes the number of a signal to a pipe at once."""
+    """Watch for a second signal through a pipe, since Python writes to it at once but runs handlers only later."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     thread = threading.Thread(target=_exit_at_second, args=(read_end, signals), name="stop signals", daemon=True)
@@ -70,7 +70,7 @@ def _exiting_at_second_of(signals: list[signal.Signals]) -> Iterator[None]:
     try:
         yield
     finally:
-        if write_end in _watched:  # in a forked child it is the parent's, and the thread is not there
+        if write_end in _watched:  # in a forked child the pipe is the parent's, and there is no thread
             _watched.remove(write_end)
             signal.set_wakeup_fd(previous)
             os.write(write_end, _LEAVE)
@@ -79,7 +79,7 @@ def _exiting_at_second_of(signals: list[signal.Signals]) -> Iterator[None]:
         os.close(read_end)
 
 
-_LEAVE = b"\0"  # the number of no signal
+_LEAVE = b"\0"  # not the number of a signal
 
 
 def _exit_at_second(read_end: int, signals: list[signal.Signals]) -> None:
@@ -92,7 +92,7 @@ def _exit_at_second(read_end: int, signals: list[signal.Signals]) -> None:
 
 
 def _stop_watching_in_forked_child() -> None:
-    # A signal to the child would count as one to the parent.
+    # Otherwise a signal to the child would also count for the parent.
     if _watched:
         _watched.clear()
         signal.set_wakeup_fd(-1)
@@ -101,6 +101,6 @@ def _stop_watching_in_forked_child() -> None:
 os.register_at_fork(after_in_child=_stop_watching_in_forked_child)
 
 
-def _put_back(number: signal.Signals, handler: Any) -> None:
-    # None is a handler that Python did not install and cannot put back.
+def _restore(number: signal.Signals, handler: Any) -> None:
+    # None: a handler not installed by Python, which cannot restore it.
     signal.signal(number, signal.SIG_DFL if handler is None else handler)

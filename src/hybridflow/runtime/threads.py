@@ -1,6 +1,6 @@
-"""How many threads torch computes with, and whether it may use nondeterministic kernels.
+"""The number of threads of torch, and whether it may use nondeterministic kernels.
 
-Both reach the bits of a result: sums are split over threads.
+Both affect the bits of a result, since sums are split over threads.
 """
 
 import os
@@ -13,19 +13,20 @@ _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 def set_num_threads(num_threads: int) -> int:
-    """Let torch compute with this many threads, 0 being `count_physical_cores()`; returns the number now in use."""
+    """Set the number of torch threads (0: `count_physical_cores()`) and return it."""
     import torch
 
     if num_threads < 0:
         raise ConfigError(
-            f"controller.threads={num_threads} is negative; use 0 for the number of physical cores, or 1, 2, ..."
+            f"controller.threads={num_threads} is invalid: must be at least 0; "
+            "use 0 for the number of physical cores, or 1, 2, ..."
         )
     torch.set_num_threads(num_threads or count_physical_cores())
     return torch.get_num_threads()
 
 
 def count_physical_cores() -> int:
-    """Physical cores this process may use: hyper-threads count once, affinity and a container's limit are respected."""
+    """Return the number of physical cores this process may use, by its affinity and the limit of its container."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
@@ -34,10 +35,10 @@ def count_physical_cores() -> int:
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Only deterministic kernels from now on (an operation that has none raises), or any kernel again.
+    """Allow only deterministic kernels (an operation without one raises), or all kernels again.
 
-    New memory is not filled with NaN, torch's default in this mode: nothing here reads memory it has not written.
-    Call it before the first CUDA operation, since cuBLAS reads its workspace setting once.
+    New memory is not filled with NaN, torch's default in this mode, since no code here reads uninitialized memory. Call
+    it before the first CUDA operation, since cuBLAS reads its workspace setting once.
     """
     import torch
     import torch.utils.deterministic
@@ -50,7 +51,7 @@ def set_deterministic(enabled: bool) -> None:
 
 
 def _threads_of_core(cpu: int) -> str:
-    """Which hardware threads share the core of `cpu`, as the kernel writes it; `cpu` itself where it does not say."""
+    """Return the hardware threads of the core of `cpu` as the kernel lists them, or `cpu` if it does not."""
     try:
         return (_CPU_TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -58,7 +59,7 @@ def _threads_of_core(cpu: int) -> str:
 
 
 def _container_limit(default: int) -> int:
-    """Whole CPUs of the cgroup's quota ("200000 100000" is two)."""
+    """Return the whole CPUs of the cgroup's quota ("200000 100000" is two), or `default` without a quota."""
     try:
         quota, period = _CPU_LIMIT.read_text().split()
     except (OSError, ValueError):

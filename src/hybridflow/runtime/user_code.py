@@ -1,5 +1,6 @@
-"""Loads a function of the user's own, from a file or a module. Needs nothing but Python: a process that runs such a
-function loads this file alone.
+"""Import of user functions from a file or a module.
+
+It needs only the standard library, since a process that runs such a function loads only this file.
 """
 
 import hashlib
@@ -7,21 +8,24 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def load_user_function(name: str, what: str, error: type[Exception]) -> Callable[..., Any]:
-    """The function that 'path/to/file.py:function' or 'package.module:function' names.
+    """Return the function named by 'path/to/file.py:function' or 'package.module:function'.
 
-    Raises `error`, which says `what` it was to be ("reward function"), if there is no such file, module or function,
-    or if the code fails on import.
+    Raises `error`, with `what` the function is for ("reward function"), if the file, module or function does not
+    exist, or if the import fails.
     """
     source, _, function_name = name.rpartition(":")
     if not source or not function_name:
-        raise error(f"{what} {name!r}: write 'path.py:function' or 'module:function'.")
+        raise error(f"{what} {name!r} is invalid; write 'path.py:function' or 'module:function'.")
     try:
         module = _load_file(source) if source.endswith(".py") else _load_module(source)
     except ValueError as problem:
@@ -47,23 +51,31 @@ def require_arguments(
     """Raise `error` if the function cannot be called with these keyword arguments."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some compiled functions have none to look at
+    except ValueError:  # some compiled functions have no signature
         return
     try:
         signature.bind(**dict.fromkeys(arguments))
     except TypeError as problem:
         plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
         signature = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        unknown = [each.name for each in plain if each.name not in arguments and each.kind not in _VARIADIC]
         raise error(
-            f"{what} {name!r} is {getattr(function, '__name__', 'it')}{signature}, but it is called with the "
-            f"keyword arguments {', '.join(arguments)} ({problem})."
+            f"{what} {name!r} is {getattr(function, '__name__', 'it')}{signature}{did_you_mean(unknown, arguments)}, "
+            f"but it is called with the keyword arguments {', '.join(arguments)} ({problem})."
         ) from problem
+
+
+def did_you_mean(names: Iterable[str], valid: Iterable[str]) -> str:
+    """Return " (did you mean 'scores' instead of 'score'?)" for the names near a valid one; empty if there are none."""
+    nearest = {name: get_close_matches(name, valid, n=2) for name in names}
+    hints = [f"{' or '.join(map(repr, near))} instead of {name!r}" for name, near in nearest.items() if near]
+    return f" (did you mean {', '.join(hints)}?)" if hints else ""
 
 
 def _load_module(source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
-    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise any error
         raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
 
 
@@ -71,7 +83,7 @@ def _load_file(source: str) -> ModuleType:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}.")
-    # A name of its own, so that two files of the same name do not replace each other or an installed module.
+    # A unique name, so that files of the same name do not replace each other or an installed module.
     module_name = f"_hybridflow_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -80,7 +92,7 @@ def _load_file(source: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a file of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise any error
         del sys.modules[module_name]
         raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
     return module

@@ -13,6 +13,7 @@ from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_files,
     require_positions,
+    require_reward_functions,
     require_rollout_engine,
     require_same_tokenizer,
 )
@@ -29,6 +30,7 @@ def build_trainer(config: Config) -> PPOTrainer:
     def prompts(files: tuple[str, ...], max_samples: int, order_by: str) -> RLHFDataset:
         dataset = open_prompts(config, files, max_samples, order_by)
         require_positions(config, dataset)
+        require_reward_functions(config, dataset, files)
         return dataset
 
     def trainer(parts: RunParts[RLHFDataset]) -> PPOTrainer:

@@ -1,6 +1,6 @@
 """Builds what generates without learning: validation and text generation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hybridflow.checkpoint import Checkpoint
@@ -9,12 +9,13 @@ from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.config import Config, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset, load_tokenizer
+from hybridflow.data.parquet_rows import Row
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
-from hybridflow.trainers.generation import TextGenerator
+from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.preconditions import require_files, require_rollout_engine
+from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
 from hybridflow.trainers.program import reward_class
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
@@ -24,14 +25,25 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     """Build what `hybridflow evaluate` runs: the model of model.path, or that with the weights of a checkpoint."""
     config = _prepare(config, checkpoint, "data.val_files")
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
+    require_reward_functions(config, prompts, config.data.val_files)
     rewards = {Role.Reward: ClassWithInitArgs(reward_class(config), config=config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
         return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
 
 
-def build_generator(config: Config, checkpoint: Checkpoint | None = None) -> TextGenerator:
-    """Build what `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint."""
+def build_generator(
+    config: Config,
+    checkpoint: Checkpoint | None = None,
+    prompts: Sequence[Row] = (),
+    *,
+    cap_response_length: bool = False,
+) -> TextGenerator:
+    """Build what `hybridflow generate` runs: the model of model.path, or that with the weights of a checkpoint.
+
+    `prompts` that are known are checked before a worker starts, as `checked_prompts` says.
+    """
     config = _prepare(config, checkpoint)
+    config = checked_prompts(config, prompts, cap_response_length=cap_response_length)
     tokenizer = load_tokenizer(config.model.path)
     with _groups(config, checkpoint, {}) as (backend, groups):
         return TextGenerator(config, tokenizer, groups[Role.ActorRollout], backend)

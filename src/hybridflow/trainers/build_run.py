@@ -85,7 +85,9 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
         settle_token_budgets(config, groups, run)
-        speedometer = Speedometer(program.learners, measure_peak_flops(DTYPES[config.model.dtype]))
+        peak_flops = measure_peak_flops(DTYPES[config.model.dtype])
+        run.start_facts["matmul_peak_flops_per_s"] = peak_flops
+        speedometer = Speedometer(program.learners, peak_flops)
         return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend))
 
 

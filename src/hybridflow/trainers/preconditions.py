@@ -1,19 +1,27 @@
 """What a configuration must have before anything is built from it, said before anything slow begins."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.errors import ConfigError, DataConfigError, ModelConfigError, ModelError
+from hybridflow.data.tokenizer import require_tokenizer
+from hybridflow.errors import ConfigError, DataConfigError, ModelError
 from hybridflow.models import vocabulary_size
+from hybridflow.rewards.table import require_known
 from hybridflow.rollout.vllm import require_vllm
+from hybridflow.trainers.model_directories import require_model_directory
+
+WITHOUT_TOKENIZER = ("critic.model_path", "reference.model_path")
+"""Models that read the policy's tokens, so that their directories need no tokenizer."""
 
 
 def require_files(config: Config, *file_keys: str, reference: bool = False) -> None:
     """Raise ConfigError unless model.path and each of `file_keys` (of the section `data`) are set.
 
-    Raises ModelError unless every model directory that the configuration names is one.
+    Raises ModelError unless every model directory that the configuration names is one, and DataError for one without
+    the tokenizer that it needs.
     """
     values = {"model.path": config.model.path}
     values |= {key: getattr(config.data, key.removeprefix("data.")) for key in file_keys}
@@ -31,16 +39,15 @@ def require_files(config: Config, *file_keys: str, reference: bool = False) -> N
     if config.uses_teacher:
         models["teacher.model_path"] = config.teacher.model_path
     for key, path in models.items():
-        if path and not (Path(path) / "config.json").is_file():
-            raise ModelConfigError(
-                f"{key}='{path}' is no model directory: config.json is missing. Give a local Hugging Face directory; "
-                "nothing is downloaded."
-            )
+        if path:
+            require_model_directory(key, path)
+            if key not in WITHOUT_TOKENIZER:
+                require_tokenizer(path, key)
 
 
 def require_positions(config: Config, prompts: RLHFDataset) -> None:
     """Raise DataError if the longest prompt and response together exceed the positions of the policy."""
-    positions, longest = _positions_of(config.model.path), prompts.longest_prompt
+    positions, longest = positions_of(config.model.path), prompts.longest_prompt
     if isinstance(positions, int) and longest + config.data.max_response_length > positions:
         raise DataConfigError(
             f"the longest prompt has {longest} tokens and data.max_response_length={config.data.max_response_length}, "
@@ -48,9 +55,15 @@ def require_positions(config: Config, prompts: RLHFDataset) -> None:
         )
 
 
+def require_reward_functions(config: Config, prompts: RLHFDataset, files: Iterable[str]) -> None:
+    """Raise RewardConfigError if reward.function is empty and a data source has no built-in reward function."""
+    if not config.reward.function and not config.reward.model_path:
+        require_known(prompts.data_sources, files)
+
+
 def require_room(config: Config, longest: int) -> None:
     """Raise DataError if an example of `longest` tokens exceeds the positions of the model."""
-    positions = _positions_of(config.model.path)
+    positions = positions_of(config.model.path)
     if isinstance(positions, int) and longest > positions:
         raise DataConfigError(
             f"the longest example has {longest} tokens, but the model has {positions} positions; lower "
@@ -59,7 +72,8 @@ def require_room(config: Config, longest: int) -> None:
         )
 
 
-def _positions_of(path: str) -> object:
+def positions_of(path: str) -> object:
+    """Return max_position_embeddings of a model directory; None if its config.json has none."""
     settings = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     return settings.get("max_position_embeddings")
 

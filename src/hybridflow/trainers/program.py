@@ -21,7 +21,10 @@ from hybridflow.workers import (
 )
 from hybridflow.workers.losses import actor_columns, actor_loss
 
-PROMPT_COLUMNS = ("prompts", "prompt_mask", "raw_prompts", "data_sources", "ground_truths", "extra_infos")
+PROMPT_COLUMNS = (
+    *("prompts", "prompt_mask", "raw_prompts", "prompt_texts"),
+    *("data_sources", "ground_truths", "extra_infos"),
+)
 """What a prompt dataset gives."""
 
 

@@ -1,5 +1,6 @@
 """The figures of a training step that follow from its batch."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,11 @@ from hybridflow.trainers.stages import Batch, read
 from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
+
+SAMPLE_COLUMNS = ("raw_prompts", "prompt_texts", "ground_truths", "solution_texts", "scores")
+
+MAX_GROUND_TRUTH_CHARS = 2000
+"""Longest JSON of a ground truth in samples.jsonl: the tests of a program may be megabytes."""
 
 
 def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
@@ -68,10 +74,10 @@ def lengths_of(batch: Batch) -> Lengths:
 def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
     """The policy before the update, from the sums of the ranks: better than what the loss sees between its steps."""
     columns = future.get().batch
-    means = {"actor/entropy": "entropy_sum", MEAN: "drift_sum", KL: "drift_kl_sum", SHARE: "drift_share_sum"}
+    means = {"actor/entropy": "entropy_sum", MEAN: "mismatch_sum", KL: "mismatch_kl_sum", SHARE: "mismatch_share_sum"}
     num_tokens = float(columns["num_tokens"].sum())
     metrics = {name: float(columns[column].sum()) / num_tokens for name, column in means.items()}
-    return metrics | {LARGEST: float(columns["drift_max"].max())}
+    return metrics | {LARGEST: float(columns["mismatch_max"].max())}
 
 
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
@@ -102,17 +108,28 @@ def samples_of(batch: Batch, count: int, step: int) -> list[dict[str, Any]]:
     for row, group in enumerate(future.get("group_ids").batch["group_ids"].tolist()):
         first_rows.setdefault(group, row)
     rows = np.array(list(first_rows.values())[:count], dtype=np.int64)
-    data = future.select_rows(rows).get(("raw_prompts", "solution_texts", "scores"))
+    data = future.select_rows(rows).get(SAMPLE_COLUMNS)
     columns = data.non_tensor_batch
     return [
         {
             "step": step,
             "prompt": prompt_text(columns["raw_prompts"][row]),
+            "rendered_prompt": columns["prompt_texts"][row],
+            "ground_truth": bounded_json(columns["ground_truths"][row]),
             "response": columns["solution_texts"][row],
             "score": float(data.batch["scores"][row]),
         }
         for row in range(len(rows))
     ]
+
+
+def bounded_json(value: Any) -> Any:
+    """Return a value that JSON can hold, as text cut to MAX_GROUND_TRUTH_CHARS if its JSON is longer."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # a date, bytes, NaN
+        value = text = repr(value)
+    return value if len(text) <= MAX_GROUND_TRUTH_CHARS else f"{text[:MAX_GROUND_TRUTH_CHARS]}..."
 
 
 def prompt_text(messages: Any) -> str:

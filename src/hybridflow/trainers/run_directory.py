@@ -45,6 +45,7 @@ class RunDirectory:
             require_same_run(self.checkpoint, self.identity)
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.documents: dict[str, str] = {}  # by file name, to be written when the run begins
+        self.start_facts: dict[str, Any] = {}  # recorded in `run.json` when the run begins
         self._release_lock: weakref.finalize[..., Self] | None = None
 
     def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter]:
@@ -118,7 +119,9 @@ class RunDirectory:
         start = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": self.step,
+            "directory": str(Path.cwd()),
             "config": self.identity["config"],
+            **self.start_facts,
             **collect_run_info(),
         }
         text = json.dumps({"starts": [*self.starts(), start]}, indent=1, ensure_ascii=False)

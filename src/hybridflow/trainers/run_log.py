@@ -8,7 +8,7 @@ from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTr
 from hybridflow.trainers.run_directory import RunDirectory
 
 Sample = dict[str, Any]
-"""A row of samples.jsonl: `step, prompt, response, score`."""
+"""A row of samples.jsonl: `step, prompt, rendered_prompt, ground_truth, response, score`."""
 
 
 class RunLog:

@@ -41,11 +41,11 @@ class Speedometer:
     def __init__(self, learners: Mapping[str, Learner], peak_flops: float) -> None:
         self.learners, self.peak_flops = learners, peak_flops
 
-    def read(self, metrics: Mapping[str, Any], lengths: Lengths) -> dict[str, float]:
-        """`perf/...`, `timing_per_token_ms/...` and `mfu/...` of a step whose `timing_s/...` are in `metrics`."""
+    def read(self, metrics: Mapping[str, Any], lengths: Lengths) -> dict[str, float | None]:
+        """Return `perf/...`, `timing_per_token_ms/...` and `mfu/...` from the step's `timing_s/...` in `metrics`."""
         num_tokens, num_response_tokens = sum(lengths.sequence_lens), sum(lengths.response_lens)
         handled = {"gen": num_response_tokens, **dict.fromkeys(WHOLE_SEQUENCE_STAGES, num_tokens)}
-        speed: dict[str, float] = {
+        speed: dict[str, float | None] = {
             "perf/num_tokens": num_tokens,
             "perf/tokens_per_s": num_tokens / metrics["timing_s/step"],
             **tokens_per_s(metrics, handled),
@@ -56,12 +56,17 @@ class Speedometer:
             if seconds and learner.shape:
                 forward = _flops_of_sequences(learner.shape, lengths)
                 flops = learner.epochs * 3.0 * forward  # a backward pass is two forward passes
-                speed[f"mfu/{role}"] = mfu(flops, seconds, self.peak_flops)
+                speed[f"mfu/{role}"] = self._utilization(flops, seconds)
         actor = self.learners.get("actor")
         if actor and actor.shape and "timing_s/gen" in metrics:
             flops = _flops_of_sequences(actor.shape, lengths)
-            speed["mfu/gen"] = mfu(flops, metrics["timing_s/gen"], self.peak_flops)
+            speed["mfu/gen"] = self._utilization(flops, metrics["timing_s/gen"])
         return speed
+
+    def _utilization(self, flops: float, seconds: float) -> float | None:
+        """Return the share of the peak, None above 1: the peak was then measured under load or on another device."""
+        share = mfu(flops, seconds, self.peak_flops)
+        return share if share <= 1 else None
 
 
 def _flops_of_sequences(shape: DecoderShape, lengths: Lengths) -> float:

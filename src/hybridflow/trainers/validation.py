@@ -12,7 +12,7 @@ from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.groups import BackendOwner
-from hybridflow.trainers.rl_metrics import prompt_text
+from hybridflow.trainers.rl_metrics import SAMPLE_COLUMNS, bounded_json, prompt_text
 
 VALIDATION_STREAM = 1
 """Second entry of a noise key; training uses 0. Validation noise is the same at every step."""
@@ -20,7 +20,7 @@ VALIDATION_STREAM = 1
 Z95 = 1.96
 """Standard errors on either side of a mean that hold 95% of a normal distribution."""
 
-READ_COLUMNS = ("response_mask", "group_ids", "scores", "data_sources", "raw_prompts", "solution_texts", "answers")
+READ_COLUMNS = ("response_mask", "group_ids", "data_sources", "answers", *SAMPLE_COLUMNS)
 
 
 class Validator(BackendOwner):
@@ -61,6 +61,8 @@ class Validator(BackendOwner):
                     "index": int(batch.batch["group_ids"][row]),
                     "data_source": columns["data_sources"][row],
                     "prompt": prompt_text(columns["raw_prompts"][row]),
+                    "rendered_prompt": columns["prompt_texts"][row],
+                    "ground_truth": bounded_json(columns["ground_truths"][row]),
                     "response": columns["solution_texts"][row],
                     "score": float(batch.batch["scores"][row]),
                     "answer": columns["answers"][row],

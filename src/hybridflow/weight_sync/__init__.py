@@ -1,4 +1,4 @@
-"""Weight sync from a trainer to rollout engines: bucket by bucket, versioned, and checked at the receiver."""
+"""Weight sync from a trainer to rollout engines: in buckets, with versions, verified by the receiver."""
 
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.broadcast import Broadcast

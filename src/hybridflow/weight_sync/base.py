@@ -1,6 +1,6 @@
-"""`WeightTransport`, which carries buckets of weights from a trainer to rollout engines, and the messages of a sync.
+"""`WeightTransport`, the Protocol that moves buckets of weights to rollout engines, and the messages of a sync.
 
-An implementation is a file beside this one and a line in `transports.py`.
+To add a transport, add a file beside this one and a line in `transports.py`.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hybridflow.weight_sync.buckets import Bucket, WeightSpec
 
 @dataclass(frozen=True)
 class Announcement:
-    """The weights of a version, in `num_buckets` buckets; `address` is where the sender listens, "" if it does not."""
+    """The weights of a version, in `num_buckets` buckets, and the sender's `address`; "" if it does not listen."""
 
     specs: Sequence[WeightSpec]
     num_buckets: int
@@ -21,13 +21,13 @@ class Announcement:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all weights."""
+        """The size of all weights in bytes."""
         return sum(spec.num_bytes for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A bucket that was sent: what is in it, and what a receiver's transport needs to read the contents."""
+    """A sent bucket: the specs of its tensors, and `contents`, by which the receiver's transport reads them."""
 
     specs: Sequence[WeightSpec]
     fingerprints: dict[str, int]
@@ -35,12 +35,12 @@ class Sent:
     contents: Any = None
 
     def apart(self) -> tuple["Sent", Any]:
-        """The description, and the contents beside it: a tensor outside an object is not copied into a message."""
+        """Return the description without contents, and the contents: a bare tensor is not copied into a message."""
         return replace(self, contents=None), self.contents
 
     @staticmethod
     def joined(apart: tuple["Sent", Any]) -> "Sent":
-        """Join what `apart` returned."""
+        """Join the description and the contents that `apart` returned."""
         described, contents = apart
         return replace(described, contents=contents)
 
@@ -49,19 +49,19 @@ class WeightTransport(Protocol):
     """One end of a transport. Buckets are received in the order in which they are sent."""
 
     def listen(self) -> str:
-        """Return the address at which the sender waits for receivers, "" if it does not."""
+        """Return the address where the sender waits for receivers; "" if it does not listen."""
         return ""
 
     def join(self, address: str, rank: int, world_size: int) -> None:
-        """Connect both ends, all at the same time; the sender is rank 0. Later calls do nothing."""
+        """Connect the sender, rank 0, and all receivers, which call this at the same time. Later calls do nothing."""
 
     def send(self, bucket: Bucket) -> Sent:
-        """Start to send a bucket; every receiver's `receive` takes what is returned."""
+        """Start to send a bucket, and return the message for each receiver's `receive`."""
         ...
 
     def receive(self, sent: Sent) -> Bucket:
-        """Return the bucket. Its memory belongs to the receiver and is not used again."""
+        """Return the bucket, in memory that belongs to the receiver and is not reused."""
         ...
 
     def finish(self) -> None:
-        """Wait until all buckets are received, and remove what sending them left."""
+        """Wait until all buckets are received, and release the memory or files used to send them."""

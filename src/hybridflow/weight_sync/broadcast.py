@@ -1,4 +1,4 @@
-"""Weights by broadcast, in a process group of their own: gloo, or NCCL on GPUs."""
+"""The `broadcast` transport: a separate process group of gloo, or of NCCL on GPUs."""
 
 import os
 import socket
@@ -18,22 +18,23 @@ from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 
 
 class Broadcast(WeightTransport):
-    """The sender listens at the address of its pool, on a free port; receivers find it by the announcement."""
+    """A broadcast from the sender, which listens at its pool's address on a free port; the announcement names both."""
 
     def __init__(self, config: Config) -> None:
         self._timeout = timedelta(seconds=config.controller.call_timeout_s or 10**8)
         self._device = own_device()
         self._listening: socket.socket | None = None
         self._group: Any = None
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._in_flight: list[tuple[Any, Tensor]] = []
 
     def listen(self) -> str:
+        """Listen on a free port of MASTER_ADDR (default: 127.0.0.1), and return `address:port`."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._listening = listen(address)
         return f"{address}:{self._listening.getsockname()[1]}"
 
     def join(self, address: str, rank: int, world_size: int) -> None:
-        """As in the Protocol. Raises LostWeightSyncError if the other ranks do not join in time."""
+        """Connect all ranks. Raises LostWeightSyncError if the others do not join within the call timeout."""
         if self._group is not None:
             return
         listening = self._listening.detach() if self._listening else None
@@ -43,36 +44,40 @@ class Broadcast(WeightTransport):
             self._group = _build_group(self._device, store, rank, world_size, self._timeout)
         except RuntimeError as error:
             raise LostWeightSyncError(
-                f"rank {rank} of {world_size} could not meet the others at {address} to exchange weights: {error}"
+                f"rank {rank} of {world_size} could not connect to the other ranks at {address} for the weight sync: "
+                f"{error}"
             ) from error
 
     def send(self, bucket: Bucket) -> Sent:
+        """Start the broadcast of a bucket; at most two are in flight."""
         packed = torch.empty(packed_size(bucket.specs), dtype=torch.uint8, device=self._device)
         pack(bucket, packed)
         self._wait(keep=1)
-        self._under_way.append((self._start(packed), packed))
+        self._in_flight.append((self._start(packed), packed))
         return Sent(bucket.specs, bucket.fingerprints, bucket.version)
 
     def receive(self, sent: Sent) -> Bucket:
+        """Take part in the broadcast of a bucket, and return it."""
         packed = torch.empty(packed_size(sent.specs), dtype=torch.uint8, device=self._device)
-        self._under_way.append((self._start(packed), packed))
+        self._in_flight.append((self._start(packed), packed))
         self._wait(keep=0)
         return Bucket(unpack(sent.specs, packed), sent.fingerprints, sent.version)
 
     def finish(self) -> None:
+        """Wait until all broadcasts are complete. Raises LostWeightSyncError if one fails."""
         self._wait(keep=0)
 
     def _start(self, packed: Tensor) -> Any:
         return self._group.broadcast([packed], dist.BroadcastOptions())  # rootRank is 0
 
     def _wait(self, keep: int) -> None:
-        """Until at most `keep` broadcasts are under way."""
-        while len(self._under_way) > keep:
-            work, _ = self._under_way.pop(0)
+        """Wait until at most `keep` broadcasts are in flight."""
+        while len(self._in_flight) > keep:
+            work, _ = self._in_flight.pop(0)
             try:
                 work.wait()
             except RuntimeError as error:
-                raise LostWeightSyncError(f"a broadcast of weights failed: {error}") from error
+                raise LostWeightSyncError(f"the broadcast of a weight bucket failed: {error}") from error
 
 
 def _build_group(device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -1,4 +1,4 @@
-"""Buckets of weights: what one holds, how all weights are cut into them, and packing one into one piece of memory."""
+"""Buckets of weights: their contents, the plan that assigns weights to buckets, and packing into one memory block."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.weight_sync.fingerprint import fingerprint
 
 ALIGNMENT = 64
-"""Bytes that a tensor's place in a packed bucket is a multiple of."""
+"""Alignment in bytes of each tensor in a packed bucket."""
 
 
 class WeightSpec(NamedTuple):
-    """A tensor that will come: its Hugging Face name, shape and dtype ("float32", ...)."""
+    """The description of a tensor: its Hugging Face name, shape and dtype ("float32", ...)."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,23 +24,23 @@ class WeightSpec(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """The dtype as a torch.dtype."""
         return getattr(torch, self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor's contents."""
+        """The size of the tensor in bytes."""
         return prod(self.shape) * self.torch_dtype.itemsize
 
 
 def spec_of(name: str, tensor: Tensor) -> WeightSpec:
-    """What describes a tensor."""
+    """Return the spec of a named tensor."""
     return WeightSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some weights with their fingerprints, which were made where the weights are learned."""
+    """Some of the weights, with the fingerprints that the trainer computed."""
 
     weights: dict[str, Tensor]
     fingerprints: dict[str, int]
@@ -48,17 +48,17 @@ class Bucket:
 
     @property
     def specs(self) -> list[WeightSpec]:
-        """What is in it, in order."""
+        """The specs of the weights, in order."""
         return [spec_of(name, tensor) for name, tensor in self.weights.items()]
 
     @property
     def num_bytes(self) -> int:
-        """Of all contents."""
+        """The size of all weights in bytes."""
         return sum(tensor.nbytes for tensor in self.weights.values())
 
 
 def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[list[WeightSpec]]:
-    """The specs in order, in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Assign specs, in order, to buckets of at most `bucket_bytes`; a larger tensor is alone in its bucket."""
     plan: list[list[WeightSpec]] = []
     used = 0
     for spec in specs:
@@ -73,9 +73,9 @@ def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[list[We
 def fill_buckets(
     plan: Sequence[Sequence[WeightSpec]], weights: Iterable[tuple[str, Tensor]], version: int
 ) -> Iterator[Bucket]:
-    """The buckets of a plan, each gathered when it is asked for, with the weights' version.
+    """Yield the buckets of a plan with the weights' version; each is gathered when it is requested.
 
-    Raises WeightSyncError if the weights are others.
+    Raises WeightSyncError if the weights differ from the plan in name, order, shape or dtype.
     """
     source = iter(weights)
     for planned in plan:
@@ -83,25 +83,27 @@ def fill_buckets(
         for spec in planned:
             name, tensor = next(source, ("", None))
             if tensor is None or spec_of(name, tensor) != spec:
-                came = "nothing" if tensor is None else f"{spec_of(name, tensor)}"
-                raise WeightSyncError(f"the weights to send begin with {came} where {spec} was announced.")
+                found = "no weight" if tensor is None else f"{spec_of(name, tensor)}"
+                raise WeightSyncError(
+                    f"the weights to send do not match the announcement: expected {spec}, got {found}."
+                )
             gathered[name] = tensor
         yield Bucket(gathered, {name: fingerprint(tensor) for name, tensor in gathered.items()}, version)
 
 
 def packed_size(specs: Iterable[WeightSpec]) -> int:
-    """Bytes of a bucket in one piece."""
+    """Return the size of a packed bucket in bytes."""
     return sum(_padded(spec.num_bytes) for spec in specs)
 
 
 def pack(bucket: Bucket, into: Tensor) -> None:
-    """Copy the contents into one piece of memory, (packed_size,) uint8 on any device."""
+    """Copy a bucket's tensors into one memory block, (packed_size,) uint8 on any device."""
     for part, tensor in zip(unpack(bucket.specs, into).values(), bucket.weights.values(), strict=True):
         part.copy_(tensor)
 
 
 def unpack(specs: Iterable[WeightSpec], packed: Tensor) -> dict[str, Tensor]:
-    """The tensors of a packed bucket: views of its memory."""
+    """Return the tensors of a packed bucket by name, as views of its memory."""
     weights, start = {}, 0
     for spec in specs:
         part = packed[start : start + spec.num_bytes]

@@ -1,9 +1,9 @@
-"""A number that tells tensors apart by contents and places: any changed bit, and any two words exchanged.
+"""A 64-bit checksum of a tensor that depends on its contents and their positions.
 
-The words of a tensor (64 bits, the last filled with zeros) are mixed with odd constants of their places and added,
-modulo 2**64, in blocks; the sums of the blocks likewise. Mixing is one to one, so that a single word that changes
-always changes the number. It is not linear, so that changes of several words, of signs for one, cancel by chance only,
-which is one in 2**64.
+The 64-bit words of a tensor, the last padded with zeros, are mixed with an odd constant of their position and added
+modulo 2**64 in blocks; the block sums are combined in the same way. Mixing is one-to-one, so a change of a single word
+always changes the checksum. Mixing is not linear, so changes of several words, for example of their signs, cancel only
+by chance, with probability 2**-64.
 """
 
 from functools import cache
@@ -15,14 +15,14 @@ from torch import Tensor
 from hybridflow.kernels import serves_words, sum_words
 
 BLOCK = 1024
-"""Words that share a table of constants, which fits the fastest cache of a core."""
+"""Words per block. Blocks share a table of constants, which fits into the L1 cache."""
 
 PART = 2**22
-"""Words that are mixed at once where there is no compiled kernel: on a GPU."""
+"""Words that are mixed at once without a compiled kernel, as on a GPU."""
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """The number of a tensor's contents, on whatever device; equal for equal bytes."""
+    """Return the checksum of a tensor on any device; equal bytes give equal checksums."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words, rest = flat[: len(flat) // 8 * 8].view(torch.int64), flat[len(flat) // 8 * 8 :]
     if len(rest):
@@ -40,7 +40,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def _mixed(words: Tensor, constants: Tensor) -> Tensor:
-    """As the kernel `mixed`; a shift of what is signed here brings in copies of the sign, which are masked off."""
+    """Mix words as the compiled kernel `mixed` does; the masks remove the sign bits that a signed shift brings in."""
     words = words * constants
     words = (words ^ ((words >> 32) & (2**32 - 1))) * constants
     return words ^ ((words >> 29) & (2**35 - 1))
@@ -53,7 +53,7 @@ def _sums(blocks: Tensor, constants: Tensor) -> Tensor:
 
 @cache
 def _table(count: int) -> Tensor:
-    """Odd numbers without a pattern (SplitMix64: Steele et al., 2014)."""
+    """Return pseudorandom odd numbers (SplitMix64: Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         x = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -68,6 +68,6 @@ def _table_on(count: int, device: torch.device) -> Tensor:
 
 
 def _odd(count: int, device: torch.device) -> Tensor:
-    """So many constants; tables are kept by the next power of two, so that few are made."""
+    """Return `count` constants. Tables are cached by the next power of two, so that there are few of them."""
     size = max(BLOCK, 1 << (count - 1).bit_length())
     return _table_on(size, device)[:count]

@@ -1,4 +1,4 @@
-"""Trainer and rollout engine in one process: the engine is given the gathered tensors themselves."""
+"""Weight sync inside one process: the rollout engine loads the gathered tensors without a copy."""
 
 from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket
@@ -7,17 +7,22 @@ from hybridflow.weight_sync.sender import WeightSender
 
 
 class InProcess(WeightTransport):
-    """Nothing is copied."""
+    """A transport inside one process, which passes tensors without copying them."""
 
     def send(self, bucket: Bucket) -> Sent:
+        """Return the bucket's tensors as contents."""
         return Sent(bucket.specs, bucket.fingerprints, bucket.version, bucket.weights)
 
     def receive(self, sent: Sent) -> Bucket:
+        """Return the bucket with the sender's tensors."""
         return Bucket(sent.contents, sent.fingerprints, sent.version)
 
 
 def hand_over(sender: WeightSender, receiver: WeightReceiver) -> int:
-    """Load the sender's weights into the receiver's engine; `receiver.check` is to follow. Returns their bytes."""
+    """Load the sender's weights into the receiver's engine, and return their size in bytes.
+
+    The caller calls `receiver.check` afterwards.
+    """
     announced = sender.announce()
     receiver.start(announced)
     try:

@@ -1,4 +1,4 @@
-"""Weights through the backend's object store: shared memory on one node, Ray's transfer between nodes."""
+"""The `object_store` transport: shared memory on one node, Ray's object transfer between nodes."""
 
 import torch
 
@@ -8,15 +8,17 @@ from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 
 
 class ObjectStore(WeightTransport):
-    """`Sent` carries the contents, packed in host memory; the store frees them when the call that has them is over."""
+    """Buckets packed in host memory and passed inside `Sent`; the store frees them after the call that carries them."""
 
     def __init__(self, config: Config) -> None:
-        """Build one end; there is nothing to configure."""
+        """Build one end; `config` is not used."""
 
     def send(self, bucket: Bucket) -> Sent:
+        """Pack a bucket into host memory."""
         contents = torch.empty(packed_size(bucket.specs), dtype=torch.uint8)
         pack(bucket, contents)
         return Sent(bucket.specs, bucket.fingerprints, bucket.version, contents)
 
     def receive(self, sent: Sent) -> Bucket:
+        """Return the bucket, as views of the packed memory."""
         return Bucket(unpack(sent.specs, sent.contents), sent.fingerprints, sent.version)

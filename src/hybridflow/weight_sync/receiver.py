@@ -1,4 +1,4 @@
-"""The rollout engine's end of a weight sync: checks the version and the fingerprint of each tensor, then the probe."""
+"""The receiver of a weight sync: it verifies the version and fingerprint of each tensor, then the probe."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,24 +15,30 @@ from hybridflow.weight_sync.probe import Probe, ProbeCheck
 
 
 class LoadsWeights(Protocol):
-    """What a receiver needs of a rollout engine."""
+    """The part of a rollout engine that a receiver uses; see `hybridflow.rollout.RolloutEngine`."""
 
-    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None: ...
+    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Expect weights of these names and shapes."""
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None: ...
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load some of the expected weights."""
 
-    def finish_loading(self, version: int) -> None: ...
+    def finish_loading(self, version: int) -> None:
+        """Complete the loading of a version."""
 
-    def abandon_loading(self) -> None: ...
+    def abandon_loading(self) -> None:
+        """Discard the loaded weights after an error."""
 
-    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]: ...
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probs of all tokens of each sequence but the first."""
+        ...
 
 
 class WeightReceiver:
-    """The session of one rank that generates. For each sync: join, start, receive each bucket, finish, check.
+    """The receiving end of one rank that generates. For each sync: join, start, receive each bucket, finish, check.
 
-    `rank` is that among the `num_receivers`. Raises WeightSyncError for a tensor that is not what was sent, or
-    log-probs that are not the trainer's: the engine then has no weights to generate with.
+    `rank` counts among the `num_receivers`. Raises WeightSyncError for a tensor that differs from the sent one, or for
+    log-probs that differ from the trainer's; the engine then has no weights to generate with.
     """
 
     def __init__(
@@ -46,39 +52,43 @@ class WeightReceiver:
         self._version = 0
 
     def join(self, announced: Announcement) -> None:
-        """Connect to the sender, which joins at the same time."""
+        """Connect to the sender, which calls `join` at the same time."""
         self._transport.join(announced.address, self._rank + 1, self._num_receivers + 1)
 
     def start(self, announced: Announcement) -> None:
-        """Expect these tensors of a version, each once.
+        """Expect the announced tensors, each once.
 
-        Raises RolloutError, with nothing changed, unless they are the model's.
+        Raises WeightSyncError for a duplicate, and RolloutError if they are not the model's tensors; nothing is changed
+        then.
         """
         specs = announced.specs
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise WeightSyncError(f"weight '{twice}' was announced twice.")
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise WeightSyncError(f"weight '{duplicate}' was announced twice.")
         self._engine.start_loading({spec.name: torch.Size(spec.shape) for spec in specs})
         self._expected, self._fingerprints = {spec.name: spec for spec in specs}, {}
         self._version = announced.version
 
     def receive(self, sent: tuple[Sent, Any]) -> None:
-        """Receive what `WeightSender.send` returned, compare it with the fingerprints and load it."""
+        """Receive the bucket that `WeightSender.send` returned, verify its fingerprints, and load it."""
         with self._abandoning_on_error():
             bucket = self._transport.receive(Sent.joined(sent))
-            self._require_as_sent(bucket)
+            self._require_unchanged(bucket)
             self._engine.load(bucket.weights.items())
 
     def finish(self) -> None:
-        """Complete the loading: the engine has all weights of the version, which `check` is to prove."""
+        """Complete the loading of a version, which `check` verifies. Raises WeightSyncError if weights are missing."""
         with self._abandoning_on_error():
             if missing := sorted(set(self._expected) - set(self._fingerprints)):
-                raise WeightSyncError(f"weights did not come: {', '.join(missing[:5])}.")
+                raise WeightSyncError(f"announced weights were not received: {', '.join(missing[:5])}.")
             self._engine.finish_loading(self._version)
 
     def check(self, probe: Probe) -> dict[str, float]:
-        """Compare the engine's log-probs with the trainer's, for which it needs all of its memory; metrics."""
+        """Compare the engine's log-probs with the trainer's, and return metrics.
+
+        The engine needs all of its memory for it, including the KV cache.
+        """
         with self._abandoning_on_error():
             return self._probe_check(probe, self._engine.log_probs(probe.sequences), self._version)
 
@@ -90,22 +100,23 @@ class WeightReceiver:
             self._engine.abandon_loading()
             raise
 
-    def _require_as_sent(self, bucket: Bucket) -> None:
+    def _require_unchanged(self, bucket: Bucket) -> None:
         if bucket.version != self._version:
             raise WeightSyncError(
-                f"weights of version {bucket.version} came ('{next(iter(bucket.weights), '')}', ...), expected are "
-                f"those of version {self._version}."
+                f"received weights of version {bucket.version} ('{next(iter(bucket.weights), '')}', ...), but expected "
+                f"version {self._version}."
             )
         for name, tensor in bucket.weights.items():
             if self._expected.get(name) != spec_of(name, tensor):
                 raise WeightSyncError(
-                    f"weight '{name}' came as {spec_of(name, tensor)}, announced was {self._expected.get(name)}."
+                    f"weight '{name}' was received as {spec_of(name, tensor)}, but announced as "
+                    f"{self._expected.get(name)}."
                 )
             if name in self._fingerprints:
-                raise WeightSyncError(f"weight '{name}' came twice.")
+                raise WeightSyncError(f"weight '{name}' was received twice.")
             if (found := fingerprint(tensor)) != bucket.fingerprints[name]:
                 raise WeightSyncError(
-                    f"weight '{name}' changed on its way: its fingerprint is {found:016x}, that of the trainer's is "
-                    f"{bucket.fingerprints[name]:016x}."
+                    f"weight '{name}' changed in transit: its fingerprint is {found:016x}, but "
+                    f"{bucket.fingerprints[name]:016x} on the trainer."
                 )
             self._fingerprints[name] = found

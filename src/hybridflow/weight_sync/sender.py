@@ -1,4 +1,4 @@
-"""The trainer's end of a weight sync: gathers weights bucket by bucket, with fingerprints, a version and a probe."""
+"""The sender of a weight sync: it gathers weights in buckets, with fingerprints, a version and a probe."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -14,25 +14,35 @@ from hybridflow.weight_sync.probe import Probe, probe_sequences
 
 
 class HasWeights(Protocol):
-    """What a sender needs of a training engine."""
+    """The part of a training engine that a sender uses; see `hybridflow.engines.TrainEngine`."""
 
     @property
-    def num_updates(self) -> int: ...
+    def num_updates(self) -> int:
+        """The number of optimizer steps, which is the version of the weights."""
+        ...
 
     @property
-    def vocabulary_size(self) -> int: ...
+    def vocabulary_size(self) -> int:
+        """The number of entries of the model's vocabulary."""
+        ...
 
-    def weight_shapes(self) -> Mapping[str, Size]: ...
+    def weight_shapes(self) -> Mapping[str, Size]:
+        """Return the names and shapes of the weights, in the order of `weights`."""
+        ...
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]: ...
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the weights by name, gathered one at a time."""
+        ...
 
-    def forward(self, rows: DataProto) -> Mapping[str, Tensor]: ...
+    def forward(self, rows: DataProto) -> Mapping[str, Tensor]:
+        """Return the column `log_probs` of the rows."""
+        ...
 
 
 class WeightSender:
-    """The session of one rank that learns. For each sync: announce, join, send each bucket, compute_probe, finish.
+    """The sending end of one rank that learns. For each sync: announce, join, send each bucket, compute_probe, finish.
 
-    `build_transport` is called by the first announcement; None on a rank that gathers weights with the others and does
+    The first announcement calls `build_transport`. It is None on a rank that gathers weights with the others but does
     not send them.
     """
 
@@ -45,7 +55,7 @@ class WeightSender:
         self._buckets: Iterator[Bucket] = iter(())
 
     def announce(self) -> Announcement:
-        """Return what `send` will send: the weights of the present version."""
+        """Return the description of the weights that `send` will send: those of the current version."""
         if self._transport is None and self._build_transport is not None:
             transport = self._build_transport()
             self._address = transport.listen()
@@ -57,17 +67,17 @@ class WeightSender:
         return Announcement(specs, len(plan), version, self._address)
 
     def join(self, num_receivers: int) -> None:
-        """Connect to the receivers, which join at the same time."""
+        """Connect to the receivers, which call `join` at the same time."""
         if self._transport is not None:
             self._transport.join(self._address, 0, num_receivers + 1)
 
     def send(self) -> tuple[Sent, Any]:
-        """Gather the next bucket and start to send it; what is returned goes to `WeightReceiver.receive`."""
+        """Gather the next bucket, start to send it, and return the message for `WeightReceiver.receive`."""
         bucket = next(self._buckets)
         return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:
-        """Compute the log-probs that a rollout engine with these weights must have."""
+        """Compute the log-probs of the probe sequences, which a rollout engine with these weights must reproduce."""
         data = self._config.data  # the model has positions for the longest prompt and response
         sequences = probe_sequences(self._engine.vocabulary_size, data.max_prompt_length + data.max_response_length - 1)
         ids = torch.tensor(sequences)
@@ -75,7 +85,7 @@ class WeightSender:
         return Probe(sequences, self._engine.forward(DataProto.from_dict(columns))["log_probs"].tolist())
 
     def finish(self) -> None:
-        """Wait until all is received, and remove what sending it left."""
+        """Wait until all buckets are received, and release the memory or files used to send them."""
         self._buckets = iter(())
         if self._transport is not None:
             self._transport.finish()

@@ -1,4 +1,4 @@
-"""The transports between two pools, by the name that `rollout.weight_sync` gives."""
+"""The transports between two pools, by their name in `rollout.weight_sync`."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,6 +22,6 @@ def build_transport(config: Config) -> WeightTransport:
 
 
 def build_sending_transport(config: Config) -> WeightTransport:
-    """Build the sender's end, and remove the buckets that a killed run left on the disk."""
+    """Build the sender's end, and remove buckets that a killed run left on the disk."""
     shutil.rmtree(sync_directory(config), ignore_errors=True)
     return build_transport(config)

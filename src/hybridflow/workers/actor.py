@@ -70,7 +70,7 @@ class ActorWorker(ModelWorker):
     @register(
         TO_REPLICAS,
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
-        writes=("num_tokens", "entropy_sum", "drift_sum", "drift_max", "drift_kl_sum", "drift_share_sum"),
+        writes=("num_tokens", "entropy_sum", "mismatch_sum", "mismatch_max", "mismatch_kl_sum", "mismatch_share_sum"),
         rows="one",
     )
     def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
@@ -85,10 +85,10 @@ class ActorWorker(ModelWorker):
         sums = {
             "num_tokens": mask.sum(),
             "entropy_sum": columns["entropies"][mask].double().sum(),
-            "drift_sum": mismatch[MEAN].sum(),
-            "drift_max": mismatch[MEAN].max(),
-            "drift_kl_sum": mismatch[KL].sum(),
-            "drift_share_sum": mismatch[SHARE].sum(),
+            "mismatch_sum": mismatch[MEAN].sum(),
+            "mismatch_max": mismatch[MEAN].max(),
+            "mismatch_kl_sum": mismatch[KL].sum(),
+            "mismatch_share_sum": mismatch[SHARE].sum(),
         }
         return DataProto.from_dict({name: total[None] for name, total in sums.items()})
 

@@ -16,7 +16,7 @@ from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES, SELECTIONS
 from hybridflow.config import Config, Section
 from hybridflow.errors import ConfigError
 from hybridflow.protocol import FIELDS
-from hybridflow.runtime import load_user_function
+from hybridflow.runtime import did_you_mean, load_user_function
 
 MADE_FOR_SELECTION = ("covariances", "seed")
 MADE_BY_LOSS = ("log_probs",)
@@ -103,14 +103,16 @@ def _resolved(
         if argument not in (*free, *elsewhere):
             valid = ", ".join([*free, *elsewhere]) or "none"
             raise ConfigError(
-                f"{section_name}.{leaf}_kwargs.{argument}: {what} has no such parameter; it has: {valid}."
+                f"{section_name}.{leaf}_kwargs.{argument}: {what} has no such parameter"
+                f"{did_you_mean([argument], [*free, *elsewhere])}; it has: {valid}."
             )
     required = [a for a in free if signature[a].default is inspect.Parameter.empty and a not in kwargs]
     if required:
+        valid = [*FIELDS, *made, *given, *type(section).model_fields]
         raise ConfigError(
-            f"{what} takes {', '.join(required)}, which is neither a column of the batch nor a key of "
-            f"[{section_name}]; "
-            f"give it in {section_name}.{leaf}_kwargs. Columns are {', '.join(sorted(FIELDS))}."
+            f"{what} takes {', '.join(required)}{did_you_mean(required, valid)}, which is neither a column of the "
+            f"batch nor a key of [{section_name}]; give it in {section_name}.{leaf}_kwargs, or name a column of "
+            "docs/data_proto.md."
         )
     parameters = {argument: getattr(section, argument) for argument in sorted(keys)}
     parameters |= {argument: value for argument, value in given.items() if argument in signature}

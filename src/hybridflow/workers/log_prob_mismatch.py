@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 MISMATCH_BOUND = 0.1
-"""A token whose log-probs differ by more counts in `rollout/log_prob_drift_share`."""
+"""A token whose log-probs differ by more counts in `rollout/log_prob_mismatch_share`."""
 
 MEAN, LARGEST, KL, SHARE = (
-    *("rollout/log_prob_drift", "rollout/log_prob_drift_max"),
-    *("rollout/log_prob_kl", "rollout/log_prob_drift_share"),
+    *("rollout/log_prob_mismatch", "rollout/log_prob_mismatch_max"),
+    *("rollout/log_prob_kl", "rollout/log_prob_mismatch_share"),
 )
 
 

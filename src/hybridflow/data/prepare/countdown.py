@@ -1,4 +1,4 @@
-"""Countdown: make a target out of given numbers, each used once. Generated, seeded, train and test disjoint."""
+"""Countdown: reach a target with given numbers, each used once. Generated from a seed; train and test are disjoint."""
 
 import math
 import random
@@ -21,7 +21,7 @@ _MAX_OPERANDS = 10
 
 @dataclass(frozen=True)
 class CountdownProblem:
-    """Numbers in the order shown, the target, and one expression that makes it (problems compare without it)."""
+    """Numbers in the order of the prompt, the target, and one solution (ignored when problems are compared)."""
 
     numbers: tuple[int, ...]
     target: int
@@ -29,7 +29,7 @@ class CountdownProblem:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The multiset of numbers, which train and test never share."""
+        """Multiset of the numbers; train and test share none."""
         return tuple(sorted(self.numbers))
 
 
@@ -46,9 +46,9 @@ def generate_countdown(
     """Return (train, test) problems, all solvable, with numbers 1..max_number and targets 1..max_target.
 
     `num_operands` is one count of numbers or several, each drawn equally often. With `+` and `-` only, the target is
-    drawn evenly over the sign patterns that give a valid one, so adding everything is right no more often than any
-    other pattern. With `*` or `/` a random expression is drawn, dividing only where that is exact.
-    Raises `DataError` for options out of range and where there are not enough different problems.
+    drawn uniformly over the sign patterns that give a valid one, so that adding all numbers is right no more often than
+    another pattern. With `*` or `/` a random expression is drawn, with a division only if it leaves no remainder.
+    Raises DataError for options out of range and if there are not enough different problems.
     """
     counts = (num_operands,) if isinstance(num_operands, int) else tuple(num_operands)
     _check_options(counts, max_number, max_target, operators)
@@ -119,7 +119,7 @@ def countdown_prompt(
     prompt_template: str = COUNTDOWN_PROMPT,
     number_separator: str = ", ",
 ) -> str:
-    """The text of a problem's prompt."""
+    """Return the text of a problem's prompt."""
     values = {
         "numbers": number_separator.join(str(number) for number in problem.numbers),
         "target": str(problem.target),
@@ -130,17 +130,19 @@ def countdown_prompt(
 
 def _check_options(counts: tuple[int, ...], max_number: int, max_target: int, operators: str) -> None:
     if not counts or any(not 2 <= count <= _MAX_OPERANDS for count in counts):
-        raise DataConfigError(f"num_operands={counts}: give one or several counts between 2 and {_MAX_OPERANDS}.")
+        raise DataConfigError(
+            f"num_operands={counts} is invalid: expected one or several counts from 2 to {_MAX_OPERANDS}."
+        )
     if max_number < 1 or max_target < 1:
         raise DataConfigError(f"max_number={max_number} and max_target={max_target} must be at least 1.")
     if not operators or not set(operators) <= set("+-*/"):
-        raise DataConfigError(f"operators={operators!r}: give some of + - * / in one text, for example '+-'.")
+        raise DataConfigError(f"operators={operators!r} is invalid: expected some of + - * / in one text, as in '+-'.")
 
 
 def _draw_signed_sum(
     noise: random.Random, numbers: tuple[int, ...], operators: str, max_target: int
 ) -> CountdownProblem | None:
-    """Choose evenly among the sign patterns whose sum is a valid target; bit i of a pattern subtracts number i."""
+    """Draw uniformly among the sign patterns whose sum is a valid target; bit i of a pattern subtracts number i."""
     total = sum(numbers)
     patterns: list[tuple[int, int]] = []
     for pattern in range(2 ** len(numbers) - 1):
@@ -161,7 +163,7 @@ def _draw_signed_sum(
 def _draw_expression(
     noise: random.Random, numbers: tuple[int, ...], operators: str, max_target: int
 ) -> CountdownProblem | None:
-    """Combine two random operands by a random operator until one is left; None where that is no valid target."""
+    """Combine two random operands by a random operator until one is left; return None if its value is invalid."""
     operands = [(number, str(number), "") for number in numbers]
     while len(operands) > 1:
         left = operands.pop(noise.randrange(len(operands)))
@@ -176,13 +178,13 @@ def _draw_expression(
 
 
 def _combine(left: tuple[int, str, str], operator: str, right: tuple[int, str, str]) -> tuple[int, str, str]:
-    """Value, text and outermost operator of `left operator right`, in as few parentheses as keep the reading exact."""
+    """Return value, text and outermost operator of `left operator right`, without needless parentheses."""
     left_value, left_text, left_operator = left
     right_value, right_text, right_operator = right
     if operator in "*/" and left_operator in ("+", "-"):
         left_text = f"({left_text})"
-    loose = {"+": (), "-": ("+", "-"), "*": ("+", "-", "/"), "/": ("+", "-", "*", "/")}[operator]
-    if right_operator in loose:
+    needs_parentheses = {"+": (), "-": ("+", "-"), "*": ("+", "-", "/"), "/": ("+", "-", "*", "/")}[operator]
+    if right_operator in needs_parentheses:
         right_text = f"({right_text})"
     value = {
         "+": lambda: left_value + right_value,

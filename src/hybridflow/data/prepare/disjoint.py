@@ -1,22 +1,26 @@
-"""Draws random problems into a test and a training set that share no group (numbers that look alike)."""
+"""Random test and training problems that share no group (problems of the same numbers)."""
 
 from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 from hybridflow.errors import DataConfigError
 
-# Draws in a row that may bring nothing new before the space of problems counts as used up.
+# Consecutive draws without a new problem after which the space of problems counts as used up.
 _MAX_FRUITLESS_DRAWS = 20_000
 
 
 class Problem(Protocol):
-    """A hashable problem; problems of one group never appear on both sides."""
+    """A hashable problem; the problems of one group are all in the training set or all in the test set."""
 
     @property
-    def group(self) -> Hashable: ...
+    def group(self) -> Hashable:
+        """Key of the problems that must stay together."""
+        ...
 
     @property
-    def target(self) -> int: ...
+    def target(self) -> int:
+        """The result, which distinguishes the problems of a group."""
+        ...
 
 
 ProblemT = TypeVar("ProblemT", bound=Problem)
@@ -25,12 +29,11 @@ ProblemT = TypeVar("ProblemT", bound=Problem)
 def draw_disjoint(
     draw: Callable[[], ProblemT | None], *, num_groups: int, train_size: int, test_size: int, widen: str
 ) -> tuple[list[ProblemT], list[ProblemT]]:
-    """Return (train, test), each of the size asked for and without a repeated problem.
+    """Return (train, test) of the given sizes, without repeated problems.
 
-    The test set is drawn first, so it does not depend on `train_size`. Each of its problems opens a group of its own
-    until half of the `num_groups` groups there are belong to it; from then on known groups get further targets.
-    `draw` may return None for a draw that is no problem. `widen` is the advice in the `DataError` raised when there
-    are not enough different problems.
+    The test set is drawn first, so it does not depend on `train_size`. Each of its problems takes a new group until it
+    has half of the `num_groups` groups; from then on its groups get further targets. `draw` returns None for a failed
+    draw. Raises DataError, with the advice `widen`, if there are not enough different problems.
     """
     if train_size < 1 or test_size < 1:
         raise DataConfigError(f"train_size={train_size} and test_size={test_size} must both be at least 1.")

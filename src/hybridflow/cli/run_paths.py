@@ -1,0 +1,57 @@
+"""The paths of a run's configuration, relative to the directory in which the run was started."""
+
+import json
+from pathlib import Path
+
+from hybridflow.config import leaf_keys, load_config
+from hybridflow.config.render import toml_value
+
+DIRECTORIES = (
+    *("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path"),
+    "trainer.run_dir",
+)
+FILES = ("data.train_files", "data.val_files")
+FUNCTIONS = ("reward.function", "data.order", "algorithm.advantage", "actor.policy_loss")
+"""Keys whose value may be 'path.py:function'."""
+
+PROMPT_FILE = "prompt_file"
+"""Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
+
+
+def absolute_paths(config_file: Path) -> list[str]:
+    """Return `key=value` for each relative path of a run's config.toml, made absolute.
+
+    A path is relative to the directory that the run's newest start recorded in run.json. If that directory no longer
+    exists, or if an older version wrote run.json, the paths stay as they are.
+    """
+    directory = _start_directory(config_file.parent)
+    if directory is None:
+        return []
+    values = leaf_keys(load_config(config_file))
+    absolute: dict[str, object] = {key: _absolute(str(values[key]), directory) for key in DIRECTORIES if values[key]}
+    for key in FILES:
+        files = values[key]
+        assert isinstance(files, tuple)
+        absolute[key] = tuple(_absolute(file, directory) for file in files)
+    for key in FUNCTIONS:
+        source, colon, name = str(values[key]).rpartition(":")
+        if source.endswith(".py"):
+            absolute[key] = f"{_absolute(source, directory)}{colon}{name}"
+    kwargs = values["reward.kwargs"]
+    assert isinstance(kwargs, dict)
+    if PROMPT_FILE in kwargs:
+        absolute["reward.kwargs"] = {**kwargs, PROMPT_FILE: _absolute(str(kwargs[PROMPT_FILE]), directory)}
+    return [f"{key}={toml_value(value)}" for key, value in absolute.items() if value != values[key]]
+
+
+def _start_directory(run: Path) -> Path | None:
+    """Return the working directory of the newest start that is in run.json; None if it is not recorded or is gone."""
+    try:
+        directory = Path(json.loads((run / "run.json").read_text(encoding="utf-8"))["starts"][-1]["directory"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return directory if directory.is_dir() else None
+
+
+def _absolute(path: str, directory: Path) -> str:
+    return str(directory / Path(path).expanduser())

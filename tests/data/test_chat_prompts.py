@@ -1,0 +1,52 @@
+import logging
+
+import pytest
+
+from hybridflow.data.chat_prompts import PromptEncoder, _warn_without_generation_prompt
+
+CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
+INST = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]{% else %}{{ m['content'] }}{% endif %}"
+    "{% endfor %}"
+)
+QUESTION = [{"role": "user", "content": "a"}]
+
+
+@pytest.fixture
+def warnings_of(char_tokenizer, caplog):
+    """Return a function that encodes a question twice with a chat template and returns the warnings."""
+    _warn_without_generation_prompt.cache_clear()
+
+    def warnings(template, **arguments):
+        encoder = PromptEncoder(char_tokenizer(chat_template=template), chat_template=True)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                encoder.text(QUESTION, "row 0", **arguments)
+        return [record.message for record in caplog.records]
+
+    return warnings
+
+
+def test_chat_template_without_generation_prompt_warns_once(warnings_of):
+    (warning,) = warnings_of(CHATML)
+    assert "renders the same text with and without add_generation_prompt" in warning
+    assert "prompts end before '<assistant>'" in warning
+    assert "{% if add_generation_prompt %}" in warning
+    assert len(warnings_of(CHATML)) == 1  # the validation data, with the same template
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(CHATML + "{% if add_generation_prompt %}<assistant>{% endif %}", id="with generation prompt"),
+        pytest.param(INST, id="answer follows the prompt directly"),
+        pytest.param("{{ raise_exception('one message') if messages[1:] else 'a' }}", id="refuses an answer"),
+        pytest.param(None, id="no template"),
+    ],
+)
+def test_other_chat_templates_do_not_warn(warnings_of, template):
+    assert warnings_of(template) == []
+
+
+def test_ended_conversations_need_no_generation_prompt(warnings_of):
+    assert warnings_of(CHATML, add_generation_prompt=False) == []
