@@ -12,6 +12,7 @@ START = time.perf_counter()
 import argparse  # noqa: E402
 import json  # noqa: E402
 import shutil  # noqa: E402
+import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -22,7 +23,13 @@ from rich.table import Table  # noqa: E402
 from hybridflow.checkpoint import CheckpointStore, export_model  # noqa: E402
 from hybridflow.config import Config, load_config  # noqa: E402
 from hybridflow.observability import plot_curves, read_jsonl  # noqa: E402
-from hybridflow.trainers import build_sft_trainer, build_trainer, build_validator  # noqa: E402
+from hybridflow.trainers import (  # noqa: E402
+    OfflineTrainer,
+    PPOTrainer,
+    build_sft_trainer,
+    build_trainer,
+    build_validator,
+)
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RUN = Path("runs/countdown")
@@ -41,8 +48,15 @@ def make_everything() -> None:
 def warm_start(overrides: list[str]) -> None:
     """Teach the format by supervised training; the demonstrations mostly give up after one trial."""
     console.rule("warm start: supervised training on demonstrations that give up early")
-    build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", overrides)).fit()
+    fit(build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", overrides)))
     export("sft", "warm_start")
+
+
+def fit(trainer: OfflineTrainer | PPOTrainer) -> None:
+    """Train to the last step; on Ctrl-C the trainer finishes its step and saves, then the demo ends."""
+    trainer.fit()
+    if trainer.global_step < trainer.total_steps:
+        sys.exit(130)
 
 
 def export(run: str, name: str) -> None:
@@ -59,7 +73,7 @@ def reinforce(config: Config) -> dict[str, Any]:
     before, before_samples = trainer.validator.run()
     console.rule(f"GRPO from a greedy accuracy of {before['val/accuracy']:.3f}")
     start = time.perf_counter()
-    trainer.fit()
+    fit(trainer)
     seconds = time.perf_counter() - start
     after, after_samples = trainer.validator.run()
     show_examples(before_samples, after_samples)
@@ -95,7 +109,7 @@ def control(seconds: float, sft_seconds_per_step: float, overrides: list[str], v
     steps = config.trainer.total_steps + more
     console.rule(f"control: {more} more supervised steps, for as long as GRPO took ({seconds:.0f} s)")
     changes = [f"trainer.run_dir={RUN / 'control'}", f"trainer.total_steps={steps}"]
-    build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", [*overrides, *changes])).fit()
+    fit(build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", [*overrides, *changes])))
     export("control", "control_model")
     grpo = RECIPES / "countdown_grpo.toml"
     before, _ = build_validator(load_config(grpo, validation_overrides)).run()

@@ -60,9 +60,7 @@ def draw_problems(
             seen.add(problem)
         if len(problems) == count:
             return problems
-    raise ValueError(
-        f"count={count} is invalid: {len(multisets)} multisets have fewer problems; use a smaller count."
-    )
+    raise ValueError(f"count={count} is invalid: {len(multisets)} multisets have fewer problems; use a smaller count.")
 
 
 def split_multisets(rng: random.Random, test_share: float = 0.3) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -10,6 +10,7 @@ trained on pairs of responses. Afterwards each policy is measured by the right a
 import argparse
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ def train(name: str, build: Callable[[Config], OfflineTrainer | PPOTrainer], ove
     config = load_config(RECIPES / f"{name}.toml", overrides)
     with build(config) as trainer:
         trainer.fit()
+        if trainer.global_step < trainer.total_steps:  # on Ctrl-C, `fit` finishes its step, saves and returns
+            sys.exit(130)
     checkpoint = CheckpointStore(RUN / name / "checkpoints").latest()
     assert checkpoint is not None
     export_model(checkpoint, Path(config.model.path), RUN / f"{name}_model")

@@ -5,6 +5,7 @@ The first of up to four response words must be the number of the prompt. A model
 
 import runpy
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -16,6 +17,7 @@ from hybridflow.data import prompt_row, write_prompt_file
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import build_trainer
 from support.environments import ROOT
+from support.program import INTERRUPTED
 
 OVERLAYS = {path.stem: path for path in sorted((ROOT / "recipes" / "algorithms").glob("*.toml"))}
 NUMBERS, STEPS = 12, 60
@@ -102,6 +104,8 @@ def train(directory: Path, name: str, seed: int, changes: Sequence[str] = ()) ->
     )
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()), build_trainer(config) as trainer:
         trainer.fit()
+        if trainer.global_step < trainer.total_steps:  # on SIGINT, `fit` finishes its step and returns
+            sys.exit(INTERRUPTED)
     return run
 
 
