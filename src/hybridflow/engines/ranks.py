@@ -100,9 +100,7 @@ class Ranks:
 
 
 @cache
-def _meshes_of(
-    world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int]
-) -> tuple[DeviceMesh, DeviceMesh]:
+def _meshes_of(world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int]) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the grid, and its axes of shards as one; cached by default group, since each mesh creates groups."""
     mesh = init_device_mesh(device_type, grid, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
     return mesh, mesh[DATA, SEQUENCE]._flatten(SHARD)
