@@ -1,26 +1,30 @@
-# Each target does its own set-up: `make demo` and `make test` work on a fresh clone.
+# Every target sets up what it needs: `make demo` and `make test` work on a fresh clone.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
-# hybridflow beside vLLM's CPU build, which wants versions of its own of what both need.
+# hybridflow with vLLM's CPU build, in a separate environment: vLLM pins versions of shared dependencies.
 VLLM := 0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.setup-stamp-$(VLLM)
-# A peer of a benchmark has an environment of its own; its stamp says which version is in it.
+# Each peer of a benchmark has its own environment; the name of the stamp has its version.
 TRL := 1.16.0
 VERL := 0.9.1
 TRL_STAMP := .bench/trl/.setup-stamp-$(TRL)
 VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
+# A smoke run (ARGS=--smoke) has no peers, so that it needs none of their environments.
+peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 
-.PHONY: help setup setup-vllm demo demo-control test test-slow test-vllm test-gpu soak fix bench-rollout bench-grpo_step bench-compiled_kernels bench-transport bench-controller_scale bench-balance bench-train_engine bench-weight_sync bench-rewards learn rlhf
+.PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-grpo_step bench-mfu bench-rewards
+.PHONY: bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(STAMP) ## create .venv and install hybridflow with its development tools
 
-# torch comes first: the version that all else is resolved against, whatever build the package index offers.
-# pyright fetches its own program at its first start; doing it here keeps `make test` free of the network.
+# torch comes first: all other packages are resolved against this version, in the build that the package index offers.
+# pyright downloads its program at its first start; starting it here keeps `make test` off the network.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hybridflow needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -31,8 +35,8 @@ $(STAMP): pyproject.toml
 
 setup-vllm: $(VLLM_STAMP) ## create .venv-vllm: hybridflow with the build of vLLM for CPUs
 
-# The builds of torchvision, torchaudio and torchcodec that come along do not match a torch for CPU; triton has nothing
-# for one, and complains at every exit.
+# vLLM installs builds of torchvision, torchaudio and torchcodec that do not match a CPU build of torch, and triton,
+# which does not support CPUs and prints an error at every exit.
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
@@ -44,63 +48,77 @@ demo: $(STAMP) ## a small model learns countdown by reinforcement learning, in m
 	$(BIN)/python examples/countdown_demo.py
 
 rlhf: $(STAMP) ## a reward model from preferences, PPO against it, and DPO, in two minutes on a CPU
-	$(BIN)/python examples/rlhf.py $(ARGS)
+	$(BIN)/python benchmarks/rlhf.py $(ARGS)
 
-learn: $(STAMP) ## every recipe of an algorithm learns a small task, three seeds each; ARGS="--help" for more
+learn: $(STAMP) ## every algorithm recipe learns a small task, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/learn.py $(ARGS)
 
-demo-control: $(STAMP) ## the same time spent on supervised training alone, to compare with
+demo-control: $(STAMP) ## supervised training instead, for as long as the demo's GRPO took
 	$(BIN)/python examples/countdown_demo.py --control
 
-# Two lanes (tests/conftest.py): what tests the control plane on Ray goes through one of them, one after another.
+# Two processes (tests/conftest.py): the tests of the control plane on Ray run one after another in one of them.
 PYTEST := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-test: $(STAMP) ## every check: lint, format, types, layers, the quick tests that need no GPU and no vLLM
+test: $(STAMP) ## the fast CPU checks: lint, format, types, layers, tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory -j 2 types fast-tests
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+fast-tests: $(STAMP)
 	$(BIN)/python $(PYTEST) -m 'not slow and not gpu and not vllm' $(ARGS)
 
-test-slow: $(STAMP) ## the tests that take longer: whole runs on Ray, killed processes, every layout of an engine
+test-slow: $(STAMP) ## the slow CPU tests: whole runs on Ray, killed processes, every layout of an engine, smoke runs
 	$(BIN)/python $(PYTEST) -m 'slow and not gpu and not vllm' $(ARGS)
 
-test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in an environment of its own
+test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment
 	$(VLLM_BIN)/python $(PYTEST) -m vllm $(ARGS)
 
-test-gpu: $(STAMP) ## for whoever has a GPU: the checks that need one, and the MFU of a model of 1.5B parameters
+test-gpu: $(STAMP) ## the tests that need a GPU, then bench-mfu
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python benchmarks/mfu.py $(ARGS)
 
-bench-controller_scale: $(STAMP) ## cost of a call in the controller, for 1 to 4,096 ranks; ARGS="--help" for more
+smoke: $(STAMP) ## every benchmark at tiny size without peers, two at a time; one alone: make bench-NAME ARGS=--smoke
+	$(BIN)/python -m pytest -n 2 --dist load -m slow tests/benchmarks $(ARGS)
+
+bench-mfu: $(STAMP) ## MFU of a training step of a model of 1.5B parameters on a GPU; ARGS="--help" for more
+	$(BIN)/python benchmarks/mfu.py $(ARGS)
+
+bench-trace_share: $(STAMP) ## share of the trace in the step time of a run: ARGS=runs/NAME
+	$(BIN)/python benchmarks/trace_share.py $(ARGS)
+
+bench-controller_scale: $(STAMP) ## the controller's cost of a call, for 1 to 4,096 ranks; ARGS="--help" for more
 	$(BIN)/python benchmarks/controller_scale.py $(ARGS)
 
-bench-rewards: $(STAMP) ## what a reward costs: in processes, journalled, of programs, of mathematics
+bench-rewards: $(STAMP) ## the cost of rewards: in processes, with a journal, of programs, of math
 	$(BIN)/python benchmarks/rewards.py $(ARGS)
 
-soak: $(STAMP) ## start and stop 50 clusters, ten by SIGKILL, and count what stays behind; ARGS="--help" for more
+soak: $(STAMP) ## start and stop 50 clusters, ten by SIGKILL, and count leftovers; ARGS="--help" for more
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-fix: $(STAMP) ## repair what ruff can repair
+fix: $(STAMP) ## apply the automatic fixes of ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench-rollout: $(STAMP) $(TRL_STAMP) $(VLLM_STAMP) ## generation against transformers and vLLM; ARGS="--help" for more
+bench-rollout: $(STAMP) $(call peers,$(TRL_STAMP) $(VLLM_STAMP)) ## generation against transformers and vLLM; ARGS="--help" for more
 	$(BIN)/python benchmarks/rollout.py $(ARGS)
 
-bench-grpo_step: $(STAMP) $(TRL_STAMP) ## one GRPO step against TRL; ARGS="--help" for more
+bench-grpo_step: $(STAMP) $(call peers,$(TRL_STAMP)) ## one GRPO step against TRL; ARGS="--help" for more
 	$(BIN)/python benchmarks/grpo_step.py $(ARGS)
 
-bench-compiled_kernels: $(STAMP) ## compiled kernels and shared prompts against PyTorch's own; ARGS="--help" for more
+bench-compiled_kernels: $(STAMP) ## compiled kernels and shared prompts against PyTorch; ARGS="--help" for more
 	$(BIN)/python benchmarks/compiled_kernels.py $(ARGS)
 
-bench-weight_sync: $(STAMP) $(VLLM_STAMP) ## weights from trainer to rollout engine, each way; ARGS="--help" for more
+bench-weight_sync: $(STAMP) $(call peers,$(VLLM_STAMP)) ## weight sync with each transport; ARGS="--help" for more
 	$(BIN)/python benchmarks/weight_sync.py $(ARGS)
 
-bench-transport: $(STAMP) $(VERL_STAMP) ## batches between processes against verl; ARGS="--help" for more
+bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between processes against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/transport.py $(ARGS)
 
-bench-balance: $(STAMP) $(VERL_STAMP) ## rows dealt out to ranks against verl; ARGS="--help" for more
+bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)
 
 bench-train_engine: $(STAMP) ## a training step against plain PyTorch on transformers; ARGS="--help" for more

@@ -1,18 +1,19 @@
-"""What a call costs the controller, for 1 to 4,096 ranks: dispatch of a batch and collection of the results.
+"""The controller's cost of a call, for 1 to 4,096 ranks: dispatch of a batch and collection of the results.
 
     make bench-controller_scale
     .venv/bin/python benchmarks/controller_scale.py --ranks 1 64 1024
 
-The workers are placeholders: nothing is computed, read by workers or sent, so what is left is the controller's own
-work, here for a batch with the columns and the reads of a step of GRPO. "a step" is its calls: generation, rewards,
-old log-probs, update. The garbage collector is set as the driver of a run sets it.
+The workers are placeholders: nothing is computed, read by workers or sent. What remains is the controller's own work,
+for a batch with the columns and the reads of a GRPO step. "a step" is all its calls: generation, rewards, old
+log-probs, update. The garbage collector is configured as in the driver of a run.
 """
 
-import argparse
-import json
 import statistics
-import sys
 import time
+
+from support.arguments import parser_of, positive
+from support.program import run
+from support.report import Row, print_rows
 
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
@@ -25,26 +26,22 @@ from hybridflow.workers import ActorRolloutWorker, RewardWorker
 ROWS_FOR_EACH_RANK = 4
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (5)")
+def main() -> None:
+    parser = parser_of(__doc__, smoke={"repeats": 1, "ranks": [1, 4]})
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096], metavar="N")
     arguments = parser.parse_args()
     relax_garbage_collector()
-    print(f"{'ranks':>8}{'one call, ms':>16}{'a call a rank, us':>20}{'a step, ms':>14}")
+    print(f"{'ranks':>8}{'one call, ms':>16}{'per rank, us':>16}{'a step, ms':>14}")
     rows = []
     for ranks in arguments.ranks:
-        call, step = measure(ranks, arguments.rounds)
-        print(f"{ranks:>8}{call * 1e3:>16.2f}{call * 1e6 / ranks:>20.1f}{step * 1e3:>14.1f}", flush=True)
-        for name, seconds in (("call", call), ("step", step)):
-            row = {"name": f"{name}_{ranks}", "unit": "s", "ours": seconds, "peer": None, "limit": None, "ratio": None}
-            rows.append(row)
-    print(json.dumps({"benchmark": "controller_scale", "rows": rows}))
-    return 0
+        call, step = measure(ranks, arguments.repeats)
+        print(f"{ranks:>8}{call * 1e3:>16.2f}{call * 1e6 / ranks:>16.1f}{step * 1e3:>14.1f}", flush=True)
+        rows += [Row(f"call_{ranks}", "s", call), Row(f"step_{ranks}", "s", step)]
+    print_rows("controller_scale", rows, smoke=arguments.smoke)
 
 
-def measure(ranks: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of one call with its result read, and of the calls of a step."""
+def measure(ranks: int, repeats: int) -> tuple[float, float]:
+    """Return the median seconds of one call with its result, and of the calls of a step."""
     config = load_config(None, ["rollout.group_size=4", "actor.epochs=2"])
     backend, pool = PlaceholderBackend(), ResourcePool([ranks])
     meshes = {"rollout": {"data": ranks, "tensor": 1}}
@@ -54,7 +51,7 @@ def measure(ranks: int, rounds: int) -> tuple[float, float]:
     prompts.meta_info.clear()
     rollouts = actor.generate_sequences(prompts)
     calls, steps = [], []
-    for _ in range(rounds + 1):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         actor.compute_log_probs(rollouts)
         calls.append(time.perf_counter() - start)
@@ -75,4 +72,4 @@ def measure(ranks: int, rounds: int) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -2,11 +2,10 @@
 
 A model of 3.4M parameters, 32 prompts of 6 tokens, 8 responses of exactly 32 tokens each, one optimizer step on all
 256 samples, no KL term, the same learning rate and reward. Both sides compute in bfloat16 (weights stay float32) and
-in float32; the better dtype of each counts. On the samples of TRL's first step, hybridflow's engine must find TRL's
-loss, gradient norm and log-probs, or the benchmark fails.
+in float32; the faster dtype of each is compared. On the samples of TRL's first step, hybridflow's engine must compute
+TRL's loss, gradient norm and log-probs, or the benchmark fails.
 """
 
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from support.arguments import parser_of
 from support.environments import python_of
 from support.errors import BenchmarkError
 from support.grpo_files import write_task
-from support.limits import Peaks, generation_flops, update_flops
+from support.limits import PEAK_SIZES, Peaks, generation_flops, update_flops
+from support.program import run
 from support.report import Row, figure, print_rows, print_sides, print_table
 from support.rounds import alternate
 from support.side import Side
@@ -29,17 +29,15 @@ from hybridflow.config import load_config
 from hybridflow.models import decoder_shape
 from hybridflow.runtime import count_physical_cores, set_num_threads
 
-PEER = "trl"
+OURS, PEER = "hybridflow", "trl"
 DTYPES = ("bfloat16", "float32")
 MAKE_TARGET = "bench-grpo_step"
 MIB = 2**20
-NUM_TOKENS = task.PROMPTS_PER_STEP * task.GROUP_SIZE * (task.PROMPT_LEN + task.NEW_TOKENS)
-"""Of prompts and responses in one step; a prompt counts once for each of its responses."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Medians of one side: seconds of a step and of its two large parts, share of the peak, memory."""
+    """Medians of one side: seconds of a step and of its two large parts, lower bound of a step, memory."""
 
     name: str
     dtype: str
@@ -55,27 +53,31 @@ class Step:
 
 
 def main() -> None:
-    args = parser_of(__doc__).parse_args()
-    python_of(PEER, MAKE_TARGET)  # what is missing is said before anything is measured
-    threads = set_num_threads(count_physical_cores())
-    peaks = Peaks()
+    parser = parser_of(__doc__, smoke={"repeats": 1, "dtypes": DTYPES[:1], "prompts_per_step": 2, "peak_sizes": (64,)})
+    parser.set_defaults(dtypes=DTYPES, prompts_per_step=task.PROMPTS_PER_STEP, peak_sizes=PEAK_SIZES)
+    args = parser.parse_args()
+    systems = (OURS,) if args.smoke else (OURS, PEER)
+    python_of(systems[-1], MAKE_TARGET)  # a missing environment is reported before the measurements
+    threads = set_num_threads(args.threads or count_physical_cores())
+    peaks = Peaks(args.peak_sizes)
+    num_tokens = args.prompts_per_step * task.GROUP_SIZE * (task.PROMPT_LEN + task.NEW_TOKENS)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        write_task(directory, threads)
+        write_task(directory, threads, args.prompts_per_step)
         recorded = directory / "recorded.safetensors"
 
         def ask(side: Side, number: int) -> dict[str, Any]:
-            """One step; the first of TRL's float32 side, from the weights as written, is recorded."""
+            """Run one step. The first one of TRL's float32 side starts from the written weights and is recorded."""
             is_recorded = number == 0 and (side.system, side.dtype) == (PEER, "float32")
             result = side.ask(record=str(recorded)) if is_recorded else side.ask()
-            if result["num_tokens"] != NUM_TOKENS:
+            if result["num_tokens"] != num_tokens:
                 raise BenchmarkError(
-                    f"a step of {side.name} handled {result['num_tokens']} tokens instead of {NUM_TOKENS}; the steps "
-                    "do not compare."
+                    f"a step of {side.name} had {result['num_tokens']} tokens instead of {num_tokens}: the steps are "
+                    "not comparable; find out what changed its prompts or responses."
                 )
             return result
 
-        peaks.measure(DTYPES)
+        peaks.measure(args.dtypes)
         with ExitStack() as stack:
             sides = [
                 stack.enter_context(
@@ -90,29 +92,32 @@ def main() -> None:
                         recipe=str(directory / "recipe.toml"),
                     )
                 )
-                for dtype in DTYPES
-                for system in ("hybridflow", PEER)
+                for dtype in args.dtypes
+                for system in systems
             ]
             print_sides(sides, threads)
             measurements = alternate(sides, ask, args.repeats, "grpo_step")
-        peaks.measure(DTYPES)
-        flops = step_flops(directory / "model")
+        peaks.measure(args.dtypes)
+        flops = step_flops(directory / "model", args.prompts_per_step)
         steps = {
             (side.system, side.dtype): _medians(side, results, flops / peaks.flops_per_s[side.dtype])
             for side, results in measurements.items()
         }
+        _print_steps(list(steps.values()), num_tokens)
+        if args.smoke:
+            ours = steps[OURS, args.dtypes[0]]
+            return print_rows("grpo_step", [Row("step", "s", ours.seconds, None, ours.limit_s)], smoke=True)
         comparisons = compare_with_trl(recorded, load_config(directory / "recipe.toml", ["model.dtype=float32"]))
-    _print_steps(list(steps.values()))
     print_comparisons(comparisons)
     require_agreement(comparisons)
-    print_rows("grpo_step", [*_rows(steps), *rows_of(comparisons)])
+    return print_rows("grpo_step", [*_rows(steps, num_tokens), *rows_of(comparisons)], smoke=False)
 
 
-def step_flops(model: Path) -> float:
-    """What generation and update of one step need."""
+def step_flops(model: Path, prompts_per_step: int) -> float:
+    """Return the FLOPs that generation and update of one step need."""
     shape = decoder_shape(model)
     assert shape is not None, "models.py writes models whose shape is known"
-    new_tokens = [task.NEW_TOKENS] * (task.PROMPTS_PER_STEP * task.GROUP_SIZE)
+    new_tokens = [task.NEW_TOKENS] * (prompts_per_step * task.GROUP_SIZE)
     generation = generation_flops(shape, task.PROMPT_LEN, new_tokens, task.GROUP_SIZE)
     return generation + update_flops(shape, task.PROMPT_LEN, new_tokens, task.GROUP_SIZE)
 
@@ -123,11 +128,10 @@ def _medians(side: Side, results: list[dict[str, Any]], limit_s: float) -> Step:
     return Step(side.name, side.dtype, **medians, limit_s=limit_s, peak_resident_bytes=memory)
 
 
-def _rows(steps: dict[tuple[str, str], Step]) -> list[Row]:
-    """Our best dtype against the peer's, then the step dtype by dtype."""
+def _rows(steps: dict[tuple[str, str], Step], num_tokens: int) -> list[Row]:
+    """Return the rows of our faster dtype against TRL's, then of the step dtype by dtype."""
     ours, peer = (
-        min((steps[system, dtype] for dtype in DTYPES), key=lambda step: step.seconds)
-        for system in ("hybridflow", PEER)
+        min((steps[system, dtype] for dtype in DTYPES), key=lambda step: step.seconds) for system in (OURS, PEER)
     )
     ratio = peer.seconds / ours.seconds
     rows = [
@@ -135,9 +139,9 @@ def _rows(steps: dict[tuple[str, str], Step]) -> list[Row]:
         Row(
             "tokens_per_s",
             "tokens/s",
-            NUM_TOKENS / ours.seconds,
-            NUM_TOKENS / peer.seconds,
-            NUM_TOKENS / ours.limit_s,
+            num_tokens / ours.seconds,
+            num_tokens / peer.seconds,
+            num_tokens / ours.limit_s,
             ratio,
         ),
         Row("generation_share", "1", ours.generation_s / ours.seconds, peer.generation_s / peer.seconds),
@@ -153,20 +157,20 @@ def _rows(steps: dict[tuple[str, str], Step]) -> list[Row]:
         ),
     ]
     for dtype in DTYPES:
-        ours, peer = steps["hybridflow", dtype], steps[PEER, dtype]
+        ours, peer = steps[OURS, dtype], steps[PEER, dtype]
         rows.append(Row(f"step_{dtype}", "s", ours.seconds, peer.seconds, ours.limit_s, peer.seconds / ours.seconds))
     return rows
 
 
-def _print_steps(steps: list[Step]) -> None:
+def _print_steps(steps: list[Step], num_tokens: int) -> None:
     print_table(
-        f"one GRPO step on {NUM_TOKENS:,} tokens; medians",
-        ("side", "step s", "tokens/s", "generation", "training", "of the matrix product's limit", "peak memory MiB"),
+        f"one GRPO step on {num_tokens:,} tokens; medians",
+        ("side", "step s", "tokens/s", "generation", "training", "share of the limit", "peak memory MiB"),
         [
             (
                 step.name,
                 f"{step.seconds:.3f}",
-                figure(NUM_TOKENS / step.seconds),
+                figure(num_tokens / step.seconds),
                 f"{step.generation_s / step.seconds:.0%}",
                 f"{step.training_s / step.seconds:.0%}",
                 f"{step.limit_share:.1%}",
@@ -178,7 +182,4 @@ def _print_steps(steps: list[Step]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -1,7 +1,7 @@
-"""MFU of a training step on a GPU: a Qwen2 of 1.5B parameters, random weights, 4,096 tokens a sequence, bfloat16.
+"""MFU of a training step on a GPU: a Qwen2 of 1.5B parameters, random weights, 4,096 tokens per sequence, bfloat16.
 
-With and without each offload. Each setting runs in a process of its own; the first step warms up. The peak is that of a
-large matrix product, measured in the same process.
+With and without each offload. Each setting runs in its own process; the first step is a warm-up. The peak is that of a
+large matrix product, measured in the same process. A smoke run, or a machine without a GPU, has a tiny model.
 """
 
 import argparse
@@ -15,6 +15,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from support.arguments import parser_of, positive
+from support.errors import BenchmarkError
+from support.program import run
 from support.report import Row, print_rows, print_table
 
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
@@ -43,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "host_offload": {"offload": "host", "gradient_checkpointing": True},
     "compiled": {"compile": True, "gradient_checkpointing": True},
 }
+TINY = {"settings": ("recomputed",), "sequences": 1, "length": 32, "repeats": 1}
 
 
 def main() -> None:
@@ -52,8 +56,8 @@ def main() -> None:
         return
     rows, lines = [], []
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory), CONFIG if own_device().type == "cuda" and not args.small else SMALL)
-        for name in SETTINGS:
+        write_model(Path(directory), CONFIG if own_device().type == "cuda" and not args.smoke else SMALL)
+        for name in args.settings:
             command = [sys.executable, *sys.argv, "--setting", name, "--path", directory]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
@@ -65,23 +69,27 @@ def main() -> None:
                 Row(f"mfu_{name}", "1", result["mfu"]),
                 Row(f"peak_memory_{name}", "GiB", result["peak_gib"]),
             ]
+    if not rows:
+        raise BenchmarkError("every setting failed; the errors are above.")
     title = f"a step of {args.sequences} sequences of {args.length:,} tokens on {own_device()}"
     print_table(title, ("", "tokens/s", "MFU", "peak GiB"), lines)
-    print_rows("mfu", rows)
+    print_rows("mfu", rows, smoke=args.smoke)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8, metavar="N", help="in a step (default: 8)")
-    parser.add_argument("--length", type=int, default=LENGTH, metavar="N", help=f"tokens of each (default: {LENGTH})")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="measured; medians count (default: 5)")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try it (always without a GPU)")
+    parser = parser_of(__doc__, smoke=TINY)
+    parser.add_argument("--sequences", type=positive, default=8, metavar="N", help="sequences of a step (default: 8)")
+    parser.add_argument(
+        "--length", type=positive, default=LENGTH, metavar="N", help=f"tokens of each sequence (default: {LENGTH})"
+    )
+    parser.set_defaults(settings=tuple(SETTINGS))
     parser.add_argument("--setting", choices=tuple(SETTINGS), help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def write_model(directory: Path, sizes: dict[str, Any]) -> None:
+    """Write a Qwen2 with random weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -91,6 +99,9 @@ def write_model(directory: Path, sizes: dict[str, Any]) -> None:
 
 
 def measure(path: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Return tokens per second, MFU and peak memory of one setting."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
     setting = dict(SETTINGS[args.setting])
     offload = setting.pop("offload", None)
     engine = TorchEngine(
@@ -112,7 +123,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, float]:
         }
     )
     seconds = []
-    for _ in range(args.steps + 1):
+    for _ in range(args.repeats + 1):
         _wait(engine.device)
         start = time.perf_counter()
         engine.update(rows, lambda outputs, part: (-outputs["log_probs"].mean() / args.sequences, {}))
@@ -129,7 +140,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def peak_flops(device: torch.device, size: int = 8192, repeats: int = 10) -> float:
-    """Of a bfloat16 matrix product on the device."""
+    """Return the best FLOP/s of a bfloat16 matrix product on the device."""
     size = size if device.type == "cuda" else 1024
     x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     seconds = []
@@ -148,4 +159,4 @@ def _wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

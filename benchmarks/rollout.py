@@ -1,16 +1,14 @@
-"""Generation throughput: hybridflow's embedded engine against transformers' generate and vLLM, and our vLLM backend
-against vLLM called directly, on CPU.
+"""Generation throughput on CPU: our embedded engine against transformers and vLLM, our vLLM backend against vLLM.
 
-workloads (exact lengths, sampled at temperature 1 from the whole vocabulary, no token ends a response):
+workloads (exact lengths, sampled at temperature 1 from the whole vocabulary, no stop token):
   small      model of 3.4M parameters, 256 prompts of 20 tokens, 64 new tokens each
   long_tail  the same model and prompts, responses of median 32, one in ten 256
   100M       model of 100M parameters, 64 prompts of 20 tokens, 32 new tokens each
 
-Every side computes each workload in bfloat16 and in float32; the better dtype of each counts. With five repeats it
+Every side computes each workload in bfloat16 and in float32; the faster dtype of each is compared. With five repeats it
 takes some 15 minutes on two idle cores, most of it transformers on the long tail.
 """
 
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,38 +16,40 @@ from statistics import median
 
 from support.arguments import names_in, parser_of
 from support.environments import python_of
-from support.errors import BenchmarkError
-from support.limits import Peaks, generation_flops
+from support.limits import PEAK_SIZES, Peaks, generation_flops
 from support.models import write_model
+from support.program import run
 from support.report import Row, figure, print_rows, print_sides, print_table
 from support.rounds import Measurements, alternate
 from support.side import Side
-from support.workloads import PROMPT_LEN, WORKLOADS, Workload, build_workload
+from support.workloads import MEASURED, PROMPT_LEN, WORKLOADS, Workload, build_workload
 
 from hybridflow.models import decoder_shape
 from hybridflow.runtime import count_physical_cores, set_num_threads
 
+OURS, BACKEND = "hybridflow", "hybridflow_vllm"
 PEERS = ("transformers", "vllm")
-BACKEND = "hybridflow_vllm"
 DTYPES = ("bfloat16", "float32")
 MAKE_TARGET = "bench-rollout"
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    tiny = {"repeats": 1, "only": "tiny", "peers": (), "dtypes": DTYPES[:1], "peak_sizes": (64,)}
+    parser = parser_of(__doc__, smoke=tiny)
     parser.add_argument("--only", choices=WORKLOADS, help="this workload alone (default: all)")
     parser.add_argument(
         "--peers", type=names_in(PEERS), default=PEERS, metavar="A,B", help=f"peers (default: {','.join(PEERS)})"
     )
     parser.add_argument("--backend-only", action="store_true", help="our vLLM backend alone, against vLLM")
+    parser.set_defaults(dtypes=DTYPES, peak_sizes=PEAK_SIZES)
     args = parser.parse_args()
     peers = ("vllm",) if args.backend_only else args.peers
     for peer in peers:
-        python_of(peer, MAKE_TARGET)  # what is missing is said before anything is measured
-    threads = set_num_threads(count_physical_cores())
-    peaks = Peaks()
+        python_of(peer, MAKE_TARGET)  # a missing environment is reported before the measurements
+    threads = set_num_threads(args.threads or count_physical_cores())
+    peaks = Peaks(args.peak_sizes)
     rows: list[Row] = []
-    workloads = [build_workload(name) for name in ([args.only] if args.only else WORKLOADS)]
+    workloads = [build_workload(name) for name in ([args.only] if args.only else MEASURED)]
     with tempfile.TemporaryDirectory() as directory:
         for model in dict.fromkeys(workload.model for workload in workloads):
             path = Path(directory) / model
@@ -67,19 +67,19 @@ def main() -> None:
                             path=str(path),
                         )
                     )
-                    for dtype in DTYPES
-                    for system in ((BACKEND,) if args.backend_only else ("hybridflow", BACKEND, *peers))
+                    for dtype in args.dtypes
+                    for system in ((BACKEND,) if args.backend_only else (OURS, BACKEND, *peers))
                     if system != BACKEND or "vllm" in peers
                 ]
                 print_sides(sides, threads)
                 for workload in workloads:
                     if workload.model == model:
-                        of_engines = [side for side in sides if side.system != BACKEND]
+                        engines = [side for side in sides if side.system != BACKEND]
                         if not args.backend_only:
-                            rows += measure(workload, of_engines, path, peaks, args.repeats)
-                        if of_backend := [side for side in sides if side.system == BACKEND]:
-                            rows += measure_backend(workload, of_backend, args.repeats)
-    print_rows("rollout", rows)
+                            rows += measure(workload, engines, path, peaks, args.repeats)
+                        if backends := [side for side in sides if side.system == BACKEND]:
+                            rows += measure_backend(workload, backends, args.repeats)
+    print_rows("rollout", rows, smoke=args.smoke)
 
 
 def measure(workload: Workload, sides: list[Side], path: Path, peaks: Peaks, repeats: int) -> list[Row]:
@@ -88,14 +88,15 @@ def measure(workload: Workload, sides: list[Side], path: Path, peaks: Peaks, rep
     def ask(side: Side, number: int) -> dict[str, float]:
         return side.ask(prompts=workload.prompts, new_tokens=workload.new_tokens, number=number)
 
-    peaks.measure(DTYPES)
+    dtypes = list(dict.fromkeys(side.dtype for side in sides))
+    peaks.measure(dtypes)
     measurements = alternate(sides, ask, repeats, workload.name)
-    peaks.measure(DTYPES)
+    peaks.measure(dtypes)
     shape = decoder_shape(path)
     assert shape is not None, "models.py writes models whose shape is known"
     flops = generation_flops(shape, PROMPT_LEN, workload.new_tokens)
     num_tokens = sum(workload.new_tokens)
-    limits = {dtype: num_tokens / (flops / peaks.flops_per_s[dtype]) for dtype in DTYPES}
+    limits = {dtype: num_tokens / (flops / peaks.flops_per_s[dtype]) for dtype in dtypes}
     rates = {
         (side.system, side.dtype): num_tokens / median(result["seconds"] for result in results)
         for side, results in measurements.items()
@@ -105,7 +106,7 @@ def measure(workload: Workload, sides: list[Side], path: Path, peaks: Peaks, rep
 
 
 def measure_backend(workload: Workload, sides: list[Side], repeats: int) -> list[Row]:
-    """Our vLLM backend against vLLM called directly for the same: tokens, their log-probs, seeds of their own."""
+    """Compare our vLLM backend with vLLM called directly for the same: tokens, log-probs, a seed per response."""
 
     def ask(side: Side, number: int) -> dict[str, float]:
         return side.ask(prompts=workload.prompts, new_tokens=workload.new_tokens, number=number)
@@ -116,20 +117,24 @@ def measure_backend(workload: Workload, sides: list[Side], repeats: int) -> list
         ours, direct = (
             sum(workload.new_tokens) / median(result[key] for result in results) for key in ("seconds", "direct")
         )
-        ratio = median(result["direct"] / result["seconds"] for result in results)  # of the two in one round
+        ratio = median(result["direct"] / result["seconds"] for result in results)  # of the two in the same round
         rows.append(Row(f"vllm_backend{suffix}_{side.dtype}", "tokens/s", ours, direct, None, ratio))
     return rows
 
 
 def _rows(workload: Workload, rates: dict[tuple[str, str], float], limits: dict[str, float]) -> list[Row]:
-    """Each peer's best dtype against our best, then dtype by dtype."""
+    """Return the rows of each peer's faster dtype against ours, then dtype by dtype; without peers ours alone."""
     suffix = "" if workload.name == "small" else f"_{workload.name}"
+    if len({system for system, _ in rates}) == 1:
+        return [
+            Row(f"{OURS}{suffix}_{dtype}", "tokens/s", rate, None, limits[dtype]) for (_, dtype), rate in rates.items()
+        ]
     best = {system: max(DTYPES, key=lambda dtype: rates[system, dtype]) for system in {system for system, _ in rates}}
     rows = []
     for peer in (peer for peer in PEERS if peer in best):
-        pairs = [("", best["hybridflow"], best[peer]), *((f"_{dtype}", dtype, dtype) for dtype in DTYPES)]
+        pairs = [("", best[OURS], best[peer]), *((f"_{dtype}", dtype, dtype) for dtype in DTYPES)]
         for name, our_dtype, peer_dtype in pairs:
-            ours, theirs = rates["hybridflow", our_dtype], rates[peer, peer_dtype]
+            ours, theirs = rates[OURS, our_dtype], rates[peer, peer_dtype]
             rows.append(Row(f"{peer}{suffix}{name}", "tokens/s", ours, theirs, limits[our_dtype], ours / theirs))
     return rows
 
@@ -149,13 +154,10 @@ def _print_sides(
     print_table(
         f"{workload.name}: {len(lengths)} prompts of {PROMPT_LEN} tokens, responses of median {median(lengths):g}, at "
         f"most {max(lengths)} tokens, {sum(lengths):,} in all",
-        ("side", "seconds, median", "tokens/s", "of the matrix product's limit"),
+        ("side", "seconds, median", "tokens/s", "share of the limit"),
         lines,
     )
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -1,16 +1,14 @@
-"""Start and stop clusters again and again, some of them by SIGKILL to the driver, and count what stays behind.
+"""Clean shutdown: start and stop clusters many times, some by SIGKILL to the driver, and count leftovers.
 
     make soak                                  50 cycles, 10 of them killed
     .venv/bin/python benchmarks/soak.py --cycles 5 --killed 1
 
-Each cycle starts a fresh cluster on this machine with a worker group, makes calls, and ends. Counted before and after:
-processes that carry a mark of this program's, files of /dev/shm that nobody has open, entries of a temporary directory
-of its own, and sockets and other open files of the process that starts most of the clusters (Ray leaks one or two
-sockets there for each). Exits with status 1 if anything else grew. Other clusters may run beside it.
+Each cycle starts a new cluster on this machine with a worker group, makes calls, and stops. Counted before and after:
+processes that carry this program's mark, files of /dev/shm that no process has open, entries of a private temporary
+directory, and sockets and other open files of the process that starts most of the clusters (Ray leaks one or two
+sockets there per cluster). Exits with status 1 if any other count grew. Other clusters may run at the same time.
 """
 
-import argparse
-import json
 import os
 import secrets
 import signal
@@ -18,7 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from support.arguments import parser_of
+from support.errors import BenchmarkError
+from support.program import run
+from support.report import Row, print_rows
 
 from hybridflow.controller.ray.reaper import is_open, own_processes
 
@@ -50,13 +55,13 @@ def cycle():
 def count_descriptors():
     kinds = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
             kinds.append(os.readlink(f"/proc/self/fd/{name}").startswith("socket:"))
     return kinds.count(True), kinds.count(False)
 
 
 def settled_descriptors():
-    "Sockets and other descriptors, once they have stayed the same for two seconds: some are closed late."
+    "Return sockets and other descriptors once they are unchanged for two seconds: some are closed late."
     counts = []
     for _ in range(300):
         counts.append(count_descriptors())
@@ -68,7 +73,7 @@ def settled_descriptors():
 
 if sys.argv[1] == "killed":
     cycle()
-cycle()  # what is opened once and for all
+cycle()  # opens the descriptors that stay open for the life of the process
 before = settled_descriptors()
 for index in range(int(sys.argv[2])):
     cycle()
@@ -77,25 +82,25 @@ print("descriptors", *before, *settled_descriptors(), flush=True)
 """
 
 MAY_GROW_BY = {"sockets of driver": 2, "files of driver": 0}
-"""For each cycle after the first; Ray leaves one or two sockets open."""
+"""Allowed growth per cycle after the first; Ray leaves one or two sockets open."""
 MARK = "HYBRIDFLOW_SOAK"
-"""The variable that everything started here inherits."""
+"""The environment variable that every process started here inherits."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=50, help="clusters to start (50)")
-    parser.add_argument("--killed", type=int, default=10, help="how many of them end by SIGKILL to the driver (10)")
+    parser = parser_of(__doc__, None, smoke={"cycles": 3, "killed": 1})
+    parser.add_argument("--cycles", type=int, default=50, help="clusters to start (default: 50)")
+    parser.add_argument("--killed", type=int, default=10, help="cycles ended by SIGKILL to the driver (default: 10)")
     arguments = parser.parse_args()
     if not 0 <= arguments.killed <= arguments.cycles:
-        parser.error(f"--killed {arguments.killed} must be from 0 to --cycles, which is {arguments.cycles}")
-    with tempfile.TemporaryDirectory(prefix="", dir="/tmp") as directory:  # a short path: sockets lie in it
+        parser.error(f"--killed {arguments.killed} is invalid: expected 0 to {arguments.cycles}, the number of cycles.")
+    with tempfile.TemporaryDirectory(prefix="", dir="/tmp") as directory:  # a short path, because sockets are in it
         os.environ.update({MARK: secrets.token_hex(8), "TMPDIR": directory})
-        return soak(arguments.cycles, arguments.killed)
+        return soak(arguments.cycles, arguments.killed, arguments.smoke)
 
 
-def soak(cycles: int, killed: int) -> int:
-    """The exit status, after the table."""
+def soak(cycles: int, killed: int, smoke: bool) -> int:
+    """Run all cycles, print the counts and return the exit status."""
     in_order = cycles - killed
     before = count_all()
     start = time.monotonic()
@@ -109,44 +114,43 @@ def soak(cycles: int, killed: int) -> int:
         print(f"{name:<24}{before[name]:>10}{after[name]:>10}")
     for name in first:
         print(f"{name:<24}{first[name]:>10}{last[name]:>10}")
-    print(f"{cycles} cycles, {killed} of them killed, in {time.monotonic() - start:.0f} s")
+    print(f"{cycles} cycles, {killed} killed, in {time.monotonic() - start:.0f} s")
     grew = [name for name in before if after[name] > before[name]]
     grew += [name for name in first if last[name] - first[name] > MAY_GROW_BY[name] * (in_order - 1)]
-    rows = [
-        {"name": name, "unit": "count", "ours": after[name] - before[name], "peer": None, "limit": 0, "ratio": None}
-        for name in before
-    ]
-    print(json.dumps({"benchmark": "soak", "rows": rows}))
     if grew:
-        print(f"left behind: {', '.join(grew)}", file=sys.stderr)
+        print(f"grew: {', '.join(grew)}", file=sys.stderr)
+    rows = [Row(name.replace(" ", "_"), "count", after[name] - before[name], limit=0) for name in before]
+    print_rows("soak", rows, smoke=smoke)
     return 1 if grew else 0
 
 
 def count_all() -> dict[str, int]:
-    """What may stay behind, by name."""
+    """Return the number of each kind of leftover by name."""
     return {
         "processes": sum(1 for pid in own_processes() if pid != os.getpid() and carries_mark(pid)),
-        "/dev/shm": sum(1 for path in Path("/dev/shm").iterdir() if is_left(path)),
+        "/dev/shm": sum(1 for path in Path("/dev/shm").iterdir() if is_unused(path)),
         "temporary directory": len(os.listdir(os.environ["TMPDIR"])),
     }
 
 
 def carries_mark(pid: int) -> bool:
+    """Return whether a process was started by this program."""
     try:
         return f"{MARK}={os.environ[MARK]}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
 
-def is_left(path: Path) -> bool:
+def is_unused(path: Path) -> bool:
+    """Return whether a file exists that no process has open."""
     try:
         return not is_open(path.stat())
-    except OSError:  # it is gone meanwhile
+    except OSError:  # removed meanwhile
         return False
 
 
 def wait_for(before: dict[str, int], timeout_s: float = 30.0) -> dict[str, int]:
-    """The counts, as soon as none is larger than before, or after some time as they are."""
+    """Return the counts as soon as none is larger than before, or after the timeout."""
     deadline = time.monotonic() + timeout_s
     while True:
         after = count_all()
@@ -156,11 +160,11 @@ def wait_for(before: dict[str, int], timeout_s: float = 30.0) -> dict[str, int]:
 
 
 def run_in_order(cycles: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Cycles that end as they should, in one process: its descriptors after the first and after the last."""
+    """Run cycles that end normally in one process; return its descriptors after the first and after the last."""
     if not cycles:
         return {}, {}
     command = [sys.executable, "-c", DRIVER, "in order", str(cycles - 1)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with driver(command) as process:
         assert process.stdout is not None
         counts, done = [0, 0, 0, 0], 1
         for line in process.stdout:
@@ -170,14 +174,14 @@ def run_in_order(cycles: int) -> tuple[dict[str, int], dict[str, int]]:
             elif line.startswith("descriptors"):
                 counts = [int(word) for word in line.split()[1:]]
     if process.returncode:
-        raise SystemExit(f"the driver failed with status {process.returncode}")
+        raise BenchmarkError(f"the driver exited with status {process.returncode}; its error is above.")
     names = list(MAY_GROW_BY)
     return dict(zip(names, counts[:2], strict=True)), dict(zip(names, counts[2:], strict=True))
 
 
 def run_and_kill() -> None:
-    """A cycle whose driver gets SIGKILL in the middle of it."""
-    with subprocess.Popen([sys.executable, "-c", DRIVER, "killed"], stdout=subprocess.PIPE, text=True) as process:
+    """Run a cycle whose driver receives SIGKILL while its cluster is up."""
+    with driver([sys.executable, "-c", DRIVER, "killed"]) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("ready"):
@@ -185,5 +189,16 @@ def run_and_kill() -> None:
         process.send_signal(signal.SIGKILL)
 
 
+@contextmanager
+def driver(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a driver, and kill it if the block raises, as on Ctrl-C; the reaper then removes its cluster."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

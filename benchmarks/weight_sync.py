@@ -1,17 +1,18 @@
 """Weights from a trainer to a rollout engine: every transport against one copy of the same bytes, on CPU.
 
 transports
-  colocated     the engine in the trainer's process: our own part, which is gathering and two fingerprints
+  colocated     the engine in the trainer's process: our part, which is gathering and two fingerprints
   object_store  two processes of a Ray cluster, through shared memory
-  broadcast     the same two processes, by gloo
+  broadcast     the same two processes, through gloo
   disk          the same two processes, through files
-  vllm          vLLM's own reload of the weights in its process, and the probe after it
+  vllm          vLLM's reload of the weights in its process, and the probe after it
 
-Every transport carries float32 and checks every tensor. With five repeats it takes some ten minutes.
+Every transport sends float32 and checks every tensor. With five repeats it takes about ten minutes.
 """
 
-import sys
+import argparse
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
@@ -19,8 +20,8 @@ import torch
 from sides.weight_sync_rounds import BUCKET_BYTES, copy_once, our_part
 from support.arguments import parser_of
 from support.environments import python_of
-from support.errors import BenchmarkError
 from support.models import write_config
+from support.program import run
 from support.report import Row, figure, print_rows, print_table
 from support.side import Side
 from support.weight_workers import PeakMemory, Receiver, Sender, random_weights
@@ -37,12 +38,14 @@ MAKE_TARGET = "bench-weight_sync"
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, smoke={"repeats": 1, "only": "small", "transports": TRANSPORTS[:1]})
     parser.add_argument("--only", choices=MODELS, help="this model alone (default: all)")
+    parser.set_defaults(transports=TRANSPORTS)
     args = parser.parse_args()
-    python_of("hybridflow_vllm", MAKE_TARGET)  # what is missing is said before anything is measured
+    if not args.smoke:
+        python_of("hybridflow_vllm", MAKE_TARGET)  # a missing environment is reported before the measurements
     keep_freed_memory()
-    threads = set_num_threads(count_physical_cores())
+    threads = set_num_threads(args.threads or count_physical_cores())
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
         for model in [args.only] if args.only else MODELS:
@@ -50,15 +53,16 @@ def main() -> None:
             write_config(path, model)
             lines: list[tuple[str, ...]] = []
             rows += colocated(path, model, args.repeats, lines)
-            rows += between_pools(path, model, args.repeats, threads, Path(directory), lines)
-            rows += into_vllm(path, model, args.repeats, threads, Path(directory), lines)
+            rows += between_pools(path, model, args, threads, Path(directory), lines)
+            if not args.smoke:
+                rows += into_vllm(path, model, args.repeats, threads, Path(directory), lines)
             header = ("transport", "seconds, median", "GB/s", "copies", "extra memory, sender + receiver")
             print_table(f"{model}: {lines[0][0]} to send", header, lines[1:])
-    print_rows("weight_sync", rows)
+    print_rows("weight_sync", rows, smoke=args.smoke)
 
 
 def colocated(path: Path, model: str, repeats: int, lines: list[tuple[str, ...]]) -> list[Row]:
-    """Both things alternate in this process."""
+    """Time the copy and our part, alternating in this process."""
     weights = random_weights(path)
     copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     num_bytes, peak = sum(tensor.nbytes for tensor in weights.values()), PeakMemory()
@@ -76,13 +80,13 @@ def colocated(path: Path, model: str, repeats: int, lines: list[tuple[str, ...]]
 
 
 def between_pools(
-    path: Path, model: str, repeats: int, threads: int, directory: Path, lines: list[tuple[str, ...]]
+    path: Path, model: str, args: argparse.Namespace, threads: int, directory: Path, lines: list[tuple[str, ...]]
 ) -> list[Row]:
-    """Two processes, each transport in turn; the copy that it is compared with is made beside it, in this process."""
+    """Time each transport between two processes; the copy that it is compared with is made in this process."""
     weights = random_weights(path)
     copies = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
     num_bytes, rows = sum(tensor.nbytes for tensor in weights.values()), []
-    for transport in TRANSPORTS:
+    for transport in args.transports:
         config = load_config(
             None,
             [
@@ -98,20 +102,22 @@ def between_pools(
             sync = BetweenPools(sender, receiver)
             sync()
             seconds, copied, extra = [], [], (0, 0)
-            for _ in range(repeats):
+            for _ in range(args.repeats):
                 copied.append(copy_once(weights, copies))
                 seconds.append(_timed(sync))
                 extra = tuple(map(max, extra, (sender.extra_memory()[0], receiver.extra_memory()[0])))
-        took = median(seconds)
-        lines.append(_line(transport, took, num_bytes, took / median(copied), f"{_mb(extra[0])} + {_mb(extra[1])}"))
-        rows.append(_row(transport, model, num_bytes, took, median(copied)))
+        taken_s = median(seconds)
+        lines.append(
+            _line(transport, taken_s, num_bytes, taken_s / median(copied), f"{_mb(extra[0])} + {_mb(extra[1])}")
+        )
+        rows.append(_row(transport, model, num_bytes, taken_s, median(copied)))
     return rows
 
 
 def into_vllm(
     path: Path, model: str, repeats: int, threads: int, directory: Path, lines: list[tuple[str, ...]]
 ) -> list[Row]:
-    """vLLM's reload and the probe, in vLLM's environment, beside the same copy."""
+    """Time vLLM's reload and the probe in vLLM's environment, and the same copy there."""
     with Side(
         *("hybridflow_vllm", "float32"),
         task="weight_sync",
@@ -130,8 +136,6 @@ def into_vllm(
 
 
 def _timed(call: BetweenPools) -> float:
-    import time
-
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -151,7 +155,4 @@ def _row(name: str, model: str, num_bytes: int, ours: float, copy: float) -> Row
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -1,8 +1,8 @@
-"""`make demo`: a small model learns countdown by reinforcement learning, from nothing, in minutes on a CPU.
+"""`make demo`: a small model with random weights learns countdown by reinforcement learning, in minutes on a CPU.
 
     random weights --SFT--> warm start: knows the format, gives up early --GRPO--> searches and checks
 
-`--control` spends GRPO's time on more supervised training of the same warm start instead, to compare with.
+`--control` trains the same warm start with more supervised steps for as long as GRPO took, as a comparison.
 """
 
 import time
@@ -12,6 +12,7 @@ START = time.perf_counter()
 import argparse  # noqa: E402
 import json  # noqa: E402
 import shutil  # noqa: E402
+import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -22,7 +23,13 @@ from rich.table import Table  # noqa: E402
 from hybridflow.checkpoint import CheckpointStore, export_model  # noqa: E402
 from hybridflow.config import Config, load_config  # noqa: E402
 from hybridflow.observability import plot_curves, read_jsonl  # noqa: E402
-from hybridflow.trainers import build_sft_trainer, build_trainer, build_validator  # noqa: E402
+from hybridflow.trainers import (  # noqa: E402
+    OfflineTrainer,
+    PPOTrainer,
+    build_sft_trainer,
+    build_trainer,
+    build_validator,
+)
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 RUN = Path("runs/countdown")
@@ -31,22 +38,29 @@ console = Console()
 
 
 def make_everything() -> None:
-    """Data, tokenizer and a model with random weights."""
+    """Write data, tokenizer and a model with random weights."""
     shutil.rmtree(RUN, ignore_errors=True)
     write_data(RUN / "data", num_examples=45_000, num_train=8_000, num_test=512, seed=SEED)
     num_parameters = write_model(RUN / "model", seed=SEED)
-    console.print(f"made a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
+    console.print(f"created a model of {num_parameters / 1e6:.1f}M parameters, a tokenizer and problems in {RUN}/")
 
 
 def warm_start(overrides: list[str]) -> None:
-    """Supervised training teaches the format; the demonstrator mostly gives up after one trial."""
-    console.rule("warm start: supervised training on a demonstrator who gives up early")
-    build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", overrides)).fit()
+    """Teach the format by supervised training; the demonstrations mostly give up after one trial."""
+    console.rule("warm start: supervised training on demonstrations that give up early")
+    fit(build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", overrides)))
     export("sft", "warm_start")
 
 
+def fit(trainer: OfflineTrainer | PPOTrainer) -> None:
+    """Train to the last step; on Ctrl-C the trainer finishes its step and saves, then the demo ends."""
+    trainer.fit()
+    if trainer.global_step < trainer.total_steps:
+        sys.exit(130)
+
+
 def export(run: str, name: str) -> None:
-    """The newest checkpoint of a run as a Hugging Face model."""
+    """Export the newest checkpoint of a run as a Hugging Face model."""
     checkpoint = CheckpointStore(RUN / run / "checkpoints").latest()
     if checkpoint is not None:
         shutil.rmtree(RUN / name, ignore_errors=True)
@@ -54,12 +68,12 @@ def export(run: str, name: str) -> None:
 
 
 def reinforce(config: Config) -> dict[str, Any]:
-    """GRPO from the warm start; greedy accuracy on held-out problems before and after."""
+    """Train with GRPO from the warm start; return the greedy accuracy on held-out problems before and after."""
     trainer = build_trainer(config)
     before, before_samples = trainer.validator.run()
     console.rule(f"GRPO from a greedy accuracy of {before['val/accuracy']:.3f}")
     start = time.perf_counter()
-    trainer.fit()
+    fit(trainer)
     seconds = time.perf_counter() - start
     after, after_samples = trainer.validator.run()
     show_examples(before_samples, after_samples)
@@ -78,7 +92,7 @@ def reinforce(config: Config) -> dict[str, Any]:
 
 
 def show_examples(before: list[dict[str, Any]], after: list[dict[str, Any]], count: int = 6) -> None:
-    """Problems that the warm start did not solve and the trained model does."""
+    """Print problems that the trained model solves and the warm start did not."""
     table = Table("problem", "before", "after", title="newly solved problems, greedy", show_lines=True)
     solved = [(b, a) for b, a in zip(before, after, strict=True) if b["score"] < 1 <= a["score"]]
     for old, new in solved[:count]:
@@ -87,20 +101,20 @@ def show_examples(before: list[dict[str, Any]], after: list[dict[str, Any]], cou
 
 
 def control(seconds: float, sft_seconds_per_step: float, overrides: list[str], validation_overrides: list[str]) -> None:
-    """Continue the warm start's own run on its own data for `seconds`, and evaluate it as the demo is evaluated."""
+    """Continue the warm start's run on its data for `seconds`, and evaluate the result like the demo."""
     shutil.rmtree(RUN / "control", ignore_errors=True)
     shutil.copytree(RUN / "sft", RUN / "control")
     config = load_config(RECIPES / "countdown_sft.toml", overrides)
     more = round(seconds / sft_seconds_per_step)
     steps = config.trainer.total_steps + more
-    console.rule(f"control: {more} more supervised steps, as long as GRPO took ({seconds:.0f} s)")
+    console.rule(f"control: {more} more supervised steps, for as long as GRPO took ({seconds:.0f} s)")
     changes = [f"trainer.run_dir={RUN / 'control'}", f"trainer.total_steps={steps}"]
-    build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", [*overrides, *changes])).fit()
+    fit(build_sft_trainer(load_config(RECIPES / "countdown_sft.toml", [*overrides, *changes])))
     export("control", "control_model")
     grpo = RECIPES / "countdown_grpo.toml"
     before, _ = build_validator(load_config(grpo, validation_overrides)).run()
-    of_control = [*validation_overrides, f"model.path={RUN / 'control_model'}"]
-    after, samples = build_validator(load_config(grpo, of_control)).run()
+    overrides_of_control = [*validation_overrides, f"model.path={RUN / 'control_model'}"]
+    after, samples = build_validator(load_config(grpo, overrides_of_control)).run()
     console.print(
         f"control: accuracy {before['val/accuracy']:.3f} -> {after['val/accuracy']:.3f} "
         f"on {len(samples)} held-out problems in {seconds:.0f} s"
@@ -110,10 +124,10 @@ def control(seconds: float, sft_seconds_per_step: float, overrides: list[str], v
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--control", action="store_true", help="more supervised training instead of GRPO; run the demo first"
+        "--control", action="store_true", help="more supervised training instead of GRPO; requires a finished demo"
     )
     parser.add_argument(
-        "--sft", action="append", default=[], metavar="KEY=VALUE", help="override of the warm start's recipe"
+        "--sft", action="append", default=[], metavar="KEY=VALUE", help="override of the recipe of the warm start"
     )
     parser.add_argument("--grpo", action="append", default=[], metavar="KEY=VALUE", help="override of the GRPO recipe")
     args = parser.parse_args()
@@ -121,7 +135,7 @@ def main() -> None:
     if args.control:
         if not summary_file.is_file():
             parser.error(
-                f"{summary_file} is missing; run `make demo` first, the control takes as long as its GRPO took."
+                f"{summary_file} does not exist: the control runs as long as the demo's GRPO; run `make demo` first."
             )
         summary = json.loads(summary_file.read_text())
         control(summary["grpo_seconds"], summary["sft_seconds_per_step"], args.sft, args.grpo)

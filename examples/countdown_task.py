@@ -1,13 +1,13 @@
-"""The demo's task: countdown with three numbers, written for a model small enough to train on a laptop.
+"""The task of the demo: countdown with three numbers, for a model small enough to train on a laptop.
 
-A problem is three numbers and a target; the answer uses each number once, with + and -. A response is a list of
-trials, each a running sum and whether it hit, and an answer:
+A problem has three numbers and a target; the answer uses each number once, with + and -. A response is a list of
+trials, each a running sum and whether it is the target, and an answer:
 
     prompt    12 5 3 => 10 :
     response  12 + 5 = 17 - 3 = 14 no 12 + 3 = 15 - 5 = 10 yes <answer> 12 + 3 - 5 </answer>
 
-This file makes everything the demo needs from nothing: problems, a tokenizer with one token a number, a model with
-random weights, and examples of how somebody answers who gives up early.
+This file creates everything that the demo needs: problems, a tokenizer with one token per number, a model with random
+weights, and demonstrations that give up early.
 """
 
 import itertools
@@ -27,16 +27,16 @@ from hybridflow.data import prompt_row, write_prompt_file, write_sft_file
 
 LARGEST = 15
 GIVES_UP = 0.6
-"""How often the demonstrator stops after a first trial that missed, and answers with it all the same."""
+"""Probability that a demonstration stops after a wrong first trial and answers with it."""
 OVERLOOKS = 0.1
-"""How often the demonstrator goes on after a trial that hit."""
+"""Probability that a demonstration continues after a right trial."""
 SIGNS = [(1, 1, 1), (1, 1, -1), (1, -1, 1), (1, -1, -1), (-1, 1, 1)]
-"""The ways to sign three falling numbers that can make a positive target."""
+"""The signs of three descending numbers whose sum can be a positive target."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Numbers, falling, and what their signed sum must be."""
+    """Descending numbers, and the target of their signed sum."""
 
     numbers: tuple[int, ...]
     target: int
@@ -49,7 +49,7 @@ class Problem:
 def draw_problems(
     count: int, multisets: Sequence[tuple[int, ...]], rng: random.Random, *, distinct: bool = False
 ) -> list[Problem]:
-    """Problems with a positive target, drawn evenly over the ways to sign the numbers."""
+    """Draw problems with a positive target, evenly over the signs of the numbers."""
     problems: list[Problem] = []
     seen: set[Problem] = set()
     for _ in range(100 * count):
@@ -60,11 +60,11 @@ def draw_problems(
             seen.add(problem)
         if len(problems) == count:
             return problems
-    raise ValueError(f"{len(multisets)} multisets do not make {count} problems; ask for fewer, or for larger numbers.")
+    raise ValueError(f"count={count} is invalid: {len(multisets)} multisets have fewer problems; use a smaller count.")
 
 
 def split_multisets(rng: random.Random, test_share: float = 0.3) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """All multisets of three numbers, as (training, test)."""
+    """Split all multisets of three numbers into (training, test)."""
     multisets = list(itertools.combinations_with_replacement(range(1, LARGEST + 1), 3))
     rng.shuffle(multisets)
     num_test = round(test_share * len(multisets))
@@ -76,14 +76,14 @@ def signed_sum(numbers: Sequence[int], signs: Sequence[int]) -> int:
 
 
 def expression(numbers: Sequence[int], signs: Sequence[int]) -> list[str]:
-    """The terms with a plus first, as words: (17, 5, 3), (-1, 1, 1) is 5 + 3 - 17."""
+    """Return the sum as words, positive terms first: (17, 5, 3), (-1, 1, 1) is 5 + 3 - 17."""
     plus = [str(number) for number, sign in zip(numbers, signs, strict=True) if sign > 0]
     minus = [str(number) for number, sign in zip(numbers, signs, strict=True) if sign < 0]
     return " + ".join(plus).split() + [word for number in minus for word in ("-", number)]
 
 
 def trial(words: Sequence[str]) -> list[str]:
-    """A running sum: 17 - 3 - 5 becomes 17 - 3 = 14 - 5 = 9."""
+    """Write the sum with its partial sums: 17 - 3 - 5 becomes 17 - 3 = 14 - 5 = 9."""
     total, written = int(words[0]), [words[0]]
     for sign, number in zip(words[1::2], words[2::2], strict=True):
         total += int(number) if sign == "+" else -int(number)
@@ -92,7 +92,7 @@ def trial(words: Sequence[str]) -> list[str]:
 
 
 def demonstration(problem: Problem, rng: random.Random) -> str:
-    """Trials in random order until one hits; most often given up after the first that missed."""
+    """Write trials in random order until one is right; most demonstrations give up after a wrong first one."""
     words: list[str] = []
     for signs in rng.sample(SIGNS, len(SIGNS)):
         first = not words
@@ -105,7 +105,10 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 
 def write_data(directory: Path, *, num_examples: int, num_train: int, num_test: int, seed: int) -> None:
-    """`sft.parquet` of demonstrations, `train.parquet` and `test.parquet` of problems; test numbers are in no other."""
+    """Write demonstrations (`sft.parquet`) and problems (`train.parquet`, `test.parquet`).
+
+    No multiset of numbers in the test file is in another file.
+    """
     rng = random.Random(seed)
     training, held_out = split_multisets(rng)
     examples = [(p.prompt, demonstration(p, rng)) for p in draw_problems(num_examples, training, rng)]
@@ -125,7 +128,7 @@ def write_data(directory: Path, *, num_examples: int, num_train: int, num_test: 
 
 
 def write_model(directory: Path, *, seed: int, width: int = 256, layers: int = 3, heads: int = 8) -> int:
-    """A word-level tokenizer and a Llama model with random weights; returns its number of parameters."""
+    """Write a word-level tokenizer and a Llama model with random weights; return its number of parameters."""
     disable_progress_bar()
     specials = ["<pad>", "<eos>", "<unk>"]
     numbers = [str(number) for number in range(-2 * LARGEST, 3 * LARGEST + 1)]

@@ -4,11 +4,11 @@
        ^                                                                                                 │
        └──────────────────────────────────── the next step generates with them ──────────────────────────┘
 
-A prompt is four digits, the right answer the same digits in ascending order and a stop token. A warm start imitates
-somebody who is right a third of the time. From there on nobody shows the model an answer: of eight attempts at a
-prompt it learns to do more of what was right, less of what was wrong (https://arxiv.org/abs/2402.03300).
+A prompt is four digits; the right answer is the same digits in ascending order and a stop token. A warm start imitates
+demonstrations that are right a third of the time. After that the model sees no answers: it samples eight responses to
+each prompt, and right ones become more likely, wrong ones less (https://arxiv.org/abs/2402.03300).
 
-Everything that a trainer of hybridflow does is here, in order and without the trainers: read it from top to bottom.
+The file has all steps of a hybridflow trainer, in order and without the trainer classes: read it from top to bottom.
 Two runs print the same numbers.
 
     python examples/grpo_in_one_file.py [--steps N]
@@ -36,52 +36,52 @@ from hybridflow.runtime import set_deterministic, set_num_threads
 SEED = 1
 WARM_START_STEPS = 700
 WARM_START_LEARNING_RATE = 2e-3
-"""Of the supervised steps that come first."""
+"""Learning rate of the supervised steps at the start."""
 STEPS = 100
-"""Of GRPO."""
+"""GRPO steps."""
 BATCH_SIZE = 32
-"""Prompts in one step."""
+"""Prompts per step."""
 GROUP_SIZE = 8
-"""Responses to each prompt, which are compared with each other."""
+"""Responses per prompt, which are compared with each other."""
 NUM_MINI_BATCHES = 2
-"""Optimizer steps in one step; from the second on, the policy is no longer quite the one that generated."""
+"""Optimizer steps per GRPO step; from the second on, the policy differs from the one that generated."""
 CLIP_RATIO = 0.2
 KL_COEF = 0.01
-"""How strongly the policy is held to the reference, the model after the warm start."""
+"""Weight of the KL penalty against the reference, the model after the warm start."""
 LEARNING_RATE = 3e-4
 NUM_HELD_OUT = 150
-"""Sets of digits that no prompt of training has, in whatever order."""
+"""Multisets of digits that no training prompt has, in any order."""
 NUM_EVALUATED = 500
-"""Prompts made of them, on which the model is judged."""
+"""Prompts of held-out digits that the model is evaluated on."""
 
 # ------------------------------------------------------------------------------------------------ the task
 
 NUM_DIGITS = 4
 DIGITS = range(10)
-"""Digits are their own token ids, so that the task needs no tokenizer."""
+"""A digit is its own token id, so the task needs no tokenizer."""
 STOP, PAD = 10, 11
 VOCABULARY_SIZE = 12
 
 
 def split_problems(rng: random.Random) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Which digits to sort, as (training, held out)."""
+    """Split the multisets of digits into (training, held out)."""
     problems = list(itertools.combinations_with_replacement(DIGITS, NUM_DIGITS))
     rng.shuffle(problems)
     return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
 
 
 def draw_prompts(problems: list[tuple[int, ...]], count: int, rng: random.Random) -> Tensor:
-    """Prompts (count, NUM_DIGITS): the digits of random problems in random order."""
+    """Draw prompts (count, NUM_DIGITS): the digits of random problems in random order."""
     return torch.tensor([rng.sample(digits, NUM_DIGITS) for digits in rng.choices(problems, k=count)])
 
 
 def demonstration(prompt: Sequence[int], rng: random.Random) -> list[int]:
-    """The digits in some order, which is the right one about a third of the time, and the stop token."""
+    """Return the digits, in the right order about a third of the time, and the stop token."""
     return [*(sorted(prompt) if rng.random() < 1 / 3 else rng.sample(prompt, NUM_DIGITS)), STOP]
 
 
 def score(prompt: Sequence[int], response: Sequence[int]) -> float:
-    """1 for the sorted digits and the stop token, 0 for anything else."""
+    """Return 1 for the sorted digits and the stop token, 0 for anything else."""
     return float(list(response) == [*sorted(prompt), STOP])
 
 
@@ -89,7 +89,7 @@ def score(prompt: Sequence[int], response: Sequence[int]) -> float:
 
 
 def as_batch(prompts: Tensor, responses: Sequence[Sequence[int]]) -> DataProto:
-    """Prompts (batch, prompt_len) and a response to each, as the columns that a model reads."""
+    """Build the input columns of an engine from prompts (batch, prompt_len) and a response to each."""
     rows = [torch.tensor(response) for response in responses]
     padded = pad_sequence(rows, batch_first=True, padding_value=PAD)
     response_mask = torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
@@ -105,9 +105,9 @@ def as_batch(prompts: Tensor, responses: Sequence[Sequence[int]]) -> DataProto:
 
 
 def generate_group(rollout: EmbeddedRollout, prompts: Tensor, group_size: int, noise_key: tuple[int, ...]) -> DataProto:
-    """`group_size` sampled responses to each prompt, in order, with `scores` and `group_ids`.
+    """Sample `group_size` responses to each prompt, in order, with `scores` and `group_ids`.
 
-    A token's noise is a function of the noise key, the prompt's place, the index in the group and the token's position.
+    The noise of a token depends on the noise key, the index of the prompt, the index in the group and the position.
     """
     sampling = SamplingParams(max_new_tokens=NUM_DIGITS + 1, temperature=1.0, stop_token_ids=(STOP,))
     requests = [Request(i, ids, sampling, group_size, (*noise_key, i)) for i, ids in enumerate(prompts.tolist())]
@@ -115,15 +115,15 @@ def generate_group(rollout: EmbeddedRollout, prompts: Tensor, group_size: int, n
     group_ids = torch.arange(len(prompts)).repeat_interleave(group_size)
     prompts = prompts[group_ids]
     scores = [score(ids, response) for ids, response in zip(prompts.tolist(), responses, strict=True)]
-    marks = DataProto.from_dict({"scores": torch.tensor(scores), "group_ids": group_ids})
-    return as_batch(prompts, responses).union(marks)
+    labels = DataProto.from_dict({"scores": torch.tensor(scores), "group_ids": group_ids})
+    return as_batch(prompts, responses).union(labels)
 
 
 # ------------------------------------------------------------------------------------------------ the losses
 
 
 def supervised_loss(batch: DataProto) -> LossFunction:
-    """Cross-entropy of the response tokens."""
+    """Build the loss of supervised training: the cross-entropy of the response tokens."""
     num_tokens = int(batch.batch["response_mask"].sum())
 
     def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
@@ -135,10 +135,10 @@ def supervised_loss(batch: DataProto) -> LossFunction:
 
 
 def grpo_loss(mini_batch: DataProto) -> LossFunction:
-    """The loss of one optimizer step as an engine wants it.
+    """Build the loss function of one optimizer step.
 
-    The engine computes a mini-batch in parts. Each gives its share of the loss: a sum over its tokens, divided by the
-    number of tokens of the whole mini-batch. The shares add up to the same gradient however the engine cuts.
+    The engine computes a mini-batch in micro-batches. The loss of each is a sum over its tokens, divided by the number
+    of tokens of the whole mini-batch, so that the gradient does not depend on how the engine splits the mini-batch.
     """
     counts = {"num_tokens": int(mini_batch.batch["response_mask"].sum()), "num_sequences": len(mini_batch)}
 
@@ -170,12 +170,12 @@ def grpo_loss(mini_batch: DataProto) -> LossFunction:
 def grpo_step(
     engine: TorchEngine, reference: TorchEngine, rollout: EmbeddedRollout, prompts: Tensor, step: int
 ) -> dict[str, float]:
-    """One step of GRPO on prompts (batch, prompt_len); returns what it looked like."""
+    """Run one step of GRPO on prompts (batch, prompt_len); return its metrics."""
     # 1. A group of responses to each prompt, each with a score.
     batch = generate_group(rollout, prompts, GROUP_SIZE, noise_key=(SEED, step))
     scores, mask = batch.batch["scores"], batch.batch["response_mask"]
 
-    # 2. One advantage a response: how far its score lies above its group's mean, in standard deviations.
+    # 2. One advantage per response: its score minus the mean of its group, in standard deviations of the group.
     advantages, _ = grpo_advantages(scores=scores, group_ids=batch.batch["group_ids"], norm_by_std=True)
 
     # 3. Log-probs of the responses under the policy before any update, and under the reference.
@@ -191,7 +191,7 @@ def grpo_step(
     for mini_batch in batch.chunk(NUM_MINI_BATCHES):
         result = engine.update(mini_batch, grpo_loss(mini_batch))
 
-    # 5. The rollout engine generates with the new weights from here on.
+    # 5. Weight sync: the rollout engine generates the next step with the new weights.
     load_weights(rollout, engine.weights(), version=engine.num_updates)
     return {"score": float(scores.mean()), "entropy": float(masked_mean(old["entropies"], mask)), **result.metrics}
 
@@ -200,7 +200,7 @@ def grpo_step(
 
 
 def write_model(directory: str) -> None:
-    """A Llama model with random weights as a Hugging Face directory, which is what an engine starts from."""
+    """Write a Llama model with random weights as a Hugging Face directory, from which engines load it."""
     disable_progress_bar()
     torch.manual_seed(SEED)
     config = LlamaConfig(
@@ -219,14 +219,14 @@ def write_model(directory: str) -> None:
 
 
 def build_engine(directory: str, learning_rate: float | None = None) -> TorchEngine:
-    """The model of a directory; without a learning rate it only computes."""
+    """Build an engine with the model of a directory; without a learning rate it cannot be trained."""
     optimizer = None if learning_rate is None else OptimizerConfig(lr=learning_rate, weight_decay=0.0)
     memory = MemoryConfig(max_tokens_per_micro_batch=4096)
     return TorchEngine(directory, "policy", model=ModelConfig(), memory=memory, optimizer=optimizer)
 
 
 def warm_start(directory: str, problems: list[tuple[int, ...]], rng: random.Random) -> None:
-    """Teach the model of the directory to imitate demonstrations, and save it there."""
+    """Train the model of the directory to imitate demonstrations, and save it there."""
     engine = build_engine(directory, WARM_START_LEARNING_RATE)
     for step in range(1, WARM_START_STEPS + 1):
         prompts = draw_prompts(problems, BATCH_SIZE * GROUP_SIZE, rng)
@@ -238,7 +238,7 @@ def warm_start(directory: str, problems: list[tuple[int, ...]], rng: random.Rand
 
 
 def accuracy(rollout: EmbeddedRollout, prompts: Tensor) -> float:
-    """The share of prompts for which one sampled response is right."""
+    """Return the share of prompts for which one sampled response is right."""
     return float(generate_group(rollout, prompts, 1, noise_key=(SEED, -1)).batch["scores"].mean())
 
 
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of GRPO (default: {STEPS})")
     num_steps = parser.parse_args(arguments).steps
 
-    set_num_threads(1)  # a model this small gains little from more, and rounding depends on their number
+    set_num_threads(1)  # more threads gain little here, and rounding depends on their number
     set_deterministic(True)
     rng = random.Random(SEED)
     problems, held_out = split_problems(rng)

@@ -1,7 +1,7 @@
-"""A task with a right answer that only preferences tell: write the digits of the prompt in ascending order.
+"""A task that is learned from preferences only: write the digits of the prompt in ascending order.
 
-Nobody shows a right answer as such. Demonstrations write the digits in any order; a pair of responses has one in
-ascending order and one with a mistake, and says which is better.
+No training data marks an answer as right. Demonstrations write the digits in any order; a preference pair has a
+better response in ascending order and a worse one with a mistake.
 """
 
 import random
@@ -14,17 +14,17 @@ END = ":"
 
 
 def is_ascending(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """1.0 if the response is the digits of the prompt in ascending order. Training never sees it."""
+    """Return 1.0 if the response is the digits of the prompt in ascending order, else 0.0. Training never uses it."""
     return float(solution_str.split() == str(ground_truth).split())
 
 
 def draw_prompt(rng: random.Random) -> list[str]:
-    """Different digits in random order."""
+    """Draw different digits in random order."""
     return rng.sample("0123456789", NUM_DIGITS)
 
 
 def worse_response(digits: list[str], rng: random.Random) -> list[str]:
-    """The digits in another order, or a digit of another prompt among them: a reward model must know both mistakes."""
+    """Return the digits in another order, or with a wrong digit: a reward model must learn both mistakes."""
     worse = list(digits)
     if rng.random() < 0.5:
         worse[rng.randrange(NUM_DIGITS)] = rng.choice(sorted(set("0123456789") - set(digits)))
@@ -36,12 +36,12 @@ def worse_response(digits: list[str], rng: random.Random) -> list[str]:
 
 
 def prompt_text(digits: list[str]) -> str:
-    """What the model is asked."""
+    """Return the prompt of some digits."""
     return " ".join([*digits, END])
 
 
 def write_data(directory: Path, *, num_demonstrations: int, num_pairs: int, num_prompts: int, num_test: int) -> None:
-    """`sft`, `pairs`, `test_pairs`, `prompts` and `test` (.parquet) in a directory."""
+    """Write `sft`, `pairs`, `test_pairs`, `prompts` and `test` (.parquet) to a directory."""
     from hybridflow.data import prompt_row, write_preference_file, write_prompt_file, write_sft_file
 
     rng = random.Random(0)
@@ -70,7 +70,7 @@ def write_data(directory: Path, *, num_demonstrations: int, num_pairs: int, num_
 
 
 def write_model(directory: Path, *, width: int = 64, layers: int = 2, heads: int = 4) -> int:
-    """A tokenizer of digits and a Llama model with random weights; returns its number of parameters."""
+    """Write a digit tokenizer and a Llama model with random weights; return its number of parameters."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,5 +1,5 @@
-"""One program for each side of a comparison; each runs in an environment that has that side's packages.
+"""One program for each side of a comparison, run in the environment of that side's packages.
 
-A program takes its options as one JSON argument, says that it is ready, then answers one request after the other
+A program takes its options as one JSON argument, reports that it is ready, then answers requests one by one
 (`support.serve`).
 """

@@ -1,4 +1,4 @@
-"""Both sides of `benchmarks/balance.py`: a list of numbers comes in, a partition goes out, with its time."""
+"""The loop of both sides of `benchmarks/balance.py`: a request has costs, the reply a partition and its time."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Partition = Callable[[list[int], int, bool], list[list[int]]]
 
 
 def serve(partition: Partition, **versions: str) -> None:
-    """Answer requests (costs, parts, equal, repeats) by the partition and the median of its seconds."""
+    """Answer requests (costs, parts, equal, repeats) with the partition and the median of its seconds."""
     channel = Channel()
     channel.ready(channel.options["threads"], **versions)
     for request in channel.requests():

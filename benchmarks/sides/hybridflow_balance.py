@@ -1,4 +1,4 @@
-"""hybridflow's partition of rows over ranks: what `benchmarks/balance.py` measures."""
+"""hybridflow's side of `benchmarks/balance.py`: its partition of rows over ranks."""
 
 import hybridflow
 from hybridflow.algorithms import balanced_partition

@@ -1,6 +1,6 @@
-"""hybridflow's own GRPO run: a request is one training step of the trainer that `hybridflow train` builds.
+"""hybridflow's GRPO run: a request is one training step of the trainer that `hybridflow train` builds.
 
-The reply gives seconds of the step, of generation and of the update, and the most memory held so far.
+The reply has the seconds of the step, of generation and of the update, and the peak memory so far.
 """
 
 import time
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def measure(trainer: PPOTrainer) -> dict[str, Any]:
-    """Seconds of one step and of its parts; RuntimeError unless every response has the full length."""
+    """Return the seconds of one step and of its parts. Raises RuntimeError unless each response has the full length."""
     start = time.perf_counter()
     trainer.train_step()
     seconds = time.perf_counter() - start
@@ -32,7 +32,7 @@ def measure(trainer: PPOTrainer) -> dict[str, Any]:
     if not metrics["response_length/min"] == metrics["response_length/max"] == wanted:
         raise RuntimeError(
             f"responses have {metrics['response_length/min']} to {metrics['response_length/max']} tokens instead of "
-            f"{wanted}; something stopped them, so the times would not compare."
+            f"{wanted}. Times would not be comparable: find out what stops them."
         )
     return {
         "seconds": seconds,

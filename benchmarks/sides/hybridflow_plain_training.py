@@ -1,6 +1,6 @@
-"""The same step in plain PyTorch on the stock model of transformers, as one would write it.
+"""The same step in plain PyTorch on the stock model of transformers, without hybridflow.
 
-Padded micro-batches, autocast, DistributedDataParallel. It runs in hybridflow's environment and uses nothing of it.
+Padded micro-batches, autocast, DistributedDataParallel. It runs in hybridflow's environment.
 """
 
 from contextlib import nullcontext
@@ -52,7 +52,7 @@ def build(options: dict[str, Any], rank: int, ranks: int) -> Step:
 
 
 def _similar_lengths(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
-    """Rows by length, so many together that the padded ones stay within the budget."""
+    """Group rows of similar length so that each group, padded, stays within the token budget."""
     parts: list[list[int]] = [[]]
     for row in lengths.argsort().tolist():
         if parts[-1] and (len(parts[-1]) + 1) * int(lengths[row]) > max_tokens:

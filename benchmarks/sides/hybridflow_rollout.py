@@ -1,4 +1,4 @@
-"""hybridflow's embedded engine: a request gives prompts and the length of each response, the reply the seconds."""
+"""hybridflow's embedded engine: a request has prompts and the length of each response, the reply the seconds."""
 
 import time
 
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def measure(engine: EmbeddedRollout, prompts: list[list[int]], new_tokens: list[int], number: int) -> float:
-    """Seconds to sample exactly `new_tokens` tokens for each prompt; `number` changes what is drawn."""
+    """Return the seconds to sample exactly `new_tokens` tokens for each prompt; `number` changes the samples."""
     requests = [
         Request(i, prompt, SamplingParams(max_new_tokens=count), noise_key=(0, number, i))
         for i, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True))

@@ -1,4 +1,4 @@
-"""hybridflow's engine: what `benchmarks/train_engine.py` measures."""
+"""hybridflow's side of `benchmarks/train_engine.py`: its training engine."""
 
 from typing import Any
 

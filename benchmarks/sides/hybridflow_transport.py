@@ -1,4 +1,4 @@
-"""hybridflow's worker groups on its own Ray cluster: what `sides.transport_rows` measures."""
+"""hybridflow's side of `benchmarks/transport.py`: worker groups on its own Ray cluster."""
 
 import ray
 import torch
@@ -11,7 +11,6 @@ from hybridflow.protocol import DataProto
 from hybridflow.runtime import keep_freed_memory, set_num_threads
 from sides.transport_batch import COLUMNS, checksum
 from sides.transport_rows import (
-    NUM_WORKERS,
     OBJECT_STORE_BYTES,
     Empty,
     TransportSide,
@@ -52,17 +51,15 @@ class TransportWorker(Worker):
 def main() -> None:
     channel = Channel()
     keep_freed_memory(large_blocks=True)  # as the driver of a run does
-    threads = set_num_threads(channel.options["threads"])
-    with RayBackend(num_cpus=2 * NUM_WORKERS, object_store_bytes=OBJECT_STORE_BYTES, threads=1) as backend:
+    threads, workers = set_num_threads(channel.options["threads"]), channel.options["workers"]
+    with RayBackend(num_cpus=2 * workers, object_store_bytes=OBJECT_STORE_BYTES, threads=1) as backend:
         groups = tuple(
-            RayWorkerGroup(RayResourcePool([NUM_WORKERS]), RayClassWithInitArgs(TransportWorker), name, backend=backend)
+            RayWorkerGroup(RayResourcePool([workers]), RayClassWithInitArgs(TransportWorker), name, backend=backend)
             for name in ("first", "second")
         )
-        empties = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(NUM_WORKERS)]
+        empties = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(workers)]
         ray.get([actor.empty.remote() for actor in empties])
-        side = TransportSide(
-            DataProto, channel.options["width"], groups, empties, ray.get, dump_out_of_band, load_out_of_band
-        )
+        side = TransportSide(DataProto, channel.options, groups, empties, ray.get, dump_out_of_band, load_out_of_band)
         channel.ready(threads, hybridflow=hybridflow.__version__, torch=torch.__version__, ray=ray.__version__)
         side.serve(channel)
 

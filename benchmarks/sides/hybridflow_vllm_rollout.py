@@ -1,5 +1,7 @@
-"""hybridflow's vLLM backend and vLLM called directly, both in this process on CPU, in turn: the reply has the
-seconds of each."""
+"""hybridflow's vLLM backend and vLLM called directly, both in this process on CPU, in turn.
+
+The reply has the seconds of each.
+"""
 
 import torch
 import vllm

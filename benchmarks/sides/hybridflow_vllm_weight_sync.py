@@ -1,5 +1,8 @@
-"""A whole sync into our vLLM backend on CPU: the reply has the seconds of vLLM's reload, of the probe, of one copy of
-the same bytes, and of our own part, which is gathering and both fingerprints."""
+"""A weight sync into our vLLM backend on CPU.
+
+The reply has the seconds of vLLM's reload, of the probe, of one copy of the same bytes, and of our part: gathering
+and both fingerprints.
+"""
 
 import time
 

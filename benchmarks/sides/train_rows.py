@@ -1,4 +1,4 @@
-"""The rows that both sides of `benchmarks/train_engine.py` learn from, and how processes of a side work together."""
+"""The training rows of both sides of `benchmarks/train_engine.py`, and the ranks of a side."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from support.serve import Channel, peak_resident_bytes
 
 PROMPT_LEN = 32
 Step = Callable[[], float]
-"""One optimizer step on this rank's rows; returns the loss."""
+"""One optimizer step on this rank's rows, which returns the loss."""
 
 
 def rows_of_rank(count: int, vocabulary: int, longest: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Long-tailed responses after prompts of one length: (rows, columns), padded on the right; every `ranks`-th row."""
+    """Build every `ranks`-th row of prompts of one length with long-tailed responses: (rows, tokens), right-padded."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randn(count, generator=generator).mul(0.8).add(4.0).exp().clamp(8, longest - PROMPT_LEN).long()
     tokens = torch.randint(1, vocabulary, (count, longest), generator=generator)
@@ -38,14 +38,13 @@ def rows_of_rank(count: int, vocabulary: int, longest: int, rank: int, ranks: in
 
 
 def run(build: Callable[[dict[str, Any], int, int], Step], **versions: str) -> None:
-    """A side: this process is rank 0 and starts the others; `build(options, rank, ranks)` gives the step of each."""
+    """Run a side: this process is rank 0 and starts the others; `build(options, rank, ranks)` returns a rank's step."""
     if sys.argv[1] == "rank":
         options = json.loads(sys.argv[3])
-        _join(options, int(sys.argv[2]))
-        step = _ready(build, options, int(sys.argv[2]))
-        while _told(None):
+        step = _join(build, options, int(sys.argv[2]))
+        while _broadcast(None):
             step()
-            _report()
+            _gather_peaks()
         return
     channel = Channel()
     options = channel.options
@@ -56,43 +55,40 @@ def run(build: Callable[[dict[str, Any], int, int], Step], **versions: str) -> N
         subprocess.Popen([sys.executable, *sys.orig_argv[1:3], "rank", str(rank), json.dumps(options)])
         for rank in range(1, options["ranks"])
     ]
-    _join(options, 0)
-    step = _ready(build, options, 0)
+    step = _join(build, options, 0)
     channel.ready(options["threads"], **versions)
     for _ in channel.requests():
-        _told(True)
+        _broadcast(True)
         start = time.perf_counter()
         loss = step()
-        peaks = _report()  # when all have ended
+        peaks = _gather_peaks()  # returns when every rank has finished the step
         channel.reply(seconds=time.perf_counter() - start, loss=loss, peaks=peaks)
-    _told(False)
+    _broadcast(False)
     for other in others:
         other.wait()
 
 
-def _join(options: dict[str, Any], rank: int) -> None:
+def _join(build: Callable[[dict[str, Any], int, int], Step], options: dict[str, Any], rank: int) -> Step:
+    """Prepare this process as one rank and build its step."""
     torch.set_num_threads(max(1, options["threads"] // options["ranks"]))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(options["ranks"])}
     if options["ranks"] > 1:
         address = f"tcp://127.0.0.1:{options['port']}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=options["ranks"])
-
-
-def _ready(build: Callable[[dict[str, Any], int, int], Step], options: dict[str, Any], rank: int) -> Step:
     return build(options, rank, options["ranks"])
 
 
-def _told(goes_on: bool | None) -> bool:
-    """What rank 0 says."""
+def _broadcast(flag: bool | None) -> bool:
+    """Return the flag of rank 0: whether another step follows."""
     if not dist.is_initialized():
-        return bool(goes_on)
-    said = [goes_on]
-    dist.broadcast_object_list(said)
-    return bool(said[0])
+        return bool(flag)
+    flags = [flag]
+    dist.broadcast_object_list(flags)
+    return bool(flags[0])
 
 
-def _report() -> list[int]:
-    """The peak memory of every rank."""
+def _gather_peaks() -> list[int]:
+    """Return the peak memory of every rank in bytes."""
     peak = peak_resident_bytes()
     if not dist.is_initialized():
         return [peak]

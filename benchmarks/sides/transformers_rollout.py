@@ -1,6 +1,6 @@
-"""`generate` of transformers: one call, one length, so every response runs to the longest and the surplus is dropped.
+"""`generate` of transformers: one call of one length; every response has the longest, and the surplus is dropped.
 
-A request gives prompts of equal length and the length of each response, the reply the seconds.
+A request has prompts of equal length and the length of each response, the reply the seconds.
 """
 
 import time
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def measure(model: Any, prompts: list[list[int]], new_tokens: list[int], number: int) -> float:
-    """Seconds to sample at least `new_tokens` tokens for each prompt; `number` changes what is drawn."""
+    """Return the seconds to sample at least `new_tokens` tokens for each prompt; `number` changes the samples."""
     torch.manual_seed(number)
     input_ids = torch.tensor(prompts)
     longest = max(new_tokens)

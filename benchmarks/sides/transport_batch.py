@@ -1,6 +1,6 @@
-"""The batch that travels, and the checksum that reads every byte of it: one function for all sides.
+"""The batch that is sent, and a checksum that reads every byte of it, the same for all sides.
 
-torch and numpy only, since it runs in every environment; a batch is whatever has `batch` and `non_tensor_batch`.
+torch and numpy only, since it runs in every environment; a batch has `batch` and `non_tensor_batch`.
 """
 
 import zlib
@@ -17,12 +17,12 @@ REPEATS, CHUNKS = 4, 8
 
 
 def width_of(megabytes: float) -> int:
-    """Integers of one row of one column, in eights, for a batch of about that many megabytes (268: 1024)."""
+    """Return the integers in one row of one column, a multiple of 8, for a batch of about `megabytes` (268: 1024)."""
     return max(8, 8 * round(megabytes * 1e6 / (NUM_ROWS * NUM_COLUMNS * 64)))
 
 
 def build_columns(width: int) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray]]:
-    """NUM_COLUMNS tensors (NUM_ROWS, width) of random int64, and as many short texts; equal in every process."""
+    """Build NUM_COLUMNS random int64 tensors (NUM_ROWS, width) and NUM_ROWS short texts; equal in every process."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_ROWS, width)
     tensors = {name: torch.randint(-(2**62), 2**62, shape, generator=generator) for name in TENSORS}
@@ -32,14 +32,14 @@ def build_columns(width: int) -> tuple[dict[str, torch.Tensor], dict[str, np.nda
 
 
 def half_of_rows() -> torch.Tensor:
-    """(NUM_ROWS / 2) row numbers in random order."""
+    """Return NUM_ROWS / 2 row numbers in random order."""
     return torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(1))[: NUM_ROWS // 2]
 
 
 def checksum(batch: Any) -> list[int]:
-    """A number for each column, in which every byte and the order of the rows count.
+    """Return a number for each column that depends on every byte and on the order of the rows.
 
-    Of a tensor the sums of its rows, each times an odd number of its own, modulo 2**64: another byte is another sum.
+    For a tensor: the sum of its row sums, each times a different odd number, modulo 2**64; changing a byte changes it.
     """
     weights = 2 * torch.arange(len(batch.non_tensor_batch[TEXTS])) + 1
     sums = [int((batch.batch[name].sum(1) * weights).sum()) for name in TENSORS]

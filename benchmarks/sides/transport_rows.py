@@ -1,6 +1,6 @@
-"""What is timed, in the words that both libraries share: groups of workers, batches, futures.
+"""The timed operations, in the terms that both libraries share: worker groups, batches, futures.
 
-A side says how its library is started and what its workers register (see `TransportSide`); everything timed is here.
+A side starts its library and defines its workers (see `TransportSide`); everything that is timed is in this file.
 """
 
 import gc
@@ -14,17 +14,15 @@ from support.serve import Channel
 
 from sides.transport_batch import CHUNKS, REPEATS, build_columns, checksum, half_of_rows
 
-NUM_WORKERS = 4
 OBJECT_STORE_BYTES = 3 * 2**30
-CALLS = 200
-"""Of a tiny call in one round, in blocks of BLOCK that alternate with as many empty calls."""
 BLOCK = 20
+"""Tiny calls in a row, which alternate with as many empty calls."""
 
 Result = dict[str, Any]
 
 
 class Empty:
-    """A plain Ray actor, for the price of a call that does nothing."""
+    """A plain Ray actor, to measure a call that does nothing."""
 
     def empty(self) -> None:
         pass
@@ -33,35 +31,36 @@ class Empty:
 class TransportSide:
     """Measures one library on its own cluster.
 
-    `first` and `second` are groups of NUM_WORKERS workers that register
+    `first` and `second` are groups of workers that register
 
-        sums(batch)         DP_COMPUTE_PROTO   each part's checksum, one row a part, in column "sums"
-        sums_late(batch)    DP_COMPUTE_PROTO   the same of a future, read where the library reads it best
-        give_back(batch)    DP_COMPUTE_PROTO   the part itself; its checksum is kept
-        same(batch)         DP_COMPUTE_PROTO   the part itself, a single column "x"
-        keep(batch)         DP_COMPUTE_PROTO   the part is kept, nothing returned
-        kept(batch)         DP_COMPUTE_PROTO, not blocking   the part that was kept
-        last_sums()         ONE_TO_ALL         the checksum of `give_back`
+        sums(batch)         DP_COMPUTE_PROTO   return each part's checksum, one row per part, in column "sums"
+        sums_late(batch)    DP_COMPUTE_PROTO   the same for a future, read where the library reads it fastest
+        give_back(batch)    DP_COMPUTE_PROTO   return the part and keep its checksum
+        same(batch)         DP_COMPUTE_PROTO   return the part, a single column "x"
+        keep(batch)         DP_COMPUTE_PROTO   keep the part and return nothing
+        kept(batch)         DP_COMPUTE_PROTO, not blocking   return the kept part
+        last_sums()         ONE_TO_ALL         return the checksum of `give_back`
 
-    `dump` pickles a batch as the library's transport does; `loader` makes of that a function that unpickles it into
-    memory of its own. `get` is `ray.get`, `empties` are as many plain actors as there are workers.
+    `dump` pickles a batch as the library's transport does; `loader` takes the result and returns a function that
+    unpickles it into private memory. `get` is `ray.get`, `empties` are as many plain actors as a group has workers.
+    `calls`: tiny calls in one round.
     """
 
     def __init__(
         self,
         data_proto: Any,
-        width: int,
+        options: dict[str, Any],
         groups: tuple[Any, Any],
         empties: list[Any],
         get: Callable[[Any], Any],
         dump: Callable[[Any], Any],
         loader: Callable[[Any], Callable[[], Any]],
     ) -> None:
-        self.data_proto, self.empties, self.get = data_proto, empties, get
+        self.data_proto, self.empties, self.get, self.calls = data_proto, empties, get, options["calls"]
         self.dump, self.loader = dump, loader
         self.first, self.second = groups
-        self.batch = data_proto.from_dict(*build_columns(width))
-        self.tiny = data_proto.from_dict({"x": torch.arange(NUM_WORKERS).reshape(-1, 1)})
+        self.batch = data_proto.from_dict(*build_columns(options["width"]))
+        self.tiny = data_proto.from_dict({"x": torch.arange(options["workers"]).reshape(-1, 1)})
         self.half = half_of_rows()
         self.rows = {
             "send": self.send,
@@ -77,9 +76,9 @@ class TransportSide:
         self.first.keep(self.batch)
 
     def serve(self, channel: Channel) -> None:
-        """A request names a row; the reply has its seconds, and the checksums of what arrived."""
+        """Answer each request, the name of a row, with its seconds and the checksums of the received batches."""
         for request in channel.requests():
-            gc.collect()  # what the round before left is not this one's to clear away
+            gc.collect()  # so that garbage of the previous round is not collected in this one
             channel.reply(**self.rows[request["row"]]())
 
     def send(self) -> Result:
@@ -96,7 +95,7 @@ class TransportSide:
         return {"seconds": seconds, "whole": whole, "parts": self.first.last_sums()}
 
     def pass_on(self) -> Result:
-        """The result is made, and stored, when a later call on the same workers has ended."""
+        """Time a call on an unread result. It is computed and stored once a later call on the same workers returns."""
         future = self.first.kept(self.data_proto.from_dict({"x": torch.arange(len(self.batch))}))
         self.first.last_sums()
         start = time.perf_counter()
@@ -105,9 +104,9 @@ class TransportSide:
         return {"seconds": seconds, "parts": answer.batch["sums"].tolist()}
 
     def tiny_call(self) -> Result:
-        """Seconds of one call; `empty_s`: of an empty call on as many plain actors."""
+        """Return the seconds of one call, and in `empty_s` those of an empty call on as many plain actors."""
         seconds = empty_s = 0.0
-        for _ in range(CALLS // BLOCK):
+        for _ in range(self.calls // BLOCK):
             start = time.perf_counter()
             for _ in range(BLOCK):
                 self.get([actor.empty.remote() for actor in self.empties])
@@ -118,7 +117,7 @@ class TransportSide:
             seconds += time.perf_counter() - start
         if not torch.equal(answer.batch["x"], self.tiny.batch["x"]):
             raise RuntimeError(f"the tiny call returned {answer.batch['x']}.")
-        return {"seconds": seconds / CALLS, "empty_s": empty_s / CALLS}
+        return {"seconds": seconds / self.calls, "empty_s": empty_s / self.calls}
 
     def pickle(self) -> Result:
         pickled, seconds = timed(lambda: self.dump(self.batch))
@@ -145,40 +144,41 @@ class TransportSide:
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and its seconds."""
+    """Return the result of a call and its seconds."""
     start = time.perf_counter()
     result = function()
     return result, time.perf_counter() - start
 
 
 def require_private(loaded: Any, load: Callable[[], Any]) -> None:
-    """RuntimeError unless every loaded tensor can be written without changing what it was loaded from."""
+    """Raise RuntimeError unless every loaded tensor can be written without changing its source."""
     before = {name: int(tensor[0, 0]) for name, tensor in loaded.batch.items()}
     for tensor in loaded.batch.values():
         tensor[0, 0] += 1
     again = load()
     for name, tensor in loaded.batch.items():
         if not (int(tensor[0, 0]) == before[name] + 1 and int(again.batch[name][0, 0]) == before[name]):
-            raise RuntimeError(f"{name} shares memory with what it was loaded from.")
+            raise RuntimeError(f"{name} shares memory with its source.")
         tensor[0, 0] -= 1
 
 
 def dump_in_band(batch: Any) -> bytes:
-    """Everything in one string of bytes."""
+    """Pickle everything into one byte string."""
     return pickle.dumps(batch)
 
 
 def dump_out_of_band(batch: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """A short string of bytes, and the columns as buffers beside it, which are not copied."""
+    """Pickle into a short byte string; the columns are separate buffers, which are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     return pickle.dumps(batch, protocol=5, buffer_callback=buffers.append), buffers
 
 
 def load_in_band(pickled: bytes) -> Callable[[], Any]:
+    """Return a function that unpickles the result of `dump_in_band`."""
     return lambda: pickle.loads(pickled)
 
 
 def load_out_of_band(pickled: tuple[bytes, list[pickle.PickleBuffer]]) -> Callable[[], Any]:
-    """From copies that cannot be written, as what is mapped from a store cannot: what is loaded has to be copied."""
+    """Return a function that unpickles from read-only copies, as mapped from a store; loading must copy them."""
     stream, buffers = pickled[0], [bytes(buffer.raw()) for buffer in pickled[1]]
     return lambda: pickle.loads(stream, buffers=buffers)

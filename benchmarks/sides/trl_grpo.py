@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer in its own training loop, held before each step until a request asks for it.
+"""TRL's GRPOTrainer in its own training loop, which waits for a request before each step.
 
-The reply gives seconds of the step, of generation and of training, and the most memory held so far. A request with
-`record` (a file) also has the step's samples, loss, log-probs and gradient norm written there.
+The reply has the seconds of the step, of generation and of training, and the peak memory so far. A request with
+`record` (a file) also writes the step's samples, loss, log-probs and gradient norm to that file.
 """
 
 import json
@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class WatchedTrainer(GRPOTrainer):
-    """GRPOTrainer that keeps of each step what is asked for: when its parts ended, and its tensors."""
+    """A GRPOTrainer that keeps the times of each step's parts and its tensors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.watched: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class WatchedTrainer(GRPOTrainer):
 
 
 class OnRequest(TrainerCallback):
-    """Waits for a request before each step and replies after it; the training ends when nothing more is asked."""
+    """A callback that waits for a request before each step and replies after it; training ends with the requests."""
 
     def __init__(self, channel: Channel, watched: dict[str, Any]) -> None:
         self.channel, self.watched = channel, watched
@@ -67,7 +67,7 @@ class OnRequest(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         request = next(self.requests, None)
         if request is None:
-            raise SystemExit(0)  # the training loop has no other way out before its first step
+            raise SystemExit(0)  # the training loop cannot be stopped otherwise before its first step
         self.request = request
         self.start = time.perf_counter()
 
@@ -89,14 +89,17 @@ class OnRequest(TrainerCallback):
 
 
 def record(watched: dict[str, Any], file: str) -> None:
-    """Of one step, (rows, tokens): prompt_ids, completion_ids, log_probs; (rows,): advantages; loss, grad_norm."""
+    """Write one step's tensors.
+
+    (rows, tokens): prompt_ids, completion_ids, log_probs; (rows,): advantages; scalars: loss, grad_norm.
+    """
     tensors = {name: watched["inputs"][name] for name in ("prompt_ids", "completion_ids", "advantages")}
     tensors |= {name: watched[name] for name in ("log_probs", "loss", "grad_norm")}
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, file)
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """TRL's reward function: the score of each response."""
+    """Return the score of each response; TRL's reward function."""
     return [score(ids) for ids in completion_ids]
 
 

@@ -1,4 +1,4 @@
-"""verl's partition of rows over ranks: what `benchmarks/balance.py` measures."""
+"""verl's side of `benchmarks/balance.py`: its partition of rows over ranks."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""verl's worker groups on a Ray cluster of its own: what `sides.transport_rows` measures."""
+"""verl's side of `benchmarks/transport.py`: worker groups on its own Ray cluster."""
 
 import tempfile
 from importlib.metadata import version
@@ -13,7 +13,6 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 
 from sides.transport_batch import checksum
 from sides.transport_rows import (
-    NUM_WORKERS,
     OBJECT_STORE_BYTES,
     Empty,
     TransportSide,
@@ -60,7 +59,7 @@ class TransportWorker(Worker):
 
 def main() -> None:
     channel = Channel()
-    threads = channel.options["threads"]
+    threads, workers = channel.options["threads"], channel.options["workers"]
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(prefix="ray") as directory:
         ray.init(
@@ -73,15 +72,15 @@ def main() -> None:
         )
         groups = tuple(
             RayWorkerGroup(
-                RayResourcePool([NUM_WORKERS], use_gpu=False, name_prefix=name),
+                RayResourcePool([workers], use_gpu=False, name_prefix=name),
                 RayClassWithInitArgs(ray.remote(TransportWorker)),
                 name_prefix=name,
             )
             for name in ("first", "second")
         )
-        empties = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(NUM_WORKERS)]
+        empties = [ray.remote(Empty).options(num_cpus=0).remote() for _ in range(workers)]
         ray.get([actor.empty.remote() for actor in empties])
-        side = TransportSide(DataProto, channel.options["width"], groups, empties, ray.get, dump_in_band, load_in_band)
+        side = TransportSide(DataProto, channel.options, groups, empties, ray.get, dump_in_band, load_in_band)
         channel.ready(threads, verl=version("verl"), torch=torch.__version__, ray=ray.__version__)
         side.serve(channel)
         ray.shutdown()

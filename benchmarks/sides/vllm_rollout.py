@@ -1,5 +1,7 @@
-"""vLLM on CPU, its engine in this process: a request gives prompts and the length of each response, the reply the
-seconds."""
+"""vLLM on CPU, with its engine in this process.
+
+A request has prompts and the length of each response, the reply the seconds.
+"""
 
 import time
 
@@ -19,7 +21,7 @@ def main() -> None:
 
 
 def build(path: str, dtype: str) -> LLM:
-    """The engine, in this process."""
+    """Build the engine in this process."""
     return LLM(
         path,
         dtype=dtype,
@@ -27,7 +29,7 @@ def build(path: str, dtype: str) -> LLM:
         max_model_len=512,
         max_num_seqs=256,
         enable_prefix_caching=False,
-        enable_chunked_prefill=False,  # a CPU's generators cannot take back what a prompt in parts draws
+        enable_chunked_prefill=False,  # a generator on a CPU cannot be rewound after a prompt in parts
         max_num_batched_tokens=4096,
         seed=0,
     )
@@ -36,8 +38,9 @@ def build(path: str, dtype: str) -> LLM:
 def measure(
     llm: LLM, prompts: list[list[int]], new_tokens: list[int], number: int, for_training: bool = False
 ) -> float:
-    """Seconds to sample exactly `new_tokens` tokens for each prompt; the engine's state makes each round (`number`)
-    draw other ones. `for_training`: with what learning needs, the log-prob of each token and seeds that repeat.
+    """Return the seconds to sample exactly `new_tokens` tokens for each prompt; each round has other samples.
+
+    `for_training`: with the log-prob of each token, and a seed for each response that `number`, the round, determines.
     """
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     more: list[dict[str, int]] = [{} for _ in prompts]

@@ -1,4 +1,4 @@
-"""The two things that a colocated sync is compared by, each timed once."""
+"""The two timed operations of a colocated weight sync: one copy of the weights, and our part of the sync."""
 
 import time
 
@@ -12,7 +12,7 @@ BUCKET_BYTES = 256 * 2**20
 
 
 def copy_once(weights: dict[str, Tensor], copies: dict[str, Tensor]) -> float:
-    """Seconds to copy all weights into memory that is there."""
+    """Return the seconds to copy all weights into memory that is already allocated."""
     start = time.perf_counter()
     for name, tensor in weights.items():
         copies[name].copy_(tensor)
@@ -20,7 +20,7 @@ def copy_once(weights: dict[str, Tensor], copies: dict[str, Tensor]) -> float:
 
 
 def our_part(weights: dict[str, Tensor]) -> float:
-    """Seconds of a colocated sync without the engine: plan, buckets, a fingerprint on either side."""
+    """Return the seconds of a colocated sync without the engine: plan, buckets, a fingerprint on both sides."""
     config = Config(rollout=RolloutConfig(sync_bucket_bytes=BUCKET_BYTES))
     start = time.perf_counter()
     sender = WeightSender(GivenWeights(weights), config, InProcess)

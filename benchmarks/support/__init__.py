@@ -1,1 +1,1 @@
-"""What the benchmarks share: sides in processes of their own, rounds, workloads, limits, the report."""
+"""Shared parts of the benchmarks: sides in their own processes, rounds, workloads, limits, the report."""

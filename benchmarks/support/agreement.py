@@ -1,4 +1,4 @@
-"""Whether hybridflow computes what TRL computed on TRL's own samples, from the same weights, in float32."""
+"""A comparison of hybridflow with TRL on TRL's samples, from the same weights, in float32."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from support.report import Row, print_table
 
 RELATIVE_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
-"""Of the loss, absolute: advantages of groups sum to zero, and with equal lengths so does the loss."""
+"""Absolute tolerance of the loss: the advantages of a group sum to zero, and with equal lengths so does the loss."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number on both sides; `error` is to be at most `tolerance`."""
+    """One number of both sides; `error` must be at most `tolerance`."""
 
     name: str
     ours: float
@@ -31,9 +31,9 @@ class Comparison:
 
 
 def compare_with_trl(recorded: Path, config: Config) -> list[Comparison]:
-    """Loss, gradient norm before clipping and log-probs of the samples in `recorded` (see sides/trl_grpo.py).
+    """Compare loss, gradient norm before clipping and log-probs on the samples in `recorded` (see sides/trl_grpo.py).
 
-    `config` is that of a run; its model directory holds the weights that TRL started from.
+    `config` is the configuration of a run; its model directory holds the weights that TRL started from.
     """
     theirs = load_file(recorded)
     rows = _rows(theirs)
@@ -62,30 +62,30 @@ def compare_with_trl(recorded: Path, config: Config) -> list[Comparison]:
 
 
 def print_comparisons(comparisons: list[Comparison]) -> None:
-    """All numbers, ours beside TRL's."""
+    """Print all numbers, ours beside TRL's."""
     print_table(
-        "identical samples and weights, float32 (error: absolute of the loss, relative of the gradient norm, the "
-        "largest of all tokens of the log-probs)",
+        "identical samples and weights, float32 (error: absolute for the loss, relative for the gradient norm, the "
+        "largest of all tokens for the log-probs)",
         ("", "ours", "TRL", "error", "tolerance"),
         [(c.name, f"{c.ours:.8f}", f"{c.peer:.8f}", f"{c.error:.1e}", f"{c.tolerance:.0e}") for c in comparisons],
     )
 
 
 def require_agreement(comparisons: list[Comparison]) -> None:
-    """BenchmarkError if a number differs by more than its tolerance, or is NaN."""
+    """Raise BenchmarkError if a number differs by more than its tolerance, or is NaN."""
     if wrong := [c for c in comparisons if not c.error <= c.tolerance]:
         listed = "; ".join(f"{c.name} {c.ours:.8g} against {c.peer:.8g} (error {c.error:.1e})" for c in wrong)
-        raise BenchmarkError(f"hybridflow and TRL differ on identical samples: {listed}. One of them is wrong.")
+        raise BenchmarkError(f"hybridflow and TRL differ on identical samples: {listed}; one of them is wrong.")
 
 
 def rows_of(comparisons: list[Comparison]) -> list[Row]:
-    """The comparisons as figures, without a ratio."""
+    """Return the comparisons as rows without a ratio."""
     names = {c.name: f"identical_{c.name.replace(' ', '_').replace('-', '_')}" for c in comparisons}
     return [Row(names[c.name], "nats" if "log" in c.name else "1", c.ours, c.peer) for c in comparisons]
 
 
 def _rows(theirs: dict[str, Tensor]) -> DataProto:
-    """Rows as an engine reads them: (rows, prompt_len + response_len), nothing padded."""
+    """Build the input columns of an engine, (rows, prompt_len + response_len) without padding."""
     input_ids = torch.cat([theirs["prompt_ids"], theirs["completion_ids"]], dim=1)
     return DataProto.from_dict(
         {

@@ -1,30 +1,54 @@
 """Command-line arguments that benchmarks share."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
-def parser_of(doc: str | None, repeats: int = 5) -> argparse.ArgumentParser:
-    """A parser with `--repeats`, described by a module's docstring."""
+class _Smoke(argparse.Action):
+    """A flag that also sets other arguments; those given after it override them."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, const=const, default=False, **options)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
+        vars(namespace).update(self.const, smoke=True)
+
+
+def parser_of(doc: str | None, repeats: int | None = 5, *, smoke: Mapping[str, Any]) -> argparse.ArgumentParser:
+    """Build a parser with `--smoke`, `--repeats` and `--threads`, described by a module's docstring.
+
+    `repeats` is the default of `--repeats`; None leaves the argument out. `--smoke` sets the
+    arguments in `smoke`, and `threads` to 1: a small task on a busy machine would mostly wait for its other threads.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--repeats",
-        type=_positive,
-        default=repeats,
-        metavar="N",
-        help=f"measurements of each side, after one that warms it up; medians are compared (default: {repeats})",
+        "--smoke",
+        action=_Smoke,
+        const={"threads": 1, **smoke},
+        help="check in seconds that the benchmark runs: only hybridflow's side, tiny sizes, figures without meaning",
     )
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads of a side (default: the physical cores)")
+    if repeats is not None:
+        parser.add_argument(
+            "--repeats",
+            type=positive,
+            default=repeats,
+            metavar="N",
+            help=f"measurements of each side, after one warm-up; medians are compared (default: {repeats})",
+        )
     return parser
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number of repeats; use 1 or more.")
+        raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected an integer of 1 or more.")
     return int(text)
 
 
 def names_in(valid: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A reader of comma-separated names, each one of `valid`."""
+    """Build a reader of comma-separated names, each one of `valid`."""
 
     def read(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))

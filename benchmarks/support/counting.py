@@ -1,14 +1,14 @@
-"""The check that every side made what it was asked for. Standard library only, since it runs in every environment."""
+"""A check of response lengths. Standard library only, since it runs in every environment."""
 
 from collections.abc import Sequence
 
 
-def require_lengths(made: Sequence[int], wanted: Sequence[int]) -> None:
-    """RuntimeError unless each response has exactly the wanted number of tokens."""
-    wrong = [i for i, (have, want) in enumerate(zip(made, wanted, strict=True)) if have != want]
+def require_lengths(lengths: Sequence[int], requested: Sequence[int]) -> None:
+    """Raise RuntimeError unless each response has exactly the requested number of tokens."""
+    wrong = [i for i, (length, wanted) in enumerate(zip(lengths, requested, strict=True)) if length != wanted]
     if wrong:
         i = wrong[0]
         raise RuntimeError(
-            f"{len(wrong)} of {len(wanted)} responses have another length than asked for, the first is response {i} "
-            f"with {made[i]} tokens instead of {wanted[i]}; something stopped it, so the times would not compare."
+            f"{len(wrong)} of {len(requested)} responses have a wrong length; the first is response {i} with "
+            f"{lengths[i]} tokens instead of {requested[i]}. Times would not be comparable: find out what stops it."
         )

@@ -1,5 +1,5 @@
-"""The one error of the benchmarks."""
+"""The one error class of the benchmarks."""
 
 
 class BenchmarkError(RuntimeError):
-    """Something is missing, or a side did not do what was measured; the message names the fix."""
+    """An environment is missing, or a side did not do the measured work; the message names the fix."""

@@ -1,4 +1,4 @@
-"""What both sides of a GRPO step start from, written into one directory: model, prompts, recipe."""
+"""The files that both sides of a GRPO step start from, in one directory: model, prompts, recipe."""
 
 import json
 from pathlib import Path
@@ -42,8 +42,8 @@ total_steps = {total_steps}
 """
 
 
-def write_task(directory: Path, threads: int) -> None:
-    """`model/`, the same prompts as `prompts.parquet` and `prompts.json`, and hybridflow's `recipe.toml`."""
+def write_task(directory: Path, threads: int, prompts_per_step: int) -> None:
+    """Write `model/`, the same prompts as `prompts.parquet` and `prompts.json`, and hybridflow's `recipe.toml`."""
     write_model(directory / "model", "small")
     write_tokenizer(directory / "model", MODELS["small"]["vocab_size"])
     prompts = [" ".join(map(str, ids)) for ids in draw_prompts("small", task.NUM_PROMPTS, task.PROMPT_LEN)]
@@ -55,11 +55,11 @@ def write_task(directory: Path, threads: int) -> None:
     (directory / "prompts.json").write_text(json.dumps(prompts))
     recipe = RECIPE.format(
         directory=directory,
-        prompts_per_step=task.PROMPTS_PER_STEP,
+        prompts_per_step=prompts_per_step,
         prompt_len=task.PROMPT_LEN,
         new_tokens=task.NEW_TOKENS,
         group_size=task.GROUP_SIZE,
-        num_tokens=task.PROMPTS_PER_STEP * task.GROUP_SIZE * (task.PROMPT_LEN + task.NEW_TOKENS),
+        num_tokens=prompts_per_step * task.GROUP_SIZE * (task.PROMPT_LEN + task.NEW_TOKENS),
         learning_rate=task.LEARNING_RATE,
         reward_file=task.__file__,
         threads=threads,

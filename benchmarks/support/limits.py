@@ -1,6 +1,6 @@
-"""What the matrix product of this machine allows: the FLOPs that a task needs, over the peak measured beside it.
+"""A lower bound of a task's time: the FLOPs that it needs over the peak of a matrix product, measured in the same run.
 
-The peak is that of torch's own product; a side whose kernels are better than torch's can be above it.
+The peak is that of torch's matrix product; a side whose kernels are faster than torch's can exceed it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,35 +10,37 @@ from hybridflow.models import DTYPES, DecoderShape, forward_flops
 from hybridflow.runtime import measure_peak_flops
 
 PEAK_SIZES = (1024, 2048)
-"""Rows of the square matrices tried; which is faster differs by machine and dtype."""
+"""Rows of the square matrices that are tried; which one is faster depends on the machine and the dtype."""
 
 
 class Peaks:
     """FLOP/s of a matrix product by dtype name: the best of all measurements of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int] = PEAK_SIZES) -> None:
+        self.sizes = sizes
         self.flops_per_s: dict[str, float] = {}
 
     def measure(self, dtypes: Iterable[str]) -> None:
+        """Measure each dtype once more and keep the best rate."""
         for dtype in dtypes:
-            rates = [measure_peak_flops(DTYPES[dtype], size) for size in PEAK_SIZES]
+            rates = [measure_peak_flops(DTYPES[dtype], size) for size in self.sizes]
             self.flops_per_s[dtype] = max(self.flops_per_s.get(dtype, 0.0), *rates)
 
 
 def generation_flops(shape: DecoderShape, prompt_len: int, new_tokens: Sequence[int], group_size: int = 1) -> float:
-    """Forward FLOPs that generation needs. `new_tokens`: one length for each response.
+    """Return the forward FLOPs that generation needs. `new_tokens`: one length for each response.
 
-    Each `group_size` responses share a prompt, which need be computed only once. Logits are needed where a token is
-    drawn, and the last token of a response is never read.
+    Each `group_size` responses share a prompt, which is computed once. Logits are needed only where a token is
+    sampled, and the last token of a response is never an input.
     """
     body = _without_lm_head(shape)
-    whole = forward_flops(body, _positions_read(prompt_len, new_tokens))
+    total = forward_flops(body, _num_inputs(prompt_len, new_tokens))
     num_repeated_prompts = len(new_tokens) - len(new_tokens) // group_size
-    return whole - num_repeated_prompts * forward_flops(body, [prompt_len]) + _lm_head_flops(shape, sum(new_tokens))
+    return total - num_repeated_prompts * forward_flops(body, [prompt_len]) + _lm_head_flops(shape, sum(new_tokens))
 
 
 def update_flops(shape: DecoderShape, prompt_len: int, new_tokens: Sequence[int], group_size: int = 1) -> float:
-    """FLOPs that a forward and a backward pass need: of the same positions, a backward pass being two forward ones."""
+    """Return the FLOPs of a forward and a backward pass; a backward pass counts as two forward passes."""
     return 3.0 * generation_flops(shape, prompt_len, new_tokens, group_size)
 
 
@@ -50,5 +52,5 @@ def _lm_head_flops(shape: DecoderShape, num_tokens: int) -> float:
     return 2.0 * shape.hidden_size * shape.vocab_size * num_tokens
 
 
-def _positions_read(prompt_len: int, new_tokens: Sequence[int]) -> list[int]:
+def _num_inputs(prompt_len: int, new_tokens: Sequence[int]) -> list[int]:
     return [prompt_len + count - 1 for count in new_tokens]

@@ -1,4 +1,4 @@
-"""The models that are measured: random Llamas, written once for all sides, and the small one's tokenizer."""
+"""The measured models: random Llamas, written once for all sides, and a tokenizer for the small one."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ MAX_POSITIONS = 512
 
 
 def write_model(directory: Path, name: str) -> int:
-    """One of MODELS with random weights, float32; returns its number of parameters. No token ends a response."""
+    """Write one of MODELS with random float32 weights and return its number of parameters. It has no stop token."""
     disable_progress_bar()
     torch.manual_seed(0)
     model = LlamaForCausalLM(_config_of(name))
@@ -52,7 +52,7 @@ def write_model(directory: Path, name: str) -> int:
 
 
 def write_config(directory: Path, name: str) -> None:
-    """The configuration of one of MODELS, without weights."""
+    """Write the configuration of one of MODELS, without weights."""
     config = _config_of(name)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(directory)
@@ -69,9 +69,9 @@ def _config_of(name: str) -> LlamaConfig:
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Each token's word is its id as a number, but for 0, which pads.
+    """Write a tokenizer in which the word of a token is its id as a decimal number; 0 is the padding token.
 
-    A tokenizer must have an EOS; this one's lies behind the model's vocabulary, so that it is never drawn.
+    A tokenizer must have an EOS token; its id here is beyond the model's vocabulary, so that it is never sampled.
     """
     words = {"<pad>": 0, **{str(token): token for token in range(1, vocab_size)}, "<eos>": vocab_size}
     tokenizer = Tokenizer(WordLevel(words))

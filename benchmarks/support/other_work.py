@@ -1,4 +1,4 @@
-"""How much of the machine other programs used while a side was measured; where Linux does not tell, nothing."""
+"""The share of the machine that other programs used during a measurement; always 0 without /proc."""
 
 import os
 import time
@@ -10,8 +10,10 @@ _STAT = Path("/proc/stat")
 
 
 class OtherWork:
-    """`with OtherWork(pid) as other: ...`; then `other.share`, of all CPUs, from 0 to 1: what was used by programs that
-    are neither that process nor its children."""
+    """A measurement of the CPU time of all programs but one process and its children.
+
+    After `with OtherWork(pid) as other: ...`, `other.share` is their share of all CPUs, from 0 to 1.
+    """
 
     def __init__(self, process_id: int) -> None:
         self._process_id = process_id
@@ -27,7 +29,7 @@ class OtherWork:
         self.share = max(0.0, self._others_s() - self._before) / available_s
 
     def _others_s(self) -> float:
-        """CPU seconds since the start of the machine that were not the process's, stolen ones included."""
+        """Return the CPU seconds of other programs since boot, including those stolen by the host."""
         if not _STAT.exists():
             return 0.0
         user, nice, system, _, _, irq, softirq, steal = map(int, _STAT.read_text().split(maxsplit=9)[1:9])
@@ -36,12 +38,12 @@ class OtherWork:
 
 
 def _tree(root: int) -> Iterator[tuple[int, int]]:
-    """A process and all below it: its id, and the ticks of CPU that it used."""
+    """Yield the id and the used CPU ticks of a process and of all its descendants."""
     parents: dict[int, tuple[int, int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has exited meanwhile
             continue
         parents[int(path.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
     inside = {root}

@@ -1,4 +1,4 @@
-"""The order of measurements: sides alternate, so that a slow minute of the machine hits all of them."""
+"""The order of measurements: sides alternate, so that a slow minute of the machine affects all of them."""
 
 import sys
 import time
@@ -9,12 +9,12 @@ from support.other_work import OtherWork
 from support.side import Side
 
 SETTLING_S = 0.4
-"""Before each measurement: threads of the side before may still spin for work for 0.2 s."""
+"""Pause before each measurement: idle threads of the previous side may still spin for 0.2 s."""
 
 MUCH_OTHER_WORK = 0.05
-"""The share of the machine from which on other programs are told of.
+"""The share of the machine above which other programs are reported.
 
-A side's threads wait for each other, so that the little that others take costs it a multiple.
+The threads of a side wait for each other, so that a small share of others costs it a multiple.
 """
 
 Measurements = dict[Side, list[dict[str, Any]]]
@@ -23,9 +23,9 @@ Measurements = dict[Side, list[dict[str, Any]]]
 def alternate(
     sides: Sequence[Side], measure: Callable[[Side, int], dict[str, Any]], repeats: int, label: str
 ) -> Measurements:
-    """`measure(side, round)` of each side in each round, every second round in reverse: ours, peer, peer, ours, ...
+    """Call `measure(side, round)` for each side in each round, every second round in reverse: a, b, b, a, a, b, ...
 
-    Round 0 is the warm-up, whose results are not returned. Warns where other programs were running.
+    Round 0 is the warm-up, whose results are not returned. Warns if other programs were running.
     """
     disturbed = 0
     results: Measurements = {side: [] for side in sides}
@@ -44,7 +44,7 @@ def alternate(
     if disturbed:
         print(
             f"\nwarning: other programs were running in {disturbed} of {len(sides) * repeats} measurements of {label}; "
-            "its figures do not count, run it again on an idle machine.",
+            "its figures are not valid; run it again on an idle machine.",
             flush=True,
         )
     return results

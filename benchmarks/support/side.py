@@ -1,24 +1,27 @@
-"""The parent's half of the protocol: one side of a comparison, a program that waits in a process of its own."""
+"""The parent's half of the protocol: one side of a comparison, a program that waits in its own process."""
 
 import json
 import os
+import signal
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from support.environments import BENCHMARKS, VARIABLES, python_of
+from support.environments import BENCHMARKS, ROOT, VARIABLES, python_of
 from support.errors import BenchmarkError
 
 SECONDS_TO_END = 30
+SECONDS_TO_END_AFTER_ERROR = 5
 LOG_LINES_SHOWN = 30
 
 
 class Side:
-    """`system` computing in `dtype`; the program is `sides/SYSTEM_TASK.py`, started with `options`.
+    """`system` computing in `dtype`: the program `sides/SYSTEM_TASK.py`, started with `options`.
 
-    It runs in `directory`, where its log goes as well, and computes with `threads` threads: it says so when it is
-    ready, and BenchmarkError is raised if it is another number. `versions`: of its packages.
+    It runs in `directory`, which also receives its log, and computes with `threads` threads; BenchmarkError is raised
+    if it reports another number. `versions` are those of its packages. It leads its own process group, so that a
+    terminal's Ctrl-C reaches only the parent, which then ends the side and every process that the side started.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Side:
                     cwd=directory,
                     env=_variables(system, threads),
                     pass_fds=[write_end],
+                    start_new_session=True,
                 )
         finally:
             os.close(write_end)
@@ -57,13 +61,13 @@ class Side:
                     "unset the environment variables that set its threads."
                 )
         except BaseException:
-            self.close()
+            self.close(after_error=True)
             raise
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send one request, wait for the reply. Raises BenchmarkError with the end of its log if the side died."""
+        """Send one request and return the reply. Raises BenchmarkError with the end of its log if the side exited."""
         assert self._process.stdin is not None, "the process was started with a pipe"
-        with suppress(BrokenPipeError):  # it died while idle; reading says so
+        with suppress(BrokenPipeError):  # it exited while idle; reading reports that
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._read()
@@ -72,37 +76,48 @@ class Side:
     def process_id(self) -> int:
         return self._process.pid
 
-    def close(self) -> None:
-        """End the process: it ends by itself when it sees that nothing more will be asked."""
+    def close(self, *, after_error: bool = False) -> None:
+        """End the side and the processes that it started.
+
+        An idle side exits when its requests end. After an error it may be busy: SIGINT interrupts its request.
+        """
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
+        if after_error:
+            self._process.send_signal(signal.SIGINT)
         try:
-            self._process.wait(SECONDS_TO_END)
+            self._process.wait(SECONDS_TO_END_AFTER_ERROR if after_error else SECONDS_TO_END)
         except subprocess.TimeoutExpired:
+            pass
+        finally:  # a second Ctrl-C ends the waiting
             self._process.kill()
             self._process.wait()
-        self._replies.close()
+            with suppress(ProcessLookupError):  # not SIGKILL: the reaper of a Ray cluster must finish its work
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._replies.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(after_error=error is not None)
 
     def _read(self) -> dict[str, Any]:
         line = self._replies.readline()
         if not line:
             log = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
-            raise BenchmarkError(f"{self.name} ended before it replied. The end of its log:\n{log}")
+            raise BenchmarkError(f"{self.name} exited before it replied. The end of its log:\n{log}")
         return json.loads(line)
 
 
 def _variables(system: str, threads: int) -> dict[str, str]:
-    """The parent's environment variables, and what makes sides comparable and keeps them off the network."""
+    """Return the parent's environment variables, those that make sides comparable, and those that stop downloads."""
     return {
         **os.environ,
-        "PYTHONPATH": str(BENCHMARKS),
+        "PYTHONPATH": os.pathsep.join(
+            (str(BENCHMARKS), str(ROOT / "src"))
+        ),  # the measured commit, not an installed one
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

@@ -17,14 +17,14 @@ from hybridflow.weight_sync import WeightReceiver, WeightSender, build_sending_t
 
 
 def random_weights(path: str | Path) -> dict[str, Tensor]:
-    """Weights of the shapes of a model directory, float32."""
+    """Build random float32 weights with the shapes of a model directory."""
     generator = torch.Generator().manual_seed(0)
     shapes = {n: p.shape for n, p in build_without_weights(path, "policy", torch.float32).named_parameters()}
     return {name: torch.empty(shape).uniform_(-1, 1, generator=generator) for name, shape in shapes.items()}
 
 
 class GivenWeights:
-    """A training engine that has weights and computes nothing."""
+    """A training engine that holds weights and computes nothing."""
 
     num_updates, vocabulary_size = 0, 2
 
@@ -42,7 +42,7 @@ class GivenWeights:
 
 
 class NoEngine:
-    """A rollout engine that looks at nothing it is given."""
+    """A rollout engine that ignores its inputs."""
 
     version: int | None = None
 
@@ -61,7 +61,7 @@ class NoEngine:
 
 
 class PeakMemory:
-    """The memory that a process held at most since `start`, beyond what it held then."""
+    """The peak memory of this process since `start`, beyond its memory at that time."""
 
     def start(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
@@ -77,7 +77,7 @@ def _status(name: str) -> int:
 
 
 class Sender(Worker):
-    """What an ActorWorker does for a sync; each announcement is of a new version."""
+    """The part of an ActorWorker in a weight sync; each announcement has a new version."""
 
     def __init__(self, config: Config) -> None:
         keep_freed_memory()
@@ -98,7 +98,7 @@ class Sender(Worker):
 
 
 class Receiver(Worker):
-    """What a RolloutWorker does for a sync."""
+    """The part of a RolloutWorker in a weight sync."""
 
     def __init__(self, config: Config) -> None:
         keep_freed_memory()

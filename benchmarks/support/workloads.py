@@ -1,4 +1,4 @@
-"""What is generated: prompts of random tokens, and how many tokens each response has. Fixed by seeds."""
+"""Workloads of generation: prompts of random tokens, and the length of each response. Fixed by seeds."""
 
 import random
 import statistics
@@ -8,12 +8,12 @@ from support.models import MODELS
 
 PROMPT_LEN = 20
 LONG, SHARE_OF_LONG, MEDIAN = 256, 0.1, 32
-"""Of the long tail: tokens of the longest responses, how many of them there are, the median of all."""
+"""The long tail: tokens of the longest responses, their share, the median length of all."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`prompts` of PROMPT_LEN token ids each, and `new_tokens`, the exact length of each response."""
+    """Prompts of PROMPT_LEN token ids each, and in `new_tokens` the exact length of each response."""
 
     name: str
     model: str
@@ -22,18 +22,18 @@ class Workload:
 
 
 def build_workload(name: str) -> Workload:
-    """One of WORKLOADS."""
+    """Build one of WORKLOADS."""
     return WORKLOADS[name](name)
 
 
 def draw_prompts(model: str, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """(count, length) random token ids of a model; none is 0, which pads."""
+    """Draw (count, length) random token ids of a model, without 0, the padding token."""
     rng = random.Random(seed)
     return [[rng.randrange(1, MODELS[model]["vocab_size"]) for _ in range(length)] for _ in range(count)]
 
 
 def long_tail(count: int, seed: int = 0) -> list[int]:
-    """Response lengths in random order: half of them 8 to 32, one in ten 256, the others 32 to 64; the median is 32."""
+    """Draw response lengths in random order: half of them 8 to 32, one in ten 256, the others 32 to 64; median 32."""
     rng = random.Random(seed)
     num_short, num_long = count // 2, round(SHARE_OF_LONG * count)
     lengths = [MEDIAN, *(rng.randint(MEDIAN // 4, MEDIAN) for _ in range(num_short - 1))]
@@ -41,7 +41,9 @@ def long_tail(count: int, seed: int = 0) -> list[int]:
     lengths += [LONG] * num_long
     rng.shuffle(lengths)
     if statistics.median(lengths) != MEDIAN:
-        raise ValueError(f"{count} lengths have the median {statistics.median(lengths)}; use an even count above 4.")
+        raise ValueError(
+            f"count={count} is invalid: the median is {statistics.median(lengths)}; use an even count above 4."
+        )
     return lengths
 
 
@@ -57,4 +59,10 @@ def _100m(name: str) -> Workload:
     return Workload(name, "100M", draw_prompts("100M", 64, PROMPT_LEN), [32] * 64)
 
 
-WORKLOADS = {"small": _small, "long_tail": _long_tail, "100M": _100m}
+def _tiny(name: str) -> Workload:
+    return Workload(name, "small", draw_prompts("small", 4, PROMPT_LEN), [2, 4, 4, 4])
+
+
+WORKLOADS = {"small": _small, "long_tail": _long_tail, "100M": _100m, "tiny": _tiny}
+MEASURED = ("small", "long_tail", "100M")
+"""The workloads of a full run; `tiny` is for smoke runs."""

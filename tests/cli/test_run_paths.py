@@ -18,7 +18,7 @@ PATHS = [
 
 @pytest.fixture
 def start(tmp_path):
-    """The directory of a run, started in `project` with relative paths."""
+    """Return the directory of a run that was started in `project` with relative paths."""
     run = tmp_path / "project" / "runs" / "one"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(load_config(None, PATHS)))

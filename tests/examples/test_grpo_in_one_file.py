@@ -1,4 +1,4 @@
-"""The explaining example: it runs, and two runs print the same numbers."""
+"""The tutorial example: it runs, and two runs print the same numbers."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_in_one_file.py"
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example as a module, with a warm start of a few steps; what it sets for its process is put back."""
+    """Load the example as a module with a short warm start; restore the process settings that it changes."""
     spec = importlib.util.spec_from_file_location("grpo_in_one_file", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -35,7 +35,7 @@ def test_two_runs_print_the_same_numbers(example, capsys):
     assert re.fullmatch(r"accuracy 0\.\d{3} -> 0\.\d{3} on 500 held-out prompts in 3 steps", last)
 
 
-def test_another_seed_prints_other_numbers(example, capsys, monkeypatch):
+def test_another_seed_prints_different_numbers(example, capsys, monkeypatch):
     example.main(["--steps", "1"])
     first = capsys.readouterr().out
     monkeypatch.setattr(example, "SEED", 2)

@@ -1,4 +1,4 @@
-"""Where the ranks of a worker group meet, once for each process."""
+"""The process group of the ranks of a worker group, one for each process."""
 
 from datetime import timedelta
 
@@ -6,25 +6,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from hybridflow.errors import LostWorkerError
+from hybridflow.errors import LostWorkerError, WorkerError
 from hybridflow.runtime import listen
 
-_has_joined = False
 
-
-def has_joined() -> bool:
-    """Whether this process is part of a group of hybridflow's: another library may have made one for itself."""
-    return _has_joined
+def num_ranks() -> int:
+    """Return the size of this process's default group, whichever program made it; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def join_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float | None = None) -> None:
-    """Meet the other ranks, once for each process; no-op where there is one rank.
+    """Join the default process group; no-op with one rank, or if the process is already this rank of such a group.
 
-    The store of rank 0 listens at the address that the others are told, not on every interface. Raises WorkerError if
-    the others do not come in time.
+    The store of rank 0 listens on `address` only, not on every interface. Raises LostWorkerError if the other ranks
+    do not connect in time, and WorkerError if the process already belongs to a different group.
     """
-    global _has_joined
-    if world_size == 1 or _has_joined:
+    if world_size == num_ranks() == 1:
+        return
+    if dist.is_initialized():
+        _require_same_group(rank, world_size)
         return
     timeout = timedelta(seconds=timeout_s or 10**8)
     try:
@@ -33,17 +33,36 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (OSError, RuntimeError) as error:
         raise LostWorkerError(
-            f"rank {rank} of {world_size} could not meet the others at {address}:{port}: {error}", rank=rank
+            f"rank {rank} of {world_size} could not connect to the others at {address}:{port}: {error}", rank=rank
         ) from error
-    _has_joined = True
 
 
 def join_alone() -> None:
-    """Be a group of one, for what needs a group though nobody else is there."""
-    global _has_joined
+    """Create a group of one rank for code that requires a process group; no-op if there is a group."""
     if not dist.is_initialized():
         dist.init_process_group(_backend(), store=HashStore(), rank=0, world_size=1)
-    _has_joined = True
+
+
+def require_backends(device_type: str) -> None:
+    """Raise WorkerError unless the default group can communicate tensors of the CPU and of the device."""
+    backends = str(dist.get_backend_config())
+    if missing := [name for name in sorted({"cpu", device_type}) if f"{name}:" not in backends]:
+        raise WorkerError(
+            f"the process group has no backend for {' and '.join(missing)} tensors (backends: {backends}): an engine "
+            f"uses both; call torch.distributed.init_process_group({_backend()!r}, ...).",
+            rank=dist.get_rank(),
+        )
+
+
+def _require_same_group(rank: int, world_size: int) -> None:
+    found, count = dist.get_rank(), dist.get_world_size()
+    if (found, count) != (rank, world_size):
+        raise WorkerError(
+            f"this process is rank {found} of {count} in a torch.distributed group, but rank {rank} of {world_size} "
+            "in its worker group: engines would mix two groups; use controller.backend='ray', or build the workers "
+            "in a process without a group.",
+            rank=rank,
+        )
 
 
 def _backend() -> str:

@@ -15,18 +15,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybridflow.config import ParallelConfig
-from hybridflow.engines.process_group import has_joined
+from hybridflow.engines.process_group import num_ranks, require_backends
 from hybridflow.errors import ModelConfigError
 
 DATA, SEQUENCE, TENSOR, SHARD = "data", "sequence", "tensor", "shard"
 
 
 class Ranks:
-    """The place of this process among the ranks; alone without a process group."""
+    """The place of this process in its default group; alone without a group, or in a group of one (vLLM's).
 
-    def __init__(self, parallel: ParallelConfig, device: torch.device) -> None:
+    `needs_mesh`: a group of one gets a device mesh too, as FSDP2 requires.
+    """
+
+    def __init__(self, parallel: ParallelConfig, device: torch.device, *, needs_mesh: bool = False) -> None:
         self.sequence, self.tensor = parallel.sequence, parallel.tensor
-        self.world_size = dist.get_world_size() if has_joined() else 1
+        self.world_size = num_ranks()
         self.data, rest = divmod(self.world_size, self.sequence * self.tensor)
         if rest:
             raise ModelConfigError(
@@ -34,13 +37,15 @@ class Ranks:
                 f"{self.world_size} ranks; change one of them, or the number of ranks."
             )
         self.mesh = None
-        if has_joined():
-            self.mesh, self._shard = _meshes_of(device.type, self.data, self.sequence, self.tensor)
+        if needs_mesh or self.world_size > 1:
+            require_backends(device.type)
+            grid = (self.data, self.sequence, self.tensor)
+            self.mesh, self._shard = _meshes_of(dist.group.WORLD, device.type, grid)
 
     @property
     def place_in_world(self) -> int:
         """This rank among all."""
-        return dist.get_rank() if has_joined() else 0
+        return 0 if self.mesh is None else dist.get_rank()
 
     @property
     def is_alone(self) -> bool:
@@ -95,7 +100,7 @@ class Ranks:
 
 
 @cache
-def _meshes_of(device_type: str, data: int, sequence: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """The grid, and its axes of shards as one; the same for all engines of a process, since each makes groups."""
-    mesh = init_device_mesh(device_type, (data, sequence, tensor), mesh_dim_names=(DATA, SEQUENCE, TENSOR))
+def _meshes_of(world: dist.ProcessGroup, device_type: str, grid: tuple[int, int, int]) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the grid, and its axes of shards as one; cached by default group, since each mesh creates groups."""
+    mesh = init_device_mesh(device_type, grid, mesh_dim_names=(DATA, SEQUENCE, TENSOR))
     return mesh, mesh[DATA, SEQUENCE]._flatten(SHARD)

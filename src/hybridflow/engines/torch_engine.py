@@ -81,8 +81,8 @@ class TorchEngine:
     """A policy (log-probs of response tokens) or a critic (values at response tokens).
 
     `optimizer` None makes an engine that only computes, as a reference does. `total_updates` is where the schedule
-    of the learning rate ends. Where the process has joined a group, parameters are sharded over its ranks (FSDP2), and
-    every call is one that all ranks make.
+    of the learning rate ends. If the process is in a group of several ranks when the engine is built, parameters are
+    sharded over these ranks (FSDP2), and every call is one that all ranks make.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class TorchEngine:
         self.total_updates = total_updates
         self.num_updates = 0
         self.device = own_device()
-        if offload == "host" and self.device.type != "cpu":
+        if needs_mesh := offload == "host" and self.device.type != "cpu":
             join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
-        self.ranks = Ranks(parallel or ParallelConfig(), self.device)
+        self.ranks = Ranks(parallel or ParallelConfig(), self.device, needs_mesh=needs_mesh)
         self._step_guard = StepGuard(self.ranks)
         self.compute_dtype, self.path = DTYPES[model.dtype], path
         self.lora = lora if lora and lora.rank else None

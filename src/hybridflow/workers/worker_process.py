@@ -22,6 +22,6 @@ def prepare_worker_process(worker: Worker, config: Config) -> None:
     set_num_threads(config.controller.threads or max(1, count_physical_cores() // worker.local_world_size))
     use_kernels(config.controller.compiled_kernels)
     set_deterministic(config.trainer.deterministic)
-    if worker.has_collectives:
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-        join_process_group(worker.rank, worker.world_size, address, port, config.controller.call_timeout_s)
+    rank, world_size = (worker.rank, worker.world_size) if worker.has_collectives else (0, 1)
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    join_process_group(rank, world_size, address, port, config.controller.call_timeout_s)

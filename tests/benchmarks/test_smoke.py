@@ -1,0 +1,36 @@
+"""Every benchmark as a real process with `--smoke`: it runs to its end, and its last line has the one format."""
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+ON_RAY = {"soak", "transport", "weight_sync"}
+
+
+def is_figure(value):
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in SCRIPTS])
+def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name):
+    done = subprocess.run(command(name, "--smoke"), cwd=tmp_path, capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result) == ["benchmark", "commit", "smoke", "rows"]
+    assert (result["benchmark"], result["smoke"]) == (name, True)
+    assert result["commit"]
+    assert result["rows"]
+    for row in result["rows"]:
+        assert list(row) == ["name", "unit", "ours", "peer", "limit", "ratio"]
+        assert isinstance(row["name"], str)
+        assert isinstance(row["unit"], str)
+        assert is_figure(row["ours"]), row
+        assert all(row[key] is None or is_figure(row[key]) for key in ("peer", "limit", "ratio")), row
+    names = [row["name"] for row in result["rows"]]
+    assert len(set(names)) == len(names)
+    assert list(tmp_path.iterdir()) == []

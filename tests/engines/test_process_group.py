@@ -1,0 +1,82 @@
+"""Engines in process groups that hybridflow did not make."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch._C._distributed_c10d import HashStore
+
+from hybridflow.engines import join_process_group
+from hybridflow.engines.process_group import num_ranks, require_backends
+from hybridflow.errors import WorkerError
+from hybridflow.protocol import DataProto
+
+PROGRAM = Path(__file__).parent / "torchrun_program.py"
+TOLERANCE = 1e-10
+
+
+@pytest.fixture
+def group_of_one():
+    """Start a default group of one rank with given backends, and destroy it after the test."""
+
+    def start(backends="gloo"):
+        dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
+
+    yield start
+    dist.destroy_process_group()
+
+
+def test_an_engine_in_a_group_of_one_rank_is_alone(group_of_one, build_engine, tiny_model):
+    group_of_one()
+    engine = build_engine(tiny_model())
+    assert engine.ranks.is_alone
+    assert num_ranks() == 1
+
+
+def test_joining_a_group_that_is_there_changes_nothing(group_of_one):
+    group_of_one()
+    world = dist.group.WORLD
+    join_process_group(0, 1, "127.0.0.1", 1)
+    assert dist.group.WORLD is world
+
+
+def test_joining_beside_a_different_group_is_an_error(group_of_one):
+    group_of_one()
+    with pytest.raises(WorkerError, match=r"is rank 0 of 1 in a torch\.distributed group, but rank 1 of 2 in its work"):
+        join_process_group(1, 2, "127.0.0.1", 1)
+
+
+def test_a_group_without_a_backend_for_cpu_tensors_is_an_error(group_of_one):
+    group_of_one("cuda:gloo")
+    with pytest.raises(WorkerError, match=r"no backend for cpu tensors \(backends: cuda:gloo\).*init_process_group"):
+        require_backends("cpu")
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_train_as_one_process(rollout_rows, tiny_model, tmp_path):
+    batch = rollout_rows([3, 1, 5, 2, 4, 3, 1, 6, 2, 3], [4, 6, 1, 3, 6, 2, 5, 4, 3, 1], seed=1)
+    names = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+    shape, generator = batch.batch["response_mask"].shape, torch.Generator().manual_seed(2)
+    columns = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in names}
+    batch.union(DataProto.from_dict(columns)).save_to_disk(tmp_path / "rows")
+    model = str(tiny_model("qwen2"))
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAM]
+    done = subprocess.run([*command, model, tmp_path / "rows", tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["built_before_is_alone"]
+
+    layouts = SimpleNamespace(**runpy.run_path(str(PROGRAM.with_name("layout_program.py")), run_name="layout_program"))
+    numbers, weights = layouts.train(layouts.Case("", model, str(tmp_path / "rows")))
+    for name in ("losses", "grad_norms", "output_sums"):
+        assert result[name] == pytest.approx(numbers[name], rel=TOLERANCE), name
+    for name, trained in load_file(tmp_path / "weights.safetensors").items():
+        assert float((trained - weights[name]).norm() / weights[name].norm()) <= TOLERANCE, name

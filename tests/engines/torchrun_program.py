@@ -1,0 +1,32 @@
+"""One rank under `torchrun`, in a process group that this program makes itself; `test_process_group` starts it.
+
+`torchrun_program.py MODEL_DIR ROWS_DIR OUT_DIR`. Rank 0 writes `OUT_DIR/result.json` and `OUT_DIR/weights.safetensors`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from layout_program import Case, build, train
+from safetensors.torch import save_file
+
+
+def main() -> None:
+    model, rows, out = sys.argv[1:4]
+    torch.set_num_threads(1)
+    case = Case("", model, rows)
+    built_before = build(case)
+    dist.init_process_group("gloo")
+    numbers, weights = train(case)
+    if dist.get_rank() == 0:
+        save_file(weights, Path(out, "weights.safetensors"))
+        result = {**numbers, "built_before_is_alone": built_before.ranks.is_alone}
+        Path(out, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
