@@ -149,10 +149,10 @@ def run_driver(script: str, *arguments: str, **environment: str) -> "subprocess.
 
 
 def ignores_signals(pid: int) -> bool:
-    """Return whether the reaper has set its signal handlers; SIGHUP is the last signal that it ignores."""
+    """Return whether the reaper ignores its three signals; under nohup it inherits the one for SIGHUP."""
     status = Path(f"/proc/{pid}/status").read_text()
     ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
-    return bool(ignored >> (signal.SIGHUP - 1) & 1)
+    return all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 
 def wait_until(condition, timeout_s=30.0):
