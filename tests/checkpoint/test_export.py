@@ -200,6 +200,19 @@ def test_directory_without_causal_model_is_an_error(tmp_path, config, message):
         export_model({}, tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize("dtype", ["float16", None])
+def test_weights_beyond_the_range_of_float16_are_an_error(tmp_path, dtype):
+    model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**SIZES))
+    write_dtype(model_dir, "float16")
+    weights = weights_of(make_model(CONFIGS["llama"], seed=2))
+    name = next(iter(weights))
+    weights[name] = weights[name].clone()
+    weights[name].view(-1)[0] = 1e6
+    with pytest.raises(CheckpointError, match=f"{name} has values up to 1e.06, but float16 ends at 65504; use --dtype"):
+        export_model(weights, model_dir, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
 def test_unknown_dtype_error_lists_valid_dtypes(tmp_path):
     with pytest.raises(CheckpointError, match="dtype='bf16' is invalid: expected float32, bfloat16, float16, float64"):
         export_model({}, tmp_path, tmp_path / "out", dtype="bf16")

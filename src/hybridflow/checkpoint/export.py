@@ -237,7 +237,7 @@ class _Model:
         index: dict[str, str] = {}
         for number, in_file in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {name: weight_of(name).to(dtype).contiguous() for name in in_file}
+            tensors = {name: _cast(name, weight_of(name), dtype).contiguous() for name in in_file}
             save_file(tensors, out_dir / file, metadata={"format": "pt"})
             index |= dict.fromkeys(in_file, file)
         if len(files) > 1:
@@ -247,12 +247,23 @@ class _Model:
         self.config.save_pretrained(out_dir)
 
 
+def _cast(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight in a dtype; raise CheckpointConfigError if a finite value of it becomes infinite."""
+    cast = weight.to(dtype)
+    if dtype == torch.float16 and bool((cast.isinf() & weight.isfinite()).any()):
+        raise CheckpointConfigError(
+            f"{name} has values up to {weight.abs().max():.3g}, but float16 ends at 65504; use --dtype bfloat16 or "
+            "float32."
+        )
+    return cast
+
+
 def _write_adapter(
     out_dir: Path, weights: Mapping[str, Tensor], lora: Any, model_dir: Path, dtype: torch.dtype
 ) -> None:
     """Write adapters in the format of peft's `save_pretrained`."""
     names = {name: f"base_model.model.{name.replace('.default', '')}" for name in weights}
-    tensors = {names[name]: weight.to(dtype) for name, weight in weights.items()}
+    tensors = {names[name]: _cast(name, weight, dtype) for name, weight in weights.items()}
     save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
     document = {
         "peft_type": "LORA",
