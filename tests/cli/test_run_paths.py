@@ -1,5 +1,6 @@
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,14 @@ def test_paths_are_relative_to_the_directory_of_the_newest_start(start, tmp_path
     assert config.trainer.run_dir == str(start)
     assert config.algorithm.advantage == "mine:advantages"
     assert config.reference.model_path == ""
+
+
+def test_a_tilde_without_such_a_user_is_part_of_the_name(start, tmp_path):
+    (start / "config.toml").write_text(to_toml(load_config(None, ["model.path=~model", "trainer.run_dir=~/run"])))
+    assert absolute_paths(start / "config.toml") == [
+        f'model.path="{tmp_path}/project/~model"',
+        f'trainer.run_dir="{Path.home()}/run"',
+    ]
 
 
 def test_paths_stay_as_they_are_without_a_recorded_directory(start, tmp_path):

@@ -58,3 +58,16 @@ def test_aliases_in_an_unknown_section_are_listed_one_by_one(tmp_path):
         "actor_rollout_ref.rollout.n: no such key; the key here is rollout.group_size",
         "actor_rollout_ref.actor.use_kl_loss: no such key; the key here is algorithm.kl_in_loss",
     ]
+
+
+def test_other_keys_of_an_unknown_section_are_listed_too(tmp_path):
+    recipe = tmp_path / "foreign.toml"
+    recipe.write_text("[empty]\n[a.rollout]\nn = 8\n[a.actor.optim]\nlr = 1e-6\n[b.actor.optim]\nlr = 1e-6\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe)
+    assert str(caught.value).split("\n  ")[1:] == [
+        "empty: no such section; `hybridflow config --reference` lists all keys",
+        "a.rollout.n: no such key; the key here is rollout.group_size",
+        "a.actor.optim.lr: no such key; did you mean actor.optimizer.lr?",
+        "b.actor.optim.lr: no such key; did you mean actor.optimizer.lr?",
+    ]

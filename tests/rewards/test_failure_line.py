@@ -37,8 +37,19 @@ partial = functools.partial(plain)
 
 def wrong_call(**sample):
     return parse()
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+def mute(**sample):
+    raise Mute
+
+async def async_mute(**sample):
+    raise Mute
 """
 LINE = next(number for number, line in enumerate(FUNCTIONS.splitlines(), 1) if "# THE LINE" in line)
+WRONG_CALL = FUNCTIONS.splitlines().index("def wrong_call(**sample):") + 2
 
 FORMS = ["plain", "waiting", "batch", "async_batch", "wrapped", "instance", "partial"]
 
@@ -81,7 +92,13 @@ def test_error_names_the_line_of_a_wrong_call(file, in_process):
     for scorer in (RewardScorer(f"{file}:wrong_call"), in_process("wrong_call")):
         message = error_of(scorer)
         assert "raised TypeError: parse() missing 1 required positional argument: 'text'" in message
-        assert f"at {file}:{len(FUNCTIONS.splitlines())}, in wrong_call: `return parse()`" in message
+        assert f"at {file}:{WRONG_CALL}, in wrong_call: `return parse()`" in message
+
+
+@pytest.mark.parametrize("function", ["mute", "async_mute"])
+def test_error_of_an_exception_without_text_names_its_type_and_line(file, in_process, function):
+    for scorer in (RewardScorer(f"{file}:{function}"), in_process(function)):
+        assert f"raised Mute: (its text is missing: __str__ raised ValueError) at {file}:" in error_of(scorer)
 
 
 def test_error_of_a_built_in_function_has_no_line():

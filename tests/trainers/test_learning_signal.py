@@ -78,6 +78,18 @@ def test_an_estimator_without_groups_compares_all_rewards(warnings_of):
     assert "all responses have the same reward (mean 0.5), so there" in warnings_of([metrics(0.5, 0.5)], GAE)[1]
 
 
+def test_a_batch_of_one_response_has_nothing_to_compare(warnings_of):
+    assert warnings_of([metrics(0.5)] * 20, GAE, "rollout.group_size=1", "data.train_batch_size=1") == {}
+
+
+def test_remax_compares_rewards_with_those_of_greedy_responses(warnings_of):
+    remax = ["algorithm.advantage=remax", "rollout.group_size=1"]
+    below_greedy = EQUAL | {"critic/advantages/min": -1.0, "critic/advantages/max": 0.0}
+    assert warnings_of([below_greedy], *remax) == {}
+    same_as_greedy = EQUAL | {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}
+    assert "all responses have the same reward (mean 0)" in warnings_of([same_as_greedy], *remax)[1]
+
+
 def test_distillation_does_not_need_different_rewards(warnings_of):
     assert warnings_of([EQUAL], "algorithm.advantage=distillation", "teacher.model_path=m") == {}
 

@@ -1,6 +1,7 @@
 """The paths of a run's configuration, relative to the directory in which the run was started."""
 
 import json
+import os
 from pathlib import Path
 
 from hybridflow.config import leaf_keys, load_config
@@ -54,4 +55,4 @@ def _start_directory(run: Path) -> Path | None:
 
 
 def _absolute(path: str, directory: Path) -> str:
-    return str(directory / Path(path).expanduser())
+    return str(directory / os.path.expanduser(path))

@@ -130,13 +130,19 @@ def _unknown(name: str, value: Any) -> list[str]:
     """Return one line for each unknown key, or for an unknown section, with the name to write instead."""
     if name in RENAMED:
         return [f"{name}: no such {'section' if isinstance(value, dict) else 'key'}; {RENAMED[name]}"]
-    aliases = {leaf: keys for leaf in _leaves(name, value) if (keys := keys_of_alias(leaf))}
-    if aliases:
-        return [f"{leaf}: no such key; {_describe_keys(keys)}" for leaf, keys in aliases.items()]
-    is_table = isinstance(value, dict)
-    nearest = nearest_key(name, [section for section, _ in sections() if section] if is_table else None)
-    hint = f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all keys"
-    return [f"{name}: no such {'section' if is_table else 'key'}; {hint}"]
+    leaves = _leaves(name, value)
+    nearest = None
+    if isinstance(value, dict) and not any(map(keys_of_alias, leaves)):
+        nearest = nearest_key(name, [section for section, _ in sections() if section])
+    if nearest or not leaves:
+        return [f"{name}: no such section; {_hint(nearest)}"]
+    return [
+        f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}" for leaf in leaves
+    ]
+
+
+def _hint(nearest: str | None) -> str:
+    return f"did you mean {nearest}?" if nearest else "`hybridflow config --reference` lists all keys"
 
 
 def _leaves(name: str, value: Any) -> list[str]:
@@ -147,6 +153,6 @@ def _leaves(name: str, value: Any) -> list[str]:
 
 
 def _describe_keys(keys: Sequence[str]) -> str:
-    if len(keys) == 1:
-        return f"the key here is {keys[0]}"
+    if len(keys) < 2:
+        return f"the key here is {keys[0]}" if keys else ""
     return f"the keys here are {', '.join(keys[:-1])} and {keys[-1]}"

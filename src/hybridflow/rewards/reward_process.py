@@ -175,7 +175,7 @@ def described(error: BaseException, function: Any) -> str:
 
     Errors of hybridflow's built-in functions have no line: their texts say what to fix.
     """
-    text, file = f"{type(error).__name__}: {error}"[:2000], file_of(function)
+    text, file = f"{type(error).__name__}: {text_of(error)}"[:2000], file_of(function)
     frames = traceback.walk_tb(error.__traceback__)
     lines = [(line, frame.f_code.co_name) for frame, line in frames if frame.f_code.co_filename == file]
     if not lines or os.path.dirname(file) == os.path.dirname(os.path.abspath(__file__)):
@@ -183,6 +183,14 @@ def described(error: BaseException, function: Any) -> str:
     line, name = lines[-1]
     source = linecache.getline(file, line).strip()[:200]
     return f"{text} at {file}:{line}, in {name}" + (f": `{source}`" if source else "")
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, also of one whose own conversion to text fails."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text is missing: __str__ raised {type(problem).__name__})"
 
 
 def as_message(result: Any, *, inside: bool = False) -> dict[str, Any]:

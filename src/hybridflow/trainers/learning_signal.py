@@ -20,6 +20,7 @@ class LearningSignalMonitor:
         self._config = config
         estimator = advantage_estimator(config)
         self._reads_rewards = not {"scores", "token_level_rewards"}.isdisjoint(estimator.columns)
+        self._has_greedy_baseline = "baseline_scores" in estimator.columns
         self._rewards_are_equal = self._responses_are_cut = 0  # successive steps
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -36,6 +37,10 @@ class LearningSignalMonitor:
     def _have_no_difference(self, metrics: Mapping[str, Any]) -> bool:
         if self._config.algorithm.estimator.compares_groups:
             return metrics["critic/zero_variance_groups"] == 1.0
+        if self._has_greedy_baseline:  # equal rewards may still differ from those of the greedy responses
+            return metrics["critic/advantages/min"] == metrics["critic/advantages/max"] == 0.0
+        if self._config.data.train_batch_size * self._config.rollout.group_size == 1:
+            return False
         return metrics["critic/score/min"] == metrics["critic/score/max"]
 
     def _describe(self, mean_score: float, due: int) -> str:
