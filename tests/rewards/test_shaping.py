@@ -1,4 +1,3 @@
-
 import pytest
 
 from hybridflow.errors import RewardError
