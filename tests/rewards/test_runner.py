@@ -202,7 +202,7 @@ def test_processes_close_with_the_runner_and_are_at_most_the_samples(runner):
     [
         (
             "{file}:nothing",
-            r"mine.py has no function 'nothing'; it has score, noisy, environment, located, together, two",
+            "mine.py has no function 'nothing'; it has score, noisy, environment, located, together, two",
         ),
         ("{file}x.py:score", "there is no file"),
         ("no_such_module:score", "importing no_such_module failed: ModuleNotFoundError"),

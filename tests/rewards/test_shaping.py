@@ -40,7 +40,7 @@ def test_a_long_text_never_matches_and_the_default_is_linear():
     assert format_score("a" * 200_000, "a*") == 1.0
     assert format_score("a" * 200_001, "a*") == 0.0
     for text in ("<think>" * 28_000, "<think>" + "<" * 190_000, " " * 200_000, "<think></think>" + " " * 190_000):
-        assert format_score(text) == 0.0
+        assert all(format_score(text) == 0.0 for _ in range(100))  # a quadratic time would be minutes
 
 
 @pytest.mark.parametrize(
