@@ -29,6 +29,7 @@ NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0}
 
 
 def score(program: str, truth: object, **settings):
+    settings = {"timeout_s": 100.0} | settings
     solution = f"Here it is:\n```python\n{program}\n```\n"
     return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **settings)
 

@@ -1,4 +1,4 @@
-"""Failures on a cluster: each error names the worker, the call and a fix, comes before the deadline, leaves no process."""
+"""Failures on a cluster: each error names the worker, the call and a fix, and leaves no process."""
 
 import ctypes
 import gc
