@@ -7,11 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-import layout_program
 import torch
 import torch.distributed as dist
-from layout_program import Case, build, train
 from safetensors.torch import save_file
+
+from fixtures import layout_program
+from fixtures.layout_program import Case, build, train
 
 ROWS_OF_RANKS = ((0, 3), (3, 10))
 
