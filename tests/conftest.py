@@ -130,7 +130,7 @@ def ray_backend() -> "Iterator[RayBackend]":
     """Yield one Ray cluster on this machine, shared by the session and removed at its end."""
     from hybridflow.controller.ray import RayBackend
 
-    with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=60.0) as backend:
+    with RayBackend(num_cpus=64, object_store_bytes=512 * 2**20, call_timeout_s=120.0) as backend:
         yield backend
 
 

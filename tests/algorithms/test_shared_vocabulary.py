@@ -34,9 +34,9 @@ class Share:
 
     def gather(self, x):
         self.exchange.tensors[self.rank] = x.clone()
-        self.exchange.barrier.wait(timeout=30)
+        self.exchange.barrier.wait(timeout=120)
         together = torch.stack(self.exchange.tensors)
-        self.exchange.barrier.wait(timeout=30)
+        self.exchange.barrier.wait(timeout=120)
         return together
 
     def sum(self, x):

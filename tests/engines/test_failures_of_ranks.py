@@ -76,7 +76,7 @@ def test_death_of_a_rank_in_a_collective_is_an_error_on_the_others(outcomes):
     outcome = outcomes["death", 0]
     assert outcome["raised"] == "LostWorkerError"
     assert "another rank" in outcome["message"]
-    assert outcome["seconds"] < 60
+    assert "imed out waiting" not in outcome["message"]  # the timeout of the process group is an hour
 
 
 def test_out_of_memory_error_names_settings_and_later_steps_fail(outcomes):
@@ -86,4 +86,4 @@ def test_out_of_memory_error_names_settings_and_later_steps_fail(outcomes):
     assert "set a smaller memory.max_tokens_per_micro_batch" in lost["message"]
     assert after["raised"] == "WorkerError"
     assert "this rank is out of sync with the others since an earlier step failed" in after["message"]
-    assert after["seconds"] < 1
+    assert after["num_losses"] == 0

@@ -1,11 +1,10 @@
 """Engines in process groups that hybridflow did not make."""
 
 import json
-import runpy
+import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import HashStore
 
+from fixtures import layout_program as layouts
 from hybridflow.engines import join_process_group
 from hybridflow.engines.process_group import num_ranks, require_backends
 from hybridflow.errors import WorkerError
@@ -69,12 +69,14 @@ def test_two_processes_of_torchrun_train_as_one_process(rollout_rows, tiny_model
     model = str(tiny_model("qwen2"))
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PROGRAM]
-    done = subprocess.run([*command, model, tmp_path / "rows", tmp_path], capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join([str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    arguments = [model, tmp_path / "rows", tmp_path]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["built_before_is_alone"]
 
-    layouts = SimpleNamespace(**runpy.run_path(str(PROGRAM.with_name("layout_program.py")), run_name="layout_program"))
     numbers, weights = layouts.train(layouts.Case("", model, str(tmp_path / "rows")))
     for name in ("losses", "grad_norms", "output_sums"):
         assert result[name] == pytest.approx(numbers[name], rel=TOLERANCE), name

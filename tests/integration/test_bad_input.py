@@ -213,6 +213,7 @@ def test_full_disk_during_a_metrics_write_is_reported(task, small_disk, refuse):
         (["--checkpoint", "absent"], "'absent' is neither a checkpoint nor a run with checkpoints"),
         (["--step", "3"], "--step 3 needs a run; add --run DIR."),
         (["data.val_files=[]"], "data.val_files must be set"),
+        (["model.path="], "no model is named; give --run DIR, a RECIPE or model.path=DIR."),
     ],
 )
 def test_evaluate_rejects_missing_inputs(arguments, problem, task, hybridflow):

@@ -45,6 +45,13 @@ def test_file_output_is_one_line_per_step_with_its_metrics(file, clock):
     )
 
 
+def test_figures_of_a_line_have_the_same_order_at_every_step(file):
+    tracker = ConsoleTracker(0, console=Console(file=file))
+    tracker.log(0, {"val/accuracy": 0.25})
+    tracker.log(1, {"timing_s/step": 2.0, "val/accuracy": 0.5, "critic/score/mean": 0.75})
+    assert file.getvalue() == "step 0  val accuracy 0.25\nstep 1  reward 0.75  val accuracy 0.5  s/step 2\n"
+
+
 def test_time_left_excludes_earlier_steps_and_the_first_validation(file, clock):
     tracker = ConsoleTracker(10, start_step=5, console=Console(file=file), clock=clock)
     clock.now = 100.0

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,6 @@ from hybridflow.rewards import http_client
 
 @dataclass(frozen=True)
 class Request:
-    at: float
     path: str
     headers: dict[str, str]
     json: Any
@@ -43,7 +41,7 @@ class Server:
         self.answer = lambda request: answers[min(len(self.requests), len(answers)) - 1]
 
     def hang(self, request: Request) -> None:
-        self.is_over.wait(30)
+        self.is_over.wait()
 
 
 class _ManyAtOnce(ThreadingHTTPServer):
@@ -61,9 +59,8 @@ def server(monkeypatch) -> Iterator[Server]:
         disable_nagle_algorithm = True
 
         def do_POST(self) -> None:
-            at, length = time.monotonic(), int(self.headers["Content-Length"])
-            contents = json.loads(self.rfile.read(length))
-            request = Request(at, self.path, dict(self.headers), contents, self.client_address[1])
+            contents = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            request = Request(self.path, dict(self.headers), contents, self.client_address[1])
             served.requests.append(request)
             answer = served.answer(request)
             if answer is None:

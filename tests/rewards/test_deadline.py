@@ -9,6 +9,8 @@ import pytest
 
 from hybridflow.rewards.deadline import DeadlineExceeded, call_within
 
+pytestmark = pytest.mark.timeout(120, method="thread")  # by a thread: `call_within` takes the alarm of the other method
+
 
 def loop():
     while True:
@@ -21,16 +23,12 @@ def add_slowly(one, other):
 
 
 class SwallowsOnce:
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
     def __del__(self) -> None:
-        while time.monotonic() < self._end:
-            pass
+        loop()
 
 
 def swallow_and_loop():
-    item = SwallowsOnce(0.2)
+    item = SwallowsOnce()
     del item  # the exception is raised in here first
     loop()
 
@@ -45,26 +43,27 @@ def test_a_slow_computation_is_interrupted():
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         call_within(0.05, loop)
-    assert 0.05 <= time.monotonic() - start < 5.0
+    assert time.monotonic() - start >= 0.05
 
 
 def test_another_thread_has_no_time_limit():
     results: list[int] = []
     thread = threading.Thread(target=lambda: results.append(call_within(0.01, add_slowly, 1, 2)))
     thread.start()
-    thread.join(10.0)
+    thread.join()
     assert results == [3]
 
 
 def test_an_earlier_alarm_is_restored():
     came: list[int] = []
     before = signal.signal(signal.SIGALRM, lambda number, _: came.append(number))
-    timer = signal.setitimer(signal.ITIMER_REAL, 0.3)
+    timer = signal.setitimer(signal.ITIMER_REAL, 1000.0)
     try:
         with pytest.raises(DeadlineExceeded):
             call_within(0.05, loop)
         assert came == []
-        time.sleep(0.5)
+        assert 0.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
+        signal.raise_signal(signal.SIGALRM)
         assert came == [signal.SIGALRM]
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -84,18 +83,11 @@ def sleep_in_python(seconds: float) -> None:
 
 
 class Left:
-    """Object in a reference cycle with a slow finalizer, which must not run within the computation."""
+    """Object in a reference cycle with a finalizer, which must not run within the computation."""
 
     def __init__(self, ended: list[bool]) -> None:
         self.itself = self
-        weakref.finalize(self, _end_slowly, ended).atexit = False
-
-
-def _end_slowly(ended: list[bool]) -> None:
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
-        pass
-    ended.append(True)
+        weakref.finalize(self, ended.append, True).atexit = False
 
 
 def make_cycles():

@@ -64,7 +64,7 @@ def file(tmp_path):
 @pytest.fixture
 def in_process(file):
     def build(function):
-        built.append(RewardRunner(f"{file}:{function}", num_processes=1, timeout_s=20.0, memory_bytes=0))
+        built.append(RewardRunner(f"{file}:{function}", num_processes=1, timeout_s=100.0, memory_bytes=0))
         return RewardScorer(runner=built[-1])
 
     built: list[RewardRunner] = []

@@ -12,15 +12,18 @@ from hybridflow.rewards import runner as runner_module
 FUNCTIONS = """
 import asyncio, os, random, time
 
-in_hand = 0
+in_hand, most, is_full = 0, 0, asyncio.Event()
 
-async def counted(**sample):
-    global in_hand
+async def counted(wanted, **sample):
+    global in_hand, most
     in_hand += 1
-    seen = in_hand
-    await asyncio.sleep(0.3)
+    most = max(most, in_hand)
+    if in_hand == wanted:
+        is_full.set()
+    await is_full.wait()
+    await asyncio.sleep(0.1)  # a sample beyond the limit would arrive
     in_hand -= 1
-    return {"score": len(sample["solution_str"]), "in_hand": seen}
+    return {"score": len(sample["solution_str"]), "in_hand": most}
 
 async def slow(data_source, solution_str, ground_truth, extra_info, seconds=0.3):
     if solution_str == "raise":
@@ -72,7 +75,7 @@ def file(tmp_path):
 @pytest.fixture
 def runner(file):
     def build(function, **changes):
-        settings = {"num_processes": 2, "timeout_s": 2.0, "memory_bytes": 2**29} | changes
+        settings = {"num_processes": 2, "timeout_s": 100.0, "memory_bytes": 2**29} | changes
         built.append(RewardRunner(f"{file}:{function}", **settings))
         return built[-1]
 
@@ -95,19 +98,19 @@ def scores(outcomes):
 
 def test_an_async_function_runs_many_samples_and_keeps_their_order(runner):
     texts = ["a" * (1 + i % 9) for i in range(60)]
-    outcomes = runner("counted", num_processes=1).run(samples(texts))
+    outcomes = runner("counted", num_processes=1, kwargs={"wanted": 32}).run(samples(texts))
     assert scores(outcomes) == [len(text) for text in texts]
     assert max(outcome.result["in_hand"] for outcome in outcomes) == 32
 
 
 def test_concurrency_limits_the_samples_of_an_async_function(runner):
-    outcomes = runner("counted", concurrency=2, num_processes=1).run(samples(["a"] * 6))
+    outcomes = runner("counted", concurrency=2, num_processes=1, kwargs={"wanted": 2}).run(samples(["a"] * 6))
     assert max(outcome.result["in_hand"] for outcome in outcomes) == 2
 
 
 def test_a_failure_of_an_async_function_affects_one_sample(runner):
     texts = ["a", "raise", "late", "b", "own", "c"]
-    outcomes = runner("slow", timeout_s=1.0).run(samples(texts))
+    outcomes = runner("slow", timeout_s=1.0, kwargs={"seconds": 0.0}).run(samples(texts))
     assert [outcome.kind for outcome in outcomes] == [None, "raised", "timeout", None, "raised", None]
     assert outcomes[1].problem.startswith("ValueError: no at ")
     assert outcomes[2].problem == "took longer than reward.timeout_s=1.0"
@@ -119,7 +122,7 @@ def test_a_failure_of_an_async_function_affects_one_sample(runner):
 def test_a_sample_that_ends_its_process_fails_alone(runner, monkeypatch, bad, kind):
     monkeypatch.setattr(runner_module, "GRACE_S", 0.5)
     texts = ["a", "bb", bad, "ccc", "dddd"] * 2
-    outcomes = runner("slow", timeout_s=1.0, num_processes=1).run(samples(texts))
+    outcomes = runner("slow", timeout_s=1.0, num_processes=1, kwargs={"seconds": 0.1}).run(samples(texts))
     assert [outcome.kind for outcome in outcomes] == [None, None, kind, None, None] * 2
     assert [outcome.result["score"] for outcome in outcomes if outcome.kind is None] == [1, 2, 3, 4] * 2
 
@@ -197,7 +200,7 @@ def reads(data_source, solution_str, ground_truth, extra_info):
         time.sleep(0.1)
     if solution_str == "behind":
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(1000)
             os._exit(0)
         os._exit(1)
     return len(solution_str)
@@ -227,20 +230,24 @@ def odd(tmp_path, runner, file):
 
 
 def test_a_function_cannot_read_samples_from_stdin(odd):
-    outcomes = odd("reads", timeout_s=5.0, num_processes=1).run(samples(["input", "child", "abc"]))
+    outcomes = odd("reads", num_processes=1).run(samples(["input", "child", "abc"]))
     assert [outcome.kind for outcome in outcomes] == ["raised", None, None]
     assert [outcome.result for outcome in outcomes] == [None, 0, 3]
 
 
+@pytest.mark.timeout(120)
 def test_children_of_a_function_are_killed_with_its_process(odd):
     asked = odd("reads", timeout_s=0.5, num_processes=1)
     asked.start()
     group = asked._processes[0].popen.pid
-    assert [outcome.kind for outcome in asked.run(samples(["left", "a"]))] == ["timeout", None]
-    deadline = time.monotonic() + 5
-    while _is_alive(group) and time.monotonic() < deadline:
+
+    def remove_timeout(number, outcome):
+        asked._timeout_s = None
+
+    outcomes = asked.call(samples(["left", "a"]), remove_timeout)
+    assert [outcome.kind for outcome in outcomes] == ["timeout", None]
+    while _is_alive(group):
         time.sleep(0.05)
-    assert not _is_alive(group)
 
 
 def _is_alive(group):
@@ -259,11 +266,10 @@ def test_an_unexpected_answer_replaces_the_process_only(odd):
         assert sum(outcome.kind is None for outcome in outcomes) >= 3
 
 
+@pytest.mark.timeout(120)
 def test_exit_is_detected_while_a_child_holds_the_connection(odd):
-    start = time.monotonic()
     outcomes = odd("reads", timeout_s=None, num_processes=1).run(samples(["behind", "a"]))
     assert [outcome.kind for outcome in outcomes] == ["died", None]
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("function", ["patient", "wrapped"])

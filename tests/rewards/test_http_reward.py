@@ -59,9 +59,9 @@ def test_the_settings_reach_the_client(server, monkeypatch):
     monkeypatch.setenv("SCORER_KEY", "sk-123456")
     server.answer = lambda request: (503, {}, "")
     with pytest.raises(
-        RewardError, match=r"after 2 attempts.*retries=1, requests_per_second=50.0, request_timeout_s=3"
+        RewardError, match=r"after 2 attempts.*retries=1, requests_per_second=50.0, request_timeout_s=300"
     ):
-        score(server, retries=1, requests_per_second=50.0, request_timeout_s=3, api_key_env="SCORER_KEY")
+        score(server, retries=1, requests_per_second=50.0, request_timeout_s=300, api_key_env="SCORER_KEY")
     server.answer = lambda request: {"echo": request.headers["Authorization"]}
     with pytest.raises(RewardError, match=r"'Bearer \[hidden\]'"):
         score(server, api_key_env="SCORER_KEY")

@@ -33,7 +33,7 @@ def scorer(place):
     """Return a builder of scorers with a new journal in `place`, as at the start of a run; `asked` lists all calls."""
 
     def build(function="score", *, rank=0, kwargs=None, identity=None, **settings):
-        runner = RewardRunner(f"{place}/mine.py:{function}", num_processes=1, timeout_s=5.0, memory_bytes=2**29)
+        runner = RewardRunner(f"{place}/mine.py:{function}", num_processes=1, timeout_s=100.0, memory_bytes=2**29)
         runners.append(runner)
         runner.start()
         identity = identity or [runner.name, runner.source]
@@ -202,7 +202,7 @@ def test_kept_failures_are_called_again_if_failures_stop_the_run(place, scorer, 
 
 
 def test_a_runner_not_yet_started_journals_a_batch_as_a_whole(place):
-    runner = RewardRunner(f"{place}/mine.py:all_at_once", num_processes=1, timeout_s=5.0, memory_bytes=2**29)
+    runner = RewardRunner(f"{place}/mine.py:all_at_once", num_processes=1, timeout_s=100.0, memory_bytes=2**29)
     try:
         for _ in range(2):
             journal = RewardJournal(place / "rewards", 0, None, failures=False)

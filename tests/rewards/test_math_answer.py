@@ -1,16 +1,33 @@
 import threading
-import time
 
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import boxed_answer, math_reward
+from hybridflow.rewards import boxed_answer, math_answer, math_reward
+from hybridflow.rewards.deadline import DeadlineExceeded, call_within
 
 
 def score(solution: str, truth: object, **settings: float) -> float:
+    settings = {"timeout_s": 100.0} | settings
     return math_reward(
         data_source="math", solution_str=solution, ground_truth=truth, extra_info={"level": 5}, **settings
     )
+
+
+@pytest.fixture
+def late_comparisons(monkeypatch):
+    """Return a list that gets the time limit of each comparison that exceeds it."""
+    limits = []
+
+    def call(seconds, function, *arguments):
+        try:
+            return call_within(seconds, function, *arguments)
+        except DeadlineExceeded:
+            limits.append(seconds)
+            raise
+
+    monkeypatch.setattr(math_answer, "call_within", call)
+    return limits
 
 
 @pytest.mark.parametrize(
@@ -139,19 +156,15 @@ def test_unparsable_ground_truth_is_an_error(truth):
         r"\Gamma((9999)(9999))",
     ],
 )
-def test_a_hostile_answer_scores_zero_at_once(answer):
-    score(r"\boxed{\frac{3}{2}}", "5")  # math-verify is imported
-    start = time.perf_counter()
+def test_a_hostile_answer_scores_zero_without_the_time_limit(answer, late_comparisons):
     assert score(rf"\boxed{{{answer}}}", "5") == 0.0
     assert score(f"The answer is ${answer}$", "5") == 0.0
-    assert time.perf_counter() - start < 2.0
+    assert late_comparisons == []
 
 
-def test_timeout_interrupts_a_slow_comparison():
-    score(r"\boxed{\frac{3}{2}}", "5")
-    start = time.perf_counter()
+def test_timeout_interrupts_a_slow_comparison(late_comparisons):
     assert score(r"\boxed{\sum_{n=1}^{9999} \sin(n^n)^n}", "5", timeout_s=0.3) == 0.0
-    assert 0.3 < time.perf_counter() - start < 3.0
+    assert late_comparisons == [0.3]
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), "5", True])
@@ -160,11 +173,10 @@ def test_an_invalid_timeout_is_an_error(timeout_s):
         score(r"\boxed{5}", "5", timeout_s=timeout_s)
 
 
+@pytest.mark.timeout(120)
 def test_many_boxes_and_braces_take_linear_time():
-    start = time.perf_counter()
-    for solution in (r"\boxed{" * 100_000, r"\boxed{" * 50_000 + "}" * 50_000, "{" * 300_000, "$" * 300_000):
+    for solution in (r"\boxed{" * 500_000, r"\boxed{" * 250_000 + "}" * 250_000, "{" * 1_500_000, "$" * 1_500_000):
         assert score(solution, "5") == 0.0
-    assert time.perf_counter() - start < 5.0
 
 
 def test_math_reward_works_outside_the_main_thread():

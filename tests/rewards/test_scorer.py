@@ -93,6 +93,7 @@ def test_an_exception_stops_and_shows_the_sample():
         RewardScorer(reward).score(["1", "x" * 5000], ["mine"] * 2, ["1"] * 2)
     assert isinstance(error.value.__cause__, ValueError)
     assert len(str(error.value)) < 6500
+    assert str(error.value).endswith('set reward.on_error="zero" to give such samples the score reward.error_score.')
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 
 from hybridflow.errors import RewardError
@@ -37,13 +35,12 @@ def test_an_invalid_regular_expression_is_an_error(pattern):
         format_score("text", pattern)
 
 
+@pytest.mark.timeout(120)
 def test_a_long_text_never_matches_and_the_default_is_linear():
     assert format_score("a" * 200_000, "a*") == 1.0
     assert format_score("a" * 200_001, "a*") == 0.0
-    start = time.perf_counter()
     for text in ("<think>" * 28_000, "<think>" + "<" * 190_000, " " * 200_000, "<think></think>" + " " * 190_000):
-        assert format_score(text) == 0.0
-    assert time.perf_counter() - start < 2.0
+        assert all(format_score(text) == 0.0 for _ in range(100))  # a quadratic time would be minutes
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Observed:
         os.kill(self.process.pid, number)
 
     def wait_for_state(self, letter: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while self.state() != letter:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -85,7 +85,7 @@ for number in itertools.count():
 def test_killed_writer_leaves_a_complete_file(tmp_path):
     path = tmp_path / "a.bin"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not (path.exists() and any(name.startswith(".a.bin.tmp-") for name in os.listdir(tmp_path))):
         assert writer.poll() is None
         assert time.monotonic() < deadline

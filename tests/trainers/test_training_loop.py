@@ -107,7 +107,7 @@ def test_an_early_stop_saves_without_validation(make, caplog):
     trainer = make(5, "trainer.val_before_train=false")
     fit(trainer, stop_after=2)
     assert trainer.calls == ["step 1", "step 2", "save 2"]
-    assert "stopped after step 2 of 5; run the same command to continue" in caplog.text
+    assert "stopped after step 2 of 5; run the same command to continue, without --stop-after" in caplog.text
     fit(trainer, stop_after=3)
     assert trainer.calls[3:] == ["step 3", "save 3"]
 

@@ -34,7 +34,7 @@ NUM_RECEIVERS = 2
 
 
 def configured(run_dir: object, *overrides: str) -> Config:
-    return load_config(None, [f"trainer.run_dir={run_dir}", "controller.call_timeout_s=60", *overrides])
+    return load_config(None, [f"trainer.run_dir={run_dir}", "controller.call_timeout_s=120", *overrides])
 
 
 def test_table_has_every_configurable_transport():

@@ -40,7 +40,10 @@ def recipe_of_run(args: argparse.Namespace) -> Path | None:
     if args.run is None:
         return None
     if not (file := args.run / "config.toml").is_file():
-        raise ConfigError(f"--run '{args.run}' is not the directory of a run: '{file}' does not exist.")
+        raise ConfigError(
+            f"--run '{args.run}' is not the directory of a run: '{file}' does not exist. "
+            "Give the trainer.run_dir of a run of `hybridflow train`, `sft`, `dpo` or `reward-model`."
+        )
     return file
 
 

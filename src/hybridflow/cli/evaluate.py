@@ -14,6 +14,7 @@ from hybridflow.cli.checkpoint_arguments import (
 )
 from hybridflow.cli.output_file import add_output, write_rows
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
+from hybridflow.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the validation metrics."""
     config = config_of(args, default_recipe=recipe_of_run(args), more=paths_of_run(args))
     checkpoint = chosen_checkpoint(args)
+    if not config.model.path:
+        raise ConfigError("no model is named; give --run DIR, a RECIPE or model.path=DIR.")
     from hybridflow.trainers import build_validator
 
     with build_validator(config, checkpoint) as validator:

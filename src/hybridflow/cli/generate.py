@@ -18,6 +18,7 @@ from hybridflow.cli.checkpoint_arguments import (
 from hybridflow.cli.output_file import add_output, write_rows
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 from hybridflow.config.render import toml_value
+from hybridflow.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.trainers.generation import prompts_of_files, typed_prompts, with_system
     from hybridflow.trainers.preconditions import require_files
 
+    if not config.model.path:
+        raise ConfigError("no model is named; give --run DIR, --model DIR, a RECIPE or model.path=DIR.")
     require_files(config)
     prompts = typed_prompts(args.prompt) if args.prompt else prompts_of_files(args.prompts_file)
     if args.system is not None:

@@ -128,7 +128,9 @@ class ConsoleTracker:
         """Return the values of `since_step` and later, with the step of each value that is older than the newest."""
         return "".join(
             f"  {label} {_number(value)}" + (f" (step {step})" if step < self._step else "")
-            for label, (step, value) in self._values.items()
+            for label in self.figures
+            if label in self._values
+            for step, value in [self._values[label]]
             if step >= since_step
         )
 

@@ -158,7 +158,8 @@ class RewardScorer:
                 rows.append(_read(self._name_of(function), self._weights, sample, prompt, outcome))
             except RewardError as error:
                 if self._on_error == "stop":
-                    raise
+                    fix = 'set reward.on_error="zero" to give such samples the score reward.error_score.'
+                    raise RewardError(f"{error}\nFix the function, or {fix}") from error.__cause__
                 failures.append(error)
                 parts = [self._error_score] * len(self._weights)
                 rows.append(_Row(self._error_score, {}, parts, None, True, outcome.kind == "timeout"))

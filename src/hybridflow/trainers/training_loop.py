@@ -83,9 +83,10 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
                 saves.restart()
     if trainer.global_step < trainer.total_steps:
         logger.warning(
-            "stopped after step %d of %d; run the same command to continue",
+            "stopped after step %d of %d; run the same command to continue%s",
             trainer.global_step,
             trainer.total_steps,
+            "" if stop.requested else ", without --stop-after",
         )
 
 
@@ -112,7 +113,11 @@ def _completing_saves(trainer: Trainer) -> Iterator[None]:
 def _log_nothing_to_do(trainer: Trainer) -> None:
     step, total_steps = trainer.global_step, trainer.total_steps
     if step < total_steps:
-        logger.warning("'%s' is already at step %d: nothing to do", trainer.run.path, step)
+        logger.warning(
+            "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step",
+            trainer.run.path,
+            step,
+        )
     else:
         logger.warning(
             "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to continue, "

@@ -11,24 +11,27 @@ from hybridflow.controller.colocate import spawn_colocated
 from hybridflow.errors import DispatchError, WorkerError, WorkerTimeoutError
 from hybridflow.protocol import DataProto
 
-SECONDS = 0.3
-
 
 class Judge(Worker):
     concurrent_calls = 4
 
     def __init__(self):
-        self.lock, self.running, self.most = threading.Lock(), 0, 0
+        self.lock, self.running, self.most, self.four = threading.Lock(), 0, 0, threading.Barrier(4)
 
     @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
     def judge(self, batch):
+        return DataProto.from_dict({"y": batch.batch["x"] + 1})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, reads=("x",), writes=("y",))
+    def judge_with_three_others(self, batch):
         with self.lock:
             self.running += 1
             self.most = max(self.most, self.running)
-        time.sleep(SECONDS)
+        self.four.wait()
+        time.sleep(0.1)  # a fifth call would arrive
         with self.lock:
             self.running -= 1
-        return DataProto.from_dict({"y": batch.batch["x"] + 1})
+        return self.judge(batch)
 
     @register(Dispatch.ONE_TO_ALL)
     def at_the_same_time(self):
@@ -40,7 +43,7 @@ class Judge(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def hang(self):
-        time.sleep(60)
+        time.sleep(1000)
 
 
 class Plain(Worker):
@@ -59,11 +62,8 @@ def batch_of(number):
 @pytest.mark.ray
 def test_concurrent_calls_sets_the_number_of_simultaneous_calls(ray_backend):
     with WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), ray_backend, "judge") as group:
-        group.judge(batch_of(0))
-        start = time.monotonic()
-        futures = [group.judge.remote(batch_of(number)) for number in range(8)]
+        futures = [group.judge_with_three_others.remote(batch_of(number)) for number in range(8)]
         assert [int(future.get().batch["y"]) for future in futures] == list(range(1, 9))
-        assert 2 * SECONDS <= time.monotonic() - start < 6 * SECONDS  # two rounds of four
         ((most, threads),) = group.at_the_same_time()
     assert most == 4
     assert threads == (ray_backend.threads or threads)
@@ -77,6 +77,7 @@ def test_a_result_is_readable_while_an_older_call_runs(ray_backend):
     with RayBackend(call_timeout_s=1.0) as backend:
         group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Judge), backend, "judge")
         hanging = group.hang.remote()
+        backend.call_timeout_s = 120.0
         assert int(group.judge(batch_of(1)).batch["y"]) == 2
         with pytest.raises(WorkerTimeoutError, match=r"Judge\.hang on judge, rank 0, has been running for"):
             hanging.get()

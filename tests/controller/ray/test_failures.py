@@ -1,4 +1,4 @@
-"""Failures on a cluster: each error names the worker, the call and a fix, is raised quickly and leaves no process."""
+"""Failures on a cluster: each error names the worker, the call and a fix, and leaves no process."""
 
 import ctypes
 import gc
@@ -174,19 +174,11 @@ def is_gone(pid):
         return True
 
 
-def wait_until_gone(pids, timeout_s=15.0):
+def wait_until_gone(pids, timeout_s=100.0):
     end = time.monotonic() + timeout_s
     while left := [pid for pid in pids if not is_gone(pid)]:
         assert time.monotonic() < end, f"{left} are still there"
         time.sleep(0.05)
-
-
-@contextmanager
-def within(seconds):
-    """Limit the time of a block, with a factor of three for a slow or busy machine."""
-    start = time.monotonic()
-    yield
-    assert time.monotonic() - start < 3 * seconds
 
 
 @contextmanager
@@ -236,35 +228,47 @@ def impatient(ray_backend):
     """Yield a second backend on the same cluster; a test shortens its deadline after it has started its groups."""
     from hybridflow.controller.ray import RayBackend
 
-    with RayBackend(call_timeout_s=60) as backend:
+    with RayBackend(call_timeout_s=120) as backend:
         yield backend
+
+
+@pytest.fixture
+def endless_wait(monkeypatch):
+    """Let a pool wait for free resources without end, so that an error shows that it did not wait."""
+    from hybridflow.controller.ray import resource_pool
+
+    monkeypatch.setattr(resource_pool, "SETTLING_S", 1e6)
+    monkeypatch.setattr(resource_pool, "RESERVATION_TIMEOUT_S", 1e6)
 
 
 # ------------------------------------------------------------------------------------------ pools
 
 
-def test_a_pool_larger_than_the_cluster_is_an_error_at_once(ray_backend):
-    with within(5), pytest.raises(ConfigError) as caught:
+@pytest.mark.usefixtures("endless_wait")
+def test_a_pool_larger_than_the_cluster_is_an_error_without_a_wait(ray_backend):
+    with pytest.raises(ConfigError) as caught:
         ray_backend.check_fit([ResourcePool([1000])])
     assert "requested [1000] processes on 1 node(s), each with 1 CPU" in str(caught.value)
     assert "the cluster has 1 node(s): 127.0.0.1: " in str(caught.value)
     assert " of 64 CPU free. Use fewer processes" in str(caught.value)
-    with within(5), pytest.raises(ConfigError, match=r"requested \[1, 1\] processes"):
+    with pytest.raises(ConfigError, match=r"requested \[1, 1\] processes"):
         ray_backend.check_fit([ResourcePool([1, 1])])
 
 
+@pytest.mark.usefixtures("endless_wait")
 def test_a_second_attempt_with_a_too_large_pool_gives_the_same_error(ray_backend):
     from hybridflow.controller.ray import RayResourcePool
 
     pool = RayResourcePool([1000])
     for _ in range(2):
-        with within(5), pytest.raises(ConfigError, match="does not fit the cluster"):
+        with pytest.raises(ConfigError, match="does not fit the cluster"):
             WorkerGroup(pool, ClassWithInitArgs(Unlucky), ray_backend)
 
 
+@pytest.mark.usefixtures("endless_wait")
 def test_pools_must_fit_the_cluster_together(ray_backend):
     ray_backend.check_fit([ResourcePool([20])])
-    with within(5), pytest.raises(ConfigError, match=r"process_on_nodes=\[40\].* does not fit the cluster"):
+    with pytest.raises(ConfigError, match=r"process_on_nodes=\[40\].* does not fit the cluster"):
         ray_backend.check_fit([ResourcePool([30]), ResourcePool([40])])
 
 
@@ -272,7 +276,7 @@ def test_error_for_an_occupied_cluster_names_free_cpus(ray_backend, group):
     from hybridflow.controller.ray import RayResourcePool
 
     pool = RayResourcePool([63], cpus_per_process=1.0)
-    with within(15), pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         pool.places()
     assert " of 64 CPU free." in str(caught.value)
     assert "wait until other groups release resources" in str(caught.value)
@@ -284,7 +288,7 @@ def test_error_for_an_occupied_cluster_names_free_cpus(ray_backend, group):
 @pytest.mark.parametrize("how", ["raise", "raise while rank 0 waits"])
 def test_a_failing_constructor_on_one_rank_stops_all_ranks(start, ray_backend, how):
     before = list(ray_backend._processes)
-    with within(30), pytest.raises(WorkerError) as caught:
+    with pytest.raises(WorkerError) as caught:
         start("actor", how)
     error = caught.value
     assert str(error) == "Unlucky.__init__ failed on worker actor/1: ValueError: no luck in the constructor"
@@ -297,7 +301,7 @@ def test_a_failing_constructor_on_one_rank_stops_all_ranks(start, ray_backend, h
 @pytest.mark.parametrize("how", ["SIGKILL", "os._exit", "segmentation fault"])
 def test_a_constructor_that_kills_its_process_is_a_worker_died_error(start, ray_backend, how):
     before = list(ray_backend._processes)
-    with within(30), pytest.raises(WorkerDiedError) as caught:
+    with pytest.raises(WorkerDiedError) as caught:
         start("actor", how)
     error = caught.value
     assert str(error).startswith("worker actor/1 on node 127.0.0.1, pid ")
@@ -336,7 +340,7 @@ def test_a_ray_worker_group_with_a_wrong_mesh_starts_no_worker(ray_backend):
 )
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_error_for_an_undeclared_result_names_method_and_rank(group, how, kind, says, is_remote):
-    with within(10), pytest.raises(kind, match=rf"^Unlucky\.compute on rank \d {says}") as caught:
+    with pytest.raises(kind, match=rf"^Unlucky\.compute on rank \d {says}") as caught:
         group.compute.remote(rows(), how).get() if is_remote else group.compute(rows(), how)
     assert "in Unlucky.compute, worker actor/" in caught.value.__notes__[0]
     assert len(group.compute(rows())) == 4
@@ -344,13 +348,13 @@ def test_error_for_an_undeclared_result_names_method_and_rank(group, how, kind, 
 
 def test_error_for_different_undeclared_columns_names_the_method(group):
     for call in (group.compute_undeclared, lambda batch: group.compute_undeclared.remote(batch).get()):
-        with within(10), pytest.raises(HybridFlowError, match=r"part 0 has \['y'\].* part 1 has \['z'\]") as caught:
+        with pytest.raises(HybridFlowError, match=r"part 0 has \['y'\].* part 1 has \['z'\]") as caught:
             call(rows())
         assert caught.value.__notes__ == ["while collecting the results of Unlucky.compute_undeclared"]
 
 
 def test_error_for_an_unpicklable_result_names_method_and_type(group):
-    with within(10), pytest.raises(DispatchError, match=r"the result of Unlucky\.fail is a lock, which cannot be sent"):
+    with pytest.raises(DispatchError, match=r"the result of Unlucky\.fail is a lock, which cannot be sent"):
         group.fail("a lock is returned")
 
 
@@ -370,12 +374,12 @@ def test_error_for_an_unpicklable_argument_names_method_and_type(group, make, ne
         objects[:] = [make() for _ in range(4)]
         batch = DataProto.from_dict({"x": torch.arange(4.0)}, {"things": objects})
         says = "argument 0 of Unlucky.compute: 'things' cannot be sent to another process, TypeError: cannot pickle "
-        with within(5), pytest.raises(BatchError, match=says) as caught:
+        with pytest.raises(BatchError, match=says) as caught:
             group.compute(batch)
         assert kind in str(caught.value)
         return
     value = {"alone": make, "in a list": lambda: [[make()], [1]], "in a dict": lambda: {"a": {"b": make()}}}[nest]()
-    with within(5), pytest.raises(DispatchError) as caught:
+    with pytest.raises(DispatchError) as caught:
         group.count_calls(value)
     assert f"argument 0 of Unlucky.count_calls is a {kind}, which cannot be sent to " in str(caught.value)
 
@@ -409,9 +413,9 @@ def test_error_for_a_released_handle_says_to_keep_the_future(group):
     handle = group.execute_rank_zero("pid")
     handle.get()
     group.backend.release([handle])
-    with within(5), pytest.raises(WorkerError, match="this result was released; keep the future"):
+    with pytest.raises(WorkerError, match="this result was released; keep the future"):
         handle.get()
-    with within(5), pytest.raises(WorkerError, match="this result was released; keep the future"):
+    with pytest.raises(WorkerError, match="this result was released; keep the future"):
         group.count_calls(handle)
 
 
@@ -423,7 +427,7 @@ def test_error_for_a_released_handle_says_to_keep_the_future(group):
     [("cannot be unpickled", "CannotBeUnpickled: 1 and 2"), ("has a lock", "HasALock: locked")],
 )
 def test_an_unpicklable_error_arrives_as_its_text(group, how, text):
-    with within(10), pytest.raises(WorkerError) as caught:
+    with pytest.raises(WorkerError) as caught:
         group.fail(how)
     error = caught.value
     assert str(error) == f"Unlucky.fail failed on worker actor/1: {text}"
@@ -433,36 +437,36 @@ def test_an_unpicklable_error_arrives_as_its_text(group, how, text):
 
 
 def test_an_error_unpicklable_in_the_driver_arrives_as_its_text(group):
-    with within(10), pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: UnpicklableOutside"):
+    with pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: UnpicklableOutside"):
         group.fail("can be read by workers only")
 
 
 def test_an_error_without_text_is_named_by_its_type(group):
-    with within(10), pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: HasNoText"):
+    with pytest.raises(WorkerError, match=r"Unlucky.fail failed on worker actor/1: HasNoText"):
         group.fail("has no text")
 
 
 def test_an_error_of_five_megabytes_arrives(group):
-    with within(20), pytest.raises(WorkerError, match=r"^Unlucky.fail failed on worker actor/1: ValueError: hhh"):
+    with pytest.raises(WorkerError, match=r"^Unlucky.fail failed on worker actor/1: ValueError: hhh"):
         group.fail("is huge")
 
 
 def test_a_keyboard_interrupt_in_a_method_is_a_worker_error(group):
-    with within(10), pytest.raises(WorkerError) as caught:
+    with pytest.raises(WorkerError) as caught:
         group.fail("KeyboardInterrupt")
     assert str(caught.value).startswith("Unlucky.fail failed on worker actor/1: ")
     assert group.is_alive()
 
 
 def test_worker_error_names_a_keyboard_interrupt(group):
-    with within(10), pytest.raises(WorkerError, match=r"worker actor/1: KeyboardInterrupt: by the test$"):
+    with pytest.raises(WorkerError, match=r"worker actor/1: KeyboardInterrupt: by the test$"):
         group.fail("KeyboardInterrupt")
 
 
 def test_system_exit_in_a_method_is_a_death_with_exit_code(start):
     doomed = start("actor")
     pids = doomed.pid()
-    with within(15), pytest.raises(WorkerDiedError) as caught:
+    with pytest.raises(WorkerDiedError) as caught:
         doomed.fail("SystemExit")
     assert caught.value.rank == 1
     assert "died before Unlucky.fail finished" in str(caught.value)
@@ -484,10 +488,7 @@ def test_an_unread_error_does_not_affect_the_next_call(group):
 
 def test_an_error_reaches_the_reader_of_a_derived_future(group, other):
     future = other.pass_on.remote(group.compute.remote(rows(), "raises", seconds=0.3))
-    with (
-        within(10),
-        pytest.raises(WorkerError, match=r"^Unlucky.compute failed on worker actor/1: ValueError") as caught,
-    ):
+    with pytest.raises(WorkerError, match=r"^Unlucky.compute failed on worker actor/1: ValueError") as caught:
         future.get()
     assert (caught.value.role, caught.value.rank) == ("actor", 1)
     assert len(other.compute(rows())) == 4
@@ -500,7 +501,7 @@ def test_an_error_reaches_the_reader_of_a_derived_future(group, other):
 def test_a_death_in_a_call_raises_at_once_and_stops_the_group(start, how):
     doomed = start("actor")
     pids = doomed.pid()
-    with within(15), pytest.raises(WorkerDiedError) as caught:
+    with pytest.raises(WorkerDiedError) as caught:
         doomed.compute(rows(), how, seconds=0.3)
     error = caught.value
     assert str(error).startswith(f"worker actor/1 on node 127.0.0.1, pid {pids[1]} died before Unlucky.compute ")
@@ -513,10 +514,10 @@ def test_a_death_in_a_call_raises_at_once_and_stops_the_group(start, how):
         assert "It exited without an error message; likely a signal" in str(error)
     wait_until_gone(pids)
     assert not doomed.is_alive()
-    with within(5), pytest.raises(WorkerError, match=r"worker actor/0 has exited \(worker actor/1 .* died before .*"):
+    with pytest.raises(WorkerError, match=r"worker actor/0 has exited \(worker actor/1 .* died before .*"):
         doomed.pid()
     doomed.shutdown()
-    with within(5), pytest.raises(DispatchError, match=r"Unlucky.pid was called on .* shut down; create a new group"):
+    with pytest.raises(DispatchError, match=r"Unlucky.pid was called on .* shut down; create a new group"):
         doomed.pid()
 
 
@@ -525,7 +526,7 @@ def test_a_death_between_calls_is_raised_by_the_next_call(start):
     pids = doomed.pid()
     os.kill(pids[0], signal.SIGKILL)
     wait_until_gone(pids[:1])
-    with within(15), pytest.raises(WorkerDiedError) as caught:
+    with pytest.raises(WorkerDiedError) as caught:
         doomed.compute(rows())
     assert caught.value.rank == 0
     assert "died before Unlucky.compute finished" in str(caught.value)
@@ -535,7 +536,7 @@ def test_a_death_between_calls_is_raised_by_the_next_call(start):
 def test_a_death_in_a_collective_is_raised_instead_of_its_consequences(start):
     doomed = start("actor")
     doomed.meet()
-    with within(15), pytest.raises(WorkerDiedError) as caught:
+    with pytest.raises(WorkerDiedError) as caught:
         doomed.meet("SIGKILL")
     assert caught.value.rank == 1
 
@@ -545,7 +546,7 @@ def test_a_death_in_an_upstream_group_names_the_dead_worker(start, other):
     pids = doomed.pid()
     future = doomed.compute.remote(rows(), "SIGKILL", seconds=0.5)
     try:
-        with within(15), pytest.raises(WorkerError) as caught:
+        with pytest.raises(WorkerError) as caught:
             other.pass_on(future)
         error = caught.value
         assert isinstance(error, WorkerDiedError)
@@ -559,10 +560,10 @@ def test_a_death_in_an_upstream_group_names_the_dead_worker(start, other):
 
 def test_a_downstream_group_survives_a_death_upstream(start, other):
     doomed = start("actor")
-    with within(15), pytest.raises(WorkerError):
+    with pytest.raises(WorkerError):
         other.pass_on(doomed.compute.remote(rows(), "SIGKILL", seconds=0.3))
     assert len(other.compute(rows())) == 4
-    with within(15), pytest.raises(WorkerError, match=r"has exited \(worker actor/1 on node"):
+    with pytest.raises(WorkerError, match=r"has exited \(worker actor/1 on node"):
         doomed.pid()
 
 
@@ -570,7 +571,7 @@ def test_a_group_survives_an_unread_call_that_reads_from_a_dead_group(start, oth
     doomed = start("actor")
     lost = doomed.compute.remote(rows(), "SIGKILL", seconds=0.3)
     passed_on = other.pass_on.remote(lost)
-    with within(15), pytest.raises(WorkerDiedError, match="worker actor/1"):
+    with pytest.raises(WorkerDiedError, match="worker actor/1"):
         lost.get()
     assert len(other.compute(rows(), seconds=1.0)) == 4  # a wait that is long enough to check other calls
     assert other.is_alive()
@@ -581,11 +582,11 @@ def test_a_group_survives_an_unread_call_that_reads_from_a_dead_group(start, oth
 
 def test_error_for_a_future_of_a_closed_group_names_the_shutdown(start):
     closed = start("actor")
-    finished, unfinished = closed.pid.remote(), closed.sleep.remote(0.5)
+    finished, unfinished = closed.pid.remote(), closed.sleep.remote(600)
     assert len(finished.get()) == 2
     closed.shutdown()
     assert len(finished.get()) == 2
-    with within(10), pytest.raises(WorkerError, match="shut down"):
+    with pytest.raises(WorkerError, match="shut down"):
         unfinished.get()
 
 
@@ -596,10 +597,10 @@ def test_deadline_error_reports_the_call_and_stops_the_group(start, impatient):
     slow = start("actor", backend=impatient)
     pids = slow.pid()
     impatient.call_timeout_s = 2.0
-    with within(20), pytest.raises(WorkerTimeoutError) as caught:
+    with pytest.raises(WorkerTimeoutError) as caught:
         slow.sleep(600)
     error, text = caught.value, str(caught.value)
-    assert text.startswith("Unlucky.sleep on actor, rank 0, 1, has been running for 2.")
+    assert text.startswith("Unlucky.sleep on actor, rank 0, 1, has been running for ")
     assert "longer than its deadline of 2 s (controller.call_timeout_s)." in text
     for rank, pid in enumerate(pids):
         assert f"actor/{rank}:\nProcess {pid} on " in text
@@ -608,10 +609,7 @@ def test_deadline_error_reports_the_call_and_stops_the_group(start, impatient):
     assert "in test_deadline_error_reports_the_call_and_stops_the_group" in text
     assert (error.role, error.rank, error.node) == ("actor", 0, "127.0.0.1")
     wait_until_gone(pids)
-    with (
-        within(5),
-        pytest.raises(WorkerError, match=r"worker actor/0 has exited .Unlucky.sleep on actor, rank 0, 1"),
-    ):
+    with pytest.raises(WorkerError, match=r"worker actor/0 has exited .Unlucky.sleep on actor, rank 0, 1"):
         slow.pid()
 
 
@@ -620,11 +618,12 @@ def test_deadline_error_names_the_chain_and_stops_only_late_workers(start, other
     slow_pids, pids = slow.pid(), waits.pid()
     impatient.call_timeout_s = 2.0
     future = waits.pass_on.remote(slow.compute.remote(rows(), seconds=600.0))
-    with within(20), pytest.raises(WorkerTimeoutError) as caught:
+    with pytest.raises(WorkerTimeoutError) as caught:
         future.get()
     assert str(caught.value).startswith("Unlucky.compute on actor, rank 0,")
     assert "The controller waits for Unlucky.pass_on on reference/0, which waits for this call." in str(caught.value)
     wait_until_gone(slow_pids)
+    impatient.call_timeout_s = 120
     assert waits.pid() == pids
 
 
@@ -633,7 +632,7 @@ def test_deadline_error_names_an_earlier_unread_call(start, impatient):
     pids = slow.pid()
     impatient.call_timeout_s = 2.0
     future = slow.sleep.remote(600)
-    with within(20), pytest.raises(WorkerTimeoutError, match=r"^Unlucky.sleep on actor, rank 0, 1,") as caught:
+    with pytest.raises(WorkerTimeoutError, match=r"^Unlucky.sleep on actor, rank 0, 1,") as caught:
         slow.pid()
     assert "The controller waits for Unlucky.pid on actor/0, which waits for this call." in str(caught.value)
     wait_until_gone(pids)
@@ -643,10 +642,11 @@ def test_deadline_error_names_an_earlier_unread_call(start, impatient):
 def test_deadline_error_names_a_rank_left_in_a_collective(start, impatient):
     group = start("actor", backend=impatient)
     group.meet()
-    impatient.call_timeout_s = 2.0
-    with within(10), pytest.raises(WorkerError, match="rank 1 does not come"):
+    with pytest.raises(WorkerError, match="rank 1 does not come"):
         group.meet("raises")
-    with within(20), pytest.raises(WorkerTimeoutError, match=r"^Unlucky\.meet on actor, rank 0,"):
+    (left,) = (call for worker in group.workers for call in worker.process.unfinished)
+    left.timeout_s = 2.0
+    with pytest.raises(WorkerTimeoutError, match=r"^Unlucky\.meet on actor, rank 0,"):
         group.pid()
 
 
@@ -666,7 +666,7 @@ def test_unread_results_that_were_passed_on_are_released(group, other):
     for _ in range(4):
         assert other.sum_big(group.make_big.remote(rows(), 4)).batch["sums"].tolist() == [2.0**20] * 4
     gc.collect()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while stored_mib() - before >= 16 and time.monotonic() < end:
         time.sleep(0.1)
     assert stored_mib() - before < 16  # one result has 16 MiB
@@ -689,7 +689,7 @@ def test_an_unreferenced_pool_without_groups_is_released(ray_backend, is_plain):
         return [ray.util.placement_group_table(placement_group)["state"] for placement_group in reserved]
 
     try:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 100
         while states() != ["REMOVED"] and time.monotonic() < end:
             time.sleep(0.1)
         assert states() == ["REMOVED"]
@@ -712,11 +712,10 @@ def test_two_threads_call_two_groups_at_the_same_time(group, other):
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=item) for item in (("actor", group), ("critic", other))]
-    with within(30):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert errors == []
     assert results == dict.fromkeys(("actor", "critic"), [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 20)
 
@@ -734,7 +733,7 @@ def test_exit_of_a_forked_child_does_not_affect_the_groups(group):
 def test_error_for_a_ray_client_address_names_the_address_to_use():
     from hybridflow.controller.ray import RayBackend
 
-    with within(2), pytest.raises(ConfigError, match=r"'ray://head:10001' .*address='auto' .* 'head:6379'"):
+    with pytest.raises(ConfigError, match=r"'ray://head:10001' .*address='auto' .* 'head:6379'"):
         RayBackend("ray://head:10001")
 
 
@@ -761,10 +760,15 @@ def run_script(fork_server):
 
 
 NO_CLUSTER = """
+import ray
 from hybridflow.controller import ResourcePool
 from hybridflow.controller.ray import RayBackend
 from hybridflow.errors import ConfigError
 
+def init(*_, **__):
+    raise RuntimeError("ray.init was called, which retries for minutes")
+
+ray.init = init
 try:
     RayBackend("127.0.0.1:9").check_fit([ResourcePool([1])])
 except ConfigError as error:
@@ -772,8 +776,8 @@ except ConfigError as error:
 """
 
 
-def test_an_unreachable_address_is_an_error_within_seconds(run_script):
-    output = run_script(NO_CLUSTER, 30)
+def test_an_unreachable_address_is_an_error_before_ray_is_initialized(run_script):
+    output = run_script(NO_CLUSTER, 120)
     assert "refused: no Ray cluster answers at address='127.0.0.1:9'" in output
 
 
@@ -847,7 +851,7 @@ def test_reading_a_future_of_a_closed_backend_is_a_worker_error(closed):
 
 
 STORE = """
-import os, time, torch
+import os, torch
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from hybridflow.controller.ray import RayBackend
 from hybridflow.errors import HybridFlowError
@@ -863,17 +867,14 @@ class Big(Worker):
         return DataProto.from_dict({"sums": batch.batch["big"].sum(1)})
 
 def attempt(name, call):
-    start = time.monotonic()
     try:
         print(name, call(), flush=True)
     except HybridFlowError as error:
         print(name, "error:", type(error).__name__, str(error)[:2000].replace(chr(10), " "), flush=True)
     except BaseException as error:
         print(name, "raised:", repr(error)[:300].replace(chr(10), " "), flush=True)
-    if time.monotonic() - start > 20:
-        print(name, f"took {time.monotonic() - start:.0f} s")
 
-backend = RayBackend(num_cpus=1, object_store_bytes=80 * 2**20, call_timeout_s=60)
+backend = RayBackend(num_cpus=1, object_store_bytes=80 * 2**20, call_timeout_s=120)
 group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Big), backend)
 rows = DataProto.from_dict({"x": torch.arange(NUM_ROWS)})
 attempt("result", lambda: group.make(rows).batch["big"].sum().item() / 2**18)
@@ -890,7 +891,7 @@ backend.close()
 
 
 def test_results_and_arguments_larger_than_the_object_store_arrive(run_script):
-    output = run_script(STORE.replace("NUM_ROWS", "2"), 250)
+    output = run_script(STORE.replace("NUM_ROWS", "2"), 280)
     lines = [
         line for line in output.splitlines() if line.startswith(("result", "passed on", "argument", "kept", "small"))
     ]
@@ -914,10 +915,11 @@ def store_on_a_small_disk(run_script):
 
 
 @pytest.mark.parametrize("what", ["result", "passed on", "argument", "kept"])
-def test_a_full_store_and_disk_raise_a_hybridflow_error_soon(store_on_a_small_disk, what):
+def test_a_full_store_and_disk_raise_an_error_before_the_deadline(store_on_a_small_disk, what):
     lines = [line for line in store_on_a_small_disk.splitlines() if line.startswith(what)]
     assert len(lines) == 1, store_on_a_small_disk
     assert lines[0].startswith(f"{what} error: "), store_on_a_small_disk
+    assert "WorkerTimeoutError" not in lines[0]
 
 
 def test_error_for_a_full_store_names_the_call_that_made_the_result(store_on_a_small_disk):
