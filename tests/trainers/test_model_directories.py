@@ -11,6 +11,7 @@ def test_hub_id_gets_the_download_command(key, tmp_path, monkeypatch):
         require_model_directory(key, "Qwen/Qwen2.5-0.5B")
     assert "`hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`" in str(error.value)
     assert str(error.value).endswith(f"then set {key}=models/Qwen2.5-0.5B.")
+    assert f"a relative path starts at '{tmp_path}'" in str(error.value)
 
 
 @pytest.mark.parametrize("path", ["models/absent", "absent", "./a/b", "a/b/c", "models"])

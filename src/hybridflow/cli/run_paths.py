@@ -55,4 +55,4 @@ def _start_directory(run: Path) -> Path | None:
 
 
 def _absolute(path: str, directory: Path) -> str:
-    return str(directory / os.path.expanduser(path))
+    return os.path.normpath(directory / os.path.expanduser(path))

@@ -17,8 +17,8 @@ def require_model_directory(key: str, path: str) -> None:
     if HUB_ID.fullmatch(path) and not directory.parent.exists():
         local = f"models/{directory.name}"
         raise ModelConfigError(
-            f"{key}='{path}' is not a directory here, and hybridflow does not download models; run "
-            f"`hf download {path} --local-dir {local}`, then set {key}={local}."
+            f"{key}='{path}' is not a directory here (a relative path starts at '{Path.cwd()}'), and hybridflow does "
+            f"not download models; run `hf download {path} --local-dir {local}`, then set {key}={local}."
         )
     raise ModelConfigError(
         f"{key}='{path}' is not a model directory: config.json not found; give a local Hugging Face directory (models "
