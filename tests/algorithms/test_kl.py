@@ -42,6 +42,18 @@ def test_k1_and_k3_have_the_kl_as_their_expectation():
         assert (p * KL_ESTIMATORS[name](p.log(), q.log())).sum().item() == pytest.approx(kl, rel=1e-12)
 
 
+def test_k3_never_pushes_away_from_the_reference():
+    log_probs = torch.linspace(-120, 0, 1201, dtype=torch.float64).requires_grad_()
+    kl = KL_ESTIMATORS["k3"](log_probs, torch.zeros(1201, dtype=torch.float64))
+    kl.sum().backward()
+    gradient = log_probs.grad
+    assert (gradient <= 0).all()  # the reference is more likely everywhere
+    assert (gradient[log_probs < -20.05] == 0).all()
+    assert (gradient[log_probs > -19.95][:-1] < 0).all()
+    assert (kl.diff() <= 0).all()
+    assert kl[0].item() == pytest.approx(math.exp(20) - 21, rel=1e-12)
+
+
 def test_k3_is_precise_near_zero():
     log_probs, ref_log_probs = torch.tensor([0.0]), torch.tensor([1e-3])
     assert KL_ESTIMATORS["k3"](log_probs, ref_log_probs).item() == pytest.approx(5.0016671e-7, rel=1e-3)

@@ -40,7 +40,7 @@ def dppo_policy_loss(
 
         D    = |p - q|  ("tv")        or        q log(q / p) + (1 - q) log((1 - q) / (1 - p))  ("kl")
         M    = 0 where D > max_divergence and the step leads further away (A > 0 and p > q, or A < 0 and p < q), else 1
-        loss = -M * ratio * A
+        loss = -ratio * A, with the gradient of -M * ratio * A: the ratio is a constant where M = 0
 
     The paper compares with the policy that sampled: actor.old_log_probs_from = "rollout". A rare token may multiply its
     probability where PPO would clip the ratio; a frequent token must not lose much of its probability.

@@ -25,9 +25,12 @@ def kl_k2(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*bat
 
 
 def kl_k3(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """Return r - 1 - log r: unbiased, never negative, of low variance; r is capped at exp(20) against overflow."""
-    log_ratio = ref_log_probs - log_probs
-    return log_ratio.clamp(max=MAX_LOG_RATIO).expm1() - log_ratio
+    """Return r - 1 - log r: unbiased, never negative, of low variance.
+
+    log r is capped at 20 against overflow: beyond it the value stays at that of 20 nats and the gradient is 0.
+    """
+    log_ratio = (ref_log_probs - log_probs).clamp(max=MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio
 
 
 def kl_abs(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

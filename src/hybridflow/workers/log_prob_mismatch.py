@@ -3,8 +3,9 @@
 With equal weights it is rounding; different numerics, stale weights and a wrong weight sync increase it.
 """
 
-import torch
 from torch import Tensor
+
+from hybridflow.algorithms.kl import kl_k3
 
 MISMATCH_BOUND = 0.1
 """Absolute log-prob difference above which a token counts in the metric SHARE."""
@@ -25,6 +26,6 @@ def log_prob_mismatch_of(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[s
     size = difference.abs()
     return {
         MEAN: size,
-        KL: torch.expm1(difference) - difference,
+        KL: kl_k3(rollout_log_probs, log_probs),
         SHARE: (size > MISMATCH_BOUND).to(size.dtype),
     }
