@@ -69,6 +69,22 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "actor.old_log_probs_from='rollout' makes the ratio of algorithm.rollout_weights",
         ),
         (
+            ["actor.policy_loss=gspo"],
+            "actor.policy_loss='gspo' is not defined for actor.loss_aggregation='token-mean'; use",
+        ),
+        (
+            ["actor.policy_loss=gmpo", "actor.loss_aggregation=seq-mean-token-sum"],
+            "actor.policy_loss='gmpo' is not defined for actor.loss_aggregation='seq-mean-token-sum'; use",
+        ),
+        (
+            ["actor.policy_loss=decoupled-ppo", "algorithm.rollout_weights=token"],
+            "actor.policy_loss='decoupled-ppo' and algorithm.rollout_weights='token' both weight each token",
+        ),
+        (
+            ["actor.policy_loss=decoupled-ppo", "actor.old_log_probs_from=rollout"],
+            "actor.old_log_probs_from='rollout' makes the weights of actor.policy_loss='decoupled-ppo' always 1",
+        ),
+        (
             ["algorithm.rollout_reject={token_k3 = [0.5, 0.1]}"],
             "algorithm.rollout_reject.token_k3=[0.5, 0.1] is an empty range; write",
         ),

@@ -43,7 +43,8 @@ ALGORITHMS = {
     ),
     "gspo_remax": (
         *("algorithm.advantage=remax", "algorithm.kl_in_loss=false", "algorithm.kl_in_reward=true"),
-        *("actor.policy_loss=gspo", "algorithm.rollout_reject={token_k3 = [0.0, 1.0]}"),
+        *("actor.policy_loss=gspo", "actor.loss_aggregation=seq-mean-token-mean"),
+        "algorithm.rollout_reject={token_k3 = [0.0, 1.0]}",
     ),
     "distillation": (
         *("teacher.model_path={task}/teacher", "teacher.loss=reverse_kl", "teacher.top_k=5"),

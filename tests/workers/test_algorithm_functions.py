@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from hybridflow.algorithms import ADVANTAGES, POLICY_LOSSES, ppo_policy_loss
-from hybridflow.config import ActorConfig, AlgorithmConfig, Config, RewardConfig
+from hybridflow.config import ActorConfig, AlgorithmConfig, Config, RewardConfig, load_config
 from hybridflow.errors import ConfigError
-from hybridflow.workers.algorithm_functions import advantage_estimator, policy_loss
+from hybridflow.workers.algorithm_functions import advantage_estimator, keys_without_effect, policy_loss
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 USER = """
 import torch
@@ -106,3 +110,30 @@ def test_unknown_parameter_does_not_list_all_columns(user_file):
         advantage_estimator(with_advantage(f"{user_file}:needs_a_temperature"))
     assert "rollout_log_probs" not in str(error.value)
     assert "or name a column of docs/data_proto.md" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], []),
+        (["algorithm.lam=0.9", "algorithm.advantage=gae", "actor.clip_ratio_high=0.3"], []),
+        (
+            ["algorithm.lam=0.9", "algorithm.advantage=grpo"],
+            ["algorithm.lam=0.9 has no effect: algorithm.advantage='grpo' has no such parameter."],
+        ),
+        (
+            ["actor.policy_loss=clip-cov", "actor.clip_ratio_low=0.1", "actor.clip_ratio_dual=none"],
+            [
+                "actor.clip_ratio_low=0.1 has no effect: actor.policy_loss='clip-cov' has no such parameter.",
+                "actor.clip_ratio_dual=None has no effect: actor.policy_loss='clip-cov' has no such parameter.",
+            ],
+        ),
+    ],
+)
+def test_changed_keys_that_no_function_takes_are_named(changes, expected):
+    assert keys_without_effect(load_config(None, changes)) == expected
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.rglob("*.toml")), ids=lambda path: path.stem)
+def test_no_recipe_sets_a_key_without_effect(recipe):
+    assert keys_without_effect(load_config(recipe)) == []

@@ -47,6 +47,8 @@ class Loss:
     """'file:function' that selects its `selected_tokens` among all tokens of a mini-batch."""
     aggregations: tuple[str, ...] = ()
     """Supported values of `actor.loss_aggregation`; empty: all."""
+    has_behavior_weight: bool = False
+    """True if it weights each token by the probability under the trainer / under the sampler itself."""
 
 
 ESTIMATORS = {
@@ -78,7 +80,7 @@ ESTIMATORS = {
 
 LOSSES = {
     "ppo": Loss("ppo:ppo_policy_loss"),
-    "decoupled-ppo": Loss("decoupled_ppo:decoupled_ppo_policy_loss"),
+    "decoupled-ppo": Loss("decoupled_ppo:decoupled_ppo_policy_loss", has_behavior_weight=True),
     "gspo": Loss("sequence_ratio:gspo_policy_loss", aggregations=("seq-mean-token-mean",)),
     "gmpo": Loss("sequence_ratio:gmpo_policy_loss", aggregations=("seq-mean-token-mean",)),
     "cispo": Loss("reinforce:cispo_policy_loss"),

@@ -149,6 +149,26 @@ def _teacher(config: Config) -> Iterator[str]:
         yield f"teacher.coef=0 disables teacher.loss={teacher.loss!r}; use a coef above 0, or loss = 'none'"
 
 
+def _policy_loss(config: Config) -> Iterator[str]:
+    actor, weights = config.actor, config.algorithm.rollout_weights
+    valid = actor.loss.aggregations
+    if valid and actor.loss_aggregation not in valid:
+        yield (
+            f"actor.policy_loss={actor.policy_loss!r} is not defined for actor.loss_aggregation="
+            f"{actor.loss_aggregation!r}; use {' or '.join(map(repr, valid))}"
+        )
+    if actor.loss.has_behavior_weight and weights != "none":
+        yield (
+            f"actor.policy_loss={actor.policy_loss!r} and algorithm.rollout_weights={weights!r} both weight each token "
+            "by trainer / sampler, so that it counts twice; use rollout_weights = 'none', or policy_loss = 'ppo'"
+        )
+    if actor.loss.has_behavior_weight and actor.old_log_probs_from == "rollout":
+        yield (
+            f"actor.old_log_probs_from='rollout' makes the weights of actor.policy_loss={actor.policy_loss!r} always "
+            "1; use old_log_probs_from = 'trainer', or policy_loss = 'ppo'"
+        )
+
+
 def _rollout_correction(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if config.corrects_rollouts and config.actor.old_log_probs_from == "rollout":
@@ -397,6 +417,7 @@ SUBJECTS = (
     _old_log_probs,
     _extra_columns,
     _teacher,
+    _policy_loss,
     _rollout_correction,
     _order,
     _tokens,

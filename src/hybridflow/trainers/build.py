@@ -7,6 +7,7 @@ from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
+from hybridflow.observability import get_logger
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.ppo_trainer import PPOTrainer
@@ -19,6 +20,9 @@ from hybridflow.trainers.preconditions import (
 )
 from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.speed import Learner
+from hybridflow.workers.algorithm_functions import keys_without_effect
+
+logger = get_logger(__name__)
 
 
 def build_trainer(config: Config) -> PPOTrainer:
@@ -72,6 +76,8 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
     actor_updates = (total_steps - warmup_steps) * _updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * _updates_per_step(config, config.critic))
     run_on_placeholders(config, classes)
+    for line in keys_without_effect(config):
+        logger.warning("%s", line)
     return classes
 
 

@@ -24,6 +24,12 @@ SELECTION_INPUTS = ("covariances", "seed")
 LOSS_INPUTS = ("log_probs",)
 """Arguments that the worker computes for a policy loss, in addition to batch columns: the current log-probs."""
 
+ESTIMATOR_KEYS = ("gamma", "lam", "norm_by_std", "whiten_advantages")
+"""Keys of [algorithm] that only an estimator with a parameter of this name reads."""
+
+LOSS_KEYS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_dual")
+"""Keys of [actor] that only a policy loss with a parameter of this name reads."""
+
 
 @dataclass(frozen=True)
 class AlgorithmFunction:
@@ -60,6 +66,24 @@ def policy_loss(config: Config) -> AlgorithmFunction:
         made=LOSS_INPUTS,
         elsewhere=_parameters_of_selection(config),
     )
+
+
+def keys_without_effect(config: Config) -> list[str]:
+    """Return one line for each changed parameter key that the estimator or the policy loss does not take."""
+    found = []
+    for section, leaf, keys, resolved in (
+        ("algorithm", "advantage", ESTIMATOR_KEYS, advantage_estimator(config)),
+        ("actor", "policy_loss", LOSS_KEYS, policy_loss(config)),
+    ):
+        values = getattr(config, section)
+        for key in keys:
+            value = getattr(values, key)
+            if key not in resolved.parameters and value != type(values).model_fields[key].default:
+                found.append(
+                    f"{section}.{key}={value!r} has no effect: {section}.{leaf}={getattr(values, leaf)!r} has no "
+                    "such parameter."
+                )
+    return found
 
 
 def reads_column(config: Config, column: str) -> bool:
