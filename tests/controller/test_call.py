@@ -22,7 +22,7 @@ from hybridflow.controller import (
     register_dispatch_mode,
 )
 from hybridflow.errors import BatchError, DispatchError, FieldError, WorkerError
-from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol import DataProto, DataProtoConfig, DataProtoFuture
 from hybridflow.protocol.handle import Duration
 
 on_train_mesh = make_nd_compute_dataproto_dispatch_fn(mesh_name="train", split_axes=("data",))
@@ -152,9 +152,19 @@ def test_rows_are_split_over_the_ranks_and_collected_in_order():
     assert received(group) == [[1, 2], [3, 4]]
 
 
-def test_an_uneven_batch_is_padded_with_first_rows_and_unpadded():
+def test_parts_of_an_uneven_batch_differ_by_one_row():
     group = make_group(4)
     batch = batch_of(1, 2, 3, 4, 5, 6, non_tensors={"names": list("abcdef")})
+    result = group.echo(batch)
+    assert received(group) == [[1, 2], [3, 4], [5], [6]]
+    assert result.batch["x"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert list(result.non_tensor_batch["names"]) == list("abcdef")
+    assert len(batch) == 6
+
+
+def test_auto_padding_makes_equal_parts_with_copies_of_the_first_rows():
+    group = make_group(4)
+    batch = batch_of(1, 2, 3, 4, 5, 6, non_tensors={"names": list("abcdef")}, auto_padding=True)
     result = group.echo(batch)
     assert received(group) == [[1, 2], [3, 4], [5, 6], [1, 2]]
     assert result.batch["x"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -170,7 +180,7 @@ def test_fewer_rows_than_ranks_are_padded_cyclically():
 
 def test_padded_copies_have_row_id_minus_one():
     group = make_group(2)
-    batch = DataProto.from_dict(tensors={"row_ids": torch.tensor([7, 8, 9])})
+    batch = DataProto.from_dict(tensors={"row_ids": torch.tensor([7, 8, 9])}, auto_padding=True)
     assert group.echo(batch).batch["row_ids"].tolist() == [7, 8, 9]
     assert received(group, "row_ids") == [[7, 8], [9, -1]]
 
@@ -194,14 +204,70 @@ def test_unpadding_handles_several_output_rows_per_input_row():
 
 def test_padding_is_removed_from_a_list_of_results():
     group = make_group(4)
-    parts = group.each(batch_of(1, 2, 3, 4, 5))
-    assert [part.batch["x"].tolist() for part in parts] == [[1, 2], [3, 4], [5], []]
+    parts = group.each(batch_of(1, 2, 3, 4, 5, auto_padding=True))
+    assert [part.batch["x"].tolist() for part in parts] == [[1, 2], [3, 4], [5]]
 
 
-def test_metrics_only_results_need_no_unpadding():
+def test_metrics_of_an_uneven_batch_count_each_row_once():
     group = make_group(2)
-    assert group.update(batch_of(1, 2, 3)).meta_info == {"metrics": {"loss": [3.0, 4.0]}}
-    assert group.update.remote(batch_of(1, 2, 3)).get().meta_info == {"metrics": {"loss": [3.0, 4.0]}}
+    assert group.update(batch_of(1, 2, 3)).meta_info == {"metrics": {"loss": [3.0, 3.0]}}
+    assert group.update.remote(batch_of(1, 2, 3)).get().meta_info == {"metrics": {"loss": [3.0, 3.0]}}
+
+
+SPLITTING = [name for name, mode in DISPATCH_MODES.items() if mode.part_of_rank is not None]
+"""The built-in modes that split a batch; tests register others."""
+
+
+def counting_group(mode):
+    """Return a group of four ranks whose method counts rows, in one replica per rank, without knowing of padding."""
+    takes_function = mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC
+    is_list = mode.collect_fn is Dispatch.ALL_TO_ALL.collect_fn
+
+    class Counter(Worker):
+        @register(dispatch_mode=mode, rows="one")
+        def count(self, *arguments):
+            ones = float(arguments[-1].batch["x"].sum())
+            return ones if is_list else DataProto(meta_info={"metrics": {"ones": ones}})
+
+    group = WorkerGroup(ResourcePool([4]), ClassWithInitArgs(Counter))
+
+    def count(batch, call=group.count):
+        result = call(*([len] if takes_function else []), batch)
+        return sum(result if is_list else result.meta_info["metrics"]["ones"])
+
+    return group, count
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("name", SPLITTING)
+def test_a_method_that_knows_nothing_of_padding_counts_every_row_once(name, num_rows):
+    group, count = counting_group(DISPATCH_MODES[name])
+    assert count(batch_of(*[1] * num_rows)) == num_rows
+    assert count(batch_of(*[1] * num_rows), call=lambda *a: group.count.remote(*a).get()) == num_rows
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_numbers_that_count_copies_are_an_error(name, monkeypatch):
+    _, count = counting_group(DISPATCH_MODES[name])
+    with pytest.raises(DispatchError, match=r"for a batch with padded copies \(1\), which would count as rows; turn"):
+        count(batch_of(1, 1, 1, 1, 1, 1, 1, auto_padding=True))
+    monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
+    with pytest.raises(DispatchError, match=r"copies \(1\), .* or declare reads with 'row_ids'"):
+        count(batch_of(1, 1, 1, 1, 1))
+    assert count(batch_of(1, 1)) == 2
+    assert count(batch_of(1, 1, 1, 1)) == 4
+    assert count(batch_of(1, 1, 1, 1, 1, 1)) == 6  # the last rank has copies only
+
+
+def test_a_method_that_reads_row_ids_may_get_copies():
+    class Aware(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC, reads=("x", "row_ids"))
+        def count(self, batch):
+            return int(batch.batch["x"][batch.batch["row_ids"] >= 0].sum())
+
+    group = WorkerGroup(ResourcePool([4]), ClassWithInitArgs(Aware))
+    columns = {"x": torch.ones(5), "row_ids": torch.arange(5)}
+    assert group.count(DataProto.from_dict(columns, auto_padding=True)) == [2, 2, 1]
 
 
 def test_a_method_may_return_none():
@@ -293,7 +359,7 @@ def test_a_method_that_reads_no_column_gets_its_rows_and_meta_info():
             return len(batch), batch.meta_info
 
     group = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Counter))
-    assert group.count(batch_of(1, 2, 3, meta_info={"step": 1})) == [(2, {"step": 1}), (2, {"step": 1})]
+    assert group.count(batch_of(1, 2, 3, meta_info={"step": 1})) == [(2, {"step": 1}), (1, {"step": 1})]
     texts = DataProto.from_dict(non_tensors={"texts": ["a", "b"]}, meta_info={"step": 1})
     assert [meta_info for _, meta_info in group.count(texts)] == [{"step": 1}, {"step": 1}]
 
@@ -332,7 +398,7 @@ def test_rank_zero_calls_return_a_value_instead_of_a_list():
 def test_ranks_of_a_replica_get_the_same_rows_and_one_is_collected():
     group = make_group(4, meshes={"train": {"data": 2, "tensor": 2}})
     assert group.on_mesh(batch_of(1, 2, 3)).batch["x"].tolist() == [10, 20, 32]
-    assert received(group) == [[1, 2], [1, 2], [3, 1], [3, 1]]
+    assert received(group) == [[1, 2], [1, 2], [3], [3]]
     assert group.on_mesh.remote(batch_of(1, 2, 3)).get().batch["x"].tolist() == [10, 20, 32]
 
 

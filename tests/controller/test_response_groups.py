@@ -31,10 +31,12 @@ def group():
     return WorkerGroup(ResourcePool([2]), ClassWithInitArgs(Comparing))
 
 
-def test_groups_stay_on_one_rank_and_padding_adds_whole_groups(group):
-    means = group.compare(batch_of(7, 7, 7, 8, 8, 8, 9, 9, 9)).batch["mean"]
-    assert group.last_received() == [[7, 7, 7, 8, 8, 8], [9, 9, 9, 7, 7, 7]]
-    assert means.tolist() == [1, 1, 1, 4, 4, 4, 7, 7, 7]
+@pytest.mark.parametrize(("auto_padding", "copies"), [(False, []), (True, [7, 7, 7])])
+def test_groups_stay_on_one_rank_and_padding_adds_whole_groups(group, auto_padding, copies):
+    batch = batch_of(7, 7, 7, 8, 8, 8, 9, 9, 9)
+    batch.auto_padding = auto_padding
+    assert group.compare(batch).batch["mean"].tolist() == [1, 1, 1, 4, 4, 4, 7, 7, 7]
+    assert group.last_received() == [[7, 7, 7, 8, 8, 8], [9, 9, 9, *copies]]
 
 
 def test_only_the_group_column_of_a_future_is_read(group):

@@ -55,3 +55,9 @@ def test_groups_stay_on_one_rank_with_keep_groups():
 def test_an_uneven_number_of_rows_is_kept_complete():
     order, _ = balanced_order(batch_of([5, 4, 3, 2, 1]), 2, [[100, 101, 102], [103, 104]], None)
     assert sorted(order.tolist()) == list(range(5))
+
+
+def test_the_first_ranks_get_the_longer_parts_as_in_dispatch():
+    order, metrics = balanced_order(batch_of([9, 2, 2, 2, 3]), 2, [list(range(100, 105))], None)
+    assert rows_of_ranks(order, 2) == [[2, 3, 4], [0, 1]]
+    assert metrics["balance/imbalance_after"] == pytest.approx(11 / 9 - 1)

@@ -2,7 +2,7 @@
 
     group.method.remote(batch)
       check    the group is open; the batches have the columns that are read, and rows that can be split
-      select   keep only the columns that are read, and pad each batch so that it splits evenly
+      select   keep only the columns that are read, and pad each batch if there is not a row for each part
       split    make the arguments of each rank with the dispatch mode
       send     start one call on each rank; get a handle for each
       collect  make the future of the result from the handles
@@ -25,11 +25,19 @@ import torch
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
-from hybridflow.controller.part_sizes import Parts
+from hybridflow.controller.part_sizes import Parts, even_sizes
 from hybridflow.controller.register import Execute, Registration
 from hybridflow.controller.response_groups import response_group_size
 from hybridflow.errors import DispatchError, HybridFlowError
-from hybridflow.protocol import DataProto, DataProtoFuture, Handle, pad_dataproto_to_divisor, unpad_dataproto
+from hybridflow.protocol import (
+    FIELDS,
+    DataProto,
+    DataProtoConfig,
+    DataProtoFuture,
+    Handle,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
 
 if TYPE_CHECKING:
     from hybridflow.controller.worker_group import WorkerGroup
@@ -55,6 +63,17 @@ class RowSplit:
     def is_even(self) -> bool:
         """Whether all parts have the same number of rows."""
         return len(set(self.part_sizes)) == 1
+
+    @property
+    def own_sizes(self) -> list[int]:
+        """The rows of each part that are not copies; copies are last."""
+        ends = accumulate(self.part_sizes)
+        return [max(0, size - max(0, end - self.num_rows)) for size, end in zip(self.part_sizes, ends, strict=True)]
+
+    @property
+    def mixes_copies(self) -> bool:
+        """Whether a part has both rows and copies."""
+        return any(0 < own < size for own, size in zip(self.own_sizes, self.part_sizes, strict=True))
 
 
 class BoundMethod:
@@ -95,13 +114,15 @@ class BoundMethod:
         handles = send(self.group, self.__name__, per_rank, terms, self.registration.execute_mode)
         return collect(self, rows, handles)
 
-    def collected_ranks(self) -> list[int]:
-        """Return the ranks whose outputs are collected into the result, in order."""
+    def collected_ranks(self, rows: RowSplit | None) -> list[int]:
+        """Return the ranks whose outputs are collected into the result, in order; none that has only copies."""
         if self.registration.execute_mode is Execute.RANK_ZERO:
             return [0]
-        if self.mode.collected_ranks is None:
-            return list(range(self.group.world_size))
-        return self.mode.collected_ranks(self.group)
+        ranks = self.mode.collected_ranks or (lambda group: list(range(group.world_size)))
+        if rows is None or not rows.pad_size or self.mode.part_of_rank is None:
+            return ranks(self.group)
+        part_of, own_sizes = self.mode.part_of_rank(self.group), rows.own_sizes
+        return [rank for rank in ranks(self.group) if own_sizes[part_of[rank]]]
 
     def __repr__(self) -> str:
         return f"<{self.columns.where} of {self.group!r}>"
@@ -158,7 +179,7 @@ def split(
                 f"{where}: dispatch_fn of {method.mode} returned {values!r} for argument {name!r}; return a list with "
                 f"one element for each of the {world_size} ranks."
             )
-    per_rank, read = arguments_by_rank(split_args, split_kwargs, world_size), set(method.collected_ranks())
+    per_rank, read = arguments_by_rank(split_args, split_kwargs, world_size), set(method.collected_ranks(rows))
     first = CallTerms(method.columns, rows and rows.part_sizes[0], True, method.registration.materialize_futures)
     unread = replace(first, is_read=False)
     terms = [first if rank in read else unread for rank in range(world_size)]
@@ -189,25 +210,29 @@ def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -
     """Return the future of the result: a table if the mode concatenates and the method declares its columns."""
     if method.registration.parts == "measured" and rows is not None and not rows.pad_size:
         _record_durations(method, rows, handles)
-    columns, ranks = method.columns, method.collected_ranks()
+    columns, ranks = method.columns, method.collected_ranks(rows)
     read, represented = [handles[rank] for rank in ranks], set(range(len(handles))).difference(ranks)
     others = [handles[rank] for rank in sorted(represented)]
     for handle in read if others else ():
         handle.others = others
     is_concat = method.mode.collect_fn is collect_dp_compute_data_proto
     if rows is not None and is_concat and columns.writes and columns.rows_per_row is not None:
-        factor = columns.rows_per_row
+        part_rows = [columns.rows_per_row * size for size in _collected_sizes(method, rows)]
+        num_rows = columns.rows_per_row * rows.num_rows
         future = DataProtoFuture(
-            DataProto.concat,
-            read,
-            num_rows=factor * (rows.num_rows + rows.pad_size),
-            columns=columns.writes,
-            part_rows=[factor * size for size in rows.part_sizes],
+            DataProto.concat, read, num_rows=sum(part_rows), columns=columns.writes, part_rows=part_rows
         )
-        return future.slice(0, factor * rows.num_rows) if rows.pad_size else future
-    is_padded = rows is not None and rows.pad_size > 0
+        return future.slice(0, num_rows) if sum(part_rows) > num_rows else future
     collected = partial(_collected, method, rows)
-    return DataProtoFuture(collected, read, columns=columns.writes, has_whole_shards=is_concat and not is_padded)
+    has_whole_shards = is_concat and (rows is None or not rows.mixes_copies)
+    return DataProtoFuture(collected, read, columns=columns.writes, has_whole_shards=has_whole_shards)
+
+
+def _collected_sizes(method: BoundMethod, rows: RowSplit) -> list[int]:
+    """Return the rows, copies included, of the parts whose outputs are collected."""
+    if method.mode.part_of_rank is None:
+        return list(rows.part_sizes)
+    return [size for size, own in zip(rows.part_sizes, rows.own_sizes, strict=True) if own]
 
 
 def _collected(method: BoundMethod, rows: RowSplit | None, outputs: list[Any]) -> Any:
@@ -221,9 +246,28 @@ def _collected(method: BoundMethod, rows: RowSplit | None, outputs: list[Any]) -
     except HybridFlowError as error:
         error.add_note(f"while collecting the results of {method.columns.where}")
         raise
-    if rows is None or method.columns.rows_per_row is None or not rows.pad_size:
+    if rows is None or not (surplus := sum(_collected_sizes(method, rows)) - rows.num_rows):
         return result
-    return _without_last_rows(result, method.columns.rows_per_row * rows.pad_size)
+    _require_no_counted_copies(method, surplus, outputs)
+    if method.columns.rows_per_row is None:
+        return result
+    return _without_last_rows(result, method.columns.rows_per_row * surplus)
+
+
+def _require_no_counted_copies(method: BoundMethod, num_copies: int, outputs: Sequence[Any]) -> None:
+    """Raise DispatchError if ranks returned numbers that may count copies: their method does not read `row_ids`."""
+    if any(FIELDS[column].duplicate_value is not None for column in method.columns.reads or () if column in FIELDS):
+        return
+    for output in outputs:
+        has_metrics = isinstance(output, DataProto) and output.meta_info.get("metrics")
+        if output is None or (isinstance(output, DataProto) and not has_metrics):
+            continue
+        what = "metrics" if has_metrics else type(output).__name__
+        raise DispatchError(
+            f"{method.columns.where} returned {what} for a batch with padded copies ({num_copies}), which would count "
+            "as rows; turn auto_padding off (parts may then differ by one row), or declare reads with 'row_ids' and "
+            "leave out the rows of -1."
+        )
 
 
 # ---------------------------------------------------------------------------------------------- helpers
@@ -268,11 +312,18 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
     num_parts, unit = mode.num_parts(method.group), 1
     if registration.keep_groups is not None:
         unit = response_group_size(batches, registration.keep_groups, where)
-    if registration.parts == "measured" and lengths[0] // unit >= num_parts:
-        sizes = method.group.measured_parts(method.__name__, num_parts).sizes(lengths[0] // unit)
+    num_units = lengths[0] // unit
+    if registration.parts == "measured" and num_units >= num_parts:
+        sizes = method.group.measured_parts(method.__name__, num_parts).sizes(num_units)
         return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes))
-    pad_size = -lengths[0] % (num_parts * unit)
-    return RowSplit(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
+    if num_units < num_parts or mode.part_of_rank is None or any(map(_is_padding_enabled, batches)):
+        pad_size = -lengths[0] % (num_parts * unit)
+        return RowSplit(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
+    return RowSplit(lengths[0], 0, tuple(size * unit for size in even_sizes(num_units, num_parts)))
+
+
+def _is_padding_enabled(batch: DataProto | DataProtoFuture) -> bool:
+    return DataProtoConfig.auto_padding if isinstance(batch, DataProtoFuture) else batch.is_padding_enabled()
 
 
 def _are_whole_shards(batches: Sequence[DataProto | DataProtoFuture]) -> bool:

@@ -35,10 +35,11 @@ from hybridflow.errors import DispatchError
 class DispatchMode:
     """A named pair of a dispatch and a collect function.
 
-    `num_parts`: number of equal parts into which `dispatch_fn` splits batches. A batch is padded to a multiple of it
-    before the call, and the padding is removed from the result. None: `dispatch_fn` gets batches unpadded.
+    `num_parts`: number of parts into which `dispatch_fn` splits batches. Without `part_of_rank`, a batch is padded to a
+    multiple of it before the call, and the padding is removed from the result. None: batches are not split.
     `collected_ranks`: the ranks whose outputs `collect_fn` gets, in order; None: all ranks.
-    `part_of_rank`: the part that each rank gets, for a `dispatch_fn` that also accepts batches split in advance.
+    `part_of_rank`: the part that each rank gets, for a `dispatch_fn` that also accepts batches split in advance, into
+    parts that may differ in length.
     `description`: one sentence on arguments and result, shown in the documentation.
     """
 

@@ -16,6 +16,12 @@ MAX_WAITING = 16
 """Number of unfinished calls that are kept; the oldest beyond it are not measured."""
 
 
+def even_sizes(num_units: int, num_parts: int) -> list[int]:
+    """Return sizes that differ by at most one, the larger ones first."""
+    size, larger = divmod(num_units, num_parts)
+    return [size + (part < larger) for part in range(num_parts)]
+
+
 class Parts(list[Any]):
     """A batch that is already split, one element for each part."""
 

@@ -43,8 +43,9 @@ class DataProto:
 
     `batch` is a TensorDict with exactly one batch dimension, or None; `non_tensor_batch` maps names to numpy arrays
     whose first dimension is the rows; `meta_info` holds values that belong to the whole batch. `concat` aggregates its
-    key "metrics", a dict from a name to a number or a list. `auto_padding` lets dispatch pad the batch. The three
-    containers are copied, their contents are not. Raises BatchError or FieldError if rows do not match.
+    key "metrics", a dict from a name to a number or a list. `auto_padding` lets dispatch pad the
+    batch to equal parts. The three containers are copied, their contents are not. Raises BatchError or FieldError if
+    rows do not match.
     """
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]

@@ -20,7 +20,7 @@ class DataProtoConfig:
     """Settings for every batch of the process."""
 
     auto_padding: bool = False
-    """Let dispatch pad every batch that does not divide evenly, as `auto_padding=True` does for one batch."""
+    """Let dispatch pad every batch to equal parts, as `auto_padding=True` does for one batch."""
 
 
 def pad_dataproto_to_divisor(data: "DataProto", size_divisor: int) -> "tuple[DataProto, int]":

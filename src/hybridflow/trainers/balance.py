@@ -1,4 +1,4 @@
-"""Load balancing: an order of the rows of a batch whose equal parts take equally long."""
+"""Load balancing: an order of the rows of a batch whose parts take equally long."""
 
 from collections.abc import Sequence
 
@@ -37,17 +37,17 @@ def balanced_order(
         shares.sort(key=len, reverse=True)
         for part, more in zip(sorted(parts, key=len), shares, strict=True):  # parts change in place
             part += more
+    parts.sort(key=len, reverse=True)  # dispatch gives the first ranks one row or group more
     order = np.array([row for part in parts for row in part], dtype=np.int64)
     own_rows = [np.array([row_of[id_] for id_ in members]) for members in mini_batches]
+    ends = np.cumsum([len(part) for part in parts])[:-1]
     return order, {
-        "balance/imbalance_before": _mean_imbalance(costs, np.arange(len(order)), own_rows, num_parts),
-        "balance/imbalance_after": _mean_imbalance(costs, order, own_rows, num_parts),
+        "balance/imbalance_before": _mean_imbalance(costs, np.split(np.arange(len(order)), ends), own_rows),
+        "balance/imbalance_after": _mean_imbalance(costs, np.split(order, ends), own_rows),
     }
 
 
-def _mean_imbalance(costs: np.ndarray, order: np.ndarray, mini_batches: list[np.ndarray], num_parts: int) -> float:
-    """Return the mean imbalance of the mini-batches if each rank gets an equal part of `order`."""
-    size = -(-len(order) // num_parts)
-    chunks = [order[start : start + size] for start in range(0, num_parts * size, size)]
-    of_each = [imbalance(costs.tolist(), [np.intersect1d(c, rows).tolist() for c in chunks]) for rows in mini_batches]
+def _mean_imbalance(costs: np.ndarray, parts: list[np.ndarray], mini_batches: list[np.ndarray]) -> float:
+    """Return the mean imbalance of the mini-batches if each rank gets the rows of one part."""
+    of_each = [imbalance(costs.tolist(), [np.intersect1d(p, rows).tolist() for p in parts]) for rows in mini_batches]
     return float(np.mean(of_each))

@@ -564,7 +564,7 @@ def test_futures_of_two_groups_are_united_with_a_controller_batch(both, num_rows
 
 
 def test_padded_copies_of_a_split_future_have_row_id_minus_one(both):
-    numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8, 9])})
+    numbered = DataProto.from_dict({"row_ids": torch.tensor([7, 8, 9])})  # fewer rows than the four ranks
 
     def program(groups):
         future = groups.pair.double.remote(batch_of(1, 2, 3)).union(numbered)
