@@ -2,11 +2,13 @@
 
 import os
 import traceback
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from hybridflow.controller import (
     DISPATCH_MODES,
@@ -257,6 +259,17 @@ def test_numbers_that_count_copies_are_an_error(name, monkeypatch):
     assert count(batch_of(1, 1)) == 2
     assert count(batch_of(1, 1, 1, 1)) == 4
     assert count(batch_of(1, 1, 1, 1, 1, 1)) == 6  # the last rank has copies only
+
+
+@pytest.mark.parametrize("name", SPLITTING)
+def test_a_tensordict_of_rows_is_not_sent_whole_to_every_rank(name):
+    group, _ = counting_group(DISPATCH_MODES[name])
+    rows, weights = TensorDict({"x": torch.ones(4)}, [4]), TensorDict({"x": torch.ones(4)}, [])
+    for value, valid in ((rows, False), (weights, True)):
+        with (
+            nullcontext() if valid else pytest.raises(DispatchError, match=r"a TensorDict of 4 rows|the arguments are")
+        ):
+            group.count(*([len] if "WITH_FUNC" in name else []), value, batch_of(1, 1, 1, 1))
 
 
 def test_a_method_that_reads_row_ids_may_get_copies():

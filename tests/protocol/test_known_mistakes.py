@@ -106,17 +106,44 @@ def test_five_rows_in_four_chunks_with_padding_for_every_batch(monkeypatch):
     assert [len(part) for part in DataProto.from_dict({"x": torch.arange(2)}).chunk(4)] == [1, 1, 0, 0]
 
 
-def test_concat_raises_if_a_part_lacks_a_metric():
+def test_concat_keeps_a_metric_that_only_some_parts_have():
     parts = [
         DataProto(meta_info={"metrics": {"loss": 1.0, "kl": 0.5}}),
         DataProto(meta_info={"metrics": {"loss": 2.0}}),
     ]
-    with pytest.raises(BatchError, match="part 1 has no metric 'kl', but part 0 has it"):
-        DataProto.concat(parts)
-    with pytest.raises(BatchError, match="part 0 has no metric 'kl', but part 1 has it"):
-        DataProto.concat(parts[::-1])
-    with pytest.raises(BatchError, match="part 1 has no metric 'loss'"):
-        DataProto.concat([parts[0], DataProto()])
+    assert DataProto.concat(parts).meta_info["metrics"] == {"loss": [1.0, 2.0], "kl": [0.5]}
+    assert DataProto.concat(parts[::-1]).meta_info["metrics"] == {"loss": [2.0, 1.0], "kl": [0.5]}
+    assert DataProto.concat([DataProto(), parts[1]]).meta_info["metrics"] == {"loss": [2.0]}
+
+
+def test_concat_takes_any_iterable_of_batches():
+    halves = DataProto.from_dict({"x": torch.arange(4)}).chunk(2)
+    assert DataProto.concat(half for half in halves).batch["x"].tolist() == [0, 1, 2, 3]
+    for wrong, name in ((halves[0], "DataProto"), (None, "NoneType"), ([halves[0], 3], "int")):
+        with pytest.raises(BatchError, match=f"concat takes batches in a list or another iterable, got {name}; write"):
+            DataProto.concat(wrong)
+    with pytest.raises(BatchError, match="at least one batch"):
+        DataProto.concat(iter(()))
+
+
+def test_none_is_an_empty_container():
+    assert DataProto(None, None, None).meta_info == {}
+    assert DataProto(non_tensor_batch=None).non_tensor_batch == {}
+
+
+def with_itself(value):
+    items = [value]
+    items.append(items)
+    return items
+
+
+def test_union_compares_objects_that_contain_themselves():
+    def batch(value):
+        return DataProto.from_dict(non_tensors={"o": [with_itself(value)]})
+
+    assert len(batch(1).union(batch(1))) == 1
+    with pytest.raises(FieldError, match="union: both batches have 'o' with different contents"):
+        batch(1).union(batch(2))
 
 
 def test_rename_onto_an_existing_column_is_an_error():

@@ -7,6 +7,8 @@ and is stateless.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from tensordict import TensorDictBase
+
 from hybridflow.controller.mesh import Mesh
 from hybridflow.controller.part_sizes import Parts
 from hybridflow.errors import DispatchError
@@ -67,7 +69,17 @@ def split(value: Any, num_parts: int) -> list[Any]:
         return list(value.chunk(num_parts))
     if isinstance(value, Parts):
         return list(value)
+    _require_not_rows(value)
     return [value] * num_parts
+
+
+def _require_not_rows(value: Any) -> None:
+    """Raise DispatchError for a TensorDict with a batch dimension: every rank would count all of its rows."""
+    if isinstance(value, TensorDictBase) and value.batch_size:
+        raise DispatchError(
+            f"a TensorDict of {value.batch_size[0]} rows cannot be split over the ranks; use "
+            "DataProto.from_tensordict(...) to split it, or Dispatch.ONE_TO_ALL to send it whole to every rank."
+        )
 
 
 def require_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -86,8 +98,9 @@ def _type_names(values: Sequence[Any]) -> list[str]:
 
 def split_or_one_for_each(value: Any, num_parts: int) -> list[Any]:
     """Return the equal parts of a batch, the elements of a list or tuple (one per part), or a repeated other value."""
-    if isinstance(value, (DataProto, DataProtoFuture)):
+    if isinstance(value, (DataProto, DataProtoFuture, Parts)):
         return split(value, num_parts)
+    _require_not_rows(value)
     return _one_for_each(value, num_parts, "data-parallel ranks")
 
 

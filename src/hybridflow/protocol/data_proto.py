@@ -7,7 +7,7 @@ the old ones; only `pop` and `padding` change the batch they are called on.
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -44,8 +44,8 @@ class DataProto:
     `batch` is a TensorDict with exactly one batch dimension, or None; `non_tensor_batch` maps names to numpy arrays
     whose first dimension is the rows; `meta_info` holds values that belong to the whole batch. `concat` aggregates its
     key "metrics", a dict from a name to a number or a list. `auto_padding` lets dispatch pad the
-    batch to equal parts. The three containers are copied, their contents are not. Raises BatchError or FieldError if
-    rows do not match.
+    batch to equal parts. The three containers are copied, their contents are not; None is an empty container. Raises
+    BatchError or FieldError if rows do not match.
     """
 
     batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
@@ -54,6 +54,8 @@ class DataProto:
     auto_padding: bool = False
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
         self.batch = None if self.batch is None else self.batch.copy()  # pyright: ignore[reportAttributeAccessIssue]
         self.non_tensor_batch = dict(self.non_tensor_batch)
@@ -236,15 +238,23 @@ class DataProto:
         ]
 
     @staticmethod
-    def concat(data: "Sequence[DataProto]") -> "DataProto":
+    def concat(data: "Iterable[DataProto]") -> "DataProto":
         """Return the rows of all parts, in order.
 
         Columns of different lengths are padded by the rules of the glossary. The prompt and the response part of
         input_ids, attention_mask and position_ids are padded separately. meta_info is merged; "metrics" becomes one
         list per name. Raises FieldError if the parts have different columns, BatchError if shapes, dtypes or
-        meta_info conflict.
+        meta_info conflict, or if a part is not a batch.
         """
-        return concat.concat_batches(data)
+        is_one = isinstance(data, DataProto) or not isinstance(data, Iterable)  # a batch iterates over its rows
+        parts: list[Any] = [] if is_one else list(data)
+        wrong = [data] if is_one else [part for part in parts if not isinstance(part, DataProto)]
+        if wrong:
+            raise BatchError(
+                f"concat takes batches in a list or another iterable, got {type(wrong[0]).__name__}; write "
+                "DataProto.concat([first, second])."
+            )
+        return concat.concat_batches(parts)
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None

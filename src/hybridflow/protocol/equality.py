@@ -6,26 +6,38 @@ from typing import Any
 import numpy as np
 import torch
 
+_Pairs = frozenset[tuple[int, int]]
 
-def is_equal(first: Any, second: Any) -> bool:
-    """Return whether two columns, or two values of meta_info, have equal type, shape and contents."""
+
+def is_equal(first: Any, second: Any, within: _Pairs = frozenset()) -> bool:
+    """Return whether two columns, or two values of meta_info, have equal type, shape and contents.
+
+    Objects may contain themselves: a pair that is being compared further out, in `within`, does not decide again.
+    """
     if first is second:
         return True
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and _tensors_equal(first, second)
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        return isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and _arrays_equal(first, second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(is_equal(value, second[key]) for key, value in first.items())
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return (
-            isinstance(first, list) == isinstance(second, list)
-            and len(first) == len(second)
-            and all(map(is_equal, first, second))
-        )
-    if isinstance(first, numbers.Number) and isinstance(second, numbers.Number):
-        return bool(first == second) or bool(first != first and second != second)
-    return bool(first == second)
+    if not isinstance(first, np.ndarray | dict | list | tuple):
+        if isinstance(first, numbers.Number) and isinstance(second, numbers.Number):
+            return bool(first == second) or bool(first != first and second != second)
+        return not isinstance(second, np.ndarray) and bool(first == second)
+    if (pair := (id(first), id(second))) in within:
+        return True
+    within |= {pair}
+    if isinstance(first, np.ndarray):
+        return isinstance(second, np.ndarray) and _arrays_equal(first, second, within)
+    if isinstance(first, dict):
+        if not isinstance(second, dict):
+            return not isinstance(second, np.ndarray) and bool(first == second)
+        return first.keys() == second.keys() and all(is_equal(v, second[key], within) for key, v in first.items())
+    if not isinstance(second, list | tuple):
+        return not isinstance(second, np.ndarray) and bool(first == second)
+    return (
+        isinstance(first, list) == isinstance(second, list)
+        and len(first) == len(second)
+        and all(is_equal(mine, theirs, within) for mine, theirs in zip(first, second, strict=True))
+    )
 
 
 def _tensors_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -41,10 +53,10 @@ def _tensors_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
-def _arrays_equal(first: np.ndarray, second: np.ndarray) -> bool:
+def _arrays_equal(first: np.ndarray, second: np.ndarray, within: _Pairs) -> bool:
     both_strings = first.dtype.kind == second.dtype.kind == "U"
     if first.shape != second.shape or (first.dtype != second.dtype and not both_strings):
         return False
     if first.dtype.kind == "O":
-        return all(map(is_equal, first.flat, second.flat))
+        return all(is_equal(mine, theirs, within) for mine, theirs in zip(first.flat, second.flat, strict=True))
     return np.array_equal(first, second, equal_nan=first.dtype.kind in "fcmM")

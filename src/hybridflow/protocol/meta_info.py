@@ -38,7 +38,8 @@ def union_meta_info(mine: dict, theirs: dict) -> dict:
 def concat_meta_info(parts: Sequence[dict]) -> dict:
     """Return all keys of all parts; "metrics" is aggregated into one list per name, in the order of the parts.
 
-    Raises BatchError if two parts have different values of a key, or one lacks a metric that another has.
+    A metric that only some parts have gets the values of these. Raises BatchError if two parts have different values of
+    another key.
     """
     merged = _merge(parts, "concat")
     if any(part.get(METRICS) is not None for part in parts):
@@ -69,21 +70,10 @@ def _aggregate(parts: list[dict]) -> dict[str, list]:
                 f'concat: meta_info["metrics"] of part {index} is a {type(part).__name__}; '
                 "it must be a dict from a name to a number or a list."
             )
-    holders: dict[str, int] = {}
-    for index, part in enumerate(parts):
-        for name in part:
-            holders.setdefault(name, index)
     aggregated: dict[str, list] = {}
-    for name, holder in holders.items():
-        values: list = []
-        for index, part in enumerate(parts):
-            if name not in part:
-                raise BatchError(
-                    f"concat: part {index} has no metric {name!r}, but part {holder} has it; "
-                    "every part must report the same metrics (NaN for a metric without a value)."
-                )
-            values.extend(part[name] if isinstance(part[name], list | tuple) else [part[name]])
-        aggregated[name] = values
+    for part in parts:
+        for name, value in part.items():
+            aggregated.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
     return aggregated
 
 
