@@ -1,6 +1,7 @@
 """The token budget: the extrapolation of measured peaks, and the error if one sequence does not fit."""
 
 import pytest
+import torch
 
 from hybridflow.engines import token_budget
 from hybridflow.errors import ModelError
@@ -9,6 +10,11 @@ from hybridflow.errors import ModelError
 @pytest.fixture
 def engine(tiny_model, build_engine):
     return build_engine(tiny_model("qwen2"))
+
+
+def moments_of(engine):
+    """Return the bytes of Adam's moments, which the trials do not allocate."""
+    return 2 * sum(4 * parameter.numel() for parameter in engine.parameters.values())
 
 
 def memory(monkeypatch, *, limit, base, per_token):
@@ -28,21 +34,21 @@ def memory(monkeypatch, *, limit, base, per_token):
 
 
 def test_budget_fits_in_memory_beside_the_model(engine, monkeypatch):
-    memory(monkeypatch, limit=10_000_000, base=2_000_000, per_token=1000)
+    memory(monkeypatch, limit=10_000_000 + moments_of(engine), base=2_000_000, per_token=1000)
     assert engine.find_token_budget(4, 4, 1) == 8000 // 256 * 256
     assert all(parameter.grad is None for parameter in engine.parameters.values())
     assert engine.num_updates == 0
 
 
 def test_budget_is_between_longest_sequence_and_maximum(engine, monkeypatch):
-    memory(monkeypatch, limit=2_009_000, base=2_000_000, per_token=1000)
+    memory(monkeypatch, limit=2_009_000 + moments_of(engine), base=2_000_000, per_token=1000)
     assert engine.find_token_budget(4, 4, 1) == 8
     memory(monkeypatch, limit=10**15, base=0, per_token=1)
     assert engine.find_token_budget(4, 4, 1) == token_budget.LARGEST
 
 
 def test_sequence_that_does_not_fit_is_an_error_with_settings(engine, monkeypatch):
-    memory(monkeypatch, limit=2_007_000, base=2_000_000, per_token=1000)
+    memory(monkeypatch, limit=2_007_000 + moments_of(engine), base=2_000_000, per_token=1000)
     with pytest.raises(ModelError, match=r"one sequence of 8 tokens needs .* set model\.gradient_checkpointing = true"):
         engine.find_token_budget(4, 4, 1)
 
@@ -64,3 +70,30 @@ def test_measured_memory_grows_with_tokens(tiny_model, build_engine):
         for count in (1, 1, 16)
     ]
     assert peaks[2] - peaks[1] > 16 * 504 * 4000 * 4  # the logits alone
+
+
+def test_moments_count_until_the_optimizer_has_them(tiny_model, build_engine, monkeypatch):
+    engine = build_engine(tiny_model("qwen2"))
+    memory(monkeypatch, limit=2_000_000 + moments_of(engine) + 600_000, base=2_000_000, per_token=1000)
+    assert engine.find_token_budget(4, 4, 1) == 512
+    for parameter in engine.parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.optimizer.step()
+    memory(monkeypatch, limit=2_000_000 + 600_000, base=2_000_000, per_token=1000)
+    assert engine.find_token_budget(4, 4, 1) == 512
+
+
+def test_no_prompt_of_the_trials_is_shared(tiny_model, build_engine, monkeypatch):
+    from hybridflow.engines import torch_engine
+
+    computed, pack = [], torch_engine.pack
+
+    def recording(batch, **settings):
+        arranged = pack(batch, **settings)
+        computed.append((len(batch) * 304, arranged.input_ids.numel()))
+        return arranged
+
+    monkeypatch.setattr(torch_engine, "pack", recording)
+    engine = build_engine(tiny_model("qwen2", max_position_embeddings=1024), max_tokens=100_000)
+    engine.find_token_budget(300, 4, 1)
+    assert [tokens for tokens, _ in computed] == [tokens for _, tokens in computed] == [304, 608, 2432]

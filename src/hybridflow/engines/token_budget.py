@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridflow.engines.base import Outputs
 from hybridflow.errors import ModelError
@@ -31,7 +32,7 @@ def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int,
         sizes.append(count * longest)
         peaks.append(peak_memory_of(lambda rows=rows: _try(engine, rows), engine.device))
     per_token = (peaks[-1] - peaks[1]) / (sizes[-1] - sizes[1])
-    base = peaks[1] - per_token * sizes[1]
+    base = peaks[1] - per_token * sizes[1] + _missing_moments(engine)
     fits = LARGEST if per_token <= 0 else int((limit - base) / per_token)
     if not engine.ranks.is_alone:
         least = torch.tensor(fits)
@@ -46,10 +47,22 @@ def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int,
     return max(longest, min(fits, LARGEST) // STEP * STEP)
 
 
+def _missing_moments(engine: "TorchEngine") -> int:
+    """Return the bytes of Adam's two moments that the first optimizer step will allocate on this rank."""
+    if engine.optimizer_config is None:
+        return 0
+    parameters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    missing = [p.to_local() if isinstance(p, DTensor) else p for p in parameters if p not in engine.optimizer.state]
+    return 2 * sum(tensor.numel() * tensor.element_size() for tensor in missing)
+
+
 def _rows(count: int, prompt_len: int, response_len: int) -> DataProto:
+    """Return rows whose neighbors differ in the prompt, so that no prompt is computed once for several rows."""
+    input_ids = torch.zeros(count, prompt_len + response_len, dtype=torch.int64)
+    input_ids[:, 0] = torch.arange(count) % 2
     return DataProto.from_dict(
         {
-            "input_ids": torch.zeros(count, prompt_len + response_len, dtype=torch.int64),
+            "input_ids": input_ids,
             "attention_mask": torch.ones(count, prompt_len + response_len, dtype=torch.int64),
             "response_mask": torch.ones(count, response_len, dtype=torch.bool),
         }
