@@ -32,7 +32,9 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
         key, equals, text = override.partition("=")
         names = key.strip().split(".")
         if not equals or not all(names):
-            problems.append(f"{override!r} is not an override; write section.key=value")
+            problems.append(f"{_shown(override)} is not an override; write section.key=value")
+        elif len(key) > LONGEST_KEY:
+            problems.append(f"{_shown(key)}: no such key; it has {len(key)} characters")
         else:
             values = _merged(values, _nested(names, _override_value(key.strip(), text.strip())))
     config = None
@@ -48,15 +50,23 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
     return config
 
 
+LONGEST_KEY = 200
+"""Characters of a key beyond which it is not compared with ours: that takes minutes for a long text."""
+
+
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # such as a name that the file system does not take
+        raise ConfigError(f"recipe {_shown(str(path))} cannot be read: {error.strerror}") from error
+    if not is_file:
         near = sorted(str(p) for p in path.parent.glob("*.toml"))
         raise ConfigError(
             f"recipe {path} {'is not a file' if path.exists() else 'does not exist'}; "
             + (f"recipes in {path.parent}: {', '.join(near)}" if near else f"there are no recipes in {path.parent}")
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
         return _tuples(tomllib.loads(text))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the recipe as UTF-8") from error
@@ -71,6 +81,8 @@ def _read(path: Path) -> dict[str, Any]:
             shown = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
             raise ConfigError(f"{path}, line {line}: {reason.replace(found[0], '')}: {shown}") from error
         raise ConfigError(f"{path}: {reason}") from error
+    except ValueError as error:  # of int(), for more digits than Python converts
+        raise ConfigError(f"{path}: a number has too many digits: {error}") from error
 
 
 def _override_value(key: str, text: str) -> Any:
@@ -78,7 +90,7 @@ def _override_value(key: str, text: str) -> Any:
         return text  # also 2024 and true, if the key holds text
     try:
         return _tuples(tomllib.loads(f"value = {text}"))["value"] if "\n" not in text else text
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not TOML, or a number with more digits than Python converts
         return text
 
 
@@ -123,7 +135,8 @@ def _problems(details: Any) -> list[str]:
         case _:
             reason = re.sub("^Input should be (?=greater|less)", "expected a value ", details["msg"])
             reason = reason.replace("Input should be", "expected")
-    return [f"{key}={value!r} is invalid: {reason}"]
+            reason = reason.replace("String should have at least 1 character", "expected a text that is not empty")
+    return [f"{key}={_shown(value)} is invalid: {reason}"]
 
 
 def _unknown(name: str, value: Any) -> list[str]:
@@ -131,6 +144,8 @@ def _unknown(name: str, value: Any) -> list[str]:
     if name in RENAMED:
         return [f"{name}: no such {'section' if isinstance(value, dict) else 'key'}; {RENAMED[name]}"]
     leaves = _leaves(name, value)
+    if longest := max((leaf for leaf in leaves if len(leaf) > LONGEST_KEY), key=len, default=None):
+        return [f"{_shown(longest)}: no such key; it has {len(longest)} characters"]
     nearest = None
     if isinstance(value, dict) and not any(map(keys_of_alias, leaves)):
         nearest = nearest_key(name, [section for section, _ in sections() if section])
@@ -139,6 +154,12 @@ def _unknown(name: str, value: Any) -> list[str]:
     return [
         f"{leaf}: no such key; {_describe_keys(keys_of_alias(leaf)) or _hint(nearest_key(leaf))}" for leaf in leaves
     ]
+
+
+def _shown(value: Any) -> str:
+    """Return the repr of a value, cut to 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _hint(nearest: str | None) -> str:

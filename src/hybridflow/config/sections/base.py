@@ -1,8 +1,9 @@
 """Base class of the sections and the types of their keys. Imports no torch."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 RoleName = Literal["actor_rollout", "rollout", "critic", "reference", "teacher", "reward", "actor"]
 
@@ -19,6 +20,14 @@ def _count_or_auto(value: object) -> object:
     return value
 
 
+def _zero_or_usable(value: float) -> float:
+    if 0 < value < LOWEST_TEMPERATURE:
+        raise ValueError(f"logits divided by it overflow; use 0 (greedy), or at least {LOWEST_TEMPERATURE}")
+    return value
+
+
+LOWEST_TEMPERATURE = 1e-3
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_zero_or_usable)]
 CountOrAuto = BeforeValidator(_count_or_auto)
 
 
@@ -43,3 +52,29 @@ class Section(BaseModel):
     """A frozen group of keys; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """Reject texts that no file name and no file of ours can hold."""
+        for text in _texts_of(value):
+            if "\0" in text:
+                raise ValueError("a text cannot have a NUL character")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"character {error.start} is not Unicode text; check the terminal's encoding"
+                ) from error
+        return value
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, also in tables and arrays."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_of((*value, *value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _texts_of(item)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridflow.config.sections.base import NonNegative, Positive, Section
+from hybridflow.config.sections.base import NonNegative, Positive, Section, Temperature
 
 
 class RolloutConfig(Section):
@@ -18,7 +18,7 @@ class RolloutConfig(Section):
     group_size: Positive = Field(
         default=8, description="Responses sampled for each prompt; group-relative estimators such as grpo compare them."
     )
-    temperature: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Softmax temperature; 0: greedy.")
+    temperature: Temperature = Field(default=1.0, description="Softmax temperature; 0: greedy.")
     top_k: NonNegative = Field(default=0, description="Sample among the k most likely tokens; 0: all tokens.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0,
@@ -68,9 +68,7 @@ class RolloutConfig(Section):
 class ValidationConfig(Section):
     """Sampling of responses for validation."""
 
-    temperature: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="Softmax temperature of validation samples; 0: greedy."
-    )
+    temperature: Temperature = Field(default=0.0, description="Softmax temperature of validation samples; 0: greedy.")
     group_size: Positive = Field(
         default=1,
         description="Responses for each validation prompt (n); pass@k is reported for k = 1, 2, 4, ... up to n.",

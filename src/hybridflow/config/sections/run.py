@@ -10,7 +10,7 @@ from hybridflow.config.sections.base import NoneAsText, NonNegative, Positive, R
 class TrainerConfig(Section):
     """Steps, validation, checkpoints and logs of a run."""
 
-    run_dir: str = Field(
+    run_dir: Annotated[str, Field(min_length=1)] = Field(
         default="runs/default", description="Directory of the run: configuration, metrics, samples, checkpoints."
     )
     seed: NonNegative = Field(default=0, description="Seed of all random numbers of the run.")
@@ -59,7 +59,7 @@ class ControllerConfig(Section):
     backend: Literal["local", "ray"] = Field(
         default="local", description="Where workers run: in this process (local), or one process per rank on Ray (ray)."
     )
-    num_workers: Positive = Field(
+    num_workers: Annotated[int, Field(gt=0, le=65536)] = Field(
         default=1,
         description="Ranks of every role on one node; use placement.pools for several pools or nodes. Training with "
         "more than one needs backend = 'ray'; on local, ranks generate and evaluate one after another.",
@@ -90,7 +90,7 @@ class ControllerConfig(Section):
         description="Load balancing of rows over ranks after generation, by the compute cost of their lengths: rows "
         "(each by itself), groups (keeps the responses to a prompt on one rank) or none (in their order).",
     )
-    threads: NonNegative = Field(
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
         description="CPU threads per rank; 0: the number of physical cores. Rounding depends on it.",
     )
