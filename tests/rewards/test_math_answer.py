@@ -4,7 +4,7 @@ import pytest
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards import boxed_answer, math_answer, math_reward
-from hybridflow.rewards.deadline import DeadlineExceeded, call_within
+from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 
 
 def score(solution: str, truth: object, **settings: float) -> float:

@@ -4,16 +4,18 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from jinja2.exceptions import TemplateError
-
 from hybridflow.data.parquet_rows import Row, shorten
 from hybridflow.errors import DataError
 from hybridflow.observability import get_logger
+from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
+
+RENDERING_LIMIT_S = 10.0
+"""Seconds that a chat template may take for one prompt; a good one takes less than a millisecond."""
 
 PROBE = "<hybridflow probe of the chat template>"
 """An answer that no prompt contains, to see what a chat template writes before it."""
@@ -58,6 +60,11 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: bool) -> None:
+        if chat_template and isinstance(tokenizer.chat_template, str) and not tokenizer.chat_template.strip():
+            raise DataError(
+                "the tokenizer's chat template is empty, so that every prompt would have no text; restore it from the "
+                "model's original directory, or set data.chat_template=false."
+            )
         self._tokenizer = tokenizer
         self.uses_template = chat_template and bool(tokenizer.chat_template)
         bos = cast(int | None, tokenizer.bos_token_id)
@@ -80,12 +87,21 @@ class PromptEncoder:
 
     def _render(self, messages: list[dict[str, str]], place: str, add_generation_prompt: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
-        except (TemplateError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {error}.") from error
+            text = call_within(RENDERING_LIMIT_S, self._apply_template, messages, add_generation_prompt)
+        except DeadlineExceeded as error:
+            raise DataError(
+                f"{place}: the tokenizer's chat template took longer than {RENDERING_LIMIT_S} s for one prompt; copy "
+                "it from the model's original directory, or set data.chat_template=false."
+            ) from error
+        except Exception as error:  # a template is a program
+            reason = str(error) or type(error).__name__
+            raise DataError(f"{place}: the tokenizer's chat template rejects the messages: {reason}.") from error
         return str(text)
+
+    def _apply_template(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> object:
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
 
     def _check_generation_prompt(self, messages: list[dict[str, str]], prompt: str, place: str) -> None:
         """Warn, once for each chat template, if it writes no generation prompt although an answer begins with one."""

@@ -69,6 +69,12 @@ class RLHFDataset:
         for row, ids in zip(rows, self._prompt_ids, strict=True):
             if not ids:
                 raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
+            if set(ids) - {tokenizer.bos_token_id} == {tokenizer.unk_token_id}:
+                raise DataError(
+                    f"{row.place}: the tokenizer knows no part of the prompt, all of whose tokens are "
+                    f"{tokenizer.unk_token!r}; its text is {shorten(row.values['prompt'])}. Use the tokenizer of the "
+                    "model, or another model."
+                )
         self.num_dropped = self._limit_length(rows, max_prompt_length, overlong)
         self.longest_prompt = max(map(len, self._prompt_ids))
         """Length of the longest prompt in tokens."""

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
+from hybridflow.models.model_files import require_float_weights, require_sound_config
 from hybridflow.models.support import USE_INSTEAD, require_planned_attention, require_supported_config
 from hybridflow.observability import get_logger
 
@@ -72,6 +73,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
     try:
         with quiet_transformers():
             config = read_config(path, **options)
+            require_float_weights(path)
             model, info = auto_class.from_pretrained(
                 Path(path),
                 config=config,
@@ -99,6 +101,7 @@ def read_config(path: str | Path, **options: object) -> PretrainedConfig:
             f"'{path}' is not a model directory: config.json not found; give a local Hugging Face directory as "
             "model.path (nothing is downloaded)."
         )
+    require_sound_config(path)
     config = AutoConfig.from_pretrained(Path(path), trust_remote_code=False, **options)
     require_supported_config(config)
     return config
@@ -112,6 +115,7 @@ def require_language_model(path: str | Path) -> None:
     file = Path(path) / "config.json"
     if not file.is_file():
         return
+    require_sound_config(path)
     with suppress(ValueError):  # `read_config` reports it
         architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
         if str(architectures[0]).endswith("Classification"):

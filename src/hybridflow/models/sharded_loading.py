@@ -3,7 +3,6 @@
 A rank holds at most its shards and one whole parameter.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,11 +30,11 @@ from hybridflow.models.loading import (
     warn_of_ignored,
 )
 from hybridflow.models.lora import is_adapter, plain_name
+from hybridflow.models.model_files import INDEX, SINGLE, require_float_weights, weight_files
 from hybridflow.models.parameters import local, part_like, replace_parameters
 
 Head = Literal["policy", "value"]
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BODY = "model."
 """Prefix of the body's parameters in a model with a head; a directory of the body alone leaves it out."""
 
@@ -107,9 +106,9 @@ class StoredModel:
         self.path, self._open = Path(path), ExitStack()
         self._files: dict[str, Any] = {}
         try:
-            names = self._read_index() if (self.path / INDEX).is_file() else {SINGLE}
-            for file_name in sorted(names):
-                file: Any = self._open.enter_context(safe_open(self.path / file_name, framework="pt"))
+            require_float_weights(path)
+            for file_path in weight_files(path):
+                file: Any = self._open.enter_context(safe_open(file_path, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
             self._open.close()
@@ -117,13 +116,6 @@ class StoredModel:
                 f"'{path}': the weights cannot be read: {' '.join(str(error).split())}. The directory must hold "
                 f"{SINGLE}, or {INDEX} and every file that it lists; copy them again."
             ) from error
-
-    def _read_index(self) -> set[str]:
-        names = set(json.loads((self.path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{INDEX} lists '{name}', which is not a file of the directory")
-        return names
 
     @property
     def names(self) -> list[str]:

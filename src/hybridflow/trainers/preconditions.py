@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
-from hybridflow.data.tokenizer import require_tokenizer
+from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
 from hybridflow.errors import ConfigError, DataConfigError, ModelError
 from hybridflow.models import vocabulary_size
 from hybridflow.rewards.table import require_known
@@ -41,6 +41,24 @@ def require_files(config: Config, *file_keys: str, reference: bool = False) -> N
             require_model_directory(key, path)
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
+    require_known_tokens(config.model.path)
+
+
+def require_known_tokens(path: str) -> None:
+    """Raise ModelError unless the policy's vocabulary has every token of its tokenizer and every stop token."""
+    tokenizer, entries = load_tokenizer(path), vocabulary_size(path)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= entries:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"model.path='{path}': the tokenizer has token {token!r} of id {largest}, but the model has a vocabulary "
+            f"of {entries}; remove the token, resize the model's embeddings, or copy both from one directory."
+        )
+    if beyond := [token_id for token_id in stop_token_ids(tokenizer, path) if not 0 <= token_id < entries]:
+        raise ModelError(
+            f"model.path='{path}': stop token {beyond[0]} (eos_token_id of generation_config.json or config.json) is "
+            f"not in the model's vocabulary of {entries}, so no response could end with it; correct it."
+        )
 
 
 def require_positions(config: Config, prompts: RLHFDataset) -> None:

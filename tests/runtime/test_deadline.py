@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hybridflow.rewards.deadline import DeadlineExceeded, call_within
+from hybridflow.runtime.deadline import DeadlineExceeded, call_within
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # by a thread: `call_within` takes the alarm of the other method
 

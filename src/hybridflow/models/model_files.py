@@ -1,0 +1,110 @@
+"""Checks of the files of a model directory before any library reads them: what a file says is not yet trusted."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hybridflow.errors import ModelError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Stored dtypes that are weights; integers are those of a quantized model, whose scales are elsewhere."""
+
+LARGEST = {"num_hidden_layers": 10_000, "vocab_size": 10_000_000}
+"""The largest number of a key of config.json, beyond which building the model would take all memory."""
+LARGEST_OTHER = 1_000_000
+SIZES = (
+    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
+
+def require_sound_config(path: str | Path) -> None:
+    """Raise ModelError if the values of config.json cannot be those of a model that this version of ours trains.
+
+    A file that is not JSON is left to the library, which reports it.
+    """
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return
+    problem = next(_problems(config), None)
+    if problem:
+        raise ModelError(f"'{path}': config.json: {problem}; copy the file from the model's original directory.")
+
+
+def _problems(config: Any) -> Iterator[str]:
+    if not isinstance(config, dict):
+        yield f"expected a table, got {type(config).__name__}"
+        return
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        yield f"architectures={names!r} is not a list of names"
+    kind = config.get("model_type")
+    if kind is not None and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
+        yield f"model_type={kind!r} is unknown to the installed transformers, which has no code for this model"
+    if "quantization_config" in config:
+        yield "the model is quantized (quantization_config), and cannot be trained; use the original weights"
+    for key in SIZES:
+        value, largest = config.get(key), LARGEST.get(key, LARGEST_OTHER)
+        if isinstance(value, int) and not 0 < value <= largest:
+            yield f"{key}={value} is out of range: expected 1 to {largest:,}"
+    for name, value in _numbers(config, ""):
+        if not math.isfinite(value):
+            yield f"{name}={value} is not a finite number"
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, name)
+
+
+def weight_files(path: str | Path) -> list[Path]:
+    """Return the files of a directory's weights.
+
+    Raises ValueError for an index that does not list file names, and for a name that is a folder, pipe or device.
+    """
+    directory = Path(path)
+    files = [directory / name for name in _listed(directory)] if (directory / INDEX).is_file() else [directory / SINGLE]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file.name} is not a regular file" if file.exists() else f"no file named {file.name}")
+    return files
+
+
+def _listed(directory: Path) -> list[str]:
+    document = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    listed = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{INDEX} has no weight_map, a table from a weight to its file")
+    for name in listed.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{INDEX} lists {name!r}, which is not a file of the directory")
+    return sorted(set(listed.values()))
+
+
+def require_float_weights(path: str | Path) -> None:
+    """Raise ModelError for a weight that is not stored as a floating-point number, and ValueError as `weight_files`.
+
+    Cast to float, integers would load as the weights of another model.
+    """
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                if (dtype := stored.get_slice(name).get_dtype()) not in FLOATS:
+                    raise ModelError(
+                        f"'{path}': {name} in {file.name} is stored as {dtype}, not as one of {', '.join(FLOATS)}: the "
+                        "model is quantized or damaged; use the original weights."
+                    )
