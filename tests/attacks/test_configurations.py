@@ -51,7 +51,7 @@ OVERRIDES = [
     ("a number for a list", "data.train_files=3", r"=3 is invalid: expected an array"),
     ("a list of numbers for files", "data.train_files=[3]", r"is invalid: expected a valid string"),
     ("a list for a table", "memory.offload=[1]", r"is invalid: expected a table"),
-    ("an unknown role", "memory.offload={nobody = 'all'}", r"is invalid: expected"),
+    ("an unknown role", "memory.offload={student = 'all'}", r"is invalid: expected"),
     ("an unknown name", "algorithm.advantage=grp", r"='grp' is invalid: expected one of 'gae', 'grpo'"),
     (
         "a function without a file",

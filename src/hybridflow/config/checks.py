@@ -160,12 +160,12 @@ def _policy_loss(config: Config) -> Iterator[str]:
     if actor.loss.has_behavior_weight and weights != "none":
         yield (
             f"actor.policy_loss={actor.policy_loss!r} and algorithm.rollout_weights={weights!r} both weight each token "
-            "by trainer / sampler, so that it counts twice; use rollout_weights = 'none', or policy_loss = 'ppo'"
+            "by trainer / sampler, so that it counts twice; use rollout_weights = 'none', or another policy_loss"
         )
     if actor.loss.has_behavior_weight and actor.old_log_probs_from == "rollout":
         yield (
             f"actor.old_log_probs_from='rollout' makes the weights of actor.policy_loss={actor.policy_loss!r} always "
-            "1; use old_log_probs_from = 'trainer', or policy_loss = 'ppo'"
+            "1; use old_log_probs_from = 'trainer', or another policy_loss"
         )
 
 
