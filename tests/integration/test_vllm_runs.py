@@ -147,16 +147,18 @@ def process_with_vllm(driver):
 
 @pytest.mark.parametrize(
     ("signal_number", "problem"),
-    [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 20 s")],
+    [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 40 s")],
 )
 def test_dead_or_hanging_engine_ends_the_run(vllm_task, start, tmp_path, signal_number, problem):
     run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
     run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
-    run += ["placement.roles.rollout=generate", "controller.call_timeout_s=20", f"trainer.run_dir={tmp_path}/run"]
+    run += ["placement.roles.rollout=generate", "controller.call_timeout_s=40", f"trainer.run_dir={tmp_path}/run"]
     process = start(*run)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     pid = process_with_vllm(process.pid)
     os.kill(pid, signal_number)
