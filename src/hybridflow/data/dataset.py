@@ -69,7 +69,8 @@ class RLHFDataset:
         for row, ids in zip(rows, self._prompt_ids, strict=True):
             if not ids:
                 raise DataError(f"{row.place}: the prompt has no tokens; its text is {shorten(row.values['prompt'])}.")
-            if set(ids) - {tokenizer.bos_token_id} == {tokenizer.unk_token_id}:
+            unknown, bos = tokenizer.unk_token_id, tokenizer.bos_token_id
+            if unknown in ids and all(token in (unknown, bos) for token in ids):
                 raise DataError(
                     f"{row.place}: the tokenizer knows no part of the prompt, all of whose tokens are "
                     f"{tokenizer.unk_token!r}; its text is {shorten(row.values['prompt'])}. Use the tokenizer of the "
