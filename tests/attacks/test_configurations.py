@@ -8,6 +8,8 @@ import pytest
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys
 
+pytestmark = pytest.mark.slow
+
 LONGEST_LINE = 1000
 """Characters of an error line, whatever the input was."""
 
