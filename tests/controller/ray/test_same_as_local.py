@@ -384,9 +384,9 @@ def test_dispatch_modes_return_the_documented_numbers(both):
     assert model.on_pipeline(batch).batch["y"].tolist() == [11, 21, 31, 43, 53]
     assert model.on_both_axes(batch).batch["x"].tolist() == [10, 20, 32, 41, 53]
     assert model.from_last_part(batch).batch["x"].tolist() == [13, 23, 32, 42, 51]
-    assert model.update(batch).meta_info == {"metrics": {"loss": [3.0, 7.0, 6.0, 5.0], "rank": [0, 1, 2, 3]}}
+    assert model.update(batch).meta_info == {"metrics": {"loss": [3.0, 3.0, 4.0, 5.0], "rank": [0, 1, 2, 3]}}
     responses = model.respond(batch).batch["responses"]
-    assert responses.tolist() == [[1, 0, 0], [2, 0, 0], [3, 3, 0], [4, 4, 0], [5, 5, 5]]
+    assert responses.tolist() == [[1, 0, 0, 0], [2, 0, 0, 0], [3, 3, 0, 0], [4, 4, 4, 0], [5, 5, 5, 5]]
     assert both.ray.twin.double(batch).batch["doubled"].tolist() == [7, 14, 21, 28, 35]
     assert both.ray.pair.double(batch).batch["doubled"].tolist() == [5, 10, 15, 20, 25]
 
