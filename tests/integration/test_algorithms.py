@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridflow.algorithms import POLICY_LOSSES
+from hybridflow.algorithms.declarations import LOSSES
 from hybridflow.checkpoint import open_checkpoint
 from hybridflow.observability import read_jsonl
 
@@ -73,10 +74,10 @@ def test_every_algorithm_recipe_trains(train, recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_trains_independently_of_micro_batch_size(train, name):
-    rows, weights = train(f"actor.policy_loss={name}", *OFF_POLICY, name="small")
-    whole_rows, whole_weights = train(
-        f"actor.policy_loss={name}", *OFF_POLICY, "memory.max_tokens_per_micro_batch=4096"
-    )
+    aggregation = (*LOSSES[name].aggregations, "token-mean")[0]
+    changes = (f"actor.policy_loss={name}", f"actor.loss_aggregation={aggregation}", *OFF_POLICY)
+    rows, weights = train(*changes, name="small")
+    whole_rows, whole_weights = train(*changes, "memory.max_tokens_per_micro_batch=4096")
     for row, other in zip(rows, whole_rows, strict=True):
         assert row["actor/grad_norm"] > 0
         assert row["actor/policy_loss"] == pytest.approx(other["actor/policy_loss"], abs=2e-6)
