@@ -8,7 +8,6 @@ use it.
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -144,20 +143,18 @@ def fork_server() -> "Iterator[ForkServer]":
 
 
 @pytest.fixture(scope="session")
-def run_world(fork_server: "ForkServer") -> Callable[..., None]:
+def run_world(fork_server: "ForkServer", tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
     """Return `run_world`, which runs one process per rank.
 
-    `run_world(program, 2, *arguments)` starts `program RANK WORLD_SIZE PORT *arguments` for 2 ranks and waits for both;
-    each must exit with one of `returncodes`.
+    `run_world(program, 2, *arguments)` starts `program RANK WORLD_SIZE STORE *arguments` for 2 ranks and waits for
+    both. STORE is the path of a FileStore. Each must exit with one of `returncodes`.
     """
 
     def run(program: Path, world_size: int, *arguments: Any, returncodes: Sequence[int] = (0,)) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        store = tmp_path_factory.mktemp("world") / "store"
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ranks = [
-            fork_server.start([program, rank, world_size, port, *arguments], environment=environment)
+            fork_server.start([program, rank, world_size, store, *arguments], environment=environment)
             for rank in range(world_size)
         ]
         try:

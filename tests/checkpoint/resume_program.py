@@ -1,6 +1,6 @@
 """One rank of a process group that trains, saves and resumes; `test_sharded_state` starts it.
 
-`resume_program.py RANK WORLD_SIZE PORT ACTIONS_JSON OUT_DIR`. An action has a `case` of layout_program.py,
+`resume_program.py RANK WORLD_SIZE STORE ACTIONS_JSON OUT_DIR`. An action has a `case` of layout_program.py,
 a `name`, and a checkpoint directory as `load` or `save`. It trains two steps, saves if `save` is given, and trains two
 more; rank 0 writes the weights to `OUT_DIR/<name>.safetensors`.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch._C._distributed_c10d import FileStore
 
 from fixtures import layout_program as layouts
 from hybridflow.engines import join_process_group
@@ -51,9 +52,9 @@ def run(action: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    rank, world_size, port = map(int, sys.argv[1:4])
+    rank, world_size = map(int, sys.argv[1:3])
     torch.set_num_threads(1)
-    join_process_group(rank, world_size, "127.0.0.1", port, timeout_s=120)
+    join_process_group(rank, world_size, FileStore(sys.argv[3], world_size), timeout_s=120)
     for action in json.loads(Path(sys.argv[4]).read_text()):
         weights = run(action)
         if rank == 0:

@@ -1,6 +1,8 @@
 """Resume from sharded checkpoints: bit-identical in the same layout of ranks, equal to 1e-10 in other layouts."""
 
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,3 +185,50 @@ def test_full_disk_is_the_cause_of_the_error(fork_server, small_disk):
     done = fork_server.run(["-c", ON_A_FULL_DISK, small_disk / "actor"])
     assert done.stdout.startswith(f"True cannot write '{small_disk}/actor' (")
     assert "No space left on device" in done.stdout
+
+
+ON_TWO_NODES = """
+import ctypes, sys, torch
+import torch.distributed as dist
+from hybridflow.checkpoint import save_sharded_state
+from hybridflow.errors import CheckpointError
+
+rank, directory = int(sys.argv[1]), sys.argv[3]
+libc = ctypes.CDLL(None, use_errno=True)
+if rank == 1:  # the other node: a file system of its own in place of the directory's parent
+    NEWNS, REC_PRIVATE = 0x20000, 0x44000
+    parent = directory.rpartition("/")[0].encode()
+    for call in (
+        lambda: libc.unshare(NEWNS),
+        lambda: libc.mount(None, b"/", None, REC_PRIVATE, None),
+        lambda: libc.mount(b"tmpfs", parent, b"tmpfs", 0, None),
+    ):
+        if call():
+            raise OSError(ctypes.get_errno(), "cannot mount")
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+try:
+    save_sharded_state({"x": torch.zeros(4)}, directory + "/actor")
+except CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_without_the_directory_is_an_error_on_all_ranks(fork_server, small_disk, tmp_path):
+    """`small_disk` is requested because it skips the test where nothing can be mounted."""
+    directory = tmp_path / "run" / "checkpoint"
+    directory.mkdir(parents=True)
+    ranks = [
+        fork_server.start(["-c", ON_TWO_NODES, rank, tmp_path / "store", directory], environment=os.environ)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.discard()
+    for output, errors in outputs:
+        assert re.match(rf"node .+ has no '{directory}'\. All nodes write into one directory; put trainer", output), (
+            errors
+        )
+    assert not list(directory.iterdir())

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from hybridflow.checkpoint import Checkpoint, CheckpointStore, load_state, open_checkpoint, save_state
+from hybridflow.checkpoint import Checkpoint, CheckpointStore, load_state, open_checkpoint, save_state, saved_files
 from hybridflow.errors import CheckpointError
 
 
@@ -35,6 +36,10 @@ def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 0x10
     path.write_bytes(data)
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 3)
 
 
 def test_store_without_directory_is_empty(tmp_path):
@@ -319,6 +324,42 @@ def test_save_below_damaged_newer_step_is_not_pruned(tmp_path):
     save(store, 40)
     assert store.list() == (40, 60)
     assert value_of(store.open(40)) == 40.0
+
+
+# --- files that other processes wrote ---------------------------------------------------------------------------------
+
+
+def test_files_that_ranks_report_are_not_read_again(tmp_path):
+    store, saved = CheckpointStore(tmp_path), []
+    with store.begin(10, saved=saved) as directory:
+        files = save_state([1.0], directory / "actor")
+        save_state([2.0], directory / "controller")
+        saved += [file._replace(sha256="0" * 64) for file in saved_files(directory, files)]
+    manifest = json.loads((store.path(10) / "checkpoint.json").read_text())
+    assert manifest["files"]["actor.json"]["sha256"] == "0" * 64
+    digest = hashlib.sha256((store.path(10) / "controller.json").read_bytes()).hexdigest()
+    assert manifest["files"]["controller.json"]["sha256"] == digest
+    with pytest.raises(CheckpointError, match=r"actor\.json' is damaged: its SHA-256"):
+        store.open(10)
+
+
+def save_and_change(store: CheckpointStore, step: int, change: Callable[[Path], None]) -> None:
+    """Save a checkpoint with a file that this process sees differently from the rank that wrote it."""
+    saved = []
+    with store.begin(step, saved=saved) as directory:
+        saved += saved_files(directory, save_state([1.0], directory / "actor"))
+        change(directory / "actor.json")
+
+
+@pytest.mark.parametrize(("change", "state"), [(Path.unlink, "is missing"), (shorten, "has 3 bytes")])
+def test_a_checkpoint_without_files_of_a_rank_is_not_published(tmp_path, change, state):
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 10)
+    message = rf"step 20 was not saved: '.*/actor\.json' {state} on node .*on a file system that they share\. Earlier"
+    with pytest.raises(CheckpointError, match=message):
+        save_and_change(store, 20, change)
+    assert names(tmp_path) == ["step_000010"]
+    assert value_of(store.latest()) == 10.0
 
 
 # --- full and read-only disks -----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One of two ranks, of which the second one fails in several scenarios; `test_failures_of_ranks` starts it.
 
-`failure_program.py RANK WORLD_SIZE PORT MODEL_DIR ROWS_DIR OUT_DIR`. Writes `OUT_DIR/<scenario>_<rank>.json` with the
+`failure_program.py RANK WORLD_SIZE STORE MODEL_DIR ROWS_DIR OUT_DIR`. Writes `OUT_DIR/<scenario>_<rank>.json` with the
 raised error.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from fixtures import layout_program as layouts
 from hybridflow.engines import TorchEngine, join_process_group
@@ -19,10 +20,10 @@ from hybridflow.protocol import DataProto
 
 
 def main() -> None:
-    rank, world_size, port = map(int, sys.argv[1:4])
+    rank, world_size = map(int, sys.argv[1:3])
     model, rows_path, out = sys.argv[4:7]
     torch.set_num_threads(1)
-    join_process_group(rank, world_size, "127.0.0.1", port, timeout_s=3600)
+    join_process_group(rank, world_size, FileStore(sys.argv[3], world_size), timeout_s=3600)
     rows = DataProto.load_from_disk(rows_path)
 
     def build(**options: Any) -> TorchEngine:

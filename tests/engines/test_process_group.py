@@ -43,14 +43,14 @@ def test_an_engine_in_a_group_of_one_rank_is_alone(group_of_one, build_engine, t
 def test_joining_a_group_that_is_there_changes_nothing(group_of_one):
     group_of_one()
     world = dist.group.WORLD
-    join_process_group(0, 1, "127.0.0.1", 1)
+    join_process_group(0, 1)
     assert dist.group.WORLD is world
 
 
 def test_joining_beside_a_different_group_is_an_error(group_of_one):
     group_of_one()
     with pytest.raises(WorkerError, match=r"is rank 0 of 1 in a torch\.distributed group, but rank 1 of 2 in its work"):
-        join_process_group(1, 2, "127.0.0.1", 1)
+        join_process_group(1, 2)
 
 
 def test_a_group_without_a_backend_for_cpu_tensors_is_an_error(group_of_one):

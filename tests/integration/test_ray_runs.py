@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hybridflow.config import load_config
@@ -240,19 +241,13 @@ def test_signal_to_the_process_group_finishes_the_step_and_saves(task, fork_serv
     assert checkpoint.name == f"step_{len(read_jsonl(metrics)):06d}"
 
 
-def pids_of_workers(driver):
-    """Return the worker processes among the descendants of a driver, found by their titles."""
-    pids, parents = [], {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has exited
-            parents[int(directory.name)] = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            if (directory / "cmdline").read_text().startswith("ray::WorkerProcess"):
-                pids.append(int(directory.name))
-
-    def is_descendant(pid):
-        return pid == driver or (pid in parents and is_descendant(parents[pid]))
-
-    return [pid for pid in pids if is_descendant(pid)]
+def pids_of(driver, title):
+    """Return the descendants of a driver whose command line contains this title."""
+    pids = []
+    for process in psutil.Process(driver).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # the process has exited
+            pids += [process.pid] if title in " ".join(process.cmdline()) else []
+    return pids
 
 
 def test_run_with_a_killed_rank_exits_75_and_resumes_identically(tiny, task, start, run_in_turn, tmp_path):
@@ -265,7 +260,7 @@ def test_run_with_a_killed_rank_exits_75_and_resumes_identically(tiny, task, sta
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
         time.sleep(0.02)
-    os.kill(pids_of_workers(process.pid)[-1], signal.SIGKILL)
+    os.kill(pids_of(process.pid, "ray::WorkerProcess")[-1], signal.SIGKILL)
     _, errors = process.communicate()
     assert process.returncode == 75
     assert "died before" in errors
@@ -275,3 +270,21 @@ def test_run_with_a_killed_rank_exits_75_and_resumes_identically(tiny, task, sta
     assert 1 <= newest < 12
     run_in_turn(killed, whole, shares_cluster=True)
     require_same_results(*(tiny.results_of(tmp_path / name, 12) for name in ("killed", "whole")))
+
+
+def test_run_whose_control_service_dies_exits_75_and_names_its_checkpoint(tiny, task, start, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start(
+        *("train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"),
+        *("trainer.save_every=1", "trainer.epochs=400", f"trainer.run_dir={run_dir}"),
+    )
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not list(run_dir.glob("checkpoints/step_*")):
+        time.sleep(0.02)
+    (control_service,) = pids_of(process.pid, "/gcs_server ")
+    os.kill(control_service, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    newest = max(int(path.name[5:]) for path in run_dir.glob("checkpoints/step_*"))
+    assert re.search(r"^error: the control service of the Ray cluster \(GCS, 127\.0\.0\.1:\d+\) has died", errors, re.M)
+    assert errors.endswith(f"\nThe same command continues from the last checkpoint, that of step {newest}.\n")

@@ -1,14 +1,15 @@
-"""One rank of two that share a vLLM engine: `vllm_rank.py RANK WORLD_SIZE PORT MODEL TENSOR OUTPUT`."""
+"""One rank of two that share a vLLM engine: `vllm_rank.py RANK WORLD_SIZE STORE MODEL TENSOR OUTPUT`."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-rank, world_size, port = map(int, sys.argv[1:4])
+rank, world_size = map(int, sys.argv[1:3])
 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 import torch.distributed as dist  # noqa: E402
+from torch._C._distributed_c10d import FileStore  # noqa: E402
 
 from hybridflow.engines import join_process_group  # noqa: E402
 from hybridflow.models import load_causal_lm  # noqa: E402
@@ -20,7 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def main() -> None:
     model, tensor, output = sys.argv[4], int(sys.argv[5]), Path(sys.argv[6])
-    join_process_group(rank, world_size, "127.0.0.1", port, 120)
+    join_process_group(rank, world_size, FileStore(sys.argv[3], world_size), timeout_s=120)
     before = set(SHARED_MEMORY.iterdir())
     engine = VLLMRollout(
         model, enforce_eager=True, kv_cache_bytes=2**26, tensor_parallel=tensor, in_group=True, max_model_len=64

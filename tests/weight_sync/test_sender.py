@@ -64,7 +64,7 @@ def config():
 def test_announcement_has_specs_and_number_of_buckets(engine, config):
     announced = WeightSender(engine, config, InProcess).announce()
     assert announced.specs == [WeightSpec(name, (4,), "float32") for name in "abc"]
-    assert (announced.num_buckets, announced.version, announced.num_bytes, announced.address) == (2, 7, 48, "")
+    assert (announced.num_buckets, announced.version, announced.num_bytes, announced.store) == (2, 7, 48, "")
     assert engine.gathered == []
 
 

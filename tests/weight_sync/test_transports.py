@@ -63,9 +63,9 @@ def ends(request, tmp_path) -> Callable[[], tuple[WeightTransport, list[WeightTr
         if request.param == "in_process":
             return InProcess(), [InProcess()]
         sender, *receivers = (TRANSPORTS[request.param](configured(tmp_path)) for _ in range(NUM_RECEIVERS + 1))
-        address = sender.listen()
+        store = sender.new_store()
         ranks = enumerate((sender, *receivers))
-        in_threads([partial(end.join, address, rank, NUM_RECEIVERS + 1) for rank, end in ranks])
+        in_threads([partial(end.join, store, rank, NUM_RECEIVERS + 1) for rank, end in ranks])
         return sender, receivers
 
     return build
@@ -167,8 +167,8 @@ def test_full_disk_is_reported(small_disk):
 
 def test_missing_receivers_are_an_error_after_the_timeout(tmp_path):
     transport = Broadcast(configured(tmp_path, "controller.call_timeout_s=1"))
-    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not connect to the other ranks at 127\.0\.0\.1"):
-        transport.join(transport.listen(), 0, 2)
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not connect to the other ranks for the weight sync"):
+        transport.join(transport.new_store(), 0, 2)
 
 
 def altered(sent: Sent) -> None:

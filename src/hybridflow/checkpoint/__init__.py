@@ -2,6 +2,7 @@
 
 from hybridflow.checkpoint.background import BackgroundSave, copy_state
 from hybridflow.checkpoint.export import EXPORT_DTYPES, export_model
+from hybridflow.checkpoint.saved_files import SavedFile, require_shared, saved_files
 from hybridflow.checkpoint.sharded_state import describe_state, read_state_into, save_sharded_state
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.state_files import load_state, save_state
@@ -12,6 +13,7 @@ __all__ = [
     "BackgroundSave",
     "Checkpoint",
     "CheckpointStore",
+    "SavedFile",
     "copy_state",
     "describe_state",
     "export_model",
@@ -19,7 +21,9 @@ __all__ = [
     "load_state",
     "open_checkpoint",
     "read_state_into",
+    "require_shared",
     "save_sharded_state",
     "save_state",
+    "saved_files",
     "split_state",
 ]

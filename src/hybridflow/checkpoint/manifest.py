@@ -2,12 +2,14 @@
 
 import hashlib
 import json
-import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.json_document import read_document
+from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, saved_files
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import fsync_path
 
@@ -37,22 +39,24 @@ def check_info(info: dict[str, Any]) -> None:
         raise CheckpointError(f"info={info!r} is changed by JSON; use str keys, and lists instead of tuples.")
 
 
-def write_manifest(directory: Path, step: int, info: dict[str, Any]) -> None:
-    """Flush all files of `directory` to disk, and write their sizes and hashes to `checkpoint.json`.
+def write_manifest(directory: Path, step: int, info: dict[str, Any], saved: Sequence[SavedFile] = ()) -> None:
+    """Write the sizes and hashes of all files of `directory` to `checkpoint.json`.
 
-    Raises CheckpointError for a file that is neither safetensors nor JSON (it might hold code), and OSError if the
-    disk fails.
+    Files in `saved` are on disk and hashed; the others are flushed and hashed here. Raises CheckpointError for a file
+    that is neither safetensors nor JSON (it might hold code) or that another process wrote but this one does not see,
+    and OSError if the disk fails.
     """
-    files = {}
-    for path in _walk(directory):
+    for file in saved:
+        _require_visible(directory / file.path, file.num_bytes)
+    written_elsewhere = {file.path for file in saved}
+    own = [path for path in _walk(directory) if path.relative_to(directory).as_posix() not in written_elsewhere]
+    for path in own:
         if path.suffix not in _ALLOWED_SUFFIXES or path.is_symlink() or not path.is_file():
             raise CheckpointError(
                 f"'{path}' is not a plain {' or '.join(_ALLOWED_SUFFIXES)} file; write it with save_state."
             )
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-        files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    entries = sorted([*saved, *saved_files(directory, own)])
+    files = {file.path: {"bytes": file.num_bytes, "sha256": file.sha256} for file in entries}
     document = {"format": CHECKPOINT_FORMAT, "version": CHECKPOINT_VERSION, "step": step, "info": info, "files": files}
     document["sha256"] = _digest_of(document)
     (directory / MANIFEST_NAME).write_text(json.dumps(document, indent=1), encoding="utf-8")
@@ -108,6 +112,16 @@ def _parse(path: Path) -> Manifest:
                 f"'{path}' lists '{name}', which is not a file of a checkpoint; hybridflow did not write it."
             )
     return manifest
+
+
+def _require_visible(path: Path, num_bytes: int) -> None:
+    """Raise CheckpointError unless the file that another process wrote has its size in this process's view."""
+    found = path.stat().st_size if path.is_file() else None
+    if found != num_bytes:
+        state = "is missing" if found is None else f"has {found} bytes"
+        raise CheckpointError(
+            f"'{path}' {state} on node {socket.gethostname()}, but a rank wrote {num_bytes} bytes to it. {SHARE_IT}"
+        )
 
 
 def _digest_of(document: dict[str, Any]) -> str:

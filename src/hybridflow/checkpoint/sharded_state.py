@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridflow.checkpoint.disk_space import describe_free_space
+from hybridflow.checkpoint.saved_files import require_shared
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import StoredTensors
@@ -28,23 +29,37 @@ from hybridflow.errors import CheckpointError
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
 
 
-def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write the shards of a state with DTensors; every rank calls it. Values that are not sharded must be equal.
+def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | None = None) -> list[Path]:
+    """Write the shards of a state with DTensors, and return the files that this rank wrote; every rank calls it.
+
+    Values that are not sharded must be equal. The parent directory must exist.
 
     `group` is a process group of all ranks; a background save needs a separate one, since training uses the default.
     Raises CheckpointError on every rank if one cannot write.
     """
-    path = Path(path)
+    path, tree_file = Path(path), Path(path).with_name(f"{Path(path).name}.json")
     tree, tensors = split_state(state)
     problem: tuple[str, int] = "", 0
+    try:
+        require_shared(path.parent)
+    except CheckpointError as error:
+        problem = str(error), 0
+    _raise_together(problem, group)  # before the first collective of the save
     try:
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
         save(dict(tensors), storage_writer=writer, process_group=group)
         if dist.get_rank() == 0:
-            path.with_name(path.name + ".json").write_text(tree_text(tree), encoding="utf-8")
+            tree_file.write_text(tree_text(tree), encoding="utf-8")
     except (OSError, CheckpointException) as error:
         free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
         problem = f"cannot write '{path}'{free}: {_last_line(error)}", _errno(error)
+    _raise_together(problem, group)
+    own = sorted(path.glob(f"shard-{dist.get_rank() + 1:05d}-*.safetensors"))
+    return [*own, tree_file] if dist.get_rank() == 0 else own
+
+
+def _raise_together(problem: tuple[str, int], group: dist.ProcessGroup | None) -> None:
+    """Raise CheckpointError on every rank if one has a problem: a text and its errno, or 0."""
     problems = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
     texts, codes = (list(dict.fromkeys(filter(None, column))) for column in zip(*problems, strict=True))

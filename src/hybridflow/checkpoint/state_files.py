@@ -17,8 +17,8 @@ STATE_FORMAT = "hybridflow-state"
 STATE_VERSION = 1
 
 
-def save_state(state: Any, path: str | Path) -> None:
-    """Write a state to `path`.safetensors and `path`.json; see `split_state` for the supported types.
+def save_state(state: Any, path: str | Path) -> list[Path]:
+    """Write a state to `path`.safetensors and `path`.json, and return both; see `split_state` for the supported types.
 
     Not atomic; write into a directory of `CheckpointStore.begin` for an atomic save. Raises CheckpointError for an
     unsupported value, before anything is written, and for a failed write, with the needed and the free space.
@@ -33,6 +33,7 @@ def save_state(state: Any, path: str | Path) -> None:
     except (OSError, SafetensorError) as error:
         free = f", {describe_free_space(tensor_file.parent)}" if tensor_file.parent.is_dir() else ""
         raise CheckpointError(f"cannot write '{path}' ({describe_bytes(num_bytes)} needed{free}): {error}") from error
+    return [tensor_file, tree_file]
 
 
 def load_state(path: str | Path, key: str | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
 from hybridflow.checkpoint.manifest import check_info, read_manifest, write_manifest
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_directory, remove_leftovers
+from hybridflow.checkpoint.saved_files import SavedFile
 from hybridflow.checkpoint.state_files import load_state
 from hybridflow.errors import CheckpointConfigError, CheckpointError
 
@@ -74,12 +75,14 @@ class CheckpointStore:
         return self.directory / f"step_{step:06d}"
 
     @contextmanager
-    def begin(self, step: int, info: dict[str, Any] | None = None) -> Iterator[Path]:
+    def begin(self, step: int, info: dict[str, Any] | None = None, saved: Sequence[SavedFile] = ()) -> Iterator[Path]:
         """Yield a directory for `save_state`; when the block succeeds it becomes the checkpoint of `step`, atomically.
 
-        `info` is a JSON dictionary about the checkpoint. A checkpoint of the same step is replaced, and old ones are
-        pruned. If the block or the disk fails, the new checkpoint is removed and earlier ones are unchanged; OSError
-        and CheckpointError are raised as a CheckpointError that says so, other errors unchanged.
+        `info` is a JSON dictionary about the checkpoint. `saved` are files that other processes have written and
+        hashed; the caller may extend it until the block ends. The other files are hashed here. A checkpoint of the same
+        step is replaced, and old ones are pruned. If the block or the disk fails, or a file of `saved` is not visible
+        here, the new checkpoint is removed and earlier ones are unchanged; OSError and CheckpointError are raised as a
+        CheckpointError that says so, other errors unchanged.
         """
         if step < 0:
             raise CheckpointError(f"step={step} is invalid: expected 0 or a positive number.")
@@ -89,7 +92,7 @@ class CheckpointStore:
             with partial_directory(self.path(step)) as partial:
                 try:
                     yield partial
-                    write_manifest(partial, step, info or {})
+                    write_manifest(partial, step, info or {}, saved)
                 except OSError as error:
                     raise CheckpointError(f"{error} ({_describe_space(partial)})") from error
         except (OSError, CheckpointError) as error:

@@ -4,10 +4,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from hybridflow.errors import LostWorkerError, WorkerError
-from hybridflow.runtime import listen
 
 
 def num_ranks() -> int:
@@ -15,10 +14,11 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float | None = None) -> None:
+def join_process_group(rank: int, world_size: int, store: Store | None = None, timeout_s: float | None = None) -> None:
     """Join the default process group; no-op with one rank, or if the process is already this rank of such a group.
 
-    The store of rank 0 listens on `address` only, not on every interface. Raises LostWorkerError if the other ranks
+    `store`: the store through which the ranks find each other, e.g. a `torch.distributed.FileStore` in a directory of
+    this user; None: the one that the environment variables of torchrun name. Raises LostWorkerError if the other ranks
     do not connect in time, and WorkerError if the process already belongs to a different group.
     """
     if world_size == num_ranks() == 1:
@@ -28,12 +28,10 @@ def join_process_group(rank: int, world_size: int, address: str, port: int, time
         return
     timeout = timedelta(seconds=timeout_s or 10**8)
     try:
-        listening = listen(address, port).detach() if rank == 0 else None
-        store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise LostWorkerError(
-            f"rank {rank} of {world_size} could not connect to the others at {address}:{port}: {error}", rank=rank
+            f"rank {rank} of {world_size} could not connect to the others: {error}", rank=rank
         ) from error
 
 

@@ -8,7 +8,6 @@ from hybridflow.runtime.allocator import (
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
-from hybridflow.runtime.listening import listen
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.random_state import (
@@ -18,6 +17,7 @@ from hybridflow.runtime.random_state import (
     unchanged_random_state,
 )
 from hybridflow.runtime.random_streams import derive_seed, uniform
+from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
 from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
@@ -31,15 +31,18 @@ __all__ = [
     "did_you_mean",
     "free_cached_memory",
     "fsync_path",
+    "group_store",
     "keep_freed_memory",
-    "listen",
     "load_user_function",
     "measure_peak_flops",
     "memory_limit",
+    "new_store_name",
+    "open_store",
     "own_device",
     "paused_collector",
     "peak_flops",
     "peak_memory_of",
+    "provide_stores",
     "relax_garbage_collector",
     "require_arguments",
     "restore_random_state",

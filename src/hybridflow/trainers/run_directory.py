@@ -88,6 +88,13 @@ class RunDirectory:
             raise RunInUseError(
                 f"another process is running in trainer.run_dir='{self.path}'; stop it, or choose another directory."
             ) from error
+        except OSError as error:
+            logger.warning(
+                "the file system of trainer.run_dir='%s' has no locks (%s): a second process that is started in this "
+                "directory by mistake is not detected, and both would write there.",
+                self.path,
+                error,
+            )
 
     def _require_unchanged(self) -> None:
         """Raise RunInUseError if another process continued the run before this process locked the directory."""

@@ -1,10 +1,10 @@
 """Save and restore the state of a training run: worker groups, data position, random state."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from hybridflow.checkpoint import Checkpoint, save_state
+from hybridflow.checkpoint import Checkpoint, SavedFile, save_state
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.errors import HybridFlowError
@@ -30,16 +30,18 @@ class TrainingSaver:
     ) -> None:
         self._run, self._groups, self._loader, self._in_background = run, list(groups), loader, in_background
         self._open: ExitStack | None = None
+        self._saved: list[SavedFile] = []
         self._step = 0
 
     def save(self, step: int, **more: Any) -> None:
         """Write the checkpoint of a step, or begin to; `more` is added to its state. Raises CheckpointError."""
         self.finish()
         with ExitStack() as stack:
-            directory = stack.enter_context(self._run.store.begin(step, info=self._run.identity))
+            self._saved = []
+            directory = stack.enter_context(self._run.store.begin(step, self._run.identity, self._saved))
             stack.push(self._wait_for_groups_on_error)
             for group in self._groups:
-                group.save(str(directory), in_background=self._in_background)
+                self._note(group.save(str(directory), in_background=self._in_background))
             state = {"global_step": step, "loader": self._loader.state_dict(), "random": capture_random_state(), **more}
             save_state(state, directory / CONTROLLER)
             self._open, self._step = stack.pop_all(), step
@@ -59,8 +61,13 @@ class TrainingSaver:
             return
         with stack:
             for group in self._groups if self._in_background else ():
-                group.finish_save()
+                self._note(group.finish_save())
         logger.debug("saved '%s'", self._run.store.path(self._step))
+
+    def _note(self, files_of_ranks: Iterable[Sequence[SavedFile] | None] | None) -> None:
+        """Record the files that the ranks of a group report; others are hashed by this process."""
+        for files in files_of_ranks or ():
+            self._saved += files or ()
 
 
 def restore_training(checkpoint: Checkpoint, groups: Iterable[WorkerGroup], loader: BatchLoader) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from hybridflow.weight_sync.buckets import Bucket, WeightSpec
 
 @dataclass(frozen=True)
 class Announcement:
-    """The weights of a version, in `num_buckets` buckets, and the sender's `address`; "" if it does not listen."""
+    """The weights of a version, in `num_buckets` buckets, and the name of the ranks' `store`, if they connect."""
 
     specs: Sequence[WeightSpec]
     num_buckets: int
     version: int
-    address: str = ""
+    store: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -48,11 +48,11 @@ class Sent:
 class WeightTransport(Protocol):
     """One end of a transport. Buckets are received in the order in which they are sent."""
 
-    def listen(self) -> str:
-        """Return the address where the sender waits for receivers; "" if it does not listen."""
+    def new_store(self) -> str:
+        """Return the name of a store through which the sender and the receivers connect; "" if they need none."""
         return ""
 
-    def join(self, address: str, rank: int, world_size: int) -> None:
+    def join(self, store: str, rank: int, world_size: int) -> None:
         """Connect the sender, rank 0, and all receivers, which call this at the same time. Later calls do nothing."""
 
     def send(self, bucket: Bucket) -> Sent:

@@ -1,51 +1,42 @@
 """The `broadcast` transport: a separate process group of gloo, or of NCCL on GPUs."""
 
-import os
-import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 
 from hybridflow.config import Config
 from hybridflow.errors import LostWeightSyncError
-from hybridflow.runtime import listen, own_device
+from hybridflow.runtime import new_store_name, open_store, own_device
 from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 
 
 class Broadcast(WeightTransport):
-    """A broadcast from the sender, which listens at its pool's address on a free port; the announcement names both."""
+    """A broadcast from the sender; the announcement names the store through which the ranks find each other."""
 
     def __init__(self, config: Config) -> None:
         self._timeout = timedelta(seconds=config.controller.call_timeout_s or 10**8)
         self._device = own_device()
-        self._listening: socket.socket | None = None
         self._group: Any = None
         self._in_flight: list[tuple[Any, Tensor]] = []
 
-    def listen(self) -> str:
-        """Listen on a free port of MASTER_ADDR (default: 127.0.0.1), and return `address:port`."""
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._listening = listen(address)
-        return f"{address}:{self._listening.getsockname()[1]}"
+    def new_store(self) -> str:
+        """Return the name of a new store."""
+        return new_store_name()
 
-    def join(self, address: str, rank: int, world_size: int) -> None:
+    def join(self, store: str, rank: int, world_size: int) -> None:
         """Connect all ranks. Raises LostWeightSyncError if the others do not join within the call timeout."""
         if self._group is not None:
             return
-        listening = self._listening.detach() if self._listening else None
-        host, _, port = address.rpartition(":")
         try:
-            store = TCPStore(host, int(port), world_size, rank == 0, self._timeout, False, master_listen_fd=listening)
-            self._group = _build_group(self._device, store, rank, world_size, self._timeout)
+            self._group = _build_group(self._device, open_store(store), rank, world_size, self._timeout)
         except RuntimeError as error:
             raise LostWeightSyncError(
-                f"rank {rank} of {world_size} could not connect to the other ranks at {address} for the weight sync: "
-                f"{error}"
+                f"rank {rank} of {world_size} could not connect to the other ranks for the weight sync: {error}"
             ) from error
 
     def send(self, bucket: Bucket) -> Sent:
@@ -80,7 +71,7 @@ class Broadcast(WeightTransport):
                 raise LostWeightSyncError(f"the broadcast of a weight bucket failed: {error}") from error
 
 
-def _build_group(device: torch.device, store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _build_group(device: torch.device, store: Store, rank: int, world_size: int, timeout: timedelta) -> Any:
     if device.type == "cuda":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

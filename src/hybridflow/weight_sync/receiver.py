@@ -53,7 +53,7 @@ class WeightReceiver:
 
     def join(self, announced: Announcement) -> None:
         """Connect to the sender, which calls `join` at the same time."""
-        self._transport.join(announced.address, self._rank + 1, self._num_receivers + 1)
+        self._transport.join(announced.store, self._rank + 1, self._num_receivers + 1)
 
     def start(self, announced: Announcement) -> None:
         """Expect the announced tensors, each once.

@@ -51,25 +51,25 @@ class WeightSender:
     ) -> None:
         self._engine, self._config, self._build_transport = engine, config, build_transport
         self._transport: WeightTransport | None = None
-        self._address = ""
+        self._store = ""
         self._buckets: Iterator[Bucket] = iter(())
 
     def announce(self) -> Announcement:
         """Return the description of the weights that `send` will send: those of the current version."""
         if self._transport is None and self._build_transport is not None:
             transport = self._build_transport()
-            self._address = transport.listen()
+            self._store = transport.new_store()
             self._transport = transport
         dtype, version = self._config.model.dtype, self._engine.num_updates
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
         plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
         self._buckets = fill_buckets(plan, self._engine.weights(), version)
-        return Announcement(specs, len(plan), version, self._address)
+        return Announcement(specs, len(plan), version, self._store)
 
     def join(self, num_receivers: int) -> None:
         """Connect to the receivers, which call `join` at the same time."""
         if self._transport is not None:
-            self._transport.join(self._address, 0, num_receivers + 1)
+            self._transport.join(self._store, 0, num_receivers + 1)
 
     def send(self) -> tuple[Sent, Any]:
         """Gather the next bucket, start to send it, and return the message for `WeightReceiver.receive`."""

@@ -2,18 +2,21 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from hybridflow.checkpoint import (
     BackgroundSave,
+    SavedFile,
     copy_state,
     describe_state,
     load_state,
     read_state_into,
+    require_shared,
     save_sharded_state,
     save_state,
+    saved_files,
 )
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -35,7 +38,7 @@ class ModelWorker(Worker):
     component: str
     role: RoleName
     engine: TrainEngine
-    _save: BackgroundSave | None = None
+    _save: BackgroundSave[list[SavedFile]] | None = None
     _save_group: dist.ProcessGroup | None = None
 
     def build_engine(
@@ -71,30 +74,33 @@ class ModelWorker(Worker):
         self.engine.max_tokens = max_tokens
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, directory: str, in_background: bool = False) -> None:
+    def save(self, directory: str, in_background: bool = False) -> list[SavedFile]:
         """Write the engine's state into a checkpoint directory: each rank its shards, or rank 0 an unsharded state.
 
-        `in_background`: copy the state now and write it in a thread; `finish_save` waits for it.
+        Return the files that this rank wrote. `in_background`: copy the state now, write it in a thread and return no
+        file; `finish_save` waits for it. Raises CheckpointError.
         """
-        path, state = Path(directory) / self.component, self.engine.state_dict()
-        state = copy_state(state) if in_background else state
+        if self.rank and not self.engine.is_sharded:
+            return []
+        state = self.engine.state_dict()
+        if not in_background:
+            return self._write(Path(directory), state, None)
+        group = self._group_for_saves() if self.engine.is_sharded else None
+        self._save = BackgroundSave(partial(self._write, Path(directory), copy_state(state), group))
+        return []
+
+    def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
+        path = directory / self.component
         if self.engine.is_sharded:
-            write = partial(save_sharded_state, state, path, self._group_for_saves() if in_background else None)
-        elif self.rank == 0:
-            write = partial(save_state, state, path)
-        else:
-            return
-        if in_background:
-            self._save = BackgroundSave(write)
-        else:
-            write()
+            return saved_files(directory, save_sharded_state(state, path, group))
+        require_shared(directory)
+        return saved_files(directory, save_state(state, path))
 
     @register(Dispatch.ONE_TO_ALL)
-    def finish_save(self) -> None:
-        """Wait for a pending background save. Raises CheckpointError if it failed."""
+    def finish_save(self) -> list[SavedFile]:
+        """Wait for a pending background save and return its files. Raises CheckpointError if it failed."""
         save, self._save = self._save, None
-        if save is not None:
-            save.finish()
+        return save.finish() if save is not None else []
 
     def _group_for_saves(self) -> dist.ProcessGroup:
         """Return a process group used only for saves, so that they run beside the collectives of training."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hybridflow.checkpoint import CheckpointStore, load_state, save_state
+from hybridflow.checkpoint import CheckpointStore, SavedFile, load_state, require_shared, save_state, saved_files
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.protocol import DataProto
@@ -122,12 +122,17 @@ class RewardWorker(Worker):
         return DataProto.from_dict(tensors, {"reward_extras": extras}), answers
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, directory: str, in_background: bool = False) -> None:
-        """Write the random state, which reward functions may use, into a checkpoint directory, in the foreground."""
-        save_state({"random": capture_random_state()}, self._state_file(directory))
+    def save(self, directory: str, in_background: bool = False) -> list[SavedFile]:
+        """Write the random state, which reward functions may use, into a checkpoint directory, in the foreground.
+
+        Return the files that this rank wrote. Raises CheckpointError.
+        """
+        require_shared(Path(directory))
+        files = save_state({"random": capture_random_state()}, self._state_file(directory))
         if self.journal and self.rank == 0:
             checkpoints = CheckpointStore(Path(self.config.trainer.run_dir) / "checkpoints").list()
             self.journal.forget_before(min(checkpoints, default=0))
+        return saved_files(Path(directory), files)
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_save(self) -> None:

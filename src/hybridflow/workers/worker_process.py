@@ -1,7 +1,5 @@
 """Settings of a worker process that must be made before a model is built, because results depend on them."""
 
-import os
-
 from hybridflow.config import Config
 from hybridflow.controller import Worker
 from hybridflow.engines import join_process_group
@@ -9,6 +7,7 @@ from hybridflow.kernels import use_kernels
 from hybridflow.runtime import (
     bound_shape_caches,
     count_physical_cores,
+    group_store,
     keep_freed_memory,
     set_deterministic,
     set_num_threads,
@@ -23,5 +22,4 @@ def prepare_worker_process(worker: Worker, config: Config) -> None:
     use_kernels(config.controller.compiled_kernels)
     set_deterministic(config.trainer.deterministic)
     rank, world_size = (worker.rank, worker.world_size) if worker.has_collectives else (0, 1)
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    join_process_group(rank, world_size, address, port, config.controller.call_timeout_s)
+    join_process_group(rank, world_size, group_store(), config.controller.call_timeout_s)

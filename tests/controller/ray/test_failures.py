@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -845,6 +846,54 @@ def test_a_closed_backend_can_be_used_again(closed):
 
 def test_reading_a_future_of_a_closed_backend_is_a_worker_error(closed):
     assert closed[4].startswith("WorkerError: ")
+
+
+# ------------------------------------------------------------------------------------------ deaths of Ray's services
+
+
+SERVICE_DIES = """
+import os, signal, sys, time
+import ray
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller.ray import RayBackend, cluster_watch
+from hybridflow.errors import LostWorkerError
+
+cluster_watch.LAST_RESORT_S = 8.0
+
+class Echo(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, seconds):
+        time.sleep(seconds)
+
+backend = RayBackend(num_cpus=1)
+group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend)
+(service,) = ray._private.worker._global_node.all_processes[SERVICE]
+os.kill(service.process.pid, signal.SIGKILL)
+if STUCK:
+    ray.util.remove_placement_group(ray.util.placement_group([{"CPU": 1}]))
+    print("not stuck")
+try:
+    group.echo(600)
+except LostWorkerError as error:
+    print("lost:", error)
+backend.close()
+print("closed")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("service", "name"), [("gcs_server", "control service"), ("raylet", "raylet of this node")])
+def test_the_death_of_a_service_of_ray_is_an_error_that_can_be_handled(run_script, service, name):
+    output = run_script(SERVICE_DIES.replace("SERVICE", repr(service)).replace("STUCK", "False"), 300)
+    assert re.search(rf"^lost: the {name}.* has died: it has not accepted a connection for ", output, re.MULTILINE)
+    assert output.splitlines()[-1] == "closed"
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_a_dead_service_ends_with_a_message(run_script):
+    output = run_script(SERVICE_DIES.replace("SERVICE", "'gcs_server'").replace("STUCK", "True"), 300)
+    assert re.search(r"^error: the control service .* the same command continues from the last", output, re.MULTILINE)
+    assert "not stuck" not in output
 
 
 # ------------------------------------------------------------------------------------------ the store

@@ -5,6 +5,7 @@ future, DataProto  <- status of each rank (small)  ..  batches stay in the store
 """
 
 import os
+import secrets
 import socket
 import sys
 import time
@@ -24,6 +25,7 @@ from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
+from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, pickled_class, thaw
 from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiting
 from hybridflow.controller.ray.worker_process import WorkerProcess
@@ -72,9 +74,10 @@ class RayBackend:
         self._processes: list[RayProcess] = []
         self._node = socket.gethostname()
         self._trace = Trace()
-        self._waiting = Waiting(self._processes, self._stop, self._trace)
+        self._waiting = Waiting(self._processes, self._stop, self._trace, self._connection.require_cluster)
         self._own_pools: dict[int, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
+        self._stores = f"stores-{secrets.token_hex(8)}"
 
     @property
     def trace(self) -> Trace:
@@ -242,6 +245,7 @@ class RayBackend:
             }
             packed[name] = (pickled_class(cls_with_init.cls), args, kwargs)
         (port,) = self._ask(processes[:1], "free_port")
+        store = f"{self._stores}/{secrets.token_hex(4)}"
         shared, homes = ray.put(packed), [process.home for process in processes if process.home]
         nodes = [home.node_id for home in homes]
         arguments = []
@@ -256,7 +260,7 @@ class RayBackend:
             }
             if LEVEL_VARIABLE in os.environ:
                 environment[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
-            arguments.append((shared, environment, self.threads, self.compress))
+            arguments.append((shared, environment, store, self.threads, self.compress))
         where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
         self._ask(processes, "build", arguments, where)
 
@@ -308,8 +312,9 @@ class RayBackend:
             process.is_stopped = True
             if process in self._processes:
                 self._processes.remove(process)
-            if ray.is_initialized():
-                ray.kill(process.actor, no_restart=True)
+            if self._connection.is_lost or not ray.is_initialized():
+                continue
+            ray.kill(process.actor, no_restart=True)
             if all(peer.is_stopped for peer in process.peers):
                 process.on_last_stop()
 
@@ -317,6 +322,8 @@ class RayBackend:
         """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
         self._stop([process for process in self._processes if not process.is_detached])
         self._own_pools.clear()
+        if ray.is_initialized() and not self._connection.ends_with_us and not self._connection.is_lost:
+            delete_stores(self._stores)
         self._connection.close()
 
     def __enter__(self) -> Self:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import ray
 
+from hybridflow.controller.ray.cluster_watch import ClusterWatch
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
@@ -31,12 +32,17 @@ class Connection:
         self._object_store_bytes = object_store_bytes
         self._local: LocalCluster | None = None
         self._is_ours = False
+        self._watch: ClusterWatch | None = None
 
     def open(self, pools: Sequence[RayResourcePool]) -> None:
         """Connect unless this process is connected. Raises ConfigError, within seconds, if no cluster answers."""
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # each error is raised where its result is read
-        if ray.is_initialized():
-            return
+        if not ray.is_initialized():
+            self._connect(pools)
+        if self._watch is None:
+            self._watch = ClusterWatch(is_local=self._local is not None)
+
+    def _connect(self, pools: Sequence[RayResourcePool]) -> None:
         if self._address:
             _require_reachable(self._address)
             try:
@@ -63,8 +69,21 @@ class Connection:
         """Whether this connection started the cluster, which therefore stops with this process."""
         return self._local is not None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a service of the cluster has died, so that Ray would not answer."""
+        return self._watch is not None and self._watch.is_lost
+
+    def require_cluster(self) -> None:
+        """Raise LostWorkerError if a service of the cluster has died."""
+        if self._watch is not None:
+            self._watch.require_cluster()
+
     def close(self) -> None:
         """Disconnect, and stop the cluster if `open` started it."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
         if self._local is not None:
             self._local.stop()
             self._local = None

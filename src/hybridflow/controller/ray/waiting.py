@@ -51,11 +51,18 @@ LOST = (ObjectLostError, NodeDiedError)
 class Waiting:
     """Waits for calls, reports their errors and records finished calls in `trace`.
 
-    `processes`: the running processes. `stop`: a function that stops some of them.
+    `processes`: the running processes. `stop`: a function that stops some of them. `require_cluster`: a function that
+    raises an error if the cluster has died.
     """
 
-    def __init__(self, processes: list[RayProcess], stop: Callable[[Sequence[RayProcess]], None], trace: Trace) -> None:
-        self._processes, self._stop, self._trace = processes, stop, trace
+    def __init__(
+        self,
+        processes: list[RayProcess],
+        stop: Callable[[Sequence[RayProcess]], None],
+        trace: Trace,
+        require_cluster: Callable[[], None],
+    ) -> None:
+        self._processes, self._stop, self._trace, self._require_cluster = processes, stop, trace, require_cluster
         self._exit_errors: dict[str | None, WorkerError] = {}  # errors of lost processes, by Ray's actor id
 
     def track(self, call: RayCall) -> None:
@@ -86,6 +93,7 @@ class Waiting:
 
         Raises the error of the first call that fails, at once, and WorkerTimeoutError for a call over its deadline.
         """
+        self._require_cluster()
         pending = {call.done: call for call in calls if not call.is_finished}
         if not pending:
             return
@@ -160,6 +168,7 @@ class Waiting:
         return None
 
     def _check_deadlines(self, pending: list[RayCall]) -> None:
+        self._require_cluster()
         self.collect_finished()
         now = time.monotonic()
         running = list(dict.fromkeys(_running(call) for call in pending))

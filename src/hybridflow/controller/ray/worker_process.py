@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 import torch
 
 from hybridflow.controller.one_call import NamingErrors, checked_output
+from hybridflow.controller.ray.interfaces import own_interface
+from hybridflow.controller.ray.store import RayStore
 from hybridflow.controller.ray.transport import (
     Outgoing,
     Reply,
@@ -29,7 +32,7 @@ from hybridflow.controller.ray.transport import (
 )
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
-from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector
+from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
 
 MEMORY_EVERY_S = 0.1
@@ -68,16 +71,12 @@ class WorkerProcess:
 
     def home(self) -> Home:
         """Return the node of the process, and its address for reports from outside."""
-        import ray
-
         context = ray.get_runtime_context()
         gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         return Home(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), own_address(), gpu_ids)
 
     def placement_group(self) -> Any:
         """Return the placement group of the process."""
-        import ray
-
         return ray.util.get_current_placement_group()
 
     def world_size(self) -> int:
@@ -92,19 +91,23 @@ class WorkerProcess:
 
     def take(self, refs: list[Any]) -> tuple[float, float]:
         """Copy stored arrays into this process; return the times at which the copy began and ended, in seconds."""
-        import ray
-
         start = time.time()
         for ref in refs:
             bytearray(ray.get(ref))
         return start, time.time()
 
-    def build(self, packed_classes: Any, environment: Mapping[str, str], threads: int, compress: bool) -> None:
-        """Construct the object of each role, with the environment variables of an SPMD rank set."""
+    def build(
+        self, packed_classes: Any, environment: Mapping[str, str], store: str, threads: int, compress: bool
+    ) -> None:
+        """Construct the object of each role, with the environment variables of an SPMD rank set.
+
+        `store`: the name of the group's store.
+        """
         self._compress = compress
         os.environ.update(environment)
-        if environment["MASTER_ADDR"].startswith("127."):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # by default gloo listens on the interface of the host name
+        if interface := own_interface(ray.util.get_node_ip_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # by default it follows the host name
+        provide_stores(RayStore, store)
         self._rank = int(environment["RANK"])
         self._threads = threads or max(1, count_physical_cores() // int(environment["LOCAL_WORLD_SIZE"]))
         os.environ["OMP_NUM_THREADS"] = str(self._threads)

@@ -1,0 +1,39 @@
+"""Files of a checkpoint as their writers report them, so that each process reads and hashes only what it wrote."""
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from hybridflow.errors import CheckpointError
+
+
+class SavedFile(NamedTuple):
+    """A file: its path relative to the checkpoint, its size in bytes and its SHA-256 in hexadecimal."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+def saved_files(directory: Path, files: Iterable[Path]) -> list[SavedFile]:
+    """Flush these files of a checkpoint directory to disk, and return their sizes and hashes. Raises OSError."""
+    saved = []
+    for path in files:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+            saved.append(SavedFile(path.relative_to(directory).as_posix(), file.tell(), digest))
+    return saved
+
+
+def require_shared(directory: Path) -> None:
+    """Raise CheckpointError unless this process can see the checkpoint directory that the driver created."""
+    if not directory.is_dir():
+        raise CheckpointError(f"node {socket.gethostname()} has no '{directory}'. {SHARE_IT}")
+
+
+SHARE_IT = "All nodes write into one directory; put trainer.run_dir on a file system that they share."
+"""The fix for a directory that is not the same on all nodes."""

@@ -1,0 +1,101 @@
+"""Notices that the cluster's control service (GCS) or this node's raylet has died.
+
+Ray ends the process a minute after the death of the GCS, in native code, without an error that could be handled.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import ray._private.worker
+
+from hybridflow.errors import LostWorkerError
+
+PROBE_EVERY_S = 1.0
+
+PATIENCE_S = 30.0
+"""Seconds without a connection until the services of a cluster count as lost: an external GCS may be restarted."""
+
+PATIENCE_LOCAL_S = 5.0
+"""The same for a local cluster, where nothing restarts them."""
+
+LAST_RESORT_S = 50.0
+"""Seconds without a connection after which the watch ends the process itself, since Ray does after 60."""
+
+_AGAIN = 75  # the exit status after which the same command can be run again; see cli/exit_codes.py
+
+
+class ClusterWatch:
+    """A thread that connects to the GCS and to this node's raylet every second, until `stop`.
+
+    `require_cluster` raises an error once they have refused for long. If it was not called shortly before Ray would
+    end the process, because the process waits in native code of Ray, the thread ends it with a message.
+    """
+
+    def __init__(self, *, is_local: bool) -> None:
+        node: Any = ray._private.worker._global_node
+        host, _, port = node.gcs_address.rpartition(":")
+        self._services = {
+            f"the control service of the Ray cluster (GCS, {node.gcs_address})": (host.strip("[]"), int(port)),
+            "the raylet of this node": node.raylet_socket_name,
+        }
+        self._patience_s = PATIENCE_LOCAL_S if is_local else PATIENCE_S
+        self._stopped = threading.Event()
+        self._lost = ""
+        self._is_noticed = False
+        self._thread = threading.Thread(target=self._watch, name="cluster watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a service has been gone for long."""
+        return bool(self._lost)
+
+    def require_cluster(self) -> None:
+        """Raise LostWorkerError if a service has been gone for long."""
+        if self._lost:
+            self._is_noticed = True
+            raise LostWorkerError(self._lost)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        reached = dict.fromkeys(self._services, time.monotonic())
+        while not self._stopped.wait(PROBE_EVERY_S):
+            for name, address in self._services.items():
+                now = time.monotonic()
+                if _accepts(address):
+                    reached[name] = now
+                elif now - reached[name] > self._patience_s and not self._lost:
+                    self._lost = (
+                        f"{name} has died: it has not accepted a connection for {now - reached[name]:.0f} s. The "
+                        "workers of the run are lost."
+                    )
+                elif now - reached[name] > LAST_RESORT_S and not self._is_noticed:
+                    _end_process(self._lost)
+
+
+def _accepts(address: tuple[str, int] | str) -> bool:
+    """Return whether a service listens on HOST and PORT or on a unix socket."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with contextlib.closing(socket.socket(family)) as probe:
+        probe.settimeout(PROBE_EVERY_S)
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
+def _end_process(problem: str) -> None:
+    text = (
+        f"error: {problem} The process waits for Ray and ends now; the same command continues from the last checkpoint."
+    )
+    os.write(2, f"{text}\n".encode())
+    os._exit(_AGAIN)
