@@ -113,6 +113,36 @@ PARTS = [
         "ray.init with the keyword _temp_dir",
         lambda found: "_temp_dir" in inspect.getsource(found),
     ),
+    *(
+        Part(
+            "ray._private.node", f"Node.{name}", "cluster_watch.py", "a property", lambda found: type(found) is property
+        )
+        for name in ("gcs_address", "raylet_socket_name")
+    ),
+    Part(
+        "ray.experimental.internal_kv",
+        "_internal_kv_put",
+        "store.py",
+        "a function of a key and a value",
+        takes("key", "value", overwrite=False, namespace="n"),
+    ),
+    *(
+        Part(
+            "ray.experimental.internal_kv",
+            f"_internal_kv_{name}",
+            "store.py",
+            "a function of a key",
+            takes("key", namespace="n"),
+        )
+        for name in ("get", "exists")
+    ),
+    Part(
+        "ray.experimental.internal_kv",
+        "_internal_kv_del",
+        "store.py",
+        "a function of a key or a prefix",
+        takes("prefix", del_by_prefix=True, namespace="n"),
+    ),
     Part(
         "ray._private.state",
         "available_resources_per_node",
@@ -224,7 +254,7 @@ def private_names(tree: ast.AST) -> set[str]:
 
 def own_names(tree: ast.AST) -> set[str]:
     """Return the names defined in a file: functions, classes, variables and attributes that are set."""
-    names = {"_replace"}  # a method of named tuples
+    names = {"_replace", "_exit"}  # of named tuples and of os
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -243,6 +273,10 @@ def test_all_used_private_attributes_of_ray_are_listed():
     assert used == {
         "ray._raylet.AuthenticationTokenLoader",
         "ray._raylet.Config",
+        "_internal_kv_del",
+        "_internal_kv_exists",
+        "_internal_kv_get",
+        "_internal_kv_put",
         "ray._private.node",
         "ray._private.ray_constants",
         "ray._private.services",
