@@ -250,6 +250,12 @@ def pids_of(driver, title):
     return pids
 
 
+def wait_for_rows(file, count, timeout_s=200):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not (file.exists() and len(file.read_bytes().splitlines()) >= count):
+        time.sleep(0.02)
+
+
 def test_run_with_a_killed_rank_exits_75_and_resumes_identically(tiny, task, start, run_in_turn, tmp_path):
     command = ["train", f"{task}/rl.toml", *tiny.GRPO, "data.val_files=[]", "controller.backend=ray"]
     command += ["controller.num_workers=2", "trainer.save_every=1", "trainer.save_in_background=true"]
@@ -257,10 +263,10 @@ def test_run_with_a_killed_rank_exits_75_and_resumes_identically(tiny, task, sta
     whole, killed = ([*command, f"trainer.run_dir={tmp_path}/{name}"] for name in ("whole", "killed"))
     process = start(*killed)
     metrics = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
-        time.sleep(0.02)
-    os.kill(pids_of(process.pid, "ray::WorkerProcess")[-1], signal.SIGKILL)
+    wait_for_rows(metrics, 1)
+    rank = pids_of(process.pid, "ray::WorkerProcess")[-1]
+    wait_for_rows(metrics, 2)
+    os.kill(rank, signal.SIGKILL)
     _, errors = process.communicate()
     assert process.returncode == 75
     assert "died before" in errors
