@@ -36,8 +36,8 @@ SETTINGS = (
 
 RELATIVE_TOLERANCE = 1e-4
 CHANGE_TOLERANCE = 1e-2
-"""Of the change of a parameter: AdamW divides by the size of the gradient, so that an element whose gradient is 0 but for
-rounding changes by up to the learning rate, in either direction."""
+"""Of the change of a parameter: AdamW divides by the size of the gradient, so that an element whose gradient is 0 but
+for rounding changes by up to the learning rate, in either direction."""
 COUNT_TOLERANCE = 1e-6
 
 
@@ -126,8 +126,8 @@ def compare(ours: Record, peer: Record) -> list[Comparison]:
 def print_agreement(agreement: Agreement) -> None:
     """Print all figures, ours beside TRL's, and what notices each planted error."""
     print_table(
-        "two optimizer steps on identical ragged rows and weights, float32 (errors are relative, to the largest element "
-        "of the parameter for a gradient element; of all parameters and tokens the worst)",
+        "two optimizer steps on identical ragged rows and weights, float32 (errors are relative; of an element of a "
+        "gradient to the largest of its parameter; the worst of all parameters and tokens)",
         ("", "ours", "TRL", "error", "tolerance", "where"),
         [
             (c.name, f"{c.ours:.8f}", f"{c.peer:.8f}", f"{c.error:.1e}", f"{c.tolerance:.0e}", c.where)

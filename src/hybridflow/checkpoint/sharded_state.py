@@ -23,6 +23,7 @@ from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import sort_metadata
 
 # It logs every read and write.
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
@@ -40,6 +41,8 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
     try:
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
         save(dict(tensors), storage_writer=writer, process_group=group)
+        for file in path.glob(f"shard-{dist.get_rank(group) + 1:05d}-*.safetensors"):  # this rank's, if it has shards
+            sort_metadata(file)
         if dist.get_rank() == 0:
             path.with_name(path.name + ".json").write_text(tree_text(tree), encoding="utf-8")
     except (OSError, CheckpointException) as error:
@@ -53,11 +56,11 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
 
 
 def describe_state(path: str | Path) -> Any:
-    """Return the saved state with meta tensors: shapes without contents. Raises CheckpointError."""
+    """Return the saved state with meta tensors: shapes and dtypes without contents. Raises CheckpointError."""
     path = Path(path)
     with StoredTensors(path) as stored:
-        shapes = {name: torch.empty(stored.shape(name), device="meta") for name in stored}
-    return join_state(read_tree(path.with_name(path.name + ".json")), shapes)
+        described = {n: torch.empty(stored.shape(n), dtype=stored.dtype(n), device="meta") for n in stored}
+    return join_state(read_tree(path.with_name(path.name + ".json")), described)
 
 
 @torch.no_grad()

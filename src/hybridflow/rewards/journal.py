@@ -15,6 +15,7 @@ from typing import Any
 from hybridflow.errors import RewardError
 from hybridflow.observability import JsonlWriter
 from hybridflow.rewards.outcome import Outcome
+from hybridflow.runtime import require_plain_file
 
 _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.jsonl")
 
@@ -37,10 +38,16 @@ class RewardJournal:
     Only outcomes that existed when the journal was created are used, those of this rank first: rows that other ranks
     write meanwhile are ignored. `identity` describes the function and its settings; outcomes of another identity are
     not used. With `failures` failed outcomes are kept too: a run that continues after a failure must find it again.
+    Raises RewardError if a file of the journal is not a regular file.
     """
 
     def __init__(self, directory: str | Path, rank: int, identity: Any, *, failures: bool) -> None:
         self.directory, self._rank, self._identity, self._failures = Path(directory), rank, identity, failures
+        try:
+            for path in self._files():
+                require_plain_file(path)
+        except OSError as error:
+            raise RewardError(f"the journal of rewards cannot be used: {error}; remove it.") from error
         self._sizes = {path: path.stat().st_size for path in self._files()}
         self._step = -1
         self._known: dict[str, deque[Outcome]] = {}

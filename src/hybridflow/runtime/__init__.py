@@ -11,6 +11,7 @@ from hybridflow.runtime.device import free_cached_memory, own_device
 from hybridflow.runtime.listening import listen
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
+from hybridflow.runtime.plain_files import open_plain_file, require_plain_file
 from hybridflow.runtime.random_state import (
     capture_random_state,
     restore_random_state,
@@ -18,6 +19,7 @@ from hybridflow.runtime.random_state import (
     unchanged_random_state,
 )
 from hybridflow.runtime.random_streams import derive_seed, uniform
+from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
 from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
@@ -36,16 +38,19 @@ __all__ = [
     "load_user_function",
     "measure_peak_flops",
     "memory_limit",
+    "open_plain_file",
     "own_device",
     "paused_collector",
     "peak_flops",
     "peak_memory_of",
     "relax_garbage_collector",
     "require_arguments",
+    "require_plain_file",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",
     "set_num_threads",
+    "sort_metadata",
     "unchanged_random_state",
     "uniform",
     "write_bytes_atomically",
