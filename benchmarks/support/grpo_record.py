@@ -30,12 +30,14 @@ def record_hybridflow(config: Config, inputs: dict[str, Tensor]) -> Record:
     """Make NUM_STEPS updates of the actor of `config` on the rows of `inputs` and return their record."""
     actor, batch = ActorWorker(config), _batch_of(inputs)
     log_probs = actor.compute_log_probs(batch).batch["old_log_probs"]
-    record, gradients = {"log_probs": log_probs * inputs["completion_mask"]}, {}
+    record: Record = {"log_probs": log_probs * inputs["completion_mask"]}
+    gradients: dict[str, Tensor] = {}
+    assert isinstance(actor.engine, TorchEngine), "the actor's own engine"
     parameters = actor.engine.parameters
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     hooks = [
         parameter.register_post_accumulate_grad_hook(
-            lambda parameter, name=name: gradients.update({name: parameter.grad.detach().clone()})
+            lambda parameter, name=name: gradients.update({name: parameter.grad.clone()})
         )
         for name, parameter in parameters.items()
     ]

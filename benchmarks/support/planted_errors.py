@@ -57,5 +57,7 @@ PLANTED_ERRORS = (
     PlantedError("learning rate times 1.5", ("actor.optimizer.lr=1.5e-3",)),
     PlantedError("no weight decay", ("actor.optimizer.weight_decay=0",)),
     PlantedError("no clipping of gradients", ("actor.optimizer.clip_grad_norm=1e9",)),
-    PlantedError("beta2 of 0.99", ("actor.optimizer.betas=[0.9, 0.99]",)),
+    PlantedError("beta1 of 0.8", ("actor.optimizer.betas=[0.8, 0.999]",)),
+    PlantedError("beta2 of 0.9", ("actor.optimizer.betas=[0.9, 0.9]",)),
+    PlantedError("epsilon of 1e-8", ("actor.optimizer.epsilon=1e-8",)),
 )

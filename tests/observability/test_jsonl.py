@@ -157,6 +157,7 @@ def test_write_all_writes_no_row_if_one_is_invalid(path):
 
 def test_file_behind_a_link_is_not_cut(path, tmp_path):
     (tmp_path / "target").write_text("an incomplete line")
+    path.parent.mkdir(exist_ok=True)
     path.symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="is a symbolic link, not a regular file"):
         JsonlWriter(path)
