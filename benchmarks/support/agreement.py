@@ -29,7 +29,7 @@ SETTINGS = (
     "actor.clip_ratio_high=0.28",
     "actor.clip_ratio_dual=2.0",
     "actor.optimizer.lr=1e-3",
-    "actor.optimizer.epsilon=1e-5",  # as large as the clipped gradients, so that AdamW is no sign of rounding errors
+    "actor.optimizer.epsilon=1e-5",  # like the clipped gradients: otherwise AdamW enlarges rounding errors
     "actor.optimizer.weight_decay=2",
     "actor.optimizer.clip_grad_norm=0.1",
 )

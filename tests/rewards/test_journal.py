@@ -223,3 +223,9 @@ def test_journal_that_is_not_a_regular_file_is_an_error_at_the_start(tmp_path, k
     with pytest.raises(RewardError, match=rf"step_000003_rank_0\.jsonl' is {kind}, not a regular file; remove it"):
         RewardJournal(tmp_path, 0, "identity", failures=False)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_journal_that_cannot_be_written_is_an_error_with_its_file(tmp_path):
+    (tmp_path / "rewards").write_text("a file for the directory")
+    with pytest.raises(RewardError, match=r"the journal of rewards cannot be written: .*rewards'; remove the file"):
+        RewardJournal(tmp_path / "rewards", 0, "identity", failures=False).open(1)

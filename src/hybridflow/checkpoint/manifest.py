@@ -101,7 +101,7 @@ def _require_plain_folders(directory: Path, file: Path) -> None:
 def _require_listed(directory: Path, manifest: Manifest) -> None:
     """Raise CheckpointError for a file of shards that the manifest does not list: a reader of the folder reads it."""
     for component in {name.split("/")[0].removesuffix(".safetensors") for name in manifest.files}:
-        for file in sorted((directory / component).glob("*.safetensors")):
+        for file in sorted((directory / component).rglob("*.safetensors")):
             if file.relative_to(directory).as_posix() not in manifest.files:
                 raise CheckpointError(
                     f"'{file}' is not listed in {MANIFEST_NAME}, so it is not of this checkpoint; remove it."

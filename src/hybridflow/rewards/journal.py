@@ -55,7 +55,7 @@ class RewardJournal:
         self._writer: JsonlWriter | None = None
 
     def open(self, step: int) -> None:
-        """Load the known outcomes of a step and open its file for new ones."""
+        """Load the known outcomes of a step and open its file for new ones. Raises RewardError if it cannot."""
         if step == self._step:
             return
         known: defaultdict[str, deque[Outcome]] = defaultdict(deque)
@@ -65,7 +65,10 @@ class RewardJournal:
             # Rows are written in the order of the answers; equal calls are matched in the order of the calls.
             for _, key, outcome in sorted(_read(path, self._sizes.get(path, 0)), key=lambda row: row[0]):
                 known[key].append(outcome)
-        self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
+        try:
+            self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
+        except OSError as error:
+            raise RewardError(f"the journal of rewards cannot be written: {error}; remove the file.") from error
         self._known, self._step, self._counts = dict(known), step, Counter()
 
     def call(self, sample: Mapping[str, Any], prompt: Any) -> Call:

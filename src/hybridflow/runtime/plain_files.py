@@ -1,9 +1,9 @@
-"""Regular files: what is under a name, told without following a symbolic link or waiting for a FIFO."""
+"""Regular files, distinguished from links, FIFOs and devices without following or opening them."""
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -25,7 +25,7 @@ def require_plain_file(path: str | Path) -> None:
         raise OSError(f"'{path}' is {_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a regular file")
 
 
-def open_plain_file(path: str | Path) -> BinaryIO:
+def open_plain_file(path: str | Path) -> BufferedReader:
     """Open a regular file for reading bytes. Raises OSError as `require_plain_file`, and if the file cannot be read."""
     require_plain_file(path)
     # The flags and the second check are for a file that is replaced meanwhile.
