@@ -15,20 +15,14 @@ from statistics import median
 from typing import Any
 
 from support import grpo_task as task
-from support.agreement import (
-    Comparison,
-    compare_with_trl,
-    print_agreement,
-    require_agreement,
-    require_noticed,
-    rows_of,
-)
+from support.agreement import compare_with_trl, print_agreement, require_noticed, rows_of
 from support.arguments import parser_of
 from support.environments import python_of
 from support.errors import BenchmarkError
 from support.grpo_files import write_task
 from support.limits import PEAK_SIZES, Peaks, generation_flops, update_flops
 from support.program import run
+from support.record_comparison import Comparison, require_agreement
 from support.report import Row, figure, print_rows, print_sides, print_table
 from support.rounds import alternate
 from support.side import Side

@@ -24,7 +24,7 @@ def recorded(tmp_path_factory):
     """Return the modules of the comparison, its recipe and inputs, and a record that was written and read back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        from support import agreement, models, planted_errors
+        from support import agreement, models, planted_errors, record_comparison
         from support.grpo_files import write_task
         from support.grpo_record import draw_inputs, record_hybridflow
 
@@ -37,6 +37,7 @@ def recorded(tmp_path_factory):
     save_file(record_hybridflow(config, inputs), directory / "peer.safetensors")
     return SimpleNamespace(
         agreement=agreement,
+        comparison=record_comparison,
         recipe=recipe,
         inputs=inputs,
         record=record_hybridflow,
@@ -47,17 +48,17 @@ def recorded(tmp_path_factory):
 
 def compare(recorded, overrides=(), inputs=None):
     config = recorded.agreement.load_config(recorded.recipe, [*recorded.agreement.SETTINGS, *overrides])
-    return recorded.agreement.compare(recorded.record(config, inputs or recorded.inputs), recorded.peer)
+    return recorded.comparison.compare(recorded.record(config, inputs or recorded.inputs), recorded.peer)
 
 
 def test_equal_implementations_agree(recorded):
     comparisons = compare(recorded)
-    recorded.agreement.require_agreement(comparisons)
+    recorded.comparison.require_agreement(comparisons)
     assert {c.name for c in comparisons} >= {"loss, step 2", "log-prob", "gradient element", "change by both steps"}
 
 
 def test_another_split_into_micro_batches_agrees(recorded):
-    recorded.agreement.require_agreement(compare(recorded, ["memory.max_tokens_per_micro_batch=400"]))
+    recorded.comparison.require_agreement(compare(recorded, ["memory.max_tokens_per_micro_batch=400"]))
 
 
 def test_the_list_of_planted_errors_is_the_tested_one(recorded):
@@ -68,7 +69,7 @@ def test_the_list_of_planted_errors_is_the_tested_one(recorded):
 def test_each_planted_error_is_noticed(recorded, name):
     error = recorded.planted[name]
     with pytest.raises(recorded.agreement.BenchmarkError, match="hybridflow and TRL differ on identical samples"):
-        recorded.agreement.require_agreement(compare(recorded, error.overrides, error.change(recorded.inputs)))
+        recorded.comparison.require_agreement(compare(recorded, error.overrides, error.change(recorded.inputs)))
 
 
 def test_clipping_acts_on_some_tokens_and_both_signs(recorded):
@@ -90,16 +91,16 @@ def test_one_wrong_number_is_noticed(recorded, name):
     ours = {key: tensor.clone() for key, tensor in recorded.peer.items()}
     index = int(ours[name].abs().argmax())
     ours[name].view(-1)[index] *= -1
-    failed = [c for c in recorded.agreement.compare(ours, recorded.peer) if not c.agrees]
+    failed = [c for c in recorded.comparison.compare(ours, recorded.peer) if not c.agrees]
     assert [c.where for c in failed] == [name.partition(".")[2]]
     ours[name].view(-1)[index] = torch.nan
-    assert any(not c.agrees for c in recorded.agreement.compare(ours, recorded.peer))
+    assert any(not c.agrees for c in recorded.comparison.compare(ours, recorded.peer))
 
 
 def test_records_of_other_parameters_are_an_error(recorded):
     ours = {key: tensor for key, tensor in recorded.peer.items() if key != "gradient.lm_head.weight"}
     with pytest.raises(recorded.agreement.BenchmarkError, match=r"different tensors: gradient\.lm_head\.weight"):
-        recorded.agreement.compare(ours, recorded.peer)
+        recorded.comparison.compare(ours, recorded.peer)
 
 
 def test_an_unnoticed_planted_error_is_an_error(recorded):
