@@ -2,7 +2,7 @@
 
 A model of 3.4M parameters, 32 prompts of 6 tokens, 8 responses of exactly 32 tokens each, one optimizer step on all
 256 samples, no KL term, the same learning rate and reward. Both sides compute in bfloat16 (weights stay float32) and
-in float32; the faster dtype of each is compared. Before that, both sides make two float32 steps on the same rows of
+in float32; the faster dtype of each is compared. Besides, both sides make two float32 steps on the same rows of
 different lengths, with KL, clipping and a temperature: losses, log-probs, every element of the gradient and the change
 of every parameter must agree, and errors planted on our side must be noticed, or the benchmark fails.
 """
@@ -73,9 +73,8 @@ def main() -> None:
         directory = Path(name)
         recipe = directory / "recipe.toml"
         write_task(directory, threads, args.prompts_per_step)
-        comparisons = [] if args.smoke else _compare(recipe, directory, threads)
         if args.agreement:
-            return print_rows("grpo_step", rows_of(comparisons), smoke=False)
+            return print_rows("grpo_step", rows_of(_compare(recipe, directory, threads)), smoke=False)
 
         def ask(side: Side, _: int) -> dict[str, Any]:
             """Run one step."""
@@ -118,6 +117,7 @@ def main() -> None:
         if args.smoke:
             ours = steps[OURS, args.dtypes[0]]
             return print_rows("grpo_step", [Row("step", "s", ours.seconds, None, ours.limit_s)], smoke=True)
+        comparisons = _compare(recipe, directory, threads)
     return print_rows("grpo_step", [*_rows(steps, num_tokens), *rows_of(comparisons)], smoke=False)
 
 
