@@ -115,6 +115,16 @@ def test_each_rank_writes_its_shards_without_duplicates(results):
 
 
 @pytest.mark.slow
+def test_metadata_of_every_rank_is_sorted(results):
+    files = [*(results.directory / "by_four" / "actor").iterdir(), *(results.directory / "by_two" / "actor").iterdir()]
+    assert len(files) == 6
+    for file in files:
+        data = file.read_bytes()
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        assert list(metadata) == ["DCP_SHARDING_INFO", "DCP_VERSION", "format"]
+
+
+@pytest.mark.slow
 def test_described_state_has_shapes_without_contents(results):
     described = describe_state(results.directory / "by_four" / "actor")
     whole = load_state(results.directory / "by_four" / "actor")
