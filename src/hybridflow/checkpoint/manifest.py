@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
