@@ -3,14 +3,19 @@
 Both are restricted, and the program has no way into the judge's process: it gets calls and returns values.
 """
 
+from __future__ import annotations
+
 import builtins
 import os
 import sys
-from collections.abc import Callable
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
 
 from code_objects import Peer, origin_of  # pyright: ignore[reportMissingImports]  # beside this file
+
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
 
 _NAMESPACE = "program"
 _STREAMS = ((sys, "stdin"), (sys, "stdout"), (sys, "stderr"), (builtins, "input"), (builtins, "print"))
@@ -60,7 +65,7 @@ class _Judge(Peer):
         return super().ask(operation, *operands)
 
 
-class _Namespace(dict[str, Any]):
+class _Namespace(dict):
     """Global names of the statements; a name that they do not define is the program's."""
 
     def __init__(self, judge: _Judge, names: frozenset[str]) -> None:

@@ -5,13 +5,13 @@ does not trust the program. What the program answers never decides a comparison 
 to objects of the judge that the statements have not passed, and a message that is not valid ends the judge.
 """
 
-import operator
+from __future__ import annotations
+
+import _operator as operator
 from _thread import RLock
 from _weakref import ref
-from collections.abc import Callable, Iterator
 from os import read, write
 from types import CodeType, CoroutineType, FrameType, GeneratorType, ModuleType, TracebackType
-from typing import Any, NoReturn
 
 from code_values import (  # pyright: ignore[reportMissingImports]  # beside this file, which runs without hybridflow
     PLAIN_TYPES,
@@ -23,6 +23,11 @@ from code_values import (  # pyright: ignore[reportMissingImports]  # beside thi
     put_text,
     type_of_name,
 )
+
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, NoReturn
 
 MAX_MESSAGE_BYTES = 2**28
 _HIDDEN = (GeneratorType, CoroutineType, FrameType, TracebackType, CodeType, ModuleType)
@@ -67,7 +72,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "deepcopy": lambda value: __import__("copy").deepcopy(value),
     "pow": pow,
     "divmod": divmod,
-    **{name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "index", "abs", "neg", "pos", "inv")},
+    **{
+        name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "index", "abs", "neg", "pos", "inv")
+    },
     **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")},
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")},
     **{name: getattr(operator, f"{name}_" if name in ("and", "or") else name) for name in ("and", "or", "xor")},
@@ -140,7 +147,13 @@ class Peer(Codec):
         if operation not in ("getattr", "setattr", "delattr"):
             return
         owner, name = operands[:2]
-        if not is_passed or type(name) is not str or isinstance(owner, _HIDDEN) or name.startswith("_") and name != "__name__":
+        if (
+            not is_passed
+            or type(name) is not str
+            or isinstance(owner, _HIDDEN)
+            or name.startswith("_")
+            and name != "__name__"
+        ):
             raise AttributeError(f"attribute {name!r:.100} of the test's object is not available to the program")
         if operation != "getattr" and type(owner).__module__ != _NAME_OF_STATEMENTS:
             raise AttributeError(f"attribute {name!r:.100} of the test's object is read-only for the program")

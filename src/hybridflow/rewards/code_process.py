@@ -6,12 +6,17 @@ restricted; "restricted", or the reason; "compiled"; and, if the test is stateme
 process, the judge; the program runs in a fork of it, which has no access to the line.
 """
 
+from __future__ import annotations
+
 import builtins
 import marshal
 import os
 import sys
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 PROGRAM = "program.py"
 """Name of the program's file in the working directory of the process."""

@@ -67,7 +67,9 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", state
                 output.seek(0)
                 return CodeRun(compiled, finished, output.read(limits.max_output_bytes))
         except OSError as error:
-            raise RewardError(f"code_reward cannot start or read a process: {error}; free memory, or end processes.") from error
+            raise RewardError(
+                f"code_reward cannot start or read a process: {error}; free memory, or end processes."
+            ) from error
     finally:
         _remove(directory)
 

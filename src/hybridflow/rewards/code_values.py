@@ -6,11 +6,16 @@ Everything else is left to a derived class. Mutable containers have numbers: bot
 the contents of those that have changed, so that a function may sort the list that it is given. Nesting may be cyclic.
 """
 
+from __future__ import annotations
+
 import struct
 import sys
-from collections.abc import Callable, Iterable
-from operator import is_
-from typing import Any
+from _operator import is_
+
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
 MAX_LINKED_ITEMS = 10_000
 """Beyond this number of items, containers are no longer kept equal after a call has returned."""
@@ -24,6 +29,7 @@ _SURROGATES = "surrogatepass"
 _CONTAINERS = ("list", "dict", "set", "bytearray", "deque", "Counter", "OrderedDict", "defaultdict")
 _PARTS: dict[str, tuple[type, ...]] = {
     "range": (int, int, int),
+    "slice": (object, object, object),
     "Decimal": (str,),
     "Fraction": (int, int),
     "date": (int,) * 3,
@@ -31,7 +37,7 @@ _PARTS: dict[str, tuple[type, ...]] = {
     "datetime": (int,) * 7,
     "timedelta": (int,) * 3,
 }
-"""Immutable types and the types of the arguments that make them."""
+"""Immutable types and the exact types of the arguments that make them; `object` is any."""
 
 _MODULES = {
     **dict.fromkeys(("deque", "Counter", "OrderedDict", "defaultdict"), "collections"),
@@ -45,7 +51,7 @@ _BUILT_IN: dict[type, str] = {
     each: each.__name__
     for each in vars(__import__("builtins")).values()
     if isinstance(each, type)
-    and (each in (*PLAIN_TYPES, object, bool, range) or issubclass(each, BaseException))
+    and (each in (*PLAIN_TYPES, object, bool, range, slice) or issubclass(each, BaseException))
     and each.__module__ == "builtins"
 }
 _BUILT_IN_BY_NAME = {name: each for each, name in _BUILT_IN.items()}
@@ -236,7 +242,9 @@ class Codec:
         name = name_of_type(type(container))
         put_count(out, number)
         put_text(out, name or "")
-        self.put(out, getattr(container, {"deque": "maxlen", "defaultdict": "default_factory"}.get(name or "", ""), None))
+        self.put(
+            out, getattr(container, {"deque": "maxlen", "defaultdict": "default_factory"}.get(name or "", ""), None)
+        )
 
     def _take_definition(self, reader: Reader) -> Any:
         name, setting = reader.text(), self.take(reader)
@@ -306,7 +314,7 @@ def _items(container: Any) -> list[Any]:
 def _parts(name: str, value: Any) -> tuple[Any, ...] | None:
     if getattr(value, "tzinfo", None) is not None:
         return None
-    if name == "range":
+    if name in ("range", "slice"):
         return value.start, value.stop, value.step
     if name == "Decimal":
         return (str(value),)
@@ -384,7 +392,10 @@ _WRITERS: dict[type, Callable[[Codec, bytearray, Any], None]] = {
 
 def _take_parts(codec: Codec, reader: Reader) -> Any:
     name, parts = reader.text(), tuple(codec._take_items(reader))
-    if tuple(map(type, parts)) != _PARTS[name]:
+    kinds = _PARTS[name]
+    if len(parts) != len(kinds) or not all(
+        kind in (object, type(part)) for kind, part in zip(kinds, parts, strict=True)
+    ):
         raise TypeError(f"a {name} is not made of {parts!r:.100}")
     return type_of_name(name)(*parts)
 
