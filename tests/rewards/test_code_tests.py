@@ -1,6 +1,5 @@
 """Hostile programs: each scores zero quickly and leaves no process or file."""
 
-import errno
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import code_reward, code_runner
 from hybridflow.rewards.code_block import last_code_block
-from hybridflow.rewards.syscall_filter import INSTRUCTION, OWN_ID, filter_program
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
@@ -293,9 +291,16 @@ def test_a_response_without_a_program_scores_zero():
     ("spoil", "message"),
     [
         (
-            "import json\nsys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {'filter': '00' * 8})",
+            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'strict_filter': bytes(8)}\n"
+            "sys.argv[1] = marshal.dumps(s).hex()",
             "the kernel rejects seccomp filters",
         ),
+        (
+            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'counting_filter': bytes(8)}\n"
+            "sys.argv[1] = marshal.dumps(s).hex()",
+            "the kernel rejects seccomp notifications",
+        ),
+        ("import code_limits\ncode_limits._libc.capset = lambda *a: 0", "drops all capabilities"),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
         ("import os\nos._exit(1)", "did not start"),
@@ -323,23 +328,6 @@ def test_no_program_runs_on_an_unsupported_machine(tmp_path, monkeypatch):
     with pytest.raises(RewardError, match=r"(?s)so no program was run.*not 'riscv64'.*Linux 5.13"):
         score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
     assert not (tmp_path / "new").exists()
-
-
-def test_the_filter_exists_for_both_machines():
-    for machine in ("x86_64", "aarch64"):
-        instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
-        assert 200 < len(instructions) < 4096  # the kernel's limit
-        assert filter_program(machine).count(OWN_ID) == 1
-
-
-def test_the_filter_denies_by_the_call_numbers_of_each_machine():
-    """Numbers are those of the kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unistd.h."""
-    numbers = {"x86_64": (41, 57, 59, 62, 101, 165, 425, 448), "aarch64": (198, 221, 129, 117, 40, 425, 448)}
-    for machine, refused in numbers.items():
-        instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
-        for number in refused:
-            at = instructions.index((0x15, 0, 1, number))  # if the number is equal, the next instruction
-            assert instructions[at + 1] == (0x06, 0, 0, 0x00050000 | errno.EPERM)
 
 
 def test_importing_the_reward_table_does_not_import_math_verify():

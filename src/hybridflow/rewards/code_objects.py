@@ -71,7 +71,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "copy": lambda value: __import__("copy").copy(value),
     "deepcopy": lambda value: __import__("copy").deepcopy(value),
     "pow": pow,
-    "divmod": divmod,
     **{
         name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "index", "abs", "neg", "pos", "inv")
     },
@@ -82,7 +81,21 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 """What one end may ask the other to do with its objects."""
 
-_ARITHMETIC = "add sub mul truediv floordiv mod matmul and or xor lshift rshift pow divmod".split()
+_ARITHMETIC = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "pow",
+)
 _MISSING = object()
 
 
@@ -151,8 +164,7 @@ class Peer(Codec):
             not is_passed
             or type(name) is not str
             or isinstance(owner, _HIDDEN)
-            or name.startswith("_")
-            and name != "__name__"
+            or (name.startswith("_") and name != "__name__")
         ):
             raise AttributeError(f"attribute {name!r:.100} of the test's object is not available to the program")
         if operation != "getattr" and type(owner).__module__ != _NAME_OF_STATEMENTS:
