@@ -68,7 +68,7 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", state
                 return CodeRun(compiled, finished, output.read(limits.max_output_bytes))
         except OSError as error:
             raise RewardError(
-                f"code_reward cannot start or read a process: {error}; free memory, or end processes."
+                f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
             ) from error
     finally:
         _remove(directory)
