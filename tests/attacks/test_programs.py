@@ -52,7 +52,13 @@ def output_of_attacks(directory: Path, user: int) -> str:
     paths = [str(SOURCES), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PATH": os.environ["PATH"], "TMPDIR": str(directory), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500
+        command,
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
     )
     if done.returncode != 0 and any(word in done.stdout for word in ("unshare failed", "mount:", "setpriv:")):
         pytest.skip(f"running Python as another user failed: {done.stdout.strip()}")

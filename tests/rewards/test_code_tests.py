@@ -50,9 +50,9 @@ def leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 STANDARD_LIBRARY = """
-import asyncio, concurrent.futures, shutil, sqlite3, tempfile, pathlib, zipfile, glob, os, mmap, signal, select, logging, time
-import threading, multiprocessing, decimal, io, csv, json, pickle, gzip, queue, random, subprocess, fcntl, sched, contextlib
-import socket, selectors, tarfile
+import asyncio, concurrent.futures, shutil, sqlite3, tempfile, pathlib, zipfile, glob, os, mmap, signal, select, logging
+import time, threading, multiprocessing, decimal, io, csv, json, pickle, gzip, queue, random, subprocess, fcntl
+import sched, contextlib, socket, selectors, tarfile
 pathlib.Path("a.txt").write_text("x")
 shutil.copy2("a.txt", "b.txt")
 shutil.copy("a.txt", "c.txt")

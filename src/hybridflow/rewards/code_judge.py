@@ -92,7 +92,7 @@ def run_statements(statements: bytes, connection: int, end: Callable[[], NoRetur
     code = compile(statements, "test.py", "exec", dont_inherit=True)
     judge = _Judge(connection, end)
     used = _names(code)
-    modules, names = _split(judge, used)
+    modules, names = _split(judge, used, statements)
     namespace = _Namespace(judge, names)
     namespace.update({name: __import__(name) for name in modules})
     for name in sorted(used & names):
@@ -103,17 +103,19 @@ def run_statements(statements: bytes, connection: int, end: Callable[[], NoRetur
     exec(code, namespace)
 
 
-def _split(judge: Peer, used: set[str]) -> tuple[set[str], frozenset[str]]:
+def _split(judge: Peer, used: set[str], statements: bytes) -> tuple[set[str], frozenset[str]]:
     """Return the modules to import, of the names that the test uses, and the names that mean the program's objects.
 
-    A name of a built-in function or a module of the standard library keeps its meaning, so that the program cannot
-    replace `abs` in `assert abs(f(2) - 1.4) < 0.1`. The exception is a test that uses one such name and no other name
-    of the program: it tests this function.
+    A built-in function, and a name with a dot that is a module of the standard library, keeps its meaning, so that the
+    program cannot replace `abs` in `assert abs(f(2) - 1.4) < 0.1`. The exception is a test that uses one such name and
+    no other name of the program: it tests this function.
     """
     defined = {name for name in judge.ask("names") if type(name) is str and not name.startswith("__")}
     used = used & defined
-    shared = {name for name in used if hasattr(builtins, name) or name in sys.stdlib_module_names}
-    modules = {name for name in shared & sys.stdlib_module_names if judge.ask("is_module", name) is True}
+    of_library = used & sys.stdlib_module_names
+    modules = {name for name in of_library if judge.ask("is_module", name) is True}
+    shared = {name for name in used if hasattr(builtins, name)} | modules
+    shared |= {name for name in of_library if name.encode() + b"." in statements}
     is_tested = used == shared and len(shared - modules) == 1
     return modules, frozenset(defined - modules if is_tested else defined - shared)
 

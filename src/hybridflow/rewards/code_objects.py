@@ -36,6 +36,9 @@ _HIDDEN = (GeneratorType, CoroutineType, FrameType, TracebackType, CodeType, Mod
 _OF = "_origin_of_reference"
 """Attribute with the peer and the number of a reference."""
 
+_DATA = "_data_of_reference"
+"""Attribute with the number of calls that had been made, and the plain data that a reference had then."""
+
 _NAME_OF_STATEMENTS = "program"
 
 
@@ -118,10 +121,12 @@ class Peer(Codec):
         self._dropped: set[int] = set()
         self._classes: dict[int, type] = {}
         self._sent_classes: set[int] = set()
+        self.num_asked = 0
 
     def ask(self, operation: str, *operands: Any) -> Any:
         """Return the result of an operation of the other end, or raise its exception; serve it in the meantime."""
         with self._lock:
+            self.num_asked += 1
             self._send(("ask", operation, operands))
             while True:
                 kind, *contents = self._receive()
@@ -243,6 +248,7 @@ class Peer(Codec):
         reference = known() if known is not None else None
         if reference is None:
             reference = object.__new__(kind if isinstance(kind, ReferenceClass) else Reference)
+            object.__setattr__(reference, _DATA, None)
             self._refer(number, reference)
         return _generate(reference) if tag == b"G" else _await(reference) if tag == b"W" else reference
 
@@ -390,7 +396,7 @@ class Reference(metaclass=ReferenceClass):
     number could be made up.
     """
 
-    __slots__ = ("__weakref__", _OF)
+    __slots__ = ("__weakref__", _OF, _DATA)
 
     __call__ = _call
     __getattr__ = _forward("getattr")
@@ -462,10 +468,22 @@ def _is_trusted(reference: Any) -> bool:
 
 
 def _plain_of(reference: Any) -> Any:
-    """Return the data of an object whose class derives from a plain type; `_MISSING` for any other object."""
-    if _is_trusted(reference) or getattr_static(type(reference), "_plain_type_of_reference") is None:
+    """Return the data of an object whose class derives from a plain type; `_MISSING` for any other object.
+
+    Data is asked for once: an object that changes with each comparison would equal one of many.
+    """
+    kind = getattr_static(type(reference), "_plain_type_of_reference")
+    if _is_trusted(reference) or kind is None:
         return _MISSING
-    return _ask("plain", reference)
+    peer = origin_of(reference)[0]
+    known = object.__getattribute__(reference, _DATA)
+    if known is None or (known[0] != peer.num_asked and issubclass(kind, list | dict | set | bytearray)):
+        data = peer.ask("plain", reference)
+        if type(data) not in PLAIN_TYPES:
+            raise TypeError(f"the data of {type(reference).__name__} is a {type(data).__name__}")
+        known = peer.num_asked, data
+        object.__setattr__(reference, _DATA, known)
+    return known[1]
 
 
 def _plain_data(value: Any) -> Any:

@@ -89,12 +89,13 @@ def judge(settings: dict[str, Any], line: int, listener: int) -> None:
     import _socket
 
     ours, theirs = (end.detach() for end in _socket.socketpair())
+    own_id = os.getpid()
     process = os.fork()
     if process == 0:
         for descriptor in (line, listener, ours):
             os.close(descriptor)
         try:
-            _serve(settings, theirs)
+            _serve(settings, theirs, own_id)
         finally:
             os._exit(1)
     os.close(theirs)
@@ -131,12 +132,14 @@ def _end(line: int, verdict: str) -> NoReturn:
         os.read(line, 1)
 
 
-def _serve(settings: dict[str, Any], connection: int) -> None:
+def _serve(settings: dict[str, Any], connection: int, judge_id: int) -> None:
     from code_judge import serve_program  # pyright: ignore[reportMissingImports]
     from code_limits import end_with_parent  # pyright: ignore[reportMissingImports]
 
     try:
         end_with_parent()
+        if os.getppid() != judge_id:  # it ended before
+            return
         _filter_calls(settings)
     except Exception as problem:
         say(connection, str(problem))
