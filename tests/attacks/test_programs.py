@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.hostile_programs import CHEATS, KILLED, REFUSED
 
 import hybridflow
+from fixtures.programs_cheating import CHEATS
+from fixtures.programs_killed import KILLED
+from fixtures.programs_refused import REFUSED
 
 pytestmark = pytest.mark.slow
 

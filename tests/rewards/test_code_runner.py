@@ -81,7 +81,7 @@ def test_too_many_open_files_are_an_error_of_the_scorer(tmp_path, monkeypatch):
     os.close(last)
     resource.setrlimit(resource.RLIMIT_NOFILE, (last + 3, hard))
     try:
-        with pytest.raises(RewardError, match="cannot start the process of a program: .*Too many open files"):
+        with pytest.raises(RewardError, match=r"cannot start the process of a program: .*Too many open files"):
             run_program(b"", LIMITS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

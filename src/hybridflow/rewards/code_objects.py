@@ -11,7 +11,7 @@ import _operator as operator
 from _thread import RLock
 from _weakref import ref
 from os import read, write
-from types import CodeType, CoroutineType, FrameType, GeneratorType, ModuleType, TracebackType
+from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType, ModuleType, TracebackType
 
 from code_values import (  # pyright: ignore[reportMissingImports]  # beside this file, which runs without hybridflow
     PLAIN_TYPES,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MAX_MESSAGE_BYTES = 2**28
-_HIDDEN = (GeneratorType, CoroutineType, FrameType, TracebackType, CodeType, ModuleType)
+_HIDDEN = (GeneratorType, CoroutineType, AsyncGeneratorType, FrameType, TracebackType, CodeType, ModuleType)
 """Types of the judge's objects whose attributes would lead to its state."""
 
 _OF = "_origin_of_reference"
@@ -121,6 +121,7 @@ class Peer(Codec):
         self._dropped: set[int] = set()
         self._classes: dict[int, type] = {}
         self._sent_classes: set[int] = set()
+        self._passed_classes: set[int] = set()  # ids of those that are values, not only the class of a value
         self.num_asked = 0
 
     def ask(self, operation: str, *operands: Any) -> Any:
@@ -159,7 +160,8 @@ class Peer(Codec):
 
     def _permit(self, operation: str, operands: tuple[Any, ...]) -> None:
         """Raise an error for an operation that would let the program reach the judge's state."""
-        is_passed = id(operands[0]) in self._export_numbers
+        passed = self._passed_classes if isinstance(operands[0], type) else self._export_numbers
+        is_passed = id(operands[0]) in passed
         if operation == "call" and not is_passed:
             raise TypeError("the program may call only functions that the test has passed")
         if operation not in ("getattr", "setattr", "delattr"):
@@ -221,6 +223,7 @@ class Peer(Codec):
             put_count(out, origin[1])
         elif isinstance(value, type):
             self._put_class(out, value)
+            self._passed_classes.add(id(value))
         elif isinstance(value, BaseException):
             out += b"X"
             put_count(out, 0 if name_of_type(type(value)) else self._export(value))
@@ -376,7 +379,7 @@ class ReferenceClass(type):
             raise TypeError(f"{name}: statements of a test cannot derive from a class of the program")
         return super().__new__(cls, name, bases, namespace)
 
-    __call__ = _call
+    __call__ = _call  # pyright: ignore[reportAssignmentType]  # a keyword may be named `self`
     __getattr__ = _forward("getattr")
     __setattr__ = _forward("setattr")
     __delattr__ = _forward("delattr")
@@ -475,7 +478,7 @@ def _plain_of(reference: Any) -> Any:
     kind = getattr_static(type(reference), "_plain_type_of_reference")
     if _is_trusted(reference) or kind is None:
         return _MISSING
-    peer = origin_of(reference)[0]
+    peer = object.__getattribute__(reference, _OF)[0]
     known = object.__getattribute__(reference, _DATA)
     if known is None or (known[0] != peer.num_asked and issubclass(kind, list | dict | set | bytearray)):
         data = peer.ask("plain", reference)
@@ -487,6 +490,7 @@ def _plain_of(reference: Any) -> Any:
 
 
 def _plain_data(value: Any) -> Any:
+    kind: Any
     for kind in PLAIN_TYPES:
         if isinstance(value, kind):
             if issubclass(kind, list | set | dict):

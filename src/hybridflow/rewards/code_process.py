@@ -85,7 +85,7 @@ def run_script(settings: dict[str, Any], line: int, listener: int) -> None:
 
 def judge(settings: dict[str, Any], line: int, listener: int) -> None:
     """Run the program in a fork of this process, then receive the statements and run them in this one."""
-    import _signal
+    import _signal  # pyright: ignore[reportMissingImports]  # `signal` takes long
     import _socket
 
     ours, theirs = (end.detach() for end in _socket.socketpair())

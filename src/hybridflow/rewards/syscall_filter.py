@@ -24,7 +24,8 @@ _ALLOWED = """
 read write futex clock_gettime gettid getpid lseek fstat newfstatat stat lstat statx close readv writev
 pread64 pwrite64 preadv pwritev close_range dup dup2 dup3 pipe pipe2 flock ftruncate umask
 creat mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 symlink symlinkat link linkat
-access faccessat faccessat2 getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr readlink readlinkat getcwd chdir fchdir getdents getdents64 statfs fstatfs
+getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+access faccessat faccessat2 readlink readlinkat getcwd chdir fchdir getdents getdents64 statfs fstatfs
 munmap mprotect mremap madvise brk mincore
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack restart_syscall
 pause alarm setitimer getitimer
