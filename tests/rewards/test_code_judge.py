@@ -857,6 +857,24 @@ def f():
         "f()",
         False,
     ),
+    (
+        """
+import random
+def roll():
+    '''Roll a die.'''
+    return random.randint(1, 10**9)
+""",
+        """
+import random
+random.seed(7)
+first = roll()
+random.seed(7)
+assert first == roll() and roll.__doc__ == 'Roll a die.' and roll() != first
+random.seed(7)
+assert first == random.randint(1, 10**9)
+""",
+        True,
+    ),
 ]
 """Program, statements, and whether the program passes."""
 

@@ -2,7 +2,12 @@
 
 import os
 import resource
+import subprocess
+import sys
 import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +44,21 @@ except RuntimeError as error:
 """
 
 
+SLEEPS = """
+import os, time
+with open("new", "w") as file:
+    file.write(f"{os.getpid()} {os.getppid()}")
+os.rename("new", "ids")
+time.sleep(1000)
+"""
+
+SCORER = """
+import sys
+from hybridflow.rewards.code_runner import CodeLimits, run_program
+run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), statements=b"pass")
+"""
+
+
 def output(program: str) -> str:
     run = run_program(program.encode(), LIMITS)
     assert run.finished
@@ -57,6 +77,28 @@ def test_files_are_counted_for_the_program_that_statements_test():
     program = b"def make(n):\n    for i in range(n):\n        open(str(i), 'w').close()\n    return n"
     for number, passes in ((MAX_CREATED_FILES, True), (MAX_CREATED_FILES + 1, False)):
         assert run_program(program, LIMITS, statements=f"assert make({number}) == {number}".encode()).finished == passes
+
+
+@pytest.mark.slow
+def test_processes_of_a_killed_scorer_end(tmp_path):
+    scorer = subprocess.Popen([sys.executable, "-c", SCORER, SLEEPS], env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        while not (found := list(tmp_path.glob("hybridflow-code-*/ids"))):
+            assert scorer.poll() is None
+            time.sleep(0.01)
+        processes = [int(number) for number in found[0].read_text().split()]
+        assert all(map(is_running, processes))
+    finally:
+        scorer.kill()
+        scorer.wait()
+    while any(map(is_running, processes)):
+        time.sleep(0.01)
+
+
+def is_running(process: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def test_a_full_disk_is_an_error_that_names_the_directory(small_disk, monkeypatch):

@@ -71,8 +71,6 @@ def test_deep_nesting_arrives(ends):
     while arrived:
         arrived, depth = arrived[0], depth + 1
     assert depth == 100_000
-    while value:  # without the recursion of the interpreter, which frees nested lists
-        value = value.pop()
 
 
 def test_changes_of_a_container_arrive_at_the_end_that_made_it(ends):

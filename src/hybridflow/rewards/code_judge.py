@@ -40,6 +40,7 @@ def serve_program(code: CodeType, connection: int, loaded: Callable[[], None]) -
         return isinstance(namespace[name], ModuleType) and namespace[name].__name__ == name
 
     peer.operations |= {"global": namespace.__getitem__, "replace": replace, "is_module": is_module}
+    peer.operations["seed"] = lambda args, kwargs: __import__("random").seed(*args, **dict(kwargs))
     peer.operations["names"] = lambda: tuple(name for name in namespace if type(name) is str)
     sys.setrecursionlimit(sys.getrecursionlimit() + 20)  # for the frames of this file
     exec(code, namespace)
@@ -97,6 +98,8 @@ def run_statements(statements: bytes, connection: int, end: Callable[[], NoRetur
     namespace.update({name: __import__(name) for name in modules})
     for name in sorted(used & names):
         namespace[name]  # bodies of classes find only names that the dict has
+    if b"seed(" in statements:
+        _share_seed(judge)
     module = ModuleType(_NAMESPACE)
     module.__getattr__ = namespace.attribute
     sys.modules[_NAMESPACE] = module
@@ -118,6 +121,19 @@ def _split(judge: Peer, used: set[str], statements: bytes) -> tuple[set[str], fr
     shared |= {name for name in of_library if name.encode() + b"." in statements}
     is_tested = used == shared and len(shared - modules) == 1
     return modules, frozenset(defined - modules if is_tested else defined - shared)
+
+
+def _share_seed(judge: Peer) -> None:
+    """Have `random.seed` seed the program's generator too."""
+    import random
+
+    seed_here = random.seed
+
+    def seed(*args: Any, **kwargs: Any) -> None:
+        seed_here(*args, **kwargs)
+        judge.ask("seed", args, tuple(kwargs.items()))
+
+    random.seed = seed
 
 
 def _names(code: CodeType) -> set[str]:

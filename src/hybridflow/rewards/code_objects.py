@@ -319,7 +319,7 @@ class Peer(Codec):
             kind = type.__new__(ReferenceClass, name, errors, forwards)
         else:
             mirrors = tuple(base for base in bases if issubclass(base, Reference))
-            kind = type.__new__(ReferenceClass, name, mirrors or (Reference,), {"__slots__": ()})
+            kind = type.__new__(ReferenceClass, name, mirrors or (Reference,), {"__slots__": (), "__doc__": _DOC})
             plain = [base for base in bases if base not in mirrors and issubclass(base, PLAIN_TYPES)]
             if plain:
                 type.__setattr__(kind, "_plain_type_of_reference", plain[0])
@@ -390,6 +390,9 @@ class ReferenceClass(type):
     def __bool__(cls) -> bool:
         """Return True, as for any class."""
         return True
+
+
+_DOC = property(lambda self: _ask("getattr", self, "__doc__"))
 
 
 class Reference(metaclass=ReferenceClass):
