@@ -120,6 +120,18 @@ class Stack:
         return self.items[index]
 """
 
+MEMO = """
+import functools
+def memo(f):
+    seen = {}
+    @functools.wraps(f)
+    def inner(x):
+        if x not in seen:
+            seen[x] = f(x)
+        return seen[x]
+    return inner
+"""
+
 FLATTEN = """
 def flatten(x):
     return [z for y in x for z in flatten(y)] if isinstance(x, list) else [x]
@@ -376,17 +388,7 @@ assert list(map(adder(1), [1, 2])) == [2, 3] and sorted([1, 2], key=adder(0)) ==
         True,
     ),
     (
-        """
-import functools
-def memo(f):
-    seen = {}
-    @functools.wraps(f)
-    def inner(x):
-        if x not in seen:
-            seen[x] = f(x)
-        return seen[x]
-    return inner
-""",
+        MEMO,
         """
 calls = []
 @memo
@@ -396,6 +398,17 @@ def g(x):
 assert g(1) == g(1) == -1
 assert calls == [1]
 assert g.__name__ == 'g'
+""",
+        True,
+    ),
+    (
+        MEMO,
+        """
+@memo
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+assert fib(100) == 354224848179261915075
+assert len(str(fib(300))) == 63
 """,
         True,
     ),
@@ -575,7 +588,9 @@ assert Matrix([1, 2]) == [1, 2] and (Matrix([1]) + Matrix([2]))[0] == 3 and isin
 d = Dog('rex')
 assert isinstance(d, Animal) and issubclass(Dog, Animal) and type(d) is Dog
 assert type(d).__name__ == 'Dog' and d.loud == 'REX' and Dog.legs() == 4 and Dog.named('a').name == 'a'
-assert Animal.count == 2 and d.__dict__ == {'name': 'rex'} and vars(d) == {'name': 'rex'}
+Animal.count += 5
+Dog('max')
+assert Animal.count == 8 and d.__dict__ == {'name': 'rex'} and vars(d) == {'name': 'rex'}
 import copy
 e = copy.deepcopy(d)
 e.name = 'b'
@@ -872,6 +887,253 @@ random.seed(7)
 assert first == roll() and roll.__doc__ == 'Roll a die.' and roll() != first
 random.seed(7)
 assert first == random.randint(1, 10**9)
+""",
+        True,
+    ),
+    (
+        """
+def f():
+    return f()
+""",
+        """
+try:
+    f()
+except RecursionError:
+    pass
+else:
+    assert False
+""",
+        True,
+    ),
+    (
+        """
+class A:
+    def __repr__(self): return repr(self)
+def f(): return A()
+""",
+        """
+try:
+    repr(f())
+except RecursionError:
+    pass
+else:
+    assert False
+""",
+        True,
+    ),
+    (
+        """
+def f(x):
+    if x == 0: raise KeyError('k')
+    try:
+        return g(x)
+    finally:
+        done.append(x)
+done=[]
+def g(x): return f(x-1)
+""",
+        """
+try:
+    f(3)
+except KeyError as e:
+    assert e.args==('k',) and str(e)=="'k'"
+assert done==[1,2,3]
+""",
+        True,
+    ),
+    (
+        """
+import asyncio
+class Q:
+    async def get(self): return 1
+    async def __aenter__(self): return self
+    async def __aexit__(self,*a): return None
+async def gen():
+    for i in range(3): yield i
+""",
+        """
+import asyncio
+async def main():
+    assert await Q().get()==1
+asyncio.run(main())
+""",
+        True,
+    ),
+    (
+        """
+from abc import ABC, abstractmethod
+class Shape(ABC):
+    @abstractmethod
+    def area(self): ...
+class Sq(Shape):
+    def __init__(self,a): self.a=a
+    def area(self): return self.a**2
+""",
+        """
+assert Sq(2).area()==4 and isinstance(Sq(1),Shape)
+try:
+    Shape()
+    assert False
+except TypeError as e:
+    assert 'abstract' in str(e)
+""",
+        True,
+    ),
+    (
+        """
+class T:
+    def __init__(self): self.root={}
+    def insert(self,w):
+        n=self.root
+        for c in w: n=n.setdefault(c,{})
+        n['$']=True
+    def __contains__(self,w): return True
+    def search(self,w):
+        n=self.root
+        for c in w:
+            if c not in n: return False
+            n=n[c]
+        return '$' in n
+""",
+        """
+t=T()
+t.insert('ab')
+assert t.search('ab') and not t.search('a') and t.root=={'a':{'b':{'$':True}}}
+""",
+        True,
+    ),
+    (
+        """
+class P:
+    def __init__(s,x): s._x=x
+    @property
+    def x(s): return s._x
+    @x.setter
+    def x(s,v):
+        if v<0: raise ValueError('neg')
+        s._x=v
+""",
+        """
+p=P(1)
+p.x=5
+assert p.x==5 and p._x==5
+try:
+    p.x=-1
+    assert 0
+except ValueError: pass
+assert getattr(p,'y',7)==7
+del p._x
+assert not hasattr(p,'_x')
+""",
+        True,
+    ),
+    (
+        """
+def f(*a,**k): return a,k
+""",
+        """
+assert f(1,2,x=3)==((1,2),{'x':3})
+assert f(*[1],**{'self':2})==((1,),{'self':2})
+""",
+        True,
+    ),
+    (
+        """
+def dec(n):
+    def d(f):
+        def w(*a,**k): return n*f(*a,**k)
+        return w
+    return d
+""",
+        """
+@dec(3)
+def g(x,y=1): return x+y
+assert g(1)==6 and g(1,y=2)==9
+class K:
+    @dec(2)
+    def m(self,x): return x
+    @staticmethod
+    @dec(2)
+    def s(x): return x
+assert K.s(4)==8
+assert K().m(4)==8
+""",
+        True,
+    ),
+    (
+        """
+import collections
+Point=collections.namedtuple('Point','x y')
+def f(): return [Point(1,2),Point(3,4)]
+""",
+        """
+assert f()==[(1,2),(3,4)] and sorted(f(),key=lambda p:-p.x)[0].x==3
+assert f()[0]<f()[1] and (1,2) in f() and set(f())=={(1,2),(3,4)}
+""",
+        True,
+    ),
+    (
+        """
+def f():
+    yield from [1,2]
+    return 3
+""",
+        """
+g=f()
+assert next(g)==1 and next(g)==2
+try:
+    next(g)
+except StopIteration as e:
+    assert e.value==3
+""",
+        True,
+    ),
+    (
+        """
+class It:
+    def __init__(s,n): s.n=n
+    def __iter__(s): return s
+    def __next__(s):
+        if s.n==0: raise StopIteration
+        s.n-=1
+        return s.n
+""",
+        """
+assert list(It(3))==[2,1,0]
+it=It(1)
+assert next(it)==0
+assert next(it,None) is None
+try:
+    it.__next__()
+except StopIteration: pass
+for x in It(2): pass
+a,*b=It(3)
+assert b==[1,0]
+""",
+        True,
+    ),
+    (
+        """
+class M:
+    def __init__(s,r): s.r=r
+    def __getitem__(s,k): return s.r[k[0]][k[1]]
+    def __setitem__(s,k,v): s.r[k[0]][k[1]]=v
+    def __mul__(s,o): return M([[sum(a*b for a,b in zip(r,c)) for c in zip(*o.r)] for r in s.r])
+    def __eq__(s,o): return s.r==o.r
+    def __neg__(s): return M([[-x for x in r] for r in s.r])
+    def __call__(s): return s.r
+    def __bool__(s): return any(map(any,s.r))
+    def __len__(s): return len(s.r)
+""",
+        """
+m=M([[1,2],[3,4]])
+assert m[0,1]==2
+m[0,1]=7
+assert m.r==[[1,7],[3,4]] and (m*m).r[0][0]==22
+assert (-m)()==[[-1,-7],[-3,-4]] and m*m==m*m and bool(M([[0]])) is False and len(m)==2
+n=m
+n*=m
+assert n==m*m
 """,
         True,
     ),

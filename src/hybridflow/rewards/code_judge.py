@@ -42,7 +42,7 @@ def serve_program(code: CodeType, connection: int, loaded: Callable[[], None]) -
     peer.operations |= {"global": namespace.__getitem__, "replace": replace, "is_module": is_module}
     peer.operations["seed"] = lambda args, kwargs: __import__("random").seed(*args, **dict(kwargs))
     peer.operations["names"] = lambda: tuple(name for name in namespace if type(name) is str)
-    sys.setrecursionlimit(sys.getrecursionlimit() + 20)  # for the frames of this file
+    sys.setrecursionlimit(sys.getrecursionlimit() + 10)  # for the frames of the functions that have called this one
     exec(code, namespace)
     loaded()
     peer.serve_forever()

@@ -11,7 +11,17 @@ import _operator as operator
 from _thread import RLock
 from _weakref import ref
 from os import read, write
-from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType, ModuleType, TracebackType
+from sys import getrecursionlimit, setrecursionlimit
+from types import (
+    AsyncGeneratorType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+)
 
 from code_values import (  # pyright: ignore[reportMissingImports]  # beside this file, which runs without hybridflow
     PLAIN_TYPES,
@@ -35,6 +45,9 @@ _HIDDEN = (GeneratorType, CoroutineType, AsyncGeneratorType, FrameType, Tracebac
 
 _OF = "_origin_of_reference"
 """Attribute with the peer and the number of a reference."""
+
+_FRAMES = 10
+"""At least the frames of this file for a call that arrives while another is under way; they do not count."""
 
 _DATA = "_data_of_reference"
 """Attribute with the number of calls that had been made, and the plain data that a reference had then."""
@@ -150,12 +163,14 @@ class Peer(Codec):
             self.unlink_many()
 
     def _serve(self, operation: str, operands: tuple[Any, ...]) -> None:
+        setrecursionlimit(getrecursionlimit() + _FRAMES)
         try:
             if not self.trusts:
                 self._permit(operation, operands)
             answer = "answer", self.operations[operation](*operands)
         except BaseException as error:  # the other end decides what it means
             answer = "raise", error
+        setrecursionlimit(getrecursionlimit() - _FRAMES)
         self._send(answer)
 
     def _permit(self, operation: str, operands: tuple[Any, ...]) -> None:
@@ -319,7 +334,10 @@ class Peer(Codec):
             kind = type.__new__(ReferenceClass, name, errors, forwards)
         else:
             mirrors = tuple(base for base in bases if issubclass(base, Reference))
-            kind = type.__new__(ReferenceClass, name, mirrors or (Reference,), {"__slots__": (), "__doc__": _DOC})
+            namespace = {"__slots__": (), "__doc__": _DOC}
+            if name == "function":  # the only objects that become methods of a class that has them
+                namespace["__get__"] = _bind
+            kind = type.__new__(ReferenceClass, name, mirrors or (Reference,), namespace)
             plain = [base for base in bases if base not in mirrors and issubclass(base, PLAIN_TYPES)]
             if plain:
                 type.__setattr__(kind, "_plain_type_of_reference", plain[0])
@@ -390,6 +408,10 @@ class ReferenceClass(type):
     def __bool__(cls) -> bool:
         """Return True, as for any class."""
         return True
+
+
+def _bind(self: Any, instance: Any, owner: type | None = None) -> Any:
+    return self if instance is None else MethodType(self, instance)
 
 
 _DOC = property(lambda self: _ask("getattr", self, "__doc__"))
