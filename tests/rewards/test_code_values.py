@@ -4,7 +4,7 @@ import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
 
@@ -22,6 +22,9 @@ VALUES = [
         time(1, 2),
         datetime(2020, 2, 3, 4, 5, 6, 7),
         timedelta(1, 2, 3),
+        UTC,
+        datetime(2020, 1, 1, tzinfo=UTC),
+        time(1, tzinfo=timezone(timedelta(hours=-2))),
         slice(1, None),
         int,
         KeyError,
@@ -113,7 +116,10 @@ def test_values_of_other_types_are_refused():
     class Number(int):
         pass
 
-    aware = datetime(2020, 1, 1, tzinfo=UTC)
+    class Zone(tzinfo):
+        pass
+
+    aware = datetime(2020, 1, 1, tzinfo=Zone())
     for value in (Number(1), object(), len, aware, type("list", (list,), {})()):
         with pytest.raises(TypeError, match="cannot be sent"):
             Codec(0).encode(value)

@@ -244,6 +244,7 @@ class Peer(Codec):
             put_count(out, 0 if name_of_type(type(value)) else self._export(value))
             self._put_class(out, type(value))
             self._put_items(out, tuple(value.args))
+            self.put(out, value.__cause__)
         else:
             kind = type(value)
             out += b"G" if kind is GeneratorType else b"W" if kind is CoroutineType else b"O"
@@ -259,7 +260,9 @@ class Peer(Codec):
         number = reader.count()
         kind = self._take_class(reader.take(1), reader)
         if tag == b"X":
-            return self._exception(kind, tuple(self._take_items(reader)), number)
+            error = self._exception(kind, tuple(self._take_items(reader)), number)
+            error.__cause__ = self.take(reader)
+            return error
         if tag not in (b"O", b"G", b"W"):
             raise ValueError(f"{tag!r} does not begin a value")
         known = self._references.get(number)

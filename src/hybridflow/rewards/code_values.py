@@ -33,9 +33,10 @@ _PARTS: dict[str, tuple[type, ...]] = {
     "Decimal": (str,),
     "Fraction": (int, int),
     "date": (int,) * 3,
-    "time": (int,) * 4,
-    "datetime": (int,) * 7,
+    "time": (int,) * 4 + (object,),
+    "datetime": (int,) * 7 + (object,),
     "timedelta": (int,) * 3,
+    "timezone": (object,),
 }
 """Immutable types and the exact types of the arguments that make them; `object` is any."""
 
@@ -43,7 +44,7 @@ _MODULES = {
     **dict.fromkeys(("deque", "Counter", "OrderedDict", "defaultdict"), "collections"),
     "Decimal": "decimal",
     "Fraction": "fractions",
-    **dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime"),
+    **dict.fromkeys(("date", "time", "datetime", "timedelta", "timezone"), "datetime"),
 }
 """Module of each type that is not built in; it is imported when such a value arrives."""
 
@@ -312,8 +313,11 @@ def _items(container: Any) -> list[Any]:
 
 
 def _parts(name: str, value: Any) -> tuple[Any, ...] | None:
-    if getattr(value, "tzinfo", None) is not None:
+    zone = getattr(value, "tzinfo", None)
+    if zone is not None and name_of_type(type(zone)) != "timezone":
         return None
+    if name == "timezone":
+        return (value.utcoffset(None),)
     if name in ("range", "slice"):
         return value.start, value.stop, value.step
     if name == "Decimal":
@@ -323,7 +327,8 @@ def _parts(name: str, value: Any) -> tuple[Any, ...] | None:
     if name == "timedelta":
         return value.days, value.seconds, value.microseconds
     fields = ("year", "month", "day", "hour", "minute", "second", "microsecond")
-    return tuple(getattr(value, field) for field in fields if hasattr(value, field))
+    parts = tuple(getattr(value, field) for field in fields if hasattr(value, field))
+    return parts if name == "date" else (*parts, zone)
 
 
 _TABLE = {0: []}
