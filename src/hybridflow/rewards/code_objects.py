@@ -61,6 +61,13 @@ def _run(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
+_ACCESS = ("getitem", "setitem", "delitem")
+_UNARY = ("index", "abs", "neg", "pos", "inv")
+_COMPARISONS = ("eq", "lt", "le", "gt", "ge")
+_NUMERIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")
+_BITWISE = ("xor", "lshift", "rshift")
+_ARITHMETIC = (*_NUMERIC, *_BITWISE, "and", "or", "pow")
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, args, kwargs: function(*args, **dict(kwargs)),
     "getattr": getattr,
@@ -87,31 +94,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "copy": lambda value: __import__("copy").copy(value),
     "deepcopy": lambda value: __import__("copy").deepcopy(value),
     "pow": pow,
-    **{
-        name: getattr(operator, name) for name in ("getitem", "setitem", "delitem", "index", "abs", "neg", "pos", "inv")
-    },
-    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")},
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul")},
-    **{name: getattr(operator, f"{name}_" if name in ("and", "or") else name) for name in ("and", "or", "xor")},
-    **{name: getattr(operator, name) for name in ("lshift", "rshift")},
+    "and": operator.and_,
+    "or": operator.or_,
+    **{name: getattr(operator, name) for name in (*_ACCESS, *_UNARY, *_COMPARISONS, *_NUMERIC, *_BITWISE)},
 }
 """What one end may ask the other to do with its objects."""
 
-_ARITHMETIC = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-    "pow",
-)
 _MISSING = object()
 
 

@@ -90,7 +90,10 @@ def judge(settings: dict[str, Any], line: int, listener: int) -> None:
 
     ours, theirs = (end.detach() for end in _socket.socketpair())
     own_id = os.getpid()
-    process = os.fork()
+    try:
+        process = os.fork()
+    except OSError as problem:
+        raise _Problem(f"a second process for the program: {problem}") from None
     if process == 0:
         for descriptor in (line, listener, ours):
             os.close(descriptor)

@@ -143,11 +143,10 @@ class Codec:
             self._put_contents(contents, self._containers[number])
             self._snapshots[number] = _items(self._containers[number])
         out = bytearray()
-        unused = [] if self._is_decoding else self._unused(known)
-        for numbers in (unused,):
-            put_count(out, len(numbers))
-            for number in numbers:
-                put_count(out, number)
+        unused = self._unused(known)
+        put_count(out, len(unused))
+        for number in unused:
+            put_count(out, number)
         put_count(out, done)
         out += definitions
         put_count(out, num_changed + done)
