@@ -102,14 +102,17 @@ def test_containers_that_one_end_has_dropped_are_forgotten_by_both(ends):
     assert ours._containers == theirs._containers == {}
 
 
-def test_large_containers_become_copies(ends):
+def test_large_containers_become_copies_at_the_end_of_an_exchange(ends):
     ours, theirs = ends
     items = [0] * (MAX_LINKED_ITEMS + 1)
     arrived = theirs.decode(ours.encode(items))
-    theirs.unlink_many()
     arrived.append(1)
+    ours.decode(theirs.encode(None, may_unlink=True))
+    assert len(items) == MAX_LINKED_ITEMS + 2
+    arrived.append(2)
     ours.decode(theirs.encode(None))
-    assert len(items) == MAX_LINKED_ITEMS + 1
+    theirs.decode(ours.encode(items))
+    assert len(items) == MAX_LINKED_ITEMS + 2
 
 
 def test_values_of_other_types_are_refused():

@@ -123,19 +123,18 @@ class Peer(Codec):
         self._classes: dict[int, type] = {}
         self._sent_classes: set[int] = set()
         self._passed_classes: set[int] = set()  # ids of those that are values, not only the class of a value
-        self.num_asked = 0
+        self.num_asked = self._num_served = 0
 
     def ask(self, operation: str, *operands: Any) -> Any:
         """Return the result of an operation of the other end, or raise its exception; serve it in the meantime."""
         with self._lock:
             self.num_asked += 1
-            self._send(("ask", operation, operands))
+            self._send(("ask", operation, operands), is_nested=self._num_served > 0)
             while True:
                 kind, *contents = self._receive()
                 if kind == "ask":
                     self._serve(*contents)
                     continue
-                self.unlink_many()
                 if kind == "raise":
                     raise contents[0]
                 return contents[0]
@@ -148,10 +147,10 @@ class Peer(Codec):
             if kind != "ask":
                 self._end()
             self._serve(*contents)
-            self.unlink_many()
 
     def _serve(self, operation: str, operands: tuple[Any, ...]) -> None:
         setrecursionlimit(getrecursionlimit() + _FRAMES)
+        self._num_served += 1
         try:
             if not self.trusts:
                 self._permit(operation, operands)
@@ -159,7 +158,8 @@ class Peer(Codec):
         except BaseException as error:  # the other end decides what it means
             answer = "raise", error
         setrecursionlimit(getrecursionlimit() - _FRAMES)
-        self._send(answer)
+        self._num_served -= 1
+        self._send(answer, is_nested=not self.trusts or self._num_served > 0)
 
     def _permit(self, operation: str, operands: tuple[Any, ...]) -> None:
         """Raise an error for an operation that would let the program reach the judge's state."""
@@ -180,11 +180,13 @@ class Peer(Codec):
         if operation != "getattr" and type(owner).__module__ != _NAME_OF_STATEMENTS:
             raise AttributeError(f"attribute {name!r:.100} of the test's object is read-only for the program")
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _send(self, message: tuple[Any, ...], *, is_nested: bool) -> None:
+        """Send the message; the last of an exchange, which the judge has begun, may end the link of containers."""
+        may_unlink = not is_nested and message[0] != "ask"
         dropped = tuple(self._dropped)
         self._dropped.difference_update(dropped)
         try:
-            contents = self.encode((dropped, *message))
+            contents = self.encode((dropped, *message), is_nested=is_nested, may_unlink=may_unlink)
             rest = memoryview(len(contents).to_bytes(4, "little") + contents)
             while rest:
                 rest = rest[write(self._connection, rest) :]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_LINKED_ITEMS = 10_000
-"""Beyond this number of items, containers are no longer kept equal after a call has returned."""
+"""With more items, containers are no longer kept equal after a call has returned, so that messages stay short."""
+
+MAX_COMPARED_ITEMS = 100
+"""With more items, containers are not compared with their last state for each call of a callback."""
 
 PLAIN_TYPES = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
 """Types whose subclasses have data that can be compared without them."""
@@ -125,9 +128,15 @@ class Codec:
         self._new: list[int] = []
         self._is_decoding = False
 
-    def encode(self, value: Any) -> bytes:
-        """Return a message with the value and what has changed in containers that both ends have."""
-        known = [] if self._is_decoding else list(self._containers)
+    def encode(self, value: Any, *, is_nested: bool = False, may_unlink: bool = False) -> bytes:
+        """Return a message with the value and what has changed in containers that both ends have.
+
+        If they have many items, changes wait for a message that is not nested in a call, and with `may_unlink` both
+        ends stop keeping the containers equal after this message.
+        """
+        num_items = sum(map(len, self._containers.values()))
+        waits = self._is_decoding or (is_nested and num_items > MAX_COMPARED_ITEMS)
+        known = [] if waits else list(self._containers)
         body, contents, self._new = bytearray(), bytearray(), []
         self.put(body, value)
         queue = [number for number in known if not self._is_same(number)]
@@ -143,7 +152,8 @@ class Codec:
             self._put_contents(contents, self._containers[number])
             self._snapshots[number] = _items(self._containers[number])
         out = bytearray()
-        unused = self._unused(known)
+        is_full = may_unlink and num_items > MAX_LINKED_ITEMS
+        unused = list(self._containers) if is_full else self._unused(known)
         put_count(out, len(unused))
         for number in unused:
             put_count(out, number)
@@ -176,12 +186,6 @@ class Codec:
         for number in unused:
             self._unlink(number)
         return value
-
-    def unlink_many(self) -> None:
-        """Stop keeping containers equal if they have many items, so that the next messages stay short."""
-        if sum(map(len, self._containers.values())) > MAX_LINKED_ITEMS:
-            for number in list(self._containers):
-                self._unlink(number)
 
     def put(self, out: bytearray, value: Any) -> None:
         """Append a value."""
