@@ -55,6 +55,12 @@ _DATA = "_data_of_reference"
 _NAME_OF_STATEMENTS = "program"
 
 
+def _kinds_of_fields() -> list[Any]:
+    import dataclasses
+
+    return [each for each in vars(dataclasses).values() if type(each).__name__ == "_FIELD_BASE"]
+
+
 def _run(coroutine: Any) -> Any:
     import asyncio  # takes long
 
@@ -170,23 +176,19 @@ class Peer(Codec):
         if operation not in ("getattr", "setattr", "delattr"):
             return
         owner, name = operands[:2]
-        if (
-            not is_passed
-            or type(name) is not str
-            or isinstance(owner, _HIDDEN)
-            or (name.startswith("_") and name != "__name__")
-        ):
+        is_of_test = type(owner).__module__ == _NAME_OF_STATEMENTS
+        is_hidden = type(name) is not str or isinstance(owner, _HIDDEN) or name.startswith("__" if is_of_test else "_")
+        if not is_passed or (is_hidden and name != "__name__"):
             raise AttributeError(f"attribute {name!r:.100} of the test's object is not available to the program")
-        if operation != "getattr" and type(owner).__module__ != _NAME_OF_STATEMENTS:
+        if operation != "getattr" and not is_of_test:
             raise AttributeError(f"attribute {name!r:.100} of the test's object is read-only for the program")
 
     def _send(self, message: tuple[Any, ...], *, is_nested: bool) -> None:
         """Send the message; the last of an exchange, which the judge has begun, may end the link of containers."""
         may_unlink = not is_nested and message[0] != "ask"
-        dropped = tuple(self._dropped)
-        self._dropped.difference_update(dropped)
+        dropped, self._dropped = self._dropped, set()
         try:
-            contents = self.encode((dropped, *message), is_nested=is_nested, may_unlink=may_unlink)
+            contents = self.encode((tuple(dropped), *message), is_nested=is_nested, may_unlink=may_unlink)
             rest = memoryview(len(contents).to_bytes(4, "little") + contents)
             while rest:
                 rest = rest[write(self._connection, rest) :]
@@ -229,6 +231,9 @@ class Peer(Codec):
         elif isinstance(value, type):
             self._put_class(out, value)
             self._passed_classes.add(id(value))
+        elif type(value).__name__ == "_FIELD_BASE":  # whose identity dataclasses.fields() compares
+            out += b"f"
+            put_text(out, value.name)
         elif isinstance(value, BaseException):
             out += b"X"
             put_count(out, 0 if name_of_type(type(value)) else self._export(value))
@@ -247,6 +252,9 @@ class Peer(Codec):
             return self._exported[reader.count()]
         if tag in (b"Y", b"K"):
             return self._take_class(tag, reader)
+        if tag == b"f":
+            name = reader.text()
+            return next(each for each in _kinds_of_fields() if each.name == name)
         number = reader.count()
         kind = self._take_class(reader.take(1), reader)
         if tag == b"X":
