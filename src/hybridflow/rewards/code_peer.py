@@ -44,6 +44,9 @@ _HIDDEN = (GeneratorType, CoroutineType, AsyncGeneratorType, FrameType, Tracebac
 _FRAMES = 10
 """At least the frames of these files for a call that arrives while another is under way; they do not count."""
 
+_MAX_NESTED = 1000
+"""Calls that may be under way in one process, because the program calls back: its stack is limited."""
+
 _NAME_OF_STATEMENTS = "program"
 
 
@@ -96,6 +99,8 @@ class Peer(Codec):
         setrecursionlimit(getrecursionlimit() + _FRAMES)
         self._num_served += 1
         try:
+            if self._num_served > _MAX_NESTED:
+                raise RecursionError("maximum depth of calls between the statements and the program exceeded")
             if not self.trusts:
                 self._permit(operation, operands)
             answer = "answer", self.operations[operation](*operands)
