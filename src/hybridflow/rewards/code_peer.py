@@ -9,7 +9,7 @@ from __future__ import annotations
 from _thread import RLock
 from _weakref import ref
 from os import read, write
-from sys import getrecursionlimit, setrecursionlimit
+from sys import getrecursionlimit, setrecursionlimit, version_info
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType, ModuleType, TracebackType
 
 from code_objects import (  # pyright: ignore[reportMissingImports]  # beside this file, which runs without hybridflow
@@ -44,8 +44,8 @@ _HIDDEN = (GeneratorType, CoroutineType, AsyncGeneratorType, FrameType, Tracebac
 _FRAMES = 10
 """At least the frames of these files for a call that arrives while another is under way; they do not count."""
 
-_MAX_NESTED = 1000
-"""Calls that may be under way in one process, because the program calls back: its stack is limited."""
+_MAX_NESTED = 150 if version_info[:2] == (3, 12) else 1000
+"""Calls that may be under way in one process when the program calls back; Python 3.12 allows 800 frames of C code."""
 
 _NAME_OF_STATEMENTS = "program"
 
