@@ -5,6 +5,7 @@ program ──file──> process <──values──> judge <──statements�
 creation of a file or a thread ──notification──> allowed up to a number of them
 """
 
+import errno
 import marshal
 import os
 import select
@@ -82,7 +83,8 @@ def _make_directory(program: bytes) -> str:
         return directory
     except OSError as error:
         if directory is not None:
-            _remove(directory)
+            (Path(directory) / PROGRAM).unlink(missing_ok=True)
+            os.rmdir(directory)
         raise _directory_error(error) from error
 
 
@@ -172,6 +174,8 @@ class _Test:
             if line != state:
                 no_line = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
                 raise _cannot_restrict(line.decode(errors="replace") or no_line)
+        if self._quota is None or (self._program is None and self._statements is not None):
+            raise OSError(errno.EMFILE, "no descriptors left for the process")
         self._deadline = time.monotonic() + 2 * self._limits.timeout_s
         if self._receive_line() != b"compiled":
             return False, False
