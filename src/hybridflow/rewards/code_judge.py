@@ -67,6 +67,25 @@ class _Judge(Peer):
         return super().ask(operation, *operands)
 
 
+class _Super:
+    """The `super()` of a class of the statements that derives from a class of the program."""
+
+    def __init__(self, peer: Peer, kind: type, instance: Any) -> None:
+        object.__setattr__(self, "of", (peer, kind, instance))
+
+    def __getattribute__(self, name: str) -> Any:
+        peer, kind, instance = object.__getattribute__(self, "of")
+        return peer.ask("super", kind, instance, name)
+
+
+def _super(*args: Any) -> Any:
+    if not args:
+        frame = sys._getframe(1)
+        args = frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]]
+    origin = origin_of(args[0])
+    return super(*args) if origin is None else _Super(origin[0], *args)  # pyright: ignore[reportArgumentType]
+
+
 class _Namespace(dict):
     """Global names of the statements; a name that they do not define is the program's."""
 
@@ -99,6 +118,8 @@ def run_statements(statements: bytes, connection: int, end: Callable[[], NoRetur
     namespace.update({name: __import__(name) for name in modules})
     for name in sorted(used & names):
         namespace[name]  # bodies of classes find only names that the dict has
+    if "super" in used:
+        namespace["super"] = _super
     if b"seed(" in statements:
         _share_seed(judge)
     module = ModuleType(_NAMESPACE)

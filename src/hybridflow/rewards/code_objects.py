@@ -8,7 +8,7 @@ from __future__ import annotations
 import _operator as operator
 from types import MethodType
 
-from code_operations import ARITHMETIC, OPERATIONS  # pyright: ignore[reportMissingImports]  # beside this file
+from code_operations import ARITHMETIC, OPERATIONS, members_of  # pyright: ignore[reportMissingImports]  # beside this file
 from code_values import PLAIN_TYPES  # pyright: ignore[reportMissingImports]
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
@@ -66,10 +66,16 @@ class ReferenceClass(type):
     """Class of a class of the other process; calls, attributes and items of the class are forwarded."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-        """Refuse a subclass, except for the classes of this file."""
-        if any(origin_of(base) for base in bases):
-            raise TypeError(f"{name}: statements of a test cannot derive from a class of the program")
-        return super().__new__(cls, name, bases, namespace)
+        """Create the class at the other end if it derives from a class of the other end."""
+        origins = [origin_of(base) for base in bases]
+        if not any(origins):
+            return super().__new__(cls, name, bases, namespace)
+        if origins[0] is None or None in origins or issubclass(bases[0], BaseException):
+            raise TypeError(f"{name}: statements can derive only from classes of the program that are not exceptions")
+        derived = origins[0][0].ask("derive", name, bases, members_of(namespace))
+        if "__classcell__" in namespace:
+            namespace["__classcell__"].cell_contents = derived
+        return derived
 
     __call__ = _call  # pyright: ignore[reportAssignmentType]  # a keyword may be named `self`
     __getattr__ = _forward("getattr")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _operator as operator
+from types import new_class
 
 from code_values import PLAIN_TYPES, fill  # pyright: ignore[reportMissingImports]  # beside this file
 
@@ -36,6 +37,26 @@ def _run(coroutine: Any) -> Any:
     return asyncio.run(coroutine)
 
 
+def members_of(namespace: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    """Return the members of a class as (name, name of a decorator or "", values), for the operation `derive`."""
+    members = []
+    for name, value in namespace.items():
+        kind = type(value).__name__
+        if type(value) is property:
+            members.append((name, kind, value.fget, value.fset, value.fdel, value.__doc__))
+        elif type(value) in (staticmethod, classmethod):
+            members.append((name, kind, value.__func__))
+        elif name != "__classcell__":
+            members.append((name, "", value))
+    return tuple(members)
+
+
+def _derive(name: str, bases: tuple[type, ...], members: tuple[tuple[Any, ...], ...]) -> type:
+    decorators = {"property": property, "staticmethod": staticmethod, "classmethod": classmethod}
+    namespace = {key: decorators[kind](*values) if kind else values[0] for key, kind, *values in members}
+    return new_class(name, bases, exec_body=lambda body: body.update(namespace))
+
+
 _ACCESS = ("getitem", "setitem", "delitem")
 _UNARY = ("index", "abs", "neg", "pos", "inv")
 _COMPARISONS = ("eq", "lt", "le", "gt", "ge")
@@ -50,6 +71,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "delattr": delattr,
     "enter": lambda manager: type(manager).__enter__(manager),
     "exit": lambda manager, kind, error: bool(type(manager).__exit__(manager, kind, error, None)),
+    "derive": _derive,
+    "super": lambda kind, instance, name: getattr(super(kind, instance), name),
     "send": lambda generator, value: generator.send(value),
     "run": _run,
     "plain": _plain_data,

@@ -112,10 +112,12 @@ class Peer(Codec):
 
     def _permit(self, operation: str, operands: tuple[Any, ...]) -> None:
         """Raise an error for an operation that would let the program reach the judge's state."""
-        passed = self._passed_classes if isinstance(operands[0], type) else self._export_numbers
-        is_passed = id(operands[0]) in passed
+        is_class = isinstance(operands[0], type)
+        is_passed = id(operands[0]) in (self._passed_classes if is_class else self._export_numbers)
         if operation == "call" and not is_passed:
             raise TypeError("the program may call only functions that the test has passed")
+        if operation in ("derive", "super") or (operation == "call" and is_class and issubclass(operands[0], type)):
+            raise TypeError("the program may not make classes of the test")
         if operation not in ("getattr", "setattr", "delattr"):
             return
         owner, name = operands[:2]
