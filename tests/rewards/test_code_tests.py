@@ -1,6 +1,5 @@
 """Hostile programs: each scores zero quickly and leaves no process or file."""
 
-import errno
 import json
 import os
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import code_reward, code_runner
 from hybridflow.rewards.code_block import last_code_block
-from hybridflow.rewards.syscall_filter import INSTRUCTION, OWN_ID, filter_program
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
@@ -49,6 +47,82 @@ def leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.glob("hybridflow-code-*")) == []
     assert len(os.listdir("/proc/self/fd")) == files
     assert children() <= others
+
+
+STANDARD_LIBRARY = """
+import asyncio, concurrent.futures, shutil, sqlite3, tempfile, pathlib, zipfile, glob, os, mmap, signal, select, logging
+import time, threading, multiprocessing, decimal, io, csv, json, pickle, gzip, queue, random, subprocess, fcntl
+import sched, contextlib, socket, selectors, tarfile
+pathlib.Path("a.txt").write_text("x")
+shutil.copy2("a.txt", "b.txt")
+shutil.copy("a.txt", "c.txt")
+os.chmod("a.txt", 0o600)
+os.makedirs("d/e")
+shutil.copytree("d", "f")
+shutil.rmtree("d")
+os.replace("b.txt", "g.txt")
+assert sorted(glob.glob("*.txt")) == ["a.txt", "c.txt", "g.txt"] and list(os.walk("f"))
+with tempfile.TemporaryDirectory() as t, tempfile.NamedTemporaryFile() as n:
+    n.write(b"1")
+    n.flush()
+    os.fsync(n.fileno())
+db = sqlite3.connect("x.db")
+db.execute("create table t (a)")
+db.execute("insert into t values (1)")
+db.commit()
+assert db.execute("select a from t").fetchall() == [(1,)]
+db.close()
+assert sqlite3.connect(":memory:").execute("select 1").fetchone() == (1,)
+async def main():
+    r = await asyncio.gather(asyncio.to_thread(time.sleep, .01), asyncio.sleep(.01, 5))
+    q = asyncio.Queue()
+    await q.put(1)
+    async with asyncio.timeout(5):
+        return r[1] + await q.get()
+assert asyncio.run(main()) == 6
+with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    assert list(pool.map(str, range(5))) == ["0", "1", "2", "3", "4"]
+ran = []
+signal.signal(signal.SIGALRM, lambda *a: ran.append(1))
+signal.setitimer(signal.ITIMER_REAL, .01)
+time.sleep(.05)
+assert ran
+signal.raise_signal(signal.SIGALRM)
+assert len(ran) == 2
+m = mmap.mmap(-1, 4096)
+m[0] = 1
+r, w = os.pipe()
+os.write(w, b"1")
+assert select.select([r], [], [], 1)[0] == [r]
+a, b = socket.socketpair()
+a.send(b"hi")
+assert b.recv(2) == b"hi"
+a.close()
+with zipfile.ZipFile("z.zip", "w") as z: z.write("a.txt")
+with tarfile.open("z.tar", "w") as z: z.add("a.txt")
+fcntl.flock(open("a.txt"), fcntl.LOCK_EX)
+logging.basicConfig(filename="log.txt")
+logging.error("x")
+assert os.cpu_count() and os.getpid() and os.getcwd() and os.uname() and os.times() and time.process_time()
+random.seed()
+os.urandom(3)
+time.monotonic();
+e = threading.Event()
+t = threading.Timer(.01, e.set)
+t.start()
+assert e.wait(5)
+multiprocessing.cpu_count()
+import resource
+resource.getrusage(resource.RUSAGE_SELF)
+resource.getrlimit(resource.RLIMIT_AS)
+import platform
+platform.system()
+import locale
+import tracemalloc, faulthandler
+import uuid
+uuid.uuid4()
+print("ok")
+"""
 
 
 def children() -> set[str]:
@@ -121,7 +195,7 @@ ATTEMPTS = {
     "a socket": "import socket\nsocket.socket()",
     "a pair of sockets that reaches others": "import socket\nsocket.socketpair(socket.AF_INET)",
     "signals by a file's owner": (
-        "import fcntl, os, struct\nfor fd in range(3, 64):\n    try:\n        os.fstat(fd)\n"
+        "import fcntl, os, struct\nfor fd in range(64):\n    try:\n        os.fstat(fd)\n"
         "    except OSError:\n        continue\n    fcntl.ioctl(fd, 0x8901, struct.pack('i', os.getppid()))\n"
         "    fcntl.ioctl(fd, 0x5452, struct.pack('i', 1))"
     ),
@@ -208,14 +282,18 @@ with tempfile.TemporaryFile() as file:
 os.mkdir("locked", 0)
 os.symlink("/", "root")
 directory = os.open(".", os.O_RDONLY)
-for _ in range(3000):
-    os.mkdir("deeper", dir_fd=directory)
-    inner = os.open("deeper", os.O_RDONLY, dir_fd=directory)
+for _ in range(50):
+    os.mkdir("deeper" * 40, dir_fd=directory)
+    inner = os.open("deeper" * 40, os.O_RDONLY, dir_fd=directory)
     os.close(directory)
     directory = inner
 print("done")
 """
     assert score(program, PRINTS) == ALL
+
+
+def test_the_standard_library_works_within_the_restrictions():
+    assert score(STANDARD_LIBRARY, {"inputs": [""], "outputs": ["ok"]}) == ALL
 
 
 def test_environment_is_empty_and_only_the_standard_library_imports(monkeypatch):
@@ -293,9 +371,16 @@ def test_a_response_without_a_program_scores_zero():
     ("spoil", "message"),
     [
         (
-            "import json\nsys.argv[1] = json.dumps(json.loads(sys.argv[1]) | {'filter': '00' * 8})",
+            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'strict_filter': bytes(8)}\n"
+            "sys.argv[1] = marshal.dumps(s).hex()",
             "the kernel rejects seccomp filters",
         ),
+        (
+            "import marshal\ns = marshal.loads(bytes.fromhex(sys.argv[1])) | {'counting_filter': bytes(8)}\n"
+            "sys.argv[1] = marshal.dumps(s).hex()",
+            "the kernel rejects seccomp notifications",
+        ),
+        ("import code_limits\ncode_limits._libc.capset = lambda *a: 0", "drops all capabilities"),
         ("import code_limits\ncode_limits._CREATE_RULESET = 9999", "Landlock"),
         ("import sys\nsys.modules['ctypes'] = None", "ModuleNotFoundError"),
         ("import os\nos._exit(1)", "did not start"),
@@ -323,23 +408,6 @@ def test_no_program_runs_on_an_unsupported_machine(tmp_path, monkeypatch):
     with pytest.raises(RewardError, match=r"(?s)so no program was run.*not 'riscv64'.*Linux 5.13"):
         score(f"open({str(tmp_path / 'new')!r}, 'w')", ADD)
     assert not (tmp_path / "new").exists()
-
-
-def test_the_filter_exists_for_both_machines():
-    for machine in ("x86_64", "aarch64"):
-        instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
-        assert 200 < len(instructions) < 4096  # the kernel's limit
-        assert filter_program(machine).count(OWN_ID) == 1
-
-
-def test_the_filter_denies_by_the_call_numbers_of_each_machine():
-    """Numbers are those of the kernel's tables: arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unistd.h."""
-    numbers = {"x86_64": (41, 57, 59, 62, 101, 165, 425, 448), "aarch64": (198, 221, 129, 117, 40, 425, 448)}
-    for machine, refused in numbers.items():
-        instructions = list(INSTRUCTION.iter_unpack(filter_program(machine)))
-        for number in refused:
-            at = instructions.index((0x15, 0, 1, number))  # if the number is equal, the next instruction
-            assert instructions[at + 1] == (0x06, 0, 0, 0x00050000 | errno.EPERM)
 
 
 def test_importing_the_reward_table_does_not_import_math_verify():

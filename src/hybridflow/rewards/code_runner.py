@@ -1,26 +1,29 @@
-"""Runs a program against one test in a separate restricted process and removes its files and processes.
+"""Runs a program against one test in separate restricted processes and removes its files and processes.
 
 program ──file──> process ──stdout──> compared by the caller
-statements, number ──socket──> process ──socket──> the number again
+program ──file──> process <──values──> judge <──statements── and "passed" by a line that the program does not have
+creation of a file or a thread ──notification──> allowed up to a number of them
 """
 
-import json
+import errno
+import marshal
 import os
-import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.code_process import PROGRAM
-from hybridflow.rewards.syscall_filter import OWN_ID, filter_program
+from hybridflow.rewards.code_quota import CodeQuota
+from hybridflow.rewards.syscall_filter import OWN_ID, Filters, filters_of
 
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
@@ -46,26 +49,51 @@ class CodeRun:
 
 
 def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", statements: bytes | None = None) -> CodeRun:
-    """Run the program with this input, or run the statements after it in its namespace.
+    """Run the program with this input, or run the statements on its objects in another process.
 
     A program has finished if its exit status is 0, statements if neither they nor the program raised or exited.
-    Raises `RewardError` if this system cannot restrict the process; the program has not run then.
+    Raises `RewardError` if this system cannot restrict the process (the program has not run then), or cannot make or
+    remove its directory.
     """
-    directory = tempfile.mkdtemp(prefix="hybridflow-code-")
-    ours, theirs = socket.socketpair()
+    filters = _filters()
+    directory = _make_directory(program)
     try:
-        (Path(directory) / PROGRAM).write_bytes(program)
-        with ours, theirs, _memory_file(stdin) as given, _memory_file(b"") as output:
-            process = _start(directory, limits, theirs.fileno(), given.fileno(), output.fileno(), statements is None)
-            theirs.close()
-            try:
-                compiled, finished = _exchange(process, _Line(ours), limits, statements)
-            finally:
-                _kill(process)
-            output.seek(0)
-            return CodeRun(compiled, finished, output.read(limits.max_output_bytes))
+        try:
+            with _memory_file(stdin) as given, _memory_file(b"") as output, ExitStack() as stack:
+                test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, statements)
+                try:
+                    compiled, finished = test.run()
+                finally:
+                    test.kill()
+                output.seek(0)
+                return CodeRun(compiled, finished, output.read(limits.max_output_bytes))
+        except OSError as error:
+            raise RewardError(
+                f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
+            ) from error
     finally:
         _remove(directory)
+
+
+def _make_directory(program: bytes) -> str:
+    directory = None
+    try:
+        directory = tempfile.mkdtemp(prefix="hybridflow-code-")
+        (Path(directory) / PROGRAM).write_bytes(program)
+        return directory
+    except OSError as error:
+        if directory is not None:
+            (Path(directory) / PROGRAM).unlink(missing_ok=True)
+            os.rmdir(directory)
+        raise _directory_error(error) from error
+
+
+def _directory_error(error: OSError) -> RewardError:
+    place = tempfile.tempdir or os.environ.get("TMPDIR", "the temporary directory")
+    return RewardError(
+        f"code_reward cannot use {place} for the files of programs: {error}; "
+        "free space there, or set TMPDIR to a directory that is writable."
+    )
 
 
 def _memory_file(contents: bytes) -> BinaryIO:
@@ -75,34 +103,9 @@ def _memory_file(contents: bytes) -> BinaryIO:
     return file
 
 
-def _start(
-    directory: str, limits: CodeLimits, line: int, stdin: int, stdout: int, is_script: bool
-) -> subprocess.Popen[bytes]:
-    settings = {
-        "line": line,
-        "is_script": is_script,
-        "write_bytecode": not sys.dont_write_bytecode,
-        "cpu_s": limits.timeout_s,
-        "memory_bytes": limits.memory_bytes,
-        "file_bytes": limits.max_output_bytes,
-        "filter": _filter().hex(),
-        "own_id": OWN_ID.hex(),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), json.dumps(settings)],
-        stdin=stdin,
-        stdout=stdout if is_script else subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=directory,
-        env={},
-        pass_fds=(line,),
-        start_new_session=True,
-    )
-
-
-def _filter() -> bytes:
+def _filters() -> Filters:
     try:
-        return filter_program(os.uname().machine)
+        return filters_of(os.uname().machine)
     except OSError as error:
         raise _cannot_restrict(str(error)) from error
 
@@ -115,82 +118,138 @@ def _cannot_restrict(problem: str) -> RewardError:
     )
 
 
-class _Line:
-    """Exchange of text lines with the process, until a deadline."""
+class _Test:
+    """A process with one program, and the exchange with it until a deadline; code_process.py documents the lines."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._received = connection, b""
-        self.deadline = time.monotonic() + _START_TIMEOUT_S
+    def __init__(
+        self,
+        limits: CodeLimits,
+        filters: Filters,
+        stack: ExitStack,
+        stdin: int,
+        stdout: int,
+        directory: str,
+        statements: bytes | None,
+    ) -> None:
+        self._limits, self._statements, self._stack, self._clone = limits, statements, stack, filters.clone
+        self._program: int | None = None
+        self._quota: CodeQuota | None = None
+        self._received = b""
+        self._deadline = time.monotonic() + _START_TIMEOUT_S
+        self._line, theirs = socket.socketpair()
+        stack.enter_context(self._line)
+        settings = {
+            "line": theirs.fileno(),
+            "is_script": statements is None,
+            "write_bytecode": not sys.dont_write_bytecode,
+            "cpu_s": limits.timeout_s,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": limits.max_output_bytes,
+            "strict_filter": filters.strict,
+            "counting_filter": filters.counting,
+            "own_id": OWN_ID,
+            "seccomp": filters.seccomp,
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_SCRIPT), marshal.dumps(settings).hex()],
+                stdin=stdin,
+                stdout=stdout if statements is None else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=directory,
+                env={},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        try:
+            self._exit = self._adopt(os.pidfd_open(self._process.pid))
+        except OSError:
+            self.kill()
+            raise
 
-    def receive_line(self) -> bytes:
+    def run(self) -> tuple[bool, bool]:
+        """Return (compiled, finished)."""
+        for state in (b"ready", b"restricted"):
+            line = self._receive_line()
+            if line != state:
+                no_line = f"its process did not start with memory_bytes={self._limits.memory_bytes}"
+                raise _cannot_restrict(line.decode(errors="replace") or no_line)
+        if self._quota is None or (self._program is None and self._statements is not None):
+            raise OSError(errno.EMFILE, "no descriptors left for the process")
+        self._deadline = time.monotonic() + 2 * self._limits.timeout_s
+        if self._receive_line() != b"compiled":
+            return False, False
+        if self._statements is None:
+            if not self._wait_for(self._exit):
+                return True, False
+            return True, self._process.wait() == 0
+        with suppress(OSError):
+            self._line.settimeout(max(0.001, self._deadline - time.monotonic()))
+            self._line.sendall(len(self._statements).to_bytes(4, "little") + self._statements)
+            return True, self._receive_line() == b"passed"
+        return True, False
+
+    def kill(self) -> None:
+        """Kill the processes and wait until they have ended, the program's first, while its parent can collect it."""
+        if self._program is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._program, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(self._program, select.POLLIN)
+            poll.poll(1000 * _START_TIMEOUT_S)
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _adopt(self, descriptor: int) -> int:
+        """Have the descriptor closed at the end."""
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+    def _receive_line(self) -> bytes:
         """Return the next line; b"" at the end, for a line that is too long, and after the deadline."""
         while b"\n" not in self._received and len(self._received) <= _MAX_LINE_BYTES:
-            chunk = self._receive()
+            if not self._wait_for(self._line.fileno()):
+                return b""
+            chunk, descriptors = b"", []
+            with suppress(ConnectionResetError):
+                chunk, descriptors, _, _ = socket.recv_fds(self._line, _MAX_LINE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+            if descriptors:
+                self._quota = CodeQuota(self._adopt(descriptors[0]), self._clone)
+                self._program = self._adopt(descriptors[1]) if len(descriptors) > 1 else None
             if not chunk:
                 return b""
             self._received += chunk
         line, newline, self._received = self._received.partition(b"\n")
         return line if newline else b""
 
-    def send(self, contents: bytes) -> bool:
-        """Send the contents and return whether the process received them in time."""
-        with suppress(OSError):
-            self._connection.settimeout(self._seconds_left())
-            self._connection.sendall(contents)
-            return True
+    def _wait_for(self, descriptor: int) -> bool:
+        """Wait until the descriptor is readable, and answer notifications; return False at the deadline."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if self._quota is not None:
+            poll.register(self._quota.listener, select.POLLIN)
+        while (seconds_left := self._deadline - time.monotonic()) > 0:
+            for ready, events in poll.poll(1000 * seconds_left):
+                if ready == descriptor:
+                    return True
+                if self._quota is not None and events & select.POLLIN:
+                    self._quota.answer()
+                else:
+                    poll.unregister(ready)  # all processes have ended
         return False
-
-    def wait_for_end(self) -> None:
-        """Wait until the process has exited, has closed the connection, or the deadline has passed."""
-        while time.monotonic() < self.deadline and self._receive():
-            pass
-
-    def _receive(self) -> bytes:
-        with suppress(OSError):
-            self._connection.settimeout(self._seconds_left())
-            return self._connection.recv(_MAX_LINE_BYTES)
-        return b""
-
-    def _seconds_left(self) -> float:
-        return max(0.001, self.deadline - time.monotonic())
-
-
-def _exchange(
-    process: subprocess.Popen[bytes], line: _Line, limits: CodeLimits, statements: bytes | None
-) -> tuple[bool, bool]:
-    """Return (compiled, finished); code_process.py documents the protocol."""
-    first = line.receive_line()
-    if first != b"ready":
-        no_line = f"its process did not start with memory_bytes={limits.memory_bytes}"
-        raise _cannot_restrict(first.decode(errors="replace") or no_line)
-    line.deadline = time.monotonic() + 2 * limits.timeout_s
-    if line.receive_line() != b"compiled":
-        return False, False
-    if statements is None:
-        line.wait_for_end()
-        with suppress(subprocess.TimeoutExpired):
-            return True, process.wait(max(0.001, line.deadline - time.monotonic())) == 0
-        return True, False
-    number = secrets.token_hex(16).encode()
-    finished = (
-        line.receive_line() == b"loaded"
-        and line.send(len(statements).to_bytes(4, "little") + statements)
-        and line.receive_line() == b"done"
-        and line.send(number)
-        and line.receive_line() == number
-    )
-    return True, finished
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its group, which no child can leave."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _remove(directory: str) -> None:
     """Remove a directory, without recursion: a program may have nested it deeper than a path can name."""
+    try:
+        _remove_contents(directory)
+        os.rmdir(directory)
+    except OSError as error:
+        raise _directory_error(error) from error
+
+
+def _remove_contents(directory: str) -> None:
     num_moved = 0
     while entries := list(os.scandir(directory)):
         for entry in entries:
@@ -204,4 +263,3 @@ def _remove(directory: str) -> None:
                     os.chmod(inner.path, 0o700)  # moving a directory needs write permission on it
                 os.rename(inner.path, os.path.join(directory, f"{num_moved}-moved"))
             os.rmdir(entry.path)
-    os.rmdir(directory)

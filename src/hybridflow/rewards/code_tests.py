@@ -39,12 +39,12 @@ def code_reward(
     that run after the program and must not raise. Each test has `timeout_s` seconds of CPU time and twice that of
     wall-clock time. `max_tests` limits the run to the first tests; 0 runs all.
 
-    Outputs are compared in another process, which the program cannot influence. Statements share an interpreter with
-    the program, which can deceive them: a value that it returns may claim to equal everything.
+    Outputs are compared, and statements are run, in another process, which the program cannot influence: a value of its
+    own class that claims to equal everything does not equal a number. docs/rewards.md has the rules.
 
     Raises:
-        RewardError: The ground truth has another form, a limit is out of range, or the system lacks Landlock or
-            seccomp filters.
+        RewardError: The ground truth has another form, a limit is out of range, the system lacks Landlock or seccomp
+            filters, or the temporary directory cannot be used.
     """
     require_seconds("timeout_s", timeout_s)
     require_whole("memory_bytes", memory_bytes, least=MIN_MEMORY_BYTES)

@@ -1,0 +1,138 @@
+"""Quotas of a test, and errors of the scorer itself."""
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hybridflow.errors import RewardError
+from hybridflow.rewards.code_quota import MAX_CREATED_FILES, MAX_STARTED_THREADS
+from hybridflow.rewards.code_runner import CodeLimits, run_program
+
+LIMITS = CodeLimits(timeout_s=60.0, memory_bytes=2**28, max_output_bytes=2**20)
+
+COUNT_FILES = """
+import errno, os
+made = 0
+try:
+    while True:
+        with open(str(made), "wb") as file:
+            file.write(b"x")
+        made += 1
+except OSError as error:
+    print(made, errno.errorcode[error.errno])
+print(open("0").read(), len(os.listdir()))
+"""
+
+COUNT_THREADS = """
+import threading
+made = 0
+try:
+    while True:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+        made += 1
+except RuntimeError as error:
+    print(made, error)
+"""
+
+
+SLEEPS = """
+import os, time
+with open("new", "w") as file:
+    file.write(f"{os.getpid()} {os.getppid()}")
+os.rename("new", "ids")
+time.sleep(1000)
+"""
+
+SCORER = """
+import sys
+from hybridflow.rewards.code_runner import CodeLimits, run_program
+run_program(sys.argv[1].encode(), CodeLimits(500.0, 2**28, 2**20), statements=b"pass")
+"""
+
+
+def output(program: str) -> str:
+    run = run_program(program.encode(), LIMITS)
+    assert run.finished
+    return run.output.decode()
+
+
+def test_a_program_may_create_a_number_of_files():
+    assert output(COUNT_FILES).split() == [str(MAX_CREATED_FILES), "EDQUOT", "x", str(MAX_CREATED_FILES + 1)]
+
+
+def test_a_program_may_start_a_number_of_threads():
+    assert output(COUNT_THREADS) == f"{MAX_STARTED_THREADS} can't start new thread\n"
+
+
+def test_files_are_counted_for_the_program_that_statements_test():
+    program = b"def make(n):\n    for i in range(n):\n        open(str(i), 'w').close()\n    return n"
+    for number, passes in ((MAX_CREATED_FILES, True), (MAX_CREATED_FILES + 1, False)):
+        assert run_program(program, LIMITS, statements=f"assert make({number}) == {number}".encode()).finished == passes
+
+
+@pytest.mark.slow
+def test_processes_of_a_killed_scorer_end(tmp_path):
+    scorer = subprocess.Popen([sys.executable, "-c", SCORER, SLEEPS], env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        while not (found := list(tmp_path.glob("hybridflow-code-*/ids"))):
+            assert scorer.poll() is None
+            time.sleep(0.01)
+        processes = [int(number) for number in found[0].read_text().split()]
+        assert all(map(is_running, processes))
+    finally:
+        scorer.kill()
+        scorer.wait()
+    while any(map(is_running, processes)):
+        time.sleep(0.01)
+
+
+def is_running(process: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def test_a_full_disk_is_an_error_that_names_the_directory(small_disk, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    (small_disk / "full").write_bytes(bytes(2**20 - 4096))
+    with pytest.raises(RewardError, match=rf"cannot use {small_disk} .*No space left on device.*set TMPDIR"):
+        run_program(b"#" * 2**16, LIMITS)
+    assert os.listdir(small_disk) == ["full"]
+
+
+def test_a_missing_directory_is_an_error_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(RewardError, match=r"cannot use .*/missing .*No such file or directory.*set TMPDIR"):
+        run_program(b"", LIMITS)
+
+
+def test_too_many_open_files_are_an_error_of_the_scorer(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_program(b"", LIMITS)  # opens what stays open
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = os.dup(0)
+    os.close(last)
+    messages = []
+    for spare in range(12):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + spare, hard))
+        try:
+            assert run_program(b"f = abs", LIMITS, statements=b"assert f(-1) == 1").finished
+            messages.append("")
+        except RewardError as error:
+            messages.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    num_errors = messages.index("")
+    assert num_errors > 5
+    assert all("Too many open files" in message for message in messages[:num_errors])
+    assert not any(messages[num_errors:])
+    assert os.listdir(tmp_path) == []
