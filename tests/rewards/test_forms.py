@@ -1,8 +1,5 @@
 """Reward functions that are async, take batches or have further arguments: in processes and in the rank."""
 
-import os
-import time
-
 import pytest
 
 from hybridflow.errors import RewardError
@@ -191,13 +188,6 @@ def reads(data_source, solution_str, ground_truth, extra_info):
         return input()
     if solution_str == "child":
         return len(subprocess.run(["cat"], capture_output=True).stdout)
-    if solution_str == "left":
-        subprocess.Popen(["sleep", "77777"])
-        time.sleep(60)
-    if solution_str == "fork":
-        if os.fork() == 0:
-            return 5.0
-        time.sleep(0.1)
     if solution_str == "behind":
         if os.fork() == 0:
             time.sleep(1000)
@@ -233,37 +223,6 @@ def test_a_function_cannot_read_samples_from_stdin(odd):
     outcomes = odd("reads", num_processes=1).run(samples(["input", "child", "abc"]))
     assert [outcome.kind for outcome in outcomes] == ["raised", None, None]
     assert [outcome.result for outcome in outcomes] == [None, 0, 3]
-
-
-@pytest.mark.timeout(120)
-def test_children_of_a_function_are_killed_with_its_process(odd):
-    asked = odd("reads", timeout_s=0.5, num_processes=1)
-    asked.start()
-    group = asked._processes[0].popen.pid
-
-    def remove_timeout(number, outcome):
-        asked._timeout_s = None
-
-    outcomes = asked.call(samples(["left", "a"]), remove_timeout)
-    assert [outcome.kind for outcome in outcomes] == ["timeout", None]
-    while _is_alive(group):
-        time.sleep(0.05)
-
-
-def _is_alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_an_unexpected_answer_replaces_the_process_only(odd):
-    asked = odd("reads", num_processes=1)
-    for _ in range(2):
-        outcomes = asked.run(samples(["a", "fork", "bbb", "cc"]))
-        assert [outcome.result for outcome in outcomes if outcome.kind is None][-1] == 2
-        assert sum(outcome.kind is None for outcome in outcomes) >= 3
 
 
 @pytest.mark.timeout(120)

@@ -8,6 +8,7 @@ from hybridflow.runtime.allocator import (
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
+from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.listening import listen
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
@@ -20,9 +21,11 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
-from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
+from hybridflow.runtime.user_code import did_you_mean, require_arguments
+from hybridflow.runtime.user_import import load_user_function
 
 __all__ = [
+    "Interrupts",
     "StopRequest",
     "bound_shape_caches",
     "capture_random_state",

@@ -1,0 +1,96 @@
+"""Bounds of a parquet file, checked before its values are expanded: a file of kilobytes can hold terabytes.
+
+A page of equal values is one value and a count, and a dictionary has each text once. The file's metadata tells the
+number of values; the texts' sizes are counted without expanding them.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from hybridflow.errors import DataError
+
+MAX_ROWS = 10_000_000
+MAX_VALUES = 100_000_000
+"""Values in one column; a list has a value for each item."""
+
+MAX_BYTES = 16 * 2**30
+"""Bytes of one column, uncompressed and with each text as often as it occurs."""
+
+MAX_COLUMNS = 10_000
+
+_EXPANDING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", "DELTA_BYTE_ARRAY"}
+_SPLIT = "Split the file, or remove what is not needed."
+
+
+def require_bounded(path: Path, columns: Sequence[str]) -> None:
+    """Raise DataError if the columns of a parquet file are beyond the bounds, and what pyarrow raises."""
+    with pq.ParquetFile(path) as file:
+        metadata = file.metadata
+        if metadata.num_rows > MAX_ROWS:
+            raise DataError(f"{path}: the file has {metadata.num_rows:,} rows; at most {MAX_ROWS:,}. {_SPLIT}")
+        paths = [file.schema.column(leaf).path for leaf in range(metadata.num_columns)]
+        wanted = [leaf for leaf, name in enumerate(paths) if f"{name}.".startswith(tuple(f"{c}." for c in columns))]
+        expanding = [leaf for leaf in wanted if _require_bounded_leaf(path, file, leaf)]
+    for leaf in expanding:
+        num_bytes = 0
+        for array, name in _texts_of(path, leaf):
+            num_bytes += _expanded_bytes(array)
+            _require_bytes(path, name, num_bytes)
+
+
+def require_columns_bounded(path: Path, num_columns: int) -> None:
+    """Raise DataError for a file of more columns than MAX_COLUMNS."""
+    if num_columns > MAX_COLUMNS:
+        raise DataError(f"{path}: the file has {num_columns:,} columns; at most {MAX_COLUMNS:,}. {_SPLIT}")
+
+
+def _require_bounded_leaf(path: Path, file: pq.ParquetFile, leaf: int) -> bool:
+    """Check a leaf by the metadata; return whether its texts may expand beyond the bound."""
+    metadata, name = file.metadata, file.schema.column(leaf).path
+    chunks = [metadata.row_group(group).column(leaf) for group in range(metadata.num_row_groups)]
+    num_values = sum(chunk.num_values for chunk in chunks)
+    if num_values > MAX_VALUES:
+        raise DataError(f"{path}: column '{name}' has {num_values:,} values; at most {MAX_VALUES:,}. {_SPLIT}")
+    _require_bytes(path, name, sum(chunk.total_uncompressed_size for chunk in chunks))
+    return file.schema.column(leaf).physical_type == "BYTE_ARRAY" and any(
+        _EXPANDING & set(chunk.encodings) and chunk.num_values * chunk.total_uncompressed_size > MAX_BYTES
+        for chunk in chunks
+    )
+
+
+def _require_bytes(path: Path, name: str, num_bytes: int) -> None:
+    if num_bytes > MAX_BYTES:
+        size, most = num_bytes / 2**30, MAX_BYTES / 2**30
+        raise DataError(f"{path}: column '{name}' has {size:,.1f} GiB uncompressed; at most {most:g} GiB. {_SPLIT}")
+
+
+def _texts_of(path: Path, leaf: int) -> Iterator[tuple[pa.Array, str]]:
+    """Yield a leaf's column part by part, with its texts as indices into a dictionary, and the leaf's path."""
+    with pq.ParquetFile(path, read_dictionary=[leaf]) as file:
+        largest = max(
+            file.metadata.row_group(group).column(leaf).total_uncompressed_size
+            for group in range(file.metadata.num_row_groups)
+        )
+        # DELTA_BYTE_ARRAY is expanded while it is read: no part may exceed the bound by more than its size.
+        num_rows = max(1, min(2**16, MAX_BYTES // max(1, largest)))
+        name = file.schema.column(leaf).path
+        for batch in file.iter_batches(num_rows, columns=[name]):
+            yield batch.column(0), name
+
+
+def _expanded_bytes(array: pa.Array) -> int:
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        lengths = pc.binary_length(array.dictionary).take(array.indices)
+        return pc.sum(lengths).as_py() or 0
+    if pa.types.is_struct(kind):
+        return sum(map(_expanded_bytes, array.flatten()))
+    if pa.types.is_map(kind):
+        return _expanded_bytes(array.keys) + _expanded_bytes(array.items)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _expanded_bytes(array.flatten())
+    return array.nbytes
