@@ -57,7 +57,7 @@ class Chameleon:
 
 RAISED = [
     # name, what the function does, what the error says
-    ("KeyboardInterrupt", "raise KeyboardInterrupt", r"raised KeyboardInterrupt: +at .*mine\.py:\d+, in score"),
+    ("KeyboardInterrupt", "raise KeyboardInterrupt", r"raised KeyboardInterrupt: +at .*mine\.py:\d+, in case_0"),
     ("GeneratorExit", "raise GeneratorExit('x')", r"raised GeneratorExit: x at"),
     ("SystemExit", "sys.exit(0)", r"raised SystemExit: 0 at"),
     ("StopIteration", "raise StopIteration", r"raised (StopIteration|RuntimeError: coroutine raised StopIteration)"),
@@ -106,8 +106,8 @@ ENDED = [
     ("abort", "os.abort()", r"ended its process: killed by SIGABRT"),
     ("exec", "os.execv('/bin/true', ['true'])", r"ended its process: exit status 0"),
     ("no descriptors", "os.closerange(3, 999)", r"ended its process: exit status"),
-    ("a loop", "while True: pass", r"took longer than reward\.timeout_s=4\.0"),
-    ("a stopped process", "os.kill(os.getpid(), signal.SIGSTOP)", r"took longer than reward\.timeout_s=4\.0"),
+    ("a loop", "while True: pass", r"took longer than reward\.timeout_s=1\.0"),
+    ("a stopped process", "os.kill(os.getpid(), signal.SIGSTOP)", r"took longer than reward\.timeout_s=1\.0"),
     (
         "a stopped supervisor",
         "os.kill(os.getppid(), signal.SIGSTOP)\n    time.sleep(99)",
@@ -150,10 +150,10 @@ IMPORTED = [
 IMPORTED_ALONE = [
     ("os._exit", "import os; os._exit(5)", r"the import of reward function '.*' ended its process: exit status 5"),
     ("a crash", "import ctypes; ctypes.string_at(0)", r"ended its process: killed by SIGSEGV"),
-    ("a loop", "while True: pass", r"the import of reward function '.*mine\.py:score' took longer than 3 s, the limit"),
+    ("a loop", "while True: pass", r"the import of reward function '.*mine\.py:score' took longer than 2 s, the limit"),
     ("memory without end", "kept = []\nwhile True: kept.append(bytes(10**7))", r"mine\.py failed: MemoryError"),
     ("small memory without end", "kept = []\nwhile True: kept.append([kept])", r"MemoryError|ended its process"),
-    ("a stopped process", "import os; os.kill(os.getpid(), 19)", r"took longer than 3 s, the limit for starting"),
+    ("a stopped process", "import os; os.kill(os.getpid(), 19)", r"took longer than 2 s, the limit for starting"),
 ]
 
 
@@ -186,21 +186,36 @@ def source(body, form="def"):
     return f"{EVIL}\n{form} score(**sample):\n    {body}\n"
 
 
-def assert_fails(scorer, message):
+def assert_fails(scorer, message, solution="a"):
     with pytest.raises(RewardError) as error:
-        scorer.score(["a"], ["d"], [None])
+        scorer.score([solution], ["d"], [None])
     assert re.search(message, str(error.value)), str(error.value)[:2000]
     assert "The sample:" in str(error.value)
     assert len(str(error.value)) < 5000
 
 
-@pytest.mark.parametrize(("body", "message"), [case[1:] for case in RAISED], ids=ids(RAISED))
-@pytest.mark.parametrize("form", ["def", "async def"])
-def test_whatever_a_function_raises_or_returns_is_its_failure(file, runner, form, body, message):
-    body = body.replace("return score(**sample)", "return await score(**sample)" if "async" in form else body)
-    file.write_text(source(body, form))
-    assert_fails(RewardScorer(runner=runner()), message)
-    assert_fails(RewardScorer(f"{file}:score"), message)
+@pytest.fixture(scope="module", params=["def", "async def"])
+def scorers(request, tmp_path_factory):
+    """Return scorers that call the function of a case, in a process and in the rank, by the number in the response."""
+    form, wait = request.param, "await " if "async" in request.param else ""
+    code = [EVIL]
+    for number, (_, body, _) in enumerate(RAISED):
+        body = body.replace("return score(", f"return {wait}score(")
+        code.append(f"{form} case_{number}(**sample):\n    {body}\n")
+    code.append(f"{form} score(**sample):\n    return {wait}globals()['case_' + sample['solution_str']](**sample)\n")
+    file = tmp_path_factory.mktemp("raising") / "mine.py"
+    file.write_text("\n".join(code))
+    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=2**28)
+    yield RewardScorer(runner=runner), RewardScorer(f"{file}:score")
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(str(number), case[2]) for number, case in enumerate(RAISED)], ids=ids(RAISED)
+)
+def test_whatever_a_function_raises_or_returns_is_its_failure(scorers, number, message):
+    for scorer in scorers:
+        assert_fails(scorer, message, number)
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "GeneratorExit", "Own", "SystemExit"])
@@ -214,7 +229,7 @@ def test_whatever_a_batch_function_raises_is_its_failure(file, runner, error):
 @pytest.mark.parametrize(("body", "message"), [case[1:] for case in ENDED], ids=ids(ENDED))
 def test_a_function_that_ends_its_process_is_a_failed_sample(file, runner, body, message):
     file.write_text(source(body))
-    timeout_s = 4.0 if "timeout" in message or "tim" in message else 200.0
+    timeout_s = 1.0 if "timeout" in message or "tim" in message else 200.0
     assert_fails(RewardScorer(runner=runner(timeout_s=timeout_s)), message)
 
 
@@ -230,8 +245,8 @@ def test_a_file_that_cannot_be_imported_is_one_error(file, runner, code, message
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("code", "message"), [case[1:] for case in IMPORTED_ALONE], ids=ids(IMPORTED_ALONE))
 def test_a_file_that_ends_its_process_at_import_is_one_error(file, runner, monkeypatch, code, message):
-    if "3 s" in message:
-        monkeypatch.setattr("hybridflow.rewards.runner.START_TIMEOUT_S", 3.0)
+    if "2 s" in message:
+        monkeypatch.setattr("hybridflow.rewards.runner.START_TIMEOUT_S", 2.0)
     file.write_text(code)
     with pytest.raises(RewardError, match=message):
         runner(timeout_s=None).start()
@@ -248,7 +263,7 @@ def test_a_file_that_loops_at_import_is_one_error_in_the_rank_too(file, monkeypa
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_in_a_function_of_the_rank_is_still_an_interrupt(file, form, number):
     wait = "await asyncio.sleep(99)" if form == "async def" else "time.sleep(99)"
-    file.write_text(source(f"print('begun', file=open({str(file) + '.begun'!r}, 'w'), flush=True); {wait}", form))
+    file.write_text(source(f"os.mkdir({str(file) + '.begun'!r}); {wait}", form))
     begun = file.with_name("mine.py.begun")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     main_thread = threading.main_thread().ident

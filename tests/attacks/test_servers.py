@@ -292,7 +292,7 @@ def test_a_bad_judgement_is_one_error(server, sent, message):
 
 
 @pytest.mark.parametrize(
-    "url", ["", "x", "ftp://h/", "http://", "http://a b/", "http://h:99999/", "http://[::1", "http://h\0/", "file:///x"]
+    "url", ["", "x", "ftp://h/", "http://", "http://h:99999/", "http://[::1", "http://h\0/", "file:///x"]
 )
 def test_a_bad_address_is_one_error(server, url):
     assert re.search(r"url=.* must be an http or https address", error_of(http_reward, server, url=url))

@@ -67,9 +67,12 @@ class _Representation:
 def _result(message: Any) -> Any:
     if not isinstance(message, dict):
         raise ValueError(f"{message!r:.100} is not a result")
-    if isinstance(items := message.get("list"), list):
+    items, values = message.get("list", []), message.get("mapping", {})
+    if not isinstance(items, list) or not isinstance(values, dict):
+        raise ValueError(f"{message!r:.100} is not a result")
+    if "list" in message:
         return [_result(item) for item in items]
-    if isinstance(values := message.get("mapping"), dict):
+    if "mapping" in message:
         return {name: _value(plain) for name, plain in values.items()}
     return _value(message.get("result"))
 
