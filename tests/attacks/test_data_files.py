@@ -84,34 +84,26 @@ def repeated_text():
     return pa.DictionaryArray.from_arrays(zeros(100_000), [MEGABYTE])
 
 
-def long_prefixes(path):
-    """Write 30,000 equal texts of a megabyte, each as "the same as before"."""
-    column("prompt", lambda: pa.array(["a"]))(path)
-    writer = None
-    for _ in range(30):
-        table = pa.table({"data_source": pa.array([MEGABYTE]).take(zeros(1000))})
-        for name in ("prompt", "reward_model"):
-            table = table.append_column(name, pa.array([good_row()[name]]).take(zeros(1000)))
-        if writer is None:
-            encodings = {"data_source": "DELTA_BYTE_ARRAY"}
-            writer = pq.ParquetWriter(
-                path, table.schema, use_dictionary=False, column_encoding=encodings, compression="zstd"
-            )
-        writer.write_table(table)
-    assert writer is not None
-    writer.close()
+def nulls(count):
+    """Return a writer of a file of rows without values, which takes some kilobytes."""
+    return lambda path: pq.write_table(pa.table({key: pa.nulls(count) for key in good_row()}), path)
 
 
 def many_columns(path):
     pq.write_table(pa.table({f"c{number}": pa.array([1]) for number in range(10_001)}), path)
 
 
-def deep(path):
-    value, kind = 1, pa.int8()
-    for _ in range(200):
-        value, kind = [value], pa.list_(kind)
-    table = pa.table({key: [item] for key, item in good_row().items()})
-    pq.write_table(table.set_column(0, "prompt", pa.array([value], kind)), path)
+def deep(depth):
+    """Return a writer of a prompt that is lists in lists."""
+
+    def write(path):
+        value, kind = 1, pa.int8()
+        for _ in range(depth):
+            value, kind = [value], pa.list_(kind)
+        table = pa.table({key: [item] for key, item in good_row().items()})
+        pq.write_table(table.set_column(0, "prompt", pa.array([value], kind)), path)
+
+    return write
 
 
 def twice(path):
@@ -159,11 +151,11 @@ FILES = [
     ),
     (
         "30 million nulls",
-        column("prompt", lambda: pa.nulls(30_000_000, pa.string())),
+        nulls(30_000_000),
         DATA,
         r"has 30,000,000 rows; at ",
     ),
-    ("nine million nulls", column("prompt", lambda: pa.nulls(9_000_000)), DATA, r"row 0: column 'prompt' has no value"),
+    ("nine million nulls", nulls(9_000_000), DATA, r"row 0: column 'prompt' has no value"),
     ("100 million nulls in a row", column("prompt", nulls_in_one_list), DATA, r"has 100,000,001 values; at most 100,0"),
     ("100 GB by a dictionary", column("data_source", repeated_text), DATA, r"'data_source' has [\d.]+ GiB uncompresse"),
     (
@@ -172,15 +164,10 @@ FILES = [
         DATA,
         r"column 'prompt.list.element.content' has [\d.]+",
     ),
-    (
-        "30 GB by equal prefixes",
-        long_prefixes,
-        DATA,
-        r"column 'data_source' has [\d.]+ GiB uncompressed; at most 16 GiB",
-    ),
     ("10,001 columns", many_columns, DATA, r"the file has 10,001 columns; at most 10,000\. Split the file"),
     ("a column twice", twice, DATA, r"there are 2 columns named 'prompt'; remove all but one"),
-    ("a list of depth 200", deep, DATA, r"row 0: message 0 of 'prompt' needs a role and a content, got \[\["),
+    ("a list of depth 200", deep(200), DATA, r"not a readable parquet file \(Parquet schema too deeply nested"),
+    ("a list of depth 30", deep(30), DATA, r"row 0: message 0 of 'prompt' needs a role and a content, got \[\["),
     ("a field twice", struct_with_a_name_twice, DATA, r"a value cannot be read \(ValueError: .*duplicate field names"),
     ("a text that is not UTF-8", column("data_source", not_utf8), DATA, r"a value cannot be read \(UnicodeDecodeError"),
     (
@@ -318,6 +305,22 @@ def test_a_bad_parquet_file_is_one_error(tiny_model, tmp_path, error_of, write, 
     error = error_of(evaluate(tiny_model("llama"), file), status)
     assert re.search(message, error), error
     assert str(file) in error
+
+
+def test_texts_that_repeat_their_prefix_are_counted_before_they_are_expanded(
+    tiny_model, tmp_path, monkeypatch, error_of
+):
+    monkeypatch.setattr("hybridflow.data.parquet_bounds.MAX_BYTES", 2**29)
+    file = tmp_path / "bad.parquet"
+    table = pa.table({key: pa.array([value]).take(zeros(100)) for key, value in good_row().items()})
+    texts = pa.array([MEGABYTE]).take(zeros(100))
+    table = table.set_column(table.column_names.index("data_source"), "data_source", texts)
+    encodings = {"data_source": "DELTA_BYTE_ARRAY"}
+    with pq.ParquetWriter(file, table.schema, use_dictionary=False, column_encoding=encodings) as writer:
+        for _ in range(20):
+            writer.write_table(table)
+    error = error_of(evaluate(tiny_model("llama"), file), DATA)
+    assert re.search(r"column 'data_source' has 0\.\d GiB uncompressed; at most 0\.5 GiB", error), error
 
 
 @pytest.mark.parametrize(("make", "message"), [case[1:] for case in PATHS], ids=[case[0] for case in PATHS])

@@ -17,12 +17,14 @@ MAX_ROWS = 10_000_000
 MAX_VALUES = 100_000_000
 """Values in one column; a list has a value for each item."""
 
-MAX_BYTES = 16 * 2**30
+MAX_BYTES = 8 * 2**30
 """Bytes of one column, uncompressed and with each text as often as it occurs."""
 
 MAX_COLUMNS = 10_000
 
-_EXPANDING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", "DELTA_BYTE_ARRAY"}
+_PART_BYTES = 2**28
+_PREFIXES = "DELTA_BYTE_ARRAY"
+_EXPANDING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", _PREFIXES}
 _SPLIT = "Split the file, or remove what is not needed."
 
 
@@ -56,10 +58,10 @@ def _require_bounded_leaf(path: Path, file: pq.ParquetFile, leaf: int) -> bool:
     if num_values > MAX_VALUES:
         raise DataError(f"{path}: column '{name}' has {num_values:,} values; at most {MAX_VALUES:,}. {_SPLIT}")
     _require_bytes(path, name, sum(chunk.total_uncompressed_size for chunk in chunks))
-    return file.schema.column(leaf).physical_type == "BYTE_ARRAY" and any(
-        _EXPANDING & set(chunk.encodings) and chunk.num_values * chunk.total_uncompressed_size > MAX_BYTES
-        for chunk in chunks
+    most = sum(
+        chunk.num_values * chunk.total_uncompressed_size for chunk in chunks if _EXPANDING & set(chunk.encodings)
     )
+    return most > MAX_BYTES and file.schema.column(leaf).physical_type == "BYTE_ARRAY"
 
 
 def _require_bytes(path: Path, name: str, num_bytes: int) -> None:
@@ -69,14 +71,14 @@ def _require_bytes(path: Path, name: str, num_bytes: int) -> None:
 
 
 def _texts_of(path: Path, leaf: int) -> Iterator[tuple[pa.Array, str]]:
-    """Yield a leaf's column part by part, with its texts as indices into a dictionary, and the leaf's path."""
-    with pq.ParquetFile(path, read_dictionary=[leaf]) as file:
-        largest = max(
-            file.metadata.row_group(group).column(leaf).total_uncompressed_size
-            for group in range(file.metadata.num_row_groups)
-        )
-        # DELTA_BYTE_ARRAY is expanded while it is read: no part may exceed the bound by more than its size.
-        num_rows = max(1, min(2**16, MAX_BYTES // max(1, largest)))
+    """Yield a leaf's column part by part, and the leaf's path; texts of a dictionary are indices into it."""
+    with pq.ParquetFile(path) as file:
+        chunks = [file.metadata.row_group(group).column(leaf) for group in range(file.metadata.num_row_groups)]
+    # Texts with common prefixes are expanded while they are read; none is longer than the largest chunk.
+    has_prefixes = any(_PREFIXES in chunk.encodings for chunk in chunks)
+    largest = max(chunk.total_uncompressed_size for chunk in chunks)
+    num_rows = max(1, min(2**16, _PART_BYTES // largest)) if has_prefixes else 2**16
+    with pq.ParquetFile(path, read_dictionary=None if has_prefixes else [leaf]) as file:
         name = file.schema.column(leaf).path
         for batch in file.iter_batches(num_rows, columns=[name]):
             yield batch.column(0), name

@@ -82,7 +82,7 @@ def read_rows(
         missing = {name: None for name in optional if name not in present}
         if max_rows:
             table = table.slice(0, max_rows - len(rows))
-        for number, values in enumerate(python_rows(path, table.select(present))):
+        for number, values in enumerate(python_rows(path, table.select(present), required)):
             rows.append(Row(f"{path}: row {number}", {**missing, **values}))
         if max_rows and len(rows) == max_rows:
             break
@@ -104,8 +104,7 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
 def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
     """Return the required columns of a parquet file, and those of the optional ones that it has.
 
-    Raises DataError if the file cannot be read, exceeds the bounds of `parquet_bounds`, or lacks a required column or
-    one of its values.
+    Raises DataError if the file cannot be read, exceeds the bounds of `parquet_bounds`, or lacks a required column.
     """
     require_regular_file(path)
     _require_parquet(path, required)
@@ -118,15 +117,18 @@ def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()
         table = pq.read_table(path, columns=wanted)
     except _UNREADABLE as error:
         raise DataError(f"{path}: not a readable parquet file ({shorten_text(str(error))}).") from error
+    return table
+
+
+def python_rows(path: Path, table: pa.Table, required: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a file's table as Python values.
+
+    Raises DataError for a null in a required column, before rows are converted, and for a value that Python lacks.
+    """
     for name in required:
         if table[name].null_count:
             row = pc.index(table[name].is_null(), True).as_py()
             raise DataError(f"{path}: row {row}: column '{name}' has no value (null); give each row one.")
-    return table
-
-
-def python_rows(path: Path, table: pa.Table) -> list[dict[str, Any]]:
-    """Return the rows of a file's table as Python values; raise DataError if one has no Python value."""
     try:
         return table.to_pylist()
     except (ValueError, OverflowError, *_UNREADABLE) as error:  # such as a text that is not UTF-8

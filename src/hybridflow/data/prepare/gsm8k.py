@@ -52,8 +52,8 @@ def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if file.suffix not in (".jsonl", ".parquet"):
         raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected a .jsonl or .parquet file.")
     if file.suffix == ".parquet":
-        table = read_table(file, required=("question", "answer"))
-        for row, record in enumerate(python_rows(file, table)):
+        columns = ("question", "answer")
+        for row, record in enumerate(python_rows(file, read_table(file, columns), columns)):
             yield f"{file}: row {row}", record
         return
     yield from read_json_lines(file, "question and answer")
