@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import require_regular_file
 
 
 def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:
     """Read a JSON file. Raises CheckpointError unless it is readable and has this format and version."""
     try:
+        require_regular_file(path)
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"'{path}' is missing.") from error

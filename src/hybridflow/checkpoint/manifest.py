@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.checkpoint.json_document import read_document
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import fsync_path
+from hybridflow.runtime import fsync_path, require_regular_file
 
 MANIFEST_NAME = "checkpoint.json"
 CHECKPOINT_FORMAT = "hybridflow-checkpoint"
@@ -72,6 +72,7 @@ def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
     for name, (num_bytes, digest) in manifest.files.items():
         file = directory / name
         try:
+            require_regular_file(file)
             found_bytes = file.stat().st_size
             if found_bytes != num_bytes:
                 raise CheckpointError(

@@ -20,5 +20,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
     try:
         write_text_atomically(path, "".join(map(to_json_line, rows)))
-    except OSError as error:
-        raise DataConfigError(f"--output {path} cannot be written: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise DataConfigError(
+            f"--output {path} cannot be written: {getattr(error, 'strerror', None) or error}."
+        ) from error

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.parquet_rows import require_regular_file, shorten_text
+from hybridflow.data.parquet_rows import require_data_file, shorten_text
 from hybridflow.errors import DataError
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -17,7 +17,7 @@ def read_json_lines(file: Path, columns: str) -> Iterator[tuple[str, dict[str, A
     Raises DataError for a file that cannot be read, and for a line that is too long, is not strict JSON in UTF-8, has a
     key twice, or is not an object; `columns` names the expected keys.
     """
-    require_regular_file(file)
+    require_data_file(file)
     try:
         with open(file, "rb") as lines:
             for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), start=1):

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 
 from hybridflow.data.parquet_bounds import require_bounded, require_columns_bounded
 from hybridflow.errors import DataConfigError, DataError
+from hybridflow.runtime import require_regular_file
 
 WRITERS = {
     "response": "write_sft_file",
@@ -95,7 +94,7 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
     if first is None:
         return []
     try:
-        require_regular_file(first)
+        require_data_file(first)
         return pq.read_schema(first).names
     except (DataError, *_UNREADABLE):
         return []
@@ -106,7 +105,7 @@ def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()
 
     Raises DataError if the file cannot be read, exceeds the bounds of `parquet_bounds`, or lacks a required column.
     """
-    require_regular_file(path)
+    require_data_file(path)
     _require_parquet(path, required)
     try:
         names = pq.read_schema(path).names
@@ -137,18 +136,16 @@ def python_rows(path: Path, table: pa.Table, required: Sequence[str]) -> list[di
         ) from error
 
 
-def require_regular_file(path: Path) -> None:
+def require_data_file(path: Path) -> None:
     """Raise DataConfigError unless the path is a file with contents: not a folder, a pipe or a device."""
     try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        raise DataConfigError(f"{path}: no such file.") from None
+        require_regular_file(path)
+        is_there = path.exists()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         problem = error.strerror if isinstance(error, OSError) else error
-        raise DataConfigError(f"{shorten_text(str(path))!r}: no such file: {problem}.") from None
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, device or socket"
-        raise DataConfigError(f"{path}: is {kind}; expected a file.")
+        raise DataConfigError(f"{shorten_text(str(path))!r}: {problem}.") from None
+    if not is_there:
+        raise DataConfigError(f"{path}: no such file.")
 
 
 def _require_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime import require_regular_file, write_text_atomically
 
 NON_FINITE = "non_finite"
 
@@ -27,6 +27,7 @@ class JsonlWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
+        require_regular_file(self.path)
         _drop_torn_line(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -108,7 +109,7 @@ def _lines(path: Path) -> list[str]:
 def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not valid JSON ({error}); remove the line or the file.") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: {line[:80]!r} is not a JSON object; remove the line or the file.")

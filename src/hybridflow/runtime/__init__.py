@@ -19,6 +19,7 @@ from hybridflow.runtime.random_state import (
     unchanged_random_state,
 )
 from hybridflow.runtime.random_streams import derive_seed, uniform
+from hybridflow.runtime.regular_files import require_regular_file
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
@@ -45,6 +46,7 @@ __all__ = [
     "peak_memory_of",
     "relax_garbage_collector",
     "require_arguments",
+    "require_regular_file",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",

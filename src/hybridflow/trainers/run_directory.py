@@ -12,7 +12,7 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ConfigError, RunInUseError
 from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime import require_regular_file, write_text_atomically
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
 
 logger = get_logger(__name__)
@@ -111,8 +111,12 @@ class RunDirectory:
         """Return the starts in `run.json`: time, step, configuration, versions and hardware of each."""
         file = self.path / "run.json"
         try:
-            return json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
-        except (ValueError, KeyError, TypeError) as error:
+            require_regular_file(file)
+            starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
+            if not isinstance(starts, list):
+                raise TypeError(f"starts is a {type(starts).__name__}, not a list")
+            return starts
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"'{file}' is damaged ({error}); move it out of the directory to continue."
             ) from error
