@@ -266,7 +266,7 @@ def test_ctrl_c_in_a_function_of_the_rank_is_still_an_interrupt(file, form, numb
     file.write_text(source(f"os.mkdir({str(file) + '.begun'!r}); {wait}", form))
     begun = file.with_name("mine.py.begun")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    main_thread = threading.main_thread().ident
+    main_thread = threading.get_ident()
 
     def interrupt():
         while not begun.exists():

@@ -87,8 +87,8 @@ def _texts_of(path: Path, leaf: int) -> Iterator[tuple[pa.Array, str]]:
 def _expanded_bytes(array: pa.Array) -> int:
     kind = array.type
     if pa.types.is_dictionary(kind):
-        lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return pc.sum(lengths).as_py() or 0
+        lengths = pc.call_function("binary_length", [array.dictionary]).take(array.indices)
+        return pc.call_function("sum", [lengths]).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_expanded_bytes, array.flatten()))
     if pa.types.is_map(kind):

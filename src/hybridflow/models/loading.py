@@ -79,7 +79,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
     try:
         with quiet_transformers():
             config = read_config(path, **options)
-            is_policy = auto_class is AutoModelForCausalLM
+            is_policy = "num_labels" not in options
             require_sound_weights(path, is_tied=is_policy and is_tied(config))
             model, info = auto_class.from_pretrained(
                 Path(path),

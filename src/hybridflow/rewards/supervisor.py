@@ -39,14 +39,14 @@ def supervise() -> None:
 
 
 def _status_of(process: int) -> int:
-    """Return the exit status of the process as `os.waitpid` does, once it has exited; 0 after SIGTERM."""
+    """Return the exit status of the process as `os.waitpid` does, once it has exited; after SIGTERM, that of a process that it killed."""
     while signal.sigwait(_AWAITED) == signal.SIGCHLD:
         ended = 1
         while ended:
             ended, status = os.waitpid(-1, os.WNOHANG)
             if ended == process:
                 return status
-    return 0
+    return signal.SIGTERM
 
 
 def _kill_all_below(process: int) -> None:
