@@ -232,13 +232,13 @@ PATHS = [
     ("a folder", lambda path: path.mkdir(), r"is a directory; expected a file\.$"),
     ("a pipe", os.mkfifo, r"is a pipe, device or socket; expected a file\.$"),
     ("a device", lambda path: path.symlink_to("/dev/zero"), r"is a pipe, device or socket; expected a file\.$"),
-    ("a link to itself", make_loop, r"no such file: Too many levels of symbolic links\.$"),
+    ("a link to itself", make_loop, r"cannot be opened: Too many levels of symbolic links\.$"),
     ("a link to nothing", lambda path: path.symlink_to("absent"), r"no such file\.$"),
 ]
 
 NAMES = [
-    ("a name of 5,000 characters", "d" * 5000 + ".parquet", r"no such file: File name too long\.$"),
-    ("a file as a folder", "/dev/null/a.parquet", r"no such file: Not a directory\.$"),
+    ("a name of 5,000 characters", "d" * 5000 + ".parquet", r"cannot be opened: File name too long\.$"),
+    ("a file as a folder", "/dev/null/a.parquet", r"cannot be opened: Not a directory\.$"),
     ("an empty name", "", r"is a directory; expected a file\.$"),
     ("JSON lines", "a.jsonl", r"no such file\.$"),
 ]

@@ -244,6 +244,7 @@ NAMES = [
         (*EVERY, TRAIN, "config RUN", "graph RUN"),
         r"File name too long|there are none",
     ),
+    ("a name of 10 MB", "r" * 10**7, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there are none"),
     ("a NUL", "a\0b", (*EVERY, "config RUN", "graph RUN"), r"NUL|null|does not exist|there are none|not found"),
     ("bytes that are not UTF-8", "\udcff", (*READERS, *OPENERS, "config RUN"), r"\\udcff"),
     ("a file as a folder", "/dev/null/x", (*EVERY, TRAIN), r"Not a directory|does not exist|there are none|not found"),

@@ -143,7 +143,7 @@ def require_data_file(path: Path) -> None:
         is_there = path.exists()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         problem = error.strerror if isinstance(error, OSError) else error
-        raise DataConfigError(f"{shorten_text(str(path))!r}: {problem}.") from None
+        raise DataConfigError(f"{shorten_text(str(path))!r}: cannot be opened: {problem}.") from None
     if not is_there:
         raise DataConfigError(f"{path}: no such file.")
 

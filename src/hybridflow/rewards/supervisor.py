@@ -39,7 +39,7 @@ def supervise() -> None:
 
 
 def _status_of(process: int) -> int:
-    """Return the exit status of the process as `os.waitpid` does, once it has exited; after SIGTERM, that of a process that it killed."""
+    """Return the wait status of the process once it has exited; after SIGTERM, the status of an exit by that signal."""
     while signal.sigwait(_AWAITED) == signal.SIGCHLD:
         ended = 1
         while ended:
