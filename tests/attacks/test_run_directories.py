@@ -25,6 +25,8 @@ EXPORT = "export RUN out"
 SHORT = "trainer.total_steps=1 offline.batch_size=1"
 TRAIN = f"sft {SHORT} model.path=MODEL data.train_files=['DATA'] trainer.run_dir=RUN"
 PREPARE = "prepare multiplication --train-size 2 --test-size 1 --output-dir RUN"
+GRAPH = "graph model.path=RUN"
+DRAW = "graph --output RUN"
 OUTPUT = "generate --prompt w3 --model MODEL data.max_response_length=1 --output RUN"
 READERS = (EVALUATE, GENERATE)
 OPENERS = (CHECKPOINT, EXPORT)
@@ -97,13 +99,23 @@ CASES = [
     # name, maker of the path, commands, status, what the error says
     ("missing", lambda path: None, READERS, USAGE, NOT_A_RUN),
     ("missing", lambda path: None, OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("missing", lambda path: None, (GRAPH,), USAGE, r"is not a model directory: config\.json not found"),
     ("a file", text("x"), READERS, USAGE, NOT_A_RUN),
+    ("a file", text("x"), (GRAPH,), USAGE, r"is not a model directory: config\.json not found"),
+    ("a broken model", run_with(config__json=b"{"), (GRAPH,), FAILED, r"cannot be loaded .* not a valid JSON file"),
+    (
+        "an empty model",
+        run_with(config__json=b"{}"),
+        (GRAPH,),
+        FAILED,
+        r"cannot be loaded .* Should have a `model_type`",
+    ),
     ("a file", text("x"), OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a file", text("x"), (TRAIN,), USAGE, r"trainer\.run_dir='.*' is a file; choose a directory"),
     ("a file", text("x"), (PREPARE,), USAGE, r"train\.parquet: cannot be written: .*File exists"),
     ("empty", folder, READERS, USAGE, NOT_A_RUN),
     ("empty", folder, OPENERS, USAGE, NOT_A_CHECKPOINT),
-    ("empty", folder, (OUTPUT,), USAGE, r"--output .* cannot be written: .*is a directory; expected a file"),
+    ("empty", folder, (OUTPUT, DRAW), USAGE, r"--output .* cannot be written: .*is a directory; expected a file"),
     ("of another program", foreign, READERS, USAGE, NOT_A_RUN),
     ("of another program", foreign, OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a link to itself", lambda path: path.symlink_to(path.name), READERS, USAGE, NOT_A_RUN),
@@ -115,7 +127,7 @@ CASES = [
     (
         "a pipe",
         pipe,
-        (OUTPUT,),
+        (OUTPUT, DRAW),
         USAGE,
         r"--output .* cannot be written: .*is a pipe, device or socket; expected a file",
     ),
@@ -226,6 +238,8 @@ EVERY = (
     *OPENERS,
     PREPARE,
     OUTPUT,
+    GRAPH,
+    DRAW,
     "generate --prompt w3 --model RUN",
     "export MODEL RUN",
     "export RUN x --model RUN",
@@ -236,15 +250,20 @@ NAMES = [
         "a name of 5,000 characters",
         LONG,
         (*EVERY, TRAIN, "config RUN", "graph RUN"),
-        r"File name too long|there are none",
+        r"File name too long|there are none|not found",
     ),
     (
         "a path of 6,000 characters",
         MANY,
         (*EVERY, TRAIN, "config RUN", "graph RUN"),
-        r"File name too long|there are none",
+        r"File name too long|there are none|not found",
     ),
-    ("a name of 10 MB", "r" * 10**7, (*EVERY, TRAIN, "config RUN", "graph RUN"), r"File name too long|there are none"),
+    (
+        "a name of 10 MB",
+        "r" * 10**7,
+        (*EVERY, TRAIN, "config RUN", "graph RUN"),
+        r"File name too long|there are none|not found",
+    ),
     ("a NUL", "a\0b", (*EVERY, "config RUN", "graph RUN"), r"NUL|null|does not exist|there are none|not found"),
     ("bytes that are not UTF-8", "\udcff", (*READERS, *OPENERS, "config RUN"), r"\\udcff"),
     ("a file as a folder", "/dev/null/x", (*EVERY, TRAIN), r"Not a directory|does not exist|there are none|not found"),

@@ -4,6 +4,7 @@ Code in the directory is not executed. Dropout is off: a token's log-prob must n
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -106,7 +107,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
 
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     """Read the configuration of a model directory; `options` replace keys. Raises ModelError if it is unsupported."""
-    if not (Path(path) / "config.json").is_file():
+    if not os.path.isfile(Path(path) / "config.json"):  # False also for a name that is too long
         raise ModelConfigError(
             f"'{path}' is not a model directory: config.json not found; give a local Hugging Face directory as "
             "model.path (nothing is downloaded)."
@@ -137,9 +138,14 @@ def require_language_model(path: str | Path) -> None:
 
 def vocabulary_size(path: str | Path) -> int:
     """Return the number of entries of a model's embedding, including entries that its tokenizer does not use."""
+    return model_config(path).get_text_config().vocab_size
+
+
+def model_config(path: str | Path) -> PretrainedConfig:
+    """Return the configuration of a model directory. Raises ModelError if it cannot be read or is unsupported."""
     try:
         with quiet_transformers():
-            return read_config(path).get_text_config().vocab_size
+            return read_config(path)
     except LOADING_ERRORS as error:
         raise cannot_be_loaded(path, AutoModelForCausalLM, error) from error
 
