@@ -240,3 +240,17 @@ def test_async_objects_and_wrapped_async_functions_are_awaited(odd, file, functi
 def test_large_integers_are_kept_exactly_as_answers(odd):
     answers = [outcome.result["answer"] for outcome in odd("voted").run(samples(["big", "a"]))]
     assert answers == [10**20 + 1, 7]
+
+
+def test_a_forked_child_of_a_function_in_the_rank_does_not_go_on(tmp_path):
+    file = tmp_path / "forks.py"
+    file.write_text("""
+import os
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+    return len(solution_str)
+""")
+    assert RewardScorer(f"{file}:score").score(["a", "bb"], ["d", "d"], [None, None]).scores.tolist() == [1.0, 2.0]

@@ -48,6 +48,11 @@ ATTACKS = [
     ("nothing", frame(b""), r"wrote b'', which"),
     ("an integer of 5,000 digits", frame(b"9" * 5000), r"wrote b'9999"),
     ("deep nesting", frame(b"[" * 100_000), r"wrote b'\[\[\["),
+    (
+        "a reply of depth 900",
+        frame(b'{"number": 2, "result": ' + b"[" * 900 + b"]" * 900 + b"}"),
+        r"which is not a reply",
+    ),
     ("a list", frame([1]), r"wrote b'\[1\]', which"),
     ("an empty table", frame({}), r"sent {}, which is not a reply to a sample"),
     ("a number of text", frame({"number": "2", "result": 1.0}), r"sent {'number': '2', 'result': 1\.0}, which"),

@@ -57,10 +57,11 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 NUM_LEFT = len(KINDS) + 3  # the chain has four
 
+LATE = "took longer than reward.timeout_s=3.0"
 ENDS = [
     ("return", None, ""),
-    ("hang", "timeout", "took longer than reward.timeout_s=3.0"),
-    ("stop the supervisor", "timeout", "took longer than reward.timeout_s=3.0"),
+    pytest.param("hang", "timeout", LATE, id="hang", marks=pytest.mark.slow),
+    pytest.param("stop the supervisor", "timeout", LATE, id="stop the supervisor", marks=pytest.mark.slow),
     ("exit", "died", "ended its process: exit status 3"),
     ("kill", "died", "ended its process: killed by SIGKILL"),
     ("crash", "died", "ended its process: killed by SIGSEGV"),
@@ -112,7 +113,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("end", "kind", "problem"), ENDS, ids=[end[0] for end in ENDS])
+@pytest.mark.parametrize(("end", "kind", "problem"), ENDS)
 def test_no_process_of_a_function_stays(file, directory, end, kind, problem):
     timeout_s = 3.0 if kind == "timeout" else 200.0
     runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=timeout_s, memory_bytes=0)

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def call_here(
 
 
 def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, Any], concurrency: int) -> list[Outcome]:
+    owner = os.getpid()
     with Interrupts() as interrupts:
         if returns_awaitable(function):
             try:
@@ -42,6 +44,8 @@ def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, An
             except BaseException as error:  # a user's function may raise anything
                 interrupts.raise_if_one(error)
                 outcomes.append(_failure(error, function))
+            if os.getpid() != owner:  # a child that the function has forked must not go on as this rank
+                os._exit(0)
     return outcomes
 
 

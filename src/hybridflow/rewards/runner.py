@@ -210,7 +210,7 @@ class RewardRunner:
             raise WrongReplyError(f"sent a reply that is not expected, {shorten(message)}")
         try:
             outcome = Outcome.of_message(message)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WrongReplyError(f"sent {shorten(message)}, which is not a reply: {error}") from None
         process.numbers.remove(number)
         process.last_number = self._num_earlier + number
@@ -278,7 +278,10 @@ class RewardRunner:
 
 def shorten(message: Mapping[str, Any]) -> str:
     """Return the start of a message's text, for an error."""
-    text = repr(message)
+    try:
+        text = repr(message)
+    except RecursionError:
+        return "a message that is nested too deeply"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
