@@ -343,11 +343,15 @@ def test_a_name_that_cannot_be_opened_is_one_error(tiny_model, error_of, name, m
     assert re.search(message, error), error
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser reads every file")
+@pytest.mark.usefixtures("obeys_modes")
 def test_an_unreadable_file_is_one_error(tiny_model, tmp_path, error_of):
     rows({})(tmp_path / "secret.parquet")
-    (tmp_path / "secret.parquet").chmod(0)
+    (tmp_path / "secret.jsonl").write_bytes(GOOD_LINE)
+    for name in ("secret.parquet", "secret.jsonl"):
+        (tmp_path / name).chmod(0)
     assert "Permission denied" in error_of(evaluate(tiny_model("llama"), tmp_path / "secret.parquet"), DATA)
+    arguments = ["prepare", "gsm8k", *["--train-file", tmp_path / "secret.jsonl"], *["--test-file", "x.jsonl"]]
+    assert "secret.jsonl: cannot be read: Permission denied" in error_of(arguments, DATA)
 
 
 @pytest.mark.parametrize(("data", "message"), [case[1:] for case in LINES], ids=[case[0] for case in LINES])

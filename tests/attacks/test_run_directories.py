@@ -271,6 +271,22 @@ NAMES = [
 ]
 
 
+UNREADABLE = [
+    # name, what is unreadable, commands, what the error says
+    ("the run", ".", (*READERS, *OPENERS, TRAIN), r"Permission denied"),
+    ("its configuration", "config.toml", READERS, r"config\.toml: cannot be read: Permission denied"),
+    ("its checkpoints", "checkpoints", (*OPENERS, TRAIN), r"Permission denied: '.*checkpoints'"),
+    ("a checkpoint", "checkpoints/step_000003", (*OPENERS, TRAIN), r"Permission denied: '.*step_000003"),
+    (
+        "its manifest",
+        "checkpoints/step_000003/checkpoint.json",
+        (*OPENERS, TRAIN),
+        r"cannot be read .*Permission denied",
+    ),
+    ("its tensors", "checkpoints/step_000003/actor.safetensors", OPENERS, r"cannot be read: .*Permission denied"),
+]
+
+
 def pairs(table):
     """Return a parameter for each case and command."""
     return [
@@ -316,6 +332,21 @@ def test_a_bad_run_directory_is_one_error(error_of, tmp_path, make, command, sta
     assert re.search(message, error), error
     assert found == status
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("obeys_modes")
+@pytest.mark.parametrize(("name", "command", "message"), pairs(UNREADABLE))
+def test_an_unreadable_run_is_one_error(error_of, tmp_path, name, command, message):
+    manifest(lambda file: None)(tmp_path / "run")
+    unreadable = tmp_path / "run" / name
+    mode = unreadable.stat().st_mode
+    unreadable.chmod(0)
+    try:
+        status, error = error_of(command, str(tmp_path / "run"))
+    finally:
+        unreadable.chmod(mode)
+    assert re.search(message, error), error
+    assert status in (FAILED, USAGE)
 
 
 @pytest.mark.parametrize(("name", "command", "message"), pairs(NAMES))

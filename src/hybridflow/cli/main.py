@@ -78,8 +78,8 @@ def command() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hybridflow ARGV...` and return its exit status; `hybridflow.cli.exit_codes` has one for each error.
 
-    An error that is neither a HybridFlowError nor caused by lack of disk space or by a path that cannot exist is
-    raised, with its traceback.
+    An error that is neither a HybridFlowError nor caused by lack of disk space, by a path that cannot exist or by the
+    permissions of a file is raised, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code(error)
     except Exception as error:
         code = exit_code(error)
-        if not isinstance(error, HybridFlowError) and code is ExitCode.FAILED:
+        if not isinstance(error, HybridFlowError | PermissionError) and code is ExitCode.FAILED:
             raise
         _print_error(error)
         if code is ExitCode.AGAIN and arguments:
