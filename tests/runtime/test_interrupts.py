@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt of a signal is told from one that a user's code has raised."""
+"""A KeyboardInterrupt of a signal is distinguished from one that a user's code has raised."""
 
 import signal
 import threading
