@@ -62,3 +62,13 @@ def test_a_map_is_counted_by_its_keys_and_values(tmp_path):
     array = pa.array([[("key", TEXT)] * 51], pa.map_(pa.string(), pa.string()))
     with pytest.raises(DataError, match=r"column 'a.key_value.value' has"):
         read_rows(write(tmp_path / "a.parquet", a=array), ("a",))
+
+
+def test_too_many_columns_are_an_error_before_they_are_all_read(tmp_path, monkeypatch):
+    file = write(tmp_path / "a.parquet", **{f"c{number}": [1] for number in range(30)})
+    monkeypatch.setattr(parquet_bounds, "MAX_COLUMNS", 29)
+    with pytest.raises(DataError, match=r"the file has 30 columns; at most 29\. Split the file"):
+        read_rows(file, ("c0",))
+    monkeypatch.setattr(parquet_bounds, "_MAX_LIST", 30)
+    with pytest.raises(DataError, match=r"not a readable parquet file \(.*Exceeded size limit"):
+        read_rows(file, ("c0",))

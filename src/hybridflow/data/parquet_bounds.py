@@ -22,6 +22,9 @@ MAX_BYTES = 8 * 2**30
 
 MAX_COLUMNS = 10_000
 
+_MAX_LIST = 100_000
+"""Entries of a list in the metadata, such as columns or row groups, which are all read when a file is opened."""
+
 _PART_BYTES = 2**28
 _PREFIXES = "DELTA_BYTE_ARRAY"
 _EXPANDING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", _PREFIXES}
@@ -44,10 +47,13 @@ def require_bounded(path: Path, columns: Sequence[str]) -> None:
             _require_bytes(path, name, num_bytes)
 
 
-def require_columns_bounded(path: Path, num_columns: int) -> None:
-    """Raise DataError for a file of more columns than MAX_COLUMNS."""
-    if num_columns > MAX_COLUMNS:
-        raise DataError(f"{path}: the file has {num_columns:,} columns; at most {MAX_COLUMNS:,}. {_SPLIT}")
+def column_names(path: Path) -> list[str]:
+    """Return the names of a file's columns. Raises DataError for more than MAX_COLUMNS, and what pyarrow raises."""
+    with pq.ParquetFile(path, thrift_container_size_limit=_MAX_LIST) as file:
+        names = file.schema_arrow.names
+    if len(names) > MAX_COLUMNS:
+        raise DataError(f"{path}: the file has {len(names):,} columns; at most {MAX_COLUMNS:,}. {_SPLIT}")
+    return names
 
 
 def _require_bounded_leaf(path: Path, file: pq.ParquetFile, leaf: int) -> bool:

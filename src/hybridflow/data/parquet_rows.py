@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybridflow.data.parquet_bounds import require_bounded, require_columns_bounded
+from hybridflow.data.parquet_bounds import column_names, require_bounded
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import require_regular_file
 
@@ -95,7 +95,7 @@ def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
         return []
     try:
         require_data_file(first)
-        return pq.read_schema(first).names
+        return column_names(first)
     except (DataError, *_UNREADABLE):
         return []
 
@@ -108,8 +108,7 @@ def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()
     require_data_file(path)
     _require_parquet(path, required)
     try:
-        names = pq.read_schema(path).names
-        require_columns_bounded(path, len(names))
+        names = column_names(path)
         _require_columns(path, names, required)
         wanted = [name for name in dict.fromkeys((*required, *optional)) if name in names]
         require_bounded(path, wanted)
