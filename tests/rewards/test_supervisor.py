@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.rewards import RewardRunner
+from hybridflow.rewards import RewardRunner, supervisor
 
 KINDS = ("child", "session", "double fork", "chain", "stopped")
 FUNCTIONS = """
@@ -141,6 +141,16 @@ runner.run([(0, {sample(directory, "hang")!r})])
             time.sleep(0.05)
         run.send_signal(number)
     assert_gone(directory)
+
+
+def test_children_are_found_without_the_file_of_children():
+    with subprocess.Popen(["sleep", "1000"]) as first, subprocess.Popen(["sleep", "1000"]) as second:
+        found = supervisor._children_by_parent(os.getpid())
+        assert {first.pid, second.pid} <= set(found)
+        assert set(found) == set(supervisor._children_of(os.getpid()))
+        assert supervisor._children_by_parent(first.pid) == []
+        first.kill()
+        second.kill()
 
 
 HOPPING = """

@@ -83,11 +83,25 @@ def _stop_all_below(stopped: set[int]) -> bool:
 
 
 def _children_of(process: int) -> list[int]:
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # some kernels lack it
+        return _children_by_parent(process)
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it has exited, or there is no /proc
+    with contextlib.suppress(OSError):  # it has exited
         for thread in os.listdir(f"/proc/{process}/task"):
             with open(f"/proc/{process}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
+    return children
+
+
+def _children_by_parent(process: int) -> list[int]:
+    """Return the processes whose parent is this one; none without /proc."""
+    children: list[int] = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError):
+            if name.isdigit():
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = file.read().rpartition(b")")[2].split()[1]
+                children += [int(name)] * (int(parent) == process)
     return children
 
 
