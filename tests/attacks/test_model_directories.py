@@ -14,13 +14,15 @@ from hybridflow.data import load_tokenizer
 from hybridflow.data.chat_prompts import PromptEncoder
 from hybridflow.errors import DataError, HybridFlowError, ModelError
 from hybridflow.models import load_causal_lm, load_value_model
-from hybridflow.models.sharded_loading import StoredModel
+from hybridflow.models.parameters import replace_parameters
+from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, load_shards
 from hybridflow.trainers.preconditions import require_files
 
 pytestmark = pytest.mark.slow
 
 NAN, INFINITY = float("nan"), float("inf")
 GENERATION = "generation_config.json"
+LAYER = "model.layers.0"
 
 
 @pytest.fixture
@@ -45,12 +47,38 @@ def text(content, name="config.json"):
 
 
 def weight(name, change):
-    """Return a damage that changes one weight."""
+    """Return a damage that changes one weight by a function, or adds a weight."""
 
     def damage(directory):
         weights = load_file(directory / "model.safetensors")
-        weights[name] = change(weights[name])
+        weights[name] = change if isinstance(change, torch.Tensor) else change(weights[name])
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def spoil(tensor, value):
+    """Return a copy, one of whose numbers is another value."""
+    tensor = tensor.clone()
+    tensor.view(-1)[3] = value
+    return tensor
+
+
+def shards(second_copy=None, **index):
+    """Return a damage that stores the weights in two files, in both of which one weight may be."""
+
+    def damage(directory):
+        weights = load_file(directory / "model.safetensors")
+        (directory / "model.safetensors").unlink()
+        names = sorted(weights)
+        parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+        for file, listed in parts.items():
+            contents = {name: weights[name] for name in listed}
+            if second_copy:
+                contents[second_copy] = weights[second_copy] * (2 if file.startswith("b") else 1)
+            save_file(contents, directory / file, metadata={"format": "pt"})
+        listed = {"weight_map": {name: file for file, part in parts.items() for name in part}, "metadata": {}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(listed | index))
 
     return damage
 
@@ -71,6 +99,12 @@ def pipe(name):
 
 
 ROPE = {"rope_type": "default", "rope_theta": NAN}
+
+
+def rope(**changes):
+    return config(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0} | changes)
+
+
 CONFIGS = [
     ("not JSON", text("{"), "not a valid JSON file"),
     ("a list", text("[]"), "expected a table, got list"),
@@ -98,6 +132,73 @@ CONFIGS = [
     ("infinity for epsilon", config(rms_norm_eps=INFINITY), r"rms_norm_eps=inf is not a finite number"),
     ("another width than the weights", config(intermediate_size=64), r"has shape .* in the weights, but .* by config"),
     ("more layers than the weights", config(num_hidden_layers=3), r"the weights lack model\.layers\.2"),
+    ("fewer layers than the weights", config(num_hidden_layers=1), r"the weights have model\.layers\.1\.input_layer"),
+    ("heads that do not divide the width", config(num_attention_heads=3), r"not a multiple of the number of attention"),
+    ("key-value heads that do not divide the heads", config(num_key_value_heads=3), r"k_proj\.weight has shape"),
+    ("an odd head", config(head_dim=7), r"even rotary dimension"),
+    (
+        "a rotary base of 0",
+        rope(rope_theta=0),
+        r"rope_parameters\.rope_theta=0 is out of range: expected a number above",
+    ),
+    ("a negative rotary base", rope(rope_theta=-1.0), r"rope_theta=-1\.0 is out of range: expected a number above 0"),
+    ("a rotary base of text", rope(rope_theta="x"), r"cannot be loaded"),
+    ("an unknown rotary type", rope(rope_type="evil"), r"cannot be loaded .* 'evil'"),
+    (
+        "a rotary factor of 0",
+        rope(rope_type="linear", factor=0.0),
+        r"factor=0\.0 is out of range: expected a number above",
+    ),
+    ("rotary parameters of a list", config(rope_parameters=[1]), r"'rope_parameters' with value \[1\]"),
+    ("a negative epsilon", config(rms_norm_eps=-1.0), r"rms_norm_eps=-1\.0 is out of range: expected 0 or more"),
+    ("an epsilon of text", config(rms_norm_eps="x"), r"'rms_norm_eps' expected float, got str"),
+    ("an unknown activation", config(hidden_act="evil"), r"cannot be loaded .* 'evil'"),
+    ("no position", config(max_position_embeddings=0), r"max_position_embeddings=0 is out of range: expected 1 to"),
+    ("negative positions", config(max_position_embeddings=-1), r"max_position_embeddings=-1 is out of range"),
+    (
+        "a padding token beyond the vocabulary",
+        config(pad_token_id=40),
+        r"pad_token_id=40 is not in the vocabulary of 40",
+    ),
+    ("a negative padding token", config(pad_token_id=-41), r"pad_token_id=-41 is not in the vocabulary of 40"),
+    ("an unknown dtype", config(dtype="evil"), r"dtype='evil' is not a floating-point type"),
+    ("a dtype of integers", config(torch_dtype="int8"), r"torch_dtype='int8' is not a floating-point type"),
+    ("a dtype of a number", config(dtype=3), r"dtype=3 is not a floating-point type"),
+    ("true for layers", config(num_hidden_layers=True), r"'num_hidden_layers' expected int, got bool"),
+    ("null for a width", config(hidden_size=None), r"'hidden_size' expected int, got NoneType"),
+    (
+        "layer types for one layer",
+        config(layer_types=["full_attention"]),
+        r"must be equal to the number of `layer_types`",
+    ),
+    ("a dropout of text", config(attention_dropout="x"), r"'attention_dropout' with value 'x'"),
+    ("deep nesting", text("[" * 100_000), r"maximum recursion depth exceeded"),
+    ("an integer of 5,000 digits", text('{"vocab_size": ' + "9" * 5000 + "}"), r"Exceeds the limit"),
+    ("an integer of 1,000 digits", config(rope_theta=10**1000), r"rope_theta=1000+ is not a finite number"),
+    ("a byte order mark", text("\ufeff{}"), r"not a valid JSON file"),
+    ("a pipe", pipe("config.json"), r"config\.json not found"),
+    (
+        "a bias that the model lacks",
+        weight(f"{LAYER}.self_attn.q_proj.bias", torch.ones(32)),
+        r"have .*q_proj\.bias, wh",
+    ),
+    (
+        "NaN",
+        weight("model.norm.weight", lambda w: w * NAN),
+        r"model\.norm\.weight has NaN or infinity as torch\.float32",
+    ),
+    (
+        "one NaN",
+        weight(f"{LAYER}.mlp.up_proj.weight", lambda w: spoil(w, NAN)),
+        r"up_proj\.weight has NaN or infinity as",
+    ),
+    ("one infinity", weight("model.norm.weight", lambda w: spoil(w, -INFINITY)), r"norm\.weight has NaN or infinity"),
+    (
+        "beyond float32",
+        weight("model.norm.weight", lambda w: w.double() * 1e300),
+        r"norm\.weight has NaN or infinity as",
+    ),
+    ("no numbers", weight("model.norm.weight", lambda w: w[:0]), r"norm\.weight has shape \(0,\) in the weights"),
     (
         "transposed",
         weight("model.layers.0.mlp.up_proj.weight", lambda w: w.T.contiguous()),
@@ -106,6 +207,12 @@ CONFIGS = [
 ]
 
 WEIGHTS = [
+    ("a weight in two files", shards("model.norm.weight"), r"norm\.weight is in a\.safetensors and in b\.safetensors"),
+    (
+        "only a pickle",
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        r"no file named model\.safe",
+    ),
     ("empty", text("", "model.safetensors"), "deserializing header"),
     ("text", text("x" * 5000, "model.safetensors"), "deserializing header"),
     ("a pipe", pipe("model.safetensors"), r"model\.safetensors is not a regular file"),
@@ -123,10 +230,12 @@ WEIGHTS = [
     ("an empty index", index({"weight_map": {}}), r"has no weight_map"),
     ("an index without a map", index({}), r"has no weight_map"),
     ("an index that is a list", index([]), r"has no weight_map"),
+    ("an index of deep nesting", index("[" * 100_000), r"maximum recursion depth"),
     ("an index that is not JSON", index("{"), r"cannot be"),
     ("an index of a missing file", index({"weight_map": {"a": "absent.safetensors"}}), r"absent\.safetensors"),
 ]
 
+CODE = '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}, "tokenizer_class": "Evil"}'
 TOKENS = [
     (
         "a stop token beyond the vocabulary",
@@ -134,6 +243,31 @@ TOKENS = [
         r"stop token 1000000 .* not in the model's",
     ),
     ("a negative stop token", text('{"eos_token_id": [1, -1]}', GENERATION), r"stop token -1"),
+    ("stop tokens that are not JSON", text("{", GENERATION), r"generation_config\.json: cannot be read as JSON"),
+    (
+        "stop tokens of deep nesting",
+        text("[" * 100_000, GENERATION),
+        r"generation_config\.json: cannot be read as JSON",
+    ),
+    ("stop tokens that are a list", text("[]", GENERATION), r"generation_config\.json: expected a table, got list"),
+    ("no model type", lambda d: (d / "config.json").write_text("{}"), r"cannot be loaded .* should have a .model_type"),
+    ("a tokenizer that is not JSON", text("{", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \(Expecting"),
+    ("an empty tokenizer", text("", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \(Expecting value"),
+    ("a tokenizer of null", text("null", "tokenizer.json"), r"tokenizer='.*' cannot be loaded \('NoneType' object"),
+    (
+        "a tokenizer of deep nesting",
+        text("[" * 100_000, "tokenizer.json"),
+        r"cannot be loaded \(maximum recursion depth",
+    ),
+    ("a pipe for a tokenizer", pipe("tokenizer.json"), r"tokenizer='.*' cannot be loaded"),
+    ("a tokenizer's settings that are a list", text("[]", "tokenizer_config.json"), r"tokenizer='.*' cannot be loaded"),
+    ("a pipe for a tokenizer's settings", pipe("tokenizer_config.json"), r"has no EOS token"),
+    (
+        "a tokenizer with code",
+        text(CODE, "tokenizer_config.json"),
+        r"it needs code of its directory, which hybridflow do",
+    ),
+    ("no tokenizer", lambda d: (d / "tokenizer.json").unlink(), r"has no tokenizer: expected tokenizer\.json"),
     ("a stop token of text", text('{"eos_token_id": "</s>"}', GENERATION), r"must be a number or a list"),
     ("a smaller vocabulary than the tokenizer's", config(vocab_size=8), r"token '.*' of id \d+, but the model has a"),
 ]
@@ -143,7 +277,7 @@ def cases(table):
     return pytest.mark.parametrize(("damage", "message"), [c[1:] for c in table], ids=[c[0] for c in table])
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model, lambda directory: load_shards_of(directory)])
 @cases(CONFIGS)
 def test_a_bad_config_is_a_model_error(directory, load, damage, message):
     damage(directory)
@@ -164,8 +298,32 @@ def test_bad_weights_are_a_model_error(directory, load, damage, message):
 @cases(TOKENS)
 def test_tokens_that_the_model_lacks_are_an_error(directory, damage, message):
     damage(directory)
-    with pytest.raises(HybridFlowError, match=message):
+    with pytest.raises(HybridFlowError, match="(?is)" + message) as error:
         require_files(load_config(None, [f"model.path={directory}"]))
+    assert "trust_remote_code" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_that_differs_from_its_embedding_is_an_error(directory):
+    config(tie_word_embeddings=True)(directory)
+    for load in (load_causal_lm, load_shards_of):
+        with pytest.raises(
+            ModelError, match=r"lm_head\.weight differs from the embedding, but config\.json has tie_word"
+        ):
+            load(directory)
+    load_value_model(directory)
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    weight("lm_head.weight", embedding.clone())(directory)
+    for load in (load_causal_lm, load_shards_of):
+        assert torch.equal(load(directory).get_parameter("model.embed_tokens.weight"), embedding)
+
+
+def load_shards_of(directory):
+    """Load the policy parameter by parameter, as each rank of a sharded model does."""
+    model = build_with_placeholders(directory, "policy", torch.float32, torch.device("cpu"))
+    replace_parameters(model, lambda _, parameter: torch.nn.Parameter(torch.empty(parameter.shape)))
+    load_shards(model, directory)
+    return model
 
 
 LOOPS = (

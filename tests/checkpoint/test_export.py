@@ -186,10 +186,10 @@ def test_error_names_weights_that_do_not_fit(tmp_path):
     ("config", "message"),
     [
         (None, r"is not a model directory: config\.json not found"),
-        ("{", "cannot be built as a causal language model"),
-        ('{"model_type": "unheard_of"}', "cannot be built as a causal language model"),
-        ('{"auto_map": {"AutoConfig": "modeling_evil.Config"}, "model_type": "evil"}', "cannot be built as a causal"),
-        ('{"model_type": "vit"}', "cannot be built as a causal language model"),
+        ("{", "cannot be loaded as a CausalLM model: It looks like the config file"),
+        ('{"model_type": "unheard_of"}', "model_type='unheard_of' is unknown to the installed transformers"),
+        ('{"auto_map": {"AutoConfig": "modeling_evil.Config"}, "model_type": "evil"}', "model_type='evil' is unknown"),
+        ('{"model_type": "vit"}', "cannot be loaded as a CausalLM model: Unrecognized configuration class"),
     ],
 )
 def test_directory_without_causal_model_is_an_error(tmp_path, config, message):

@@ -91,6 +91,11 @@ def test_an_unexpected_error_is_a_failed_run():
     assert exit_code(KeyboardInterrupt()) is ExitCode.INTERRUPTED
 
 
+@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.ELOOP])
+def test_a_path_that_cannot_exist_is_a_usage_error(number):
+    assert exit_code(OSError(number, os.strerror(number), "a" * 5000)) is ExitCode.USAGE
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_lack_of_space_is_found_in_the_chain_of_causes(number):
     full = OSError(number, os.strerror(number))

@@ -82,7 +82,7 @@ def test_malformed_file_is_an_error_with_file_and_line(tmp_path):
     assert "'question' must be a text, got 3" in refused(tmp_path, "type.jsonl", b'{"question": 3, "answer": "#### 1"}')
     assert "must end in '#### number'" in refused(tmp_path, "mark.jsonl", b'{"question": "a", "answer": "72"}')
     assert "must end in '#### number'" in refused(tmp_path, "word.jsonl", b'{"question": "a", "answer": "#### many"}')
-    assert "cannot be read" in refused(tmp_path, "bytes.jsonl", b"\xff\xfe")
+    assert "line 1: byte 0 is not UTF-8" in refused(tmp_path, "bytes.jsonl", b"\xff\xfe")
     assert "not a readable parquet file" in refused(tmp_path, "cut.parquet", b"PAR1 and no more")
 
 

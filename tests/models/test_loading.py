@@ -165,10 +165,20 @@ def test_critic_cannot_be_loaded_as_policy(tiny_model, tmp_path):
         load_causal_lm(tmp_path)
 
 
-def test_unused_weights_are_logged(directory, caplog):
-    edit_config(directory, num_hidden_layers=1)
+def test_unused_weights_outside_the_layers_are_logged(directory, caplog):
+    weights = load_file(directory / "model.safetensors")
+    names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.weight")
+    save_file(weights | {name: torch.ones(4) for name in names}, directory / "model.safetensors", {"format": "pt"})
     load_causal_lm(directory)
-    assert "are not part of its config.json's model: model.layers.1.input_layernorm.weight" in caplog.text
+    assert "has weights that are not part of its config.json's model: mtp.weight\n" in caplog.text
+
+
+def test_unused_weights_of_a_layer_are_an_error(directory):
+    edit_config(directory, num_hidden_layers=1)
+    with pytest.raises(
+        ModelError, match=r"the weights have model\.layers\.1\.input_layernorm\.weight, .* and 6 more, wh"
+    ):
+        load_causal_lm(directory)
 
 
 def test_code_in_directory_is_not_executed(directory):

@@ -179,8 +179,9 @@ def test_a_process_killed_between_calls_is_replaced_silently(runner):
     idle = runner("environment", num_processes=1)
     (before,) = idle.run(samples(["x"]))
     pid = int(before.result["score"])
+    supervisor = idle._processes[0].popen.pid
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, supervisor, os.WEXITED | os.WNOWAIT)
     (after,) = idle.run(samples(["x"]))
     assert after.kind is None
     assert after.result["score"] != before.result["score"]
@@ -217,7 +218,9 @@ def test_a_function_that_cannot_be_loaded_is_an_error_at_the_start(file, name, m
 
 def test_a_file_that_exits_on_import_is_an_error_at_the_start(tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(7)\n")
-    with pytest.raises(RewardError, match="exited at once: exit status 7"):
+    with pytest.raises(
+        RewardError, match=r"the import of reward function '.*dies\.py:score' ended its process: exit status 7\."
+    ):
         RewardRunner(f"{tmp_path}/dies.py:score", num_processes=1, timeout_s=100.0, memory_bytes=0).start()
 
 

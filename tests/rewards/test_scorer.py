@@ -66,7 +66,7 @@ def test_a_function_gets_copies_of_its_arguments():
 
 
 BAD_RESULTS = [
-    None, float("nan"), float("inf"), "1.0", [1.0], [1.0, 2.0], np.array([1.0]), torch.tensor(1.0), 1j, 1e39, 10**400,
+    None, float("nan"), float("inf"), "1.0", [1.0], [1.0, 2.0], np.array([1.0]), torch.ones(2), 1j, 1e39, 10**400,
     {},    {"score": None}, {"score": "1"}, {"score": float("nan")}, {"score": 1.0, "length": float("nan")},
 ]  # fmt: skip
 
@@ -83,6 +83,16 @@ def test_an_invalid_score_stops_and_shows_the_sample_and_the_value(value):
     for part in ("data_source: 'mine'", "prompt: 'what is 7?'", "solution: 'because 7'", "ground_truth: {'target': 7}"):
         assert part in message
     assert RewardScorer(my_reward, on_error="zero").score(["s"], ["x"], ["1"]).num_errors == 1
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, np.float32(1), np.bool_(True), torch.tensor(1.0), {"score": np.int64(1)}]
+)
+def test_a_number_of_any_type_is_a_score(value):
+    def reward(**row):
+        return value
+
+    assert RewardScorer(reward).score(["s"], ["x"], ["1"]).scores.tolist() == [1.0]
 
 
 def test_an_exception_stops_and_shows_the_sample():

@@ -37,6 +37,17 @@ def test_new_file_has_the_default_mode_of_open(tmp_path):
     assert (tmp_path / "written").stat().st_mode == (tmp_path / "opened").stat().st_mode
 
 
+def test_a_pipe_and_a_folder_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("pipe")  # a device is treated as a pipe, and must not be at risk here
+    for name in ("pipe", "folder", "link"):
+        with pytest.raises(OSError, match=r"is a (pipe, device or socket|directory); expected a file"):
+            write_text_atomically(tmp_path / name, "new")
+    assert names(tmp_path) == ["folder", "link", "pipe"]
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
 def test_text_is_utf8_with_unchanged_line_ends(tmp_path):
     write_text_atomically(tmp_path / "a.txt", "é\r\n\n")
     assert (tmp_path / "a.txt").read_bytes() == b"\xc3\xa9\r\n\n"

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from hybridflow.runtime import open_plain_file, require_plain_file
+from hybridflow.runtime import open_plain_file, require_plain_file, require_regular_file
 
 
 def make(path, kind):
@@ -50,3 +50,19 @@ def test_regular_file_is_read_and_missing_file_is_allowed(tmp_path):
     require_plain_file(tmp_path / "missing")
     with pytest.raises(FileNotFoundError):
         open_plain_file(tmp_path / "missing")
+
+
+def test_a_file_a_link_to_one_and_nothing_are_accepted(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link", "absent"):
+        require_regular_file(tmp_path / name)
+
+
+def test_a_pipe_a_device_and_a_folder_are_errors(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(OSError, match="is a pipe, device or socket; expected a file"):
+            require_regular_file(path)
+    with pytest.raises(IsADirectoryError, match="is a directory; expected a file"):
+        require_regular_file(tmp_path)

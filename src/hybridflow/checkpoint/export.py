@@ -22,7 +22,7 @@ from hybridflow.checkpoint.partial_directory import partial_directory, remove_le
 from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.checkpoint.weights import stored_weights
-from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError, ModelError
+from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -157,12 +157,15 @@ class _Model:
         from transformers.initialization import no_init_weights
 
         from hybridflow.models import parameters_on_meta
+        from hybridflow.models.loading import LOADING_ERRORS, cannot_be_loaded
+        from hybridflow.models.model_files import require_sound_config
 
         if not (directory / "config.json").is_file():
             raise ModelConfigError(
                 f"'{directory}' is not a model directory: config.json not found; give the directory that training "
                 "started from."
             )
+        require_sound_config(directory)
         auto_class: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
         try:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
@@ -171,9 +174,8 @@ class _Model:
                 config.pad_token_id = _pad_token_id(directory)  # a classifier finds the last token by it
             with no_init_weights(), parameters_on_meta():
                 model = auto_class.from_config(config, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            kind = "sequence classifier" if is_reward_model else "causal language model"
-            raise ModelError(f"'{directory}' cannot be built as a {kind}: {error}") from error
+        except LOADING_ERRORS as error:
+            raise cannot_be_loaded(directory, auto_class, error) from error
         model.tie_weights()
         config.architectures = [type(model).__name__]
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

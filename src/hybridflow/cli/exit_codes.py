@@ -55,15 +55,19 @@ CODES: dict[type[BaseException], ExitCode] = {
     KeyboardInterrupt: ExitCode.INTERRUPTED,
     Exception: ExitCode.FAILED,
 }
-"""Exit status by error class; the most derived class counts. Errors for lack of disk space are always AGAIN."""
+"""Exit status by error class; the most derived class counts. Errors for lack of disk space are always AGAIN, and those
+of a path that cannot exist are USAGE."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def exit_code(error: BaseException) -> ExitCode:
     """Return the exit status for an error that ends a command."""
     if any(_is_for_lack_of_space(cause) for cause in _causes(error)):
         return ExitCode.AGAIN
+    if isinstance(error, OSError) and error.errno in _NO_PATH:
+        return ExitCode.USAGE
     return next(CODES[cls] for cls in type(error).__mro__ if cls in CODES)
 
 

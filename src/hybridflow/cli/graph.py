@@ -8,6 +8,7 @@ sent to workers, columns that it reads are fetched from them.
 import argparse
 from pathlib import Path
 
+from hybridflow.cli.output_file import write_output
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
 
@@ -24,13 +25,12 @@ def run(args: argparse.Namespace) -> int:
     """Print or write the drawing."""
     config = config_of(args)
     from hybridflow.observability import dataflow_edges, draw_dot, draw_mermaid, draw_text
-    from hybridflow.runtime import write_text_atomically
     from hybridflow.trainers import placement_notes, run_on_placeholders
 
     draw = {"text": draw_text, "mermaid": draw_mermaid, "dot": draw_dot}[args.format]
     drawing = draw(dataflow_edges(run_on_placeholders(config)), placement_notes(config))
     if args.output:
-        write_text_atomically(args.output, drawing)
+        write_output(args.output, drawing)
     else:
         print(drawing, end="")
     return 0

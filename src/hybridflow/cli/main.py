@@ -22,6 +22,9 @@ from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
 from hybridflow.cli.sigterm import sigterm_interrupts
 from hybridflow.errors import HybridFlowError, WorkerError
 
+MAX_LINE_CHARS = 2000
+"""Characters of a line of an error."""
+
 
 class Command(NamedTuple):
     """Module, help text and example of a command."""
@@ -75,7 +78,8 @@ def command() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hybridflow ARGV...` and return its exit status; `hybridflow.cli.exit_codes` has one for each error.
 
-    An error that is neither a HybridFlowError nor caused by lack of disk space is raised, with its traceback.
+    An error that is neither a HybridFlowError nor caused by lack of disk space, by a path that cannot exist or by the
+    permissions of a file is raised, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -91,12 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code(error)
     except Exception as error:
         code = exit_code(error)
-        if not isinstance(error, HybridFlowError) and code is ExitCode.FAILED:
+        if not isinstance(error, HybridFlowError | PermissionError) and code is ExitCode.FAILED:
             raise
         _print_error(error)
         if code is ExitCode.AGAIN and arguments:
             _print_how_to_go_on(arguments)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and code is ExitCode.AGAIN:
             _discard_output()  # Python would try to write it again at exit
         return code
 
@@ -104,11 +108,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_error(error: Exception) -> None:
     if isinstance(error, WorkerError) and error.__cause__ is not None:
         traceback.print_exception(error.__cause__)  # an unexpected error of a worker needs its traceback
-    print(f"error: {error}", file=sys.stderr)
+    text = f"error: {error}".encode(errors="backslashreplace").decode()  # names of files may not be UTF-8
+    print("\n".join(map(_shortened, text.split("\n"))), file=sys.stderr)
     if os.environ.get("HYBRIDFLOW_LOGGING_LEVEL", "").lower() == "debug":
         from hybridflow.observability.log import get_logger
 
         get_logger(__name__).debug("where it was raised:", exc_info=error)
+
+
+def _shortened(line: str) -> str:
+    """Return a line without its middle if it is too long, for example by the name of a file."""
+    half = MAX_LINE_CHARS // 2
+    return line if len(line) <= MAX_LINE_CHARS else f"{line[:half]} ... {line[-half:]}"
 
 
 def _print_how_to_go_on(arguments: list[str]) -> None:

@@ -48,8 +48,11 @@ def absolute_paths(config_file: Path) -> list[str]:
 def _start_directory(run: Path) -> Path | None:
     """Return the working directory of the newest start that is in run.json; None if it is not recorded or is gone."""
     try:
-        directory = Path(json.loads((run / "run.json").read_text(encoding="utf-8"))["starts"][-1]["directory"])
-    except (OSError, ValueError, LookupError, TypeError):
+        file = run / "run.json"
+        if not file.is_file():  # a pipe would be waited for
+            return None
+        directory = Path(json.loads(file.read_text(encoding="utf-8"))["starts"][-1]["directory"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return directory if directory.is_dir() else None
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from hybridflow.data.parquet_bounds import column_names, require_bounded
 from hybridflow.errors import DataConfigError, DataError
+from hybridflow.runtime import require_regular_file
 
 WRITERS = {
     "response": "write_sft_file",
@@ -19,6 +22,11 @@ WRITERS = {
     "prompt": "write_prompt_file",
 }
 """Required column -> function of hybridflow.data that writes a file with it; the first match counts."""
+
+_MAX_FIRST_LINE = 2**20
+
+_UNREADABLE = (pa.ArrowException, OSError, MemoryError)
+"""What pyarrow raises for a file that is damaged, encrypted, of another format or unreadable."""
 
 # Columns in which data sets keep images, audio and video, which are not supported in prompts.
 _MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
@@ -65,7 +73,7 @@ def read_rows(
         raise DataConfigError("no data files were given; name at least one parquet file.")
     rows: list[Row] = []
     for path in paths:
-        table = read_table(path, required)
+        table = read_table(path, required, (*optional, *_MEDIA_COLUMNS))
         if table.num_rows == 0:
             raise DataError(f"{path}: the file has no rows.")
         _reject_media(path, table)
@@ -73,7 +81,7 @@ def read_rows(
         missing = {name: None for name in optional if name not in present}
         if max_rows:
             table = table.slice(0, max_rows - len(rows))
-        for number, values in enumerate(table.select(present).to_pylist()):
+        for number, values in enumerate(python_rows(path, table.select(present), required)):
             rows.append(Row(f"{path}: row {number}", {**missing, **values}))
         if max_rows and len(rows) == max_rows:
             break
@@ -83,27 +91,71 @@ def read_rows(
 def columns_of(files: str | Path | Sequence[str | Path]) -> list[str]:
     """Return the columns of the first file; none if it cannot be read, for which `read_rows` raises the error."""
     first = Path(files) if isinstance(files, str | Path) else next(map(Path, files), None)
+    if first is None:
+        return []
     try:
-        return pq.read_schema(first).names if first is not None and first.is_file() else []
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError):
+        require_data_file(first)
+        return column_names(first)
+    except (DataError, *_UNREADABLE):
         return []
 
 
-def read_table(path: Path, required: Sequence[str]) -> pa.Table:
-    """Return the table of a parquet file; raise DataError if it cannot be read or lacks a required column."""
-    if not path.is_file():
-        raise DataConfigError(f"{path}: no such file.")
+def read_table(path: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
+    """Return the required columns of a parquet file, and those of the optional ones that it has.
+
+    Raises DataError if the file cannot be read, exceeds the bounds of `parquet_bounds`, or lacks a required column.
+    """
+    require_data_file(path)
     _require_parquet(path, required)
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file ({error}).") from error
-    missing = [name for name in required if name not in table.column_names]
-    if missing:
-        found = ", ".join(table.column_names) or "no columns"
-        how = _how_to_prepare(path, table.column_names, required)
-        raise DataError(f"{path}: column '{missing[0]}' is missing; the file has {found}. {how}".rstrip())
+        names = column_names(path)
+        _require_columns(path, names, required)
+        wanted = [name for name in dict.fromkeys((*required, *optional)) if name in names]
+        require_bounded(path, wanted)
+        table = pq.read_table(path, columns=wanted)
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: not a readable parquet file ({shorten_text(str(error))}).") from error
     return table
+
+
+def python_rows(path: Path, table: pa.Table, required: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of a file's table as Python values.
+
+    Raises DataError for a null in a required column, before rows are converted, and for a value that Python lacks.
+    """
+    for name in required:
+        if table[name].null_count:
+            row = pc.index(table[name].is_null(), True).as_py()
+            raise DataError(f"{path}: row {row}: column '{name}' has no value (null); give each row one.")
+    try:
+        return table.to_pylist()
+    except (ValueError, OverflowError, *_UNREADABLE) as error:  # such as a text that is not UTF-8
+        raise DataError(
+            f"{path}: a value cannot be read ({type(error).__name__}: {shorten_text(str(error))})."
+        ) from error
+
+
+def require_data_file(path: Path) -> None:
+    """Raise DataConfigError unless the path is a file with contents: not a folder, a pipe or a device."""
+    try:
+        require_regular_file(path)
+        is_there = path.exists()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise DataConfigError(f"{shorten_text(str(path))!r}: cannot be opened: {problem}.") from None
+    if not is_there:
+        raise DataConfigError(f"{path}: no such file.")
+
+
+def _require_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> None:
+    missing = [name for name in required if name not in names]
+    if missing:
+        found = shorten_text(", ".join(names)) or "no columns"
+        how = _how_to_prepare(path, names, required)
+        raise DataError(f"{path}: column '{missing[0]}' is missing; the file has {found}. {how}".rstrip())
+    double = [name for name in required if names.count(name) > 1]
+    if double:
+        raise DataError(f"{path}: there are {names.count(double[0])} columns named '{double[0]}'; remove all but one.")
 
 
 def _require_parquet(path: Path, required: Sequence[str]) -> None:
@@ -111,8 +163,9 @@ def _require_parquet(path: Path, required: Sequence[str]) -> None:
     if path.suffix not in (".jsonl", ".json"):
         return
     columns = _columns_of_json_lines(path)
+    found = shorten_text(", ".join(columns))
     raise DataConfigError(
-        f"{path}: is a {path.suffix} file{' with the columns ' + ', '.join(columns) if columns else ''}; expected a "
+        f"{path}: is a {path.suffix} file{' with the columns ' + found if columns else ''}; expected a "
         f"parquet file with the columns {', '.join(required)}. {_how_to_prepare(path, columns, required)}"
     )
 
@@ -121,8 +174,8 @@ def _columns_of_json_lines(path: Path) -> list[str]:
     """Return the keys of the first line; none if it is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError):
+            first = json.loads(file.readline(_MAX_FIRST_LINE))
+    except (OSError, ValueError, RecursionError):
         return []
     return list(first) if isinstance(first, dict) else []
 
@@ -142,6 +195,12 @@ def shorten(value: Any, max_chars: int = 120) -> str:
     """Return the repr of a value, cut to `max_chars` characters."""
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
+def shorten_text(text: str, max_chars: int = 200) -> str:
+    """Return a text as one line, cut to `max_chars` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= max_chars else f"{line[:max_chars]}..."
 
 
 def _reject_media(path: Path, table: pa.Table) -> None:

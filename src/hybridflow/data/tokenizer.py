@@ -33,8 +33,11 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a malformed tokenizer.json
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its directory, which hybridflow does not run"
         raise DataError(
-            f"tokenizer='{path}' cannot be loaded ({error}); expected tokenizer.json and tokenizer_config.json. "
+            f"tokenizer='{path}' cannot be loaded ({reason}); expected tokenizer.json and tokenizer_config.json. "
             f"Tokenizers that need custom code are not supported."
         ) from error
     eos_token_id(tokenizer, str(path))
@@ -91,9 +94,11 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path 
 def _read_eos_ids(file: Path) -> list[int]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: cannot be read as JSON ({error}).") from error
-    value = settings.get("eos_token_id") if isinstance(settings, dict) else settings
+    if not isinstance(settings, dict):
+        raise DataError(f"{file}: expected a table, got {type(settings).__name__}; copy the file again.")
+    value = settings.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
         raise DataError(f"{file}: eos_token_id must be a number or a list of numbers, got {value!r}.")

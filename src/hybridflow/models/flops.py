@@ -37,10 +37,13 @@ class DecoderShape:
 
 
 def decoder_shape(model_path: str | Path, *, has_lm_head: bool = True) -> DecoderShape | None:
-    """Read the sizes from a model directory; None if its configuration lacks them."""
-    from transformers import AutoConfig
+    """Read the sizes from a model directory; None if its configuration lacks them.
 
-    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+    Raises ModelError if the configuration cannot be read or is unsupported.
+    """
+    from hybridflow.models.loading import model_config
+
+    config = model_config(model_path)
     try:
         return DecoderShape(
             num_layers=config.num_hidden_layers,

@@ -4,6 +4,8 @@ Code in the directory is not executed. Dropout is off: a token's log-prob must n
 """
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,11 +26,13 @@ from transformers.utils import logging as transformers_logging
 
 from hybridflow.errors import ModelConfigError, ModelError
 from hybridflow.models.attention import ATTENTION
-from hybridflow.models.model_files import require_float_weights, require_sound_config
+from hybridflow.models.model_files import require_finite, require_sound_config, require_sound_weights
 from hybridflow.models.support import USE_INSTEAD, require_planned_attention, require_supported_config
 from hybridflow.observability import get_logger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+_OF_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
 HEADS = ("lm_head.", "score.")
 """Prefixes of the heads' parameters: `lm_head.` of a policy, `score.` of a critic."""
@@ -37,7 +41,10 @@ VALUE_HEAD = "score."
 VALUE_MODEL = {"num_labels": 1, "classifier_dropout": 0.0}
 """Configuration keys of a critic besides those of its body."""
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
+LOADING_ERRORS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
 """Errors that transformers and safetensors raise for directories that they cannot read."""
 
 logger = get_logger(__name__)
@@ -73,7 +80,8 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
     try:
         with quiet_transformers():
             config = read_config(path, **options)
-            require_float_weights(path)
+            is_policy = "num_labels" not in options
+            require_sound_weights(path, is_tied=is_policy and is_tied(config))
             model, info = auto_class.from_pretrained(
                 Path(path),
                 config=config,
@@ -88,7 +96,10 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
         raise cannot_be_loaded(path, auto_class, error) from error
     for name, stored, wanted in info["mismatched_keys"]:
         require_shape(path, name, stored, wanted)
-    warn_of_ignored(path, info["unexpected_keys"])
+    require_no_ignored_layer(path, info["unexpected_keys"])
+    for name, parameter in model.named_parameters():
+        if name not in info["missing_keys"]:
+            require_finite(path, name, parameter)
     require_planned_attention(model)
     turn_off_dropout(model)
     return model.eval(), set(info["missing_keys"])
@@ -96,7 +107,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
 
 def read_config(path: str | Path, **options: object) -> PretrainedConfig:
     """Read the configuration of a model directory; `options` replace keys. Raises ModelError if it is unsupported."""
-    if not (Path(path) / "config.json").is_file():
+    if not os.path.isfile(Path(path) / "config.json"):  # False also for a name that is too long
         raise ModelConfigError(
             f"'{path}' is not a model directory: config.json not found; give a local Hugging Face directory as "
             "model.path (nothing is downloaded)."
@@ -116,7 +127,7 @@ def require_language_model(path: str | Path) -> None:
     if not file.is_file():
         return
     require_sound_config(path)
-    with suppress(ValueError):  # `read_config` reports it
+    with suppress(ValueError, RecursionError):  # `read_config` reports it
         architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
         if str(architectures[0]).endswith("Classification"):
             raise ModelError(
@@ -127,14 +138,29 @@ def require_language_model(path: str | Path) -> None:
 
 def vocabulary_size(path: str | Path) -> int:
     """Return the number of entries of a model's embedding, including entries that its tokenizer does not use."""
-    with quiet_transformers():
-        return read_config(path).get_text_config().vocab_size
+    return model_config(path).get_text_config().vocab_size
+
+
+def model_config(path: str | Path) -> PretrainedConfig:
+    """Return the configuration of a model directory. Raises ModelError if it cannot be read or is unsupported."""
+    try:
+        with quiet_transformers():
+            return read_config(path)
+    except LOADING_ERRORS as error:
+        raise cannot_be_loaded(path, AutoModelForCausalLM, error) from error
+
+
+def is_tied(config: PretrainedConfig) -> bool:
+    """Return whether the head of a language model is its embedding."""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
 def cannot_be_loaded(path: str | Path, auto_class: Any, error: Exception) -> ModelError:
     """Return the ModelError for an error of transformers or safetensors."""
     kind = auto_class.__name__.removeprefix("AutoModelFor")
     reason = "its attention is not supported" if str(error) == repr(ATTENTION) else " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        reason = "it needs code of its directory, which hybridflow does not run"
     return ModelError(
         f"'{path}' cannot be loaded as a {kind} model: {reason[:300].rstrip('.')}. The directory must hold the "
         "config.json of a supported model and its whole weights as model.safetensors (or shards with their index); "
@@ -160,9 +186,20 @@ def require_complete(path: str | Path, missing: Iterable[str]) -> None:
         )
 
 
-def warn_of_ignored(path: str | Path, names: Iterable[str]) -> None:
-    """Log the stored weights that the model does not have, except heads: a critic ignores a policy's head."""
-    if ignored := sorted(name for name in names if not name.startswith(HEADS)):
+def require_no_ignored_layer(path: str | Path, names: Iterable[str], ignorable: Iterable[str] = ()) -> None:
+    """Raise ModelError if stored weights of layers are not part of the model: without them it is another model.
+
+    Other ignored weights are logged, except heads: a critic ignores a policy's head. `ignorable` are patterns of names
+    that the model's code ignores on purpose, and frequencies of rotary embeddings are computed anew.
+    """
+    patterns = [*ignorable, r"inv_freq$"]
+    ignored = sorted(n for n in names if not n.startswith(HEADS) and not any(re.search(p, n) for p in patterns))
+    if layers := [name for name in ignored if _OF_LAYER.search(name)]:
+        raise ModelError(
+            f"'{path}': the weights have {_listed(layers)}, which the model of config.json does not have; without them "
+            "it would be another model, copy both again."
+        )
+    if ignored:
         logger.warning("'%s' has weights that are not part of its config.json's model: %s", path, _listed(ignored))
 
 

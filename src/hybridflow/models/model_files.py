@@ -1,11 +1,12 @@
 """Checks of the files of a model directory before any library reads them: what a file says is not yet trusted."""
 
 import json
-import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -16,13 +17,15 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Stored dtypes that are weights; integers are those of a quantized model, whose scales are elsewhere."""
 
-LARGEST = {"num_hidden_layers": 10_000, "vocab_size": 10_000_000}
+LARGEST = {"num_hidden_layers": 10_000, "vocab_size": 10_000_000, "max_position_embeddings": 1_000_000_000}
 """The largest number of a key of config.json, beyond which building the model would take all memory."""
 LARGEST_OTHER = 1_000_000
 SIZES = (
     *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
+POSITIVE = ("rope_theta", "factor")
+NOT_NEGATIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
 
 def require_sound_config(path: str | Path) -> None:
@@ -32,7 +35,7 @@ def require_sound_config(path: str | Path) -> None:
     """
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     problem = next(_problems(config), None)
     if problem:
@@ -49,19 +52,36 @@ def _problems(config: Any) -> Iterator[str]:
     kind = config.get("model_type")
     if kind is not None and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
         yield f"model_type={kind!r} is unknown to the installed transformers, which has no code for this model"
-    if "quantization_config" in config:
+    if config.get("quantization_config"):
         yield "the model is quantized (quantization_config), and cannot be trained; use the original weights"
     for key in SIZES:
         value, largest = config.get(key), LARGEST.get(key, LARGEST_OTHER)
         if isinstance(value, int) and not 0 < value <= largest:
             yield f"{key}={value} is out of range: expected 1 to {largest:,}"
     for name, value in _numbers(config, ""):
-        if not math.isfinite(value):
-            yield f"{name}={value} is not a finite number"
+        leaf = name.rpartition(".")[2]
+        if not abs(value) <= sys.float_info.max:
+            yield f"{name}={str(value)[:40]} is not a finite number"
+        elif leaf in POSITIVE and value <= 0:
+            yield f"{name}={value} is out of range: expected a number above 0"
+        elif leaf in NOT_NEGATIVE and value < 0:
+            yield f"{name}={value} is out of range: expected 0 or more"
+    pad, entries = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(pad, int) and isinstance(entries, int) and not -entries <= pad < entries:
+        yield f"pad_token_id={pad} is not in the vocabulary of {entries}"
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.get(key)
+        if dtype is not None and not _is_float_type(dtype):
+            yield f"{key}={dtype!r:.100} is not a floating-point type, such as 'bfloat16'"
 
 
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    if isinstance(value, float):
+def _is_float_type(name: Any) -> bool:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    return isinstance(found, torch.dtype) and found.is_floating_point
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, int | float) and not isinstance(value, bool):
         yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -95,16 +115,46 @@ def _listed(directory: Path) -> list[str]:
     return sorted(set(listed.values()))
 
 
-def require_float_weights(path: str | Path) -> None:
-    """Raise ModelError for a weight that is not stored as a floating-point number, and ValueError as `weight_files`.
+def require_sound_weights(path: str | Path, *, is_tied: bool) -> None:
+    """Raise ModelError for weights that would load as those of another model, and ValueError as `weight_files`.
 
-    Cast to float, integers would load as the weights of another model.
+    Those are integers, which would be cast to float; a weight in two files, of which one would be ignored; and with
+    `is_tied` a head that differs from the embedding, which would replace it.
     """
+    file_of: dict[str, Path] = {}
     for file in weight_files(path):
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118
+                if name in file_of:
+                    raise ModelError(
+                        f"'{path}': {name} is in {file_of[name].name} and in {file.name}; the files are of different "
+                        "models, copy them again."
+                    )
+                file_of[name] = file
                 if (dtype := stored.get_slice(name).get_dtype()) not in FLOATS:
                     raise ModelError(
                         f"'{path}': {name} in {file.name} is stored as {dtype}, not as one of {', '.join(FLOATS)}: the "
                         "model is quantized or damaged; use the original weights."
                     )
+    ends = [[name for name in file_of if name.endswith(end)] for end in ("embed_tokens.weight", "lm_head.weight")]
+    if is_tied and all(len(names) == 1 for names in ends):
+        embedding, head = (_read(file_of[name], name) for (name,) in ends)
+        if not torch.equal(embedding, head):
+            raise ModelError(
+                f"'{path}': lm_head.weight differs from the embedding, but config.json has tie_word_embeddings=true, "
+                "by which the head is the embedding; set it to false, or copy both files again."
+            )
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as stored:
+        return stored.get_tensor(name)
+
+
+def require_finite(path: str | Path, name: str, weight: torch.Tensor) -> None:
+    """Raise ModelError if a loaded weight has a NaN or an infinity."""
+    if weight.numel() and not torch.isfinite(torch.stack(weight.detach().aminmax())).all():
+        raise ModelError(
+            f"'{path}': {name} has NaN or infinity as {weight.dtype}; the file is damaged or holds numbers beyond that "
+            "type, copy it again or set model.dtype."
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -21,16 +21,17 @@ from hybridflow.models.loading import (
     VALUE_HEAD,
     VALUE_MODEL,
     cannot_be_loaded,
+    is_tied,
     quiet_transformers,
     read_config,
     require_complete,
     require_language_model,
+    require_no_ignored_layer,
     require_shape,
     turn_off_dropout,
-    warn_of_ignored,
 )
 from hybridflow.models.lora import is_adapter, plain_name
-from hybridflow.models.model_files import INDEX, SINGLE, require_float_weights, weight_files
+from hybridflow.models.model_files import INDEX, SINGLE, require_finite, require_sound_weights, weight_files
 from hybridflow.models.parameters import local, part_like, replace_parameters
 
 Head = Literal["policy", "value"]
@@ -83,7 +84,8 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
     A value head that is not stored becomes zero. Raises ModelError if files or weights are missing, damaged or have a
     wrong shape.
     """
-    with StoredModel(path) as stored:
+    has_tied_head = model.get_output_embeddings() is not None and is_tied(model.config)
+    with StoredModel(path, is_tied=has_tied_head) as stored:
         parameters = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
         wanted = {name: stored.name_of(plain_name(name)) for name in parameters}
         require_complete(path, (n for n, found in wanted.items() if found is None and not n.startswith(VALUE_HEAD)))
@@ -94,23 +96,25 @@ def load_shards(model: PreTrainedModel, path: str | Path) -> None:
                 continue
             require_shape(path, name, stored.shape(found), parameter.shape)
             whole = stored.read(found).to(parameter.dtype)
+            require_finite(path, name, whole)
             local(parameter).copy_(part_like(whole, parameter))
         tied = {stored.name_of(name) for name in model.state_dict(keep_vars=True)}
-        warn_of_ignored(path, set(stored.names) - set(wanted.values()) - tied)
+        ignored = set(stored.names) - {name for name in wanted.values() if name} - {name for name in tied if name}
+        require_no_ignored_layer(path, ignored, model._keys_to_ignore_on_load_unexpected or ())
 
 
 class StoredModel:
     """The tensors of a model directory by their stored names, read one at a time."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, is_tied: bool = False) -> None:
         self.path, self._open = Path(path), ExitStack()
         self._files: dict[str, Any] = {}
         try:
-            require_float_weights(path)
+            require_sound_weights(path, is_tied=is_tied)
             for file_path in weight_files(path):
                 file: Any = self._open.enter_context(safe_open(file_path, framework="pt"))
                 self._files |= dict.fromkeys(file.keys(), file)
-        except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        except LOADING_ERRORS as error:
             self._open.close()
             raise ModelError(
                 f"'{path}': the weights cannot be read: {' '.join(str(error).split())}. The directory must hold "

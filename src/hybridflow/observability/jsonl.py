@@ -110,7 +110,7 @@ def _lines(path: Path) -> list[str]:
 def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not valid JSON ({error}); remove the line or the file.") from error
     if not isinstance(row, dict):
         raise DataError(f"{path}, line {number}: {line[:80]!r} is not a JSON object; remove the line or the file.")

@@ -1,7 +1,6 @@
 """Process of reward_process.py and the non-blocking exchange of frames with it; knows nothing of samples."""
 
 import json
-import os
 import pickle
 import selectors
 import signal
@@ -13,13 +12,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hybridflow.rewards.reward_process import LENGTH
+from hybridflow.rewards.reward_process import HEAD, MARK, MAX_REPLY_BYTES
 
 PROGRAM = Path(__file__).with_name("reward_process.py")
 
+KILL_TIMEOUT_S = 60.0
+"""Seconds that a supervisor may take to end its processes before it is killed itself."""
+
+_SHOWN_BYTES = 40
+
+
+class WrongReplyError(Exception):
+    """Bytes on the connection that are not a reply of reward_process.py."""
+
 
 class FramedProcess:
-    """A process in a separate session; `kill` ends it together with the processes that it has started."""
+    """A supervised process in a separate session; `kill` ends it with all processes that it has started."""
 
     def __init__(self, settings: str) -> None:
         self.connection, theirs = socket.socketpair()
@@ -41,7 +49,7 @@ class FramedProcess:
     def put(self, value: Any) -> None:
         """Append a frame with the pickled value to the send buffer."""
         contents = pickle.dumps(value)
-        self._to_send += LENGTH.pack(len(contents)) + contents
+        self._to_send += HEAD.pack(MARK, len(contents)) + contents
 
     def send(self) -> None:
         """Send as much of the buffer as the connection accepts."""
@@ -58,21 +66,36 @@ class FramedProcess:
         return bool(chunk)
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield and remove the complete messages in the receive buffer."""
-        while len(self._received) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
+        """Yield and remove the complete messages in the receive buffer; raise WrongReplyError for other bytes."""
+        while self._received:
+            if not self._received.startswith(MARK[: len(self._received)]):
+                raise _wrong_reply(self._received)
+            if len(self._received) < HEAD.size:
                 return
-            contents = bytes(self._received[LENGTH.size : end])
-            del self._received[:end]
-            yield json.loads(contents)
+            _, length = HEAD.unpack_from(self._received)
+            if length > MAX_REPLY_BYTES:
+                raise _wrong_reply(self._received)
+            if len(self._received) < HEAD.size + length:
+                return
+            contents = bytes(self._received[HEAD.size : HEAD.size + length])
+            del self._received[: HEAD.size + length]
+            try:
+                message = json.loads(contents)
+            except (ValueError, RecursionError):
+                raise _wrong_reply(contents) from None
+            if not isinstance(message, dict):
+                raise _wrong_reply(contents)
+            yield message
 
     def kill(self) -> None:
-        """Kill the process and its process group."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.kill()
-        self.popen.wait()
+        """Kill the process and all processes that it has started."""
+        self.popen.terminate()
+        self.popen.send_signal(signal.SIGCONT)  # the function may have stopped its supervisor
+        try:
+            self.popen.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
         self.connection.close()
 
     def end(self) -> str:
@@ -81,3 +104,9 @@ class FramedProcess:
         if status is not None and status < 0:
             return f"killed by {signal.Signals(-status).name}"
         return f"exit status {status}"
+
+
+def _wrong_reply(contents: bytes | bytearray) -> WrongReplyError:
+    return WrongReplyError(
+        f"wrote {bytes(contents[:_SHOWN_BYTES])!r}, which is not a reply, to its connection to the run"
+    )

@@ -3,13 +3,15 @@
 import asyncio
 import copy
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.rewards.batches import as_batch, split
 from hybridflow.rewards.outcome import Outcome
-from hybridflow.rewards.reward_process import described, returns_awaitable, takes_batches
+from hybridflow.rewards.reward_process import as_message, described, returns_awaitable, takes_batches
 from hybridflow.rewards.table import RewardFunction
+from hybridflow.runtime import Interrupts
 
 Samples = Sequence[Mapping[str, Any]]
 
@@ -17,29 +19,38 @@ Samples = Sequence[Mapping[str, Any]]
 def call_here(
     function: RewardFunction, samples: Samples, kwargs: Mapping[str, Any], concurrency: int = 32
 ) -> list[Outcome]:
-    """Return the outcome of each sample, in order; an `async` function runs up to `concurrency` samples at a time."""
+    """Return the outcome of each sample, in order; an `async` function runs up to `concurrency` samples at a time.
+
+    Anything that the function raises is its failure, except the KeyboardInterrupt of a signal to this process.
+    """
     if samples and takes_batches(function):
         return split(_call_each(function, [as_batch(samples)], kwargs, 1)[0], len(samples))
     return _call_each(function, samples, kwargs, concurrency)
 
 
 def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, Any], concurrency: int) -> list[Outcome]:
-    if returns_awaitable(function):
-        try:
-            return asyncio.run(_call_concurrently(function, calls, kwargs, concurrency))
-        except SystemExit as error:  # raised in a task that a call left behind; the call is unknown
-            return [_failure(error, function)] * len(calls)
-    outcomes = []
-    for arguments in calls:
-        try:
-            outcomes.append(Outcome(function(**copy.deepcopy(dict(arguments)), **kwargs)))
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
-            outcomes.append(_failure(error, function))
+    owner = os.getpid()
+    with Interrupts() as interrupts:
+        if returns_awaitable(function):
+            try:
+                return asyncio.run(_call_concurrently(function, calls, kwargs, concurrency, interrupts))
+            except (SystemExit, KeyboardInterrupt) as error:  # raised in a task that a call left behind
+                interrupts.raise_if_one(error)
+                return [_failure(error, function)] * len(calls)  # the call is unknown
+        outcomes = []
+        for arguments in calls:
+            try:
+                outcomes.append(_outcome(function(**copy.deepcopy(dict(arguments)), **kwargs)))
+            except BaseException as error:  # a user's function may raise anything
+                interrupts.raise_if_one(error)
+                outcomes.append(_failure(error, function))
+            if os.getpid() != owner:  # a child that the function has forked must not go on as this rank
+                os._exit(0)
     return outcomes
 
 
 async def _call_concurrently(
-    function: Any, calls: Samples, kwargs: Mapping[str, Any], concurrency: int
+    function: Any, calls: Samples, kwargs: Mapping[str, Any], concurrency: int, interrupts: Interrupts
 ) -> list[Outcome]:
     slots = asyncio.Semaphore(concurrency)
 
@@ -47,11 +58,17 @@ async def _call_concurrently(
         async with slots:
             try:
                 result = function(**copy.deepcopy(dict(arguments)), **kwargs)
-                return Outcome(await result if inspect.isawaitable(result) else result)
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                return _outcome(await result if inspect.isawaitable(result) else result)
+            except BaseException as error:
+                interrupts.raise_if_one(error)
                 return _failure(error, function)
 
     return await asyncio.gather(*(call(arguments) for arguments in calls))
+
+
+def _outcome(result: Any) -> Outcome:
+    """Return the result as a reward process would send it: plain values, on which no method of the user is called."""
+    return Outcome.of_message(as_message(result))
 
 
 def _failure(error: BaseException, function: RewardFunction) -> Outcome:

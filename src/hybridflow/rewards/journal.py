@@ -63,7 +63,9 @@ class RewardJournal:
         others = [path for path in self._sizes if path != own and _step_of(path) == step]
         for path in [own, *others]:
             # Rows are written in the order of the answers; equal calls are matched in the order of the calls.
-            for _, key, outcome in sorted(_read(path, self._sizes.get(path, 0)), key=lambda row: row[0]):
+            # Of several rows of a call the last counts: the earlier ones were withdrawn.
+            rows = {(number, key): outcome for number, key, outcome in _read(path, self._sizes.get(path, 0))}
+            for (_, key), outcome in sorted(rows.items(), key=lambda row: row[0]):
                 known[key].append(outcome)
         try:
             self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process

@@ -147,8 +147,11 @@ def _fill_in(template: str, values: dict[str, Any]) -> str:
 
 @cache
 def _read_prompt(path: str) -> str:
+    file = Path(path).expanduser()
     try:
-        return Path(path).expanduser().read_text("utf-8")
+        if file.exists() and not file.is_file():
+            raise OSError("it is not a file")
+        return file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise RewardError(f"prompt_file={path!r} cannot be read: {error}. Expected a text file in UTF-8.") from error
 

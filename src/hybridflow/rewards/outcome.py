@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hybridflow.rewards.reward_process import as_message
 
@@ -21,8 +21,13 @@ class Outcome:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> "Outcome":
-        """Build the outcome from the message of a reward process."""
-        return cls(_result(message), message.get("kind"), message.get("error", ""))
+        """Build the outcome from the message of a reward process; raise ValueError for another message."""
+        kind, problem = message.get("kind"), message.get("error", "")
+        if kind not in (None, *get_args(FailureKind)):
+            raise ValueError(f"kind={kind!r:.100} is not one of {', '.join(get_args(FailureKind))}")
+        if not isinstance(problem, str):
+            raise ValueError(f"error={problem!r:.100} is not a text")
+        return cls(_result(message), kind, problem)
 
     def to_message(self) -> dict[str, Any]:
         """Return a JSON-compatible message that `of_message` reads."""
@@ -59,12 +64,22 @@ class _Representation:
         return self._text
 
 
-def _result(message: Mapping[str, Any]) -> Any:
-    def value(plain: Any) -> Any:
-        return _Representation(plain["shown"]) if isinstance(plain, Mapping) else plain
-
+def _result(message: Any) -> Any:
+    if not isinstance(message, dict):
+        raise ValueError(f"{message!r:.100} is not a result")
+    items, values = message.get("list", []), message.get("mapping", {})
+    if not isinstance(items, list) or not isinstance(values, dict):
+        raise ValueError(f"{message!r:.100} is not a result")
     if "list" in message:
-        return [_result(item) for item in message["list"]]
+        return [_result(item) for item in items]
     if "mapping" in message:
-        return {name: value(plain) for name, plain in message["mapping"].items()}
-    return value(message.get("result"))
+        return {name: _value(plain) for name, plain in values.items()}
+    return _value(message.get("result"))
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, dict) and isinstance(plain.get("shown"), str):
+        return _Representation(plain["shown"])
+    if isinstance(plain, dict | list):
+        raise ValueError(f"{plain!r:.100} is not a value")
+    return plain

@@ -1,15 +1,14 @@
 """Entry point of a reward process: reads samples from stdin, calls the user's reward function, writes results.
 
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. A function that
-hangs, allocates too much memory or crashes affects this process only. A frame is a length of 4 bytes and its contents:
-pickles of (number, seed, arguments) as input, JSON with the number as output, because the run must not unpickle what a
-user's function produced.
+hangs, allocates too much memory or crashes affects this process only; supervisor.py, beside this file, ends what it has
+started. A frame is a mark, a length of 8 bytes and its contents: pickles of (number, seed, arguments) as input, JSON
+with the number as output, because the run must not unpickle what a user's function produced.
 """
 
 import asyncio
 import contextlib
 import copy
-import ctypes
 import hashlib
 import importlib.util
 import inspect
@@ -28,7 +27,11 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-LENGTH = struct.Struct("<I")
+HEAD = struct.Struct("<4sQ")
+MARK = b"hfr\x00"
+"""Begins every frame, so that bytes which a function has written to the connection are not taken for a reply."""
+
+MAX_REPLY_BYTES = 2**28
 WHAT = "reward function"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -41,10 +44,9 @@ class NotLoaded(Exception):
 def main() -> None:
     """Load the function that the settings in the first argument name, and answer samples until stdin ends."""
     settings = json.loads(sys.argv[1])
-    with contextlib.suppress(OSError, AttributeError):  # not supported: the end of stdin ends this process
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
-    replies, samples = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+    module_of(os.path.join(os.path.dirname(__file__), "supervisor.py")).supervise()
+    replies, samples = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # the function must not write replies or read samples
     with open(os.devnull, "rb") as empty:
         os.dup2(empty.fileno(), 0)
@@ -58,32 +60,57 @@ def main() -> None:
     sys.path.append(os.getcwd())
     try:
         function = load(settings["function"], settings["loader"], settings["kwargs"])
-    except NotLoaded as error:
-        send(replies, {"not_loaded": str(error)})
+        is_async = returns_awaitable(function)
+        kind = {"is_async": is_async, "takes_batches": takes_batches(function), "source": source_of(function)}
+    except BaseException as error:  # a user's object may fail in any of its methods
+        problem = f"{WHAT} '{settings['function']}' cannot be loaded: {described(error, None)}"
+        replies.send({"not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
         return
-    is_async = returns_awaitable(function)
-    kind = {"is_async": is_async, "takes_batches": takes_batches(function), "source": source_of(function)}
-    send(replies, {"ready": True, **kind})
+    replies.send({"ready": True, **kind})
     if is_async:
         with contextlib.suppress(BrokenPipeError):  # the run was killed
             asyncio.run(serve(function, samples, replies, settings))
         return
     while (sample := receive(samples)) is not None:
         number, seed, arguments = sample
-        send(replies, {**result_of(function, seed, arguments, settings["kwargs"]), "number": number})
+        replies.send({**result_of(function, seed, arguments, settings["kwargs"]), "number": number})
+
+
+class Replies:
+    """The connection on which this process replies. A child that the function has forked exits instead of replying."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._owner = stream, os.getpid()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write the message as a frame of JSON; in place of one that is too large, write a failure."""
+        if os.getpid() != self._owner:
+            os._exit(0)
+        contents = json.dumps(message).encode()
+        if len(contents) > MAX_REPLY_BYTES:
+            problem = f"ValueError: the result has {len(contents)} bytes as JSON, more than {MAX_REPLY_BYTES}"
+            contents = json.dumps({"error": problem, "kind": "raised", "number": message.get("number")}).encode()
+        self._stream.write(HEAD.pack(MARK, len(contents)) + contents)
+        self._stream.flush()
 
 
 def load(name: str, loader_file: str, kwargs: Mapping[str, Any]) -> Any:
     """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`."""
-    spec = importlib.util.spec_from_file_location("user_code", loader_file)
-    assert spec is not None
-    assert spec.loader is not None
-    loader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loader)
+    loader = module_of(loader_file)
     function = loader.load_user_function(name, WHAT, NotLoaded)
     arguments = BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS
     loader.require_arguments(function, name, WHAT, (*arguments, *kwargs), NotLoaded)
     return function
+
+
+def module_of(file: str) -> Any:
+    """Return the module of a file of hybridflow, outside the package and `sys.modules`."""
+    spec = importlib.util.spec_from_file_location(os.path.basename(file).removesuffix(".py"), file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def returns_awaitable(function: Any) -> bool:
@@ -117,7 +144,7 @@ def file_of(function: Any) -> str:
     return ""
 
 
-async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: Mapping[str, Any]) -> None:
+async def serve(function: Any, incoming: BinaryIO, replies: Replies, settings: Mapping[str, Any]) -> None:
     """Answer samples as they arrive, concurrently; the sender decides how many at a time."""
     loop, samples = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
@@ -133,12 +160,12 @@ async def serve(function: Any, incoming: BinaryIO, replies: BinaryIO, settings: 
             async with limit:
                 result = function(**arguments, **settings["kwargs"])
                 message = as_message(await result if inspect.isawaitable(result) else result)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:  # a user's function may raise anything
             message = failure(error, function)
             if limit.expired():
                 message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
         with contextlib.suppress(BrokenPipeError):  # the run was killed, and this process exits with it
-            send(replies, {**message, "number": number})
+            replies.send({**message, "number": number})
 
     threading.Thread(target=read, daemon=True).start()
     tasks: set[asyncio.Task[None]] = set()
@@ -160,7 +187,7 @@ def result_of(function: Any, seed: int, arguments: dict[str, Any], kwargs: Mappi
         sys.modules["numpy"].random.seed(seed % 2**32)
     try:
         return as_message(function(**copy.deepcopy(arguments), **kwargs))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a user's function may raise anything
         return failure(error, function)
 
 
@@ -175,6 +202,13 @@ def described(error: BaseException, function: Any) -> str:
 
     Errors of hybridflow's built-in functions have no line: their texts say what to fix.
     """
+    try:
+        return _described(error, function)
+    except BaseException as problem:  # a user's class may fail in any of its methods
+        return f"an exception that cannot be shown (showing it raised {type(problem).__name__})"
+
+
+def _described(error: BaseException, function: Any) -> str:
     text, file = f"{type(error).__name__}: {text_of(error)}"[:2000], file_of(function)
     frames = traceback.walk_tb(error.__traceback__)
     lines = [(line, frame.f_code.co_name) for frame, line in frames if frame.f_code.co_filename == file]
@@ -189,7 +223,7 @@ def text_of(error: BaseException) -> str:
     """Return the text of an exception, also of one whose own conversion to text fails."""
     try:
         return str(error)
-    except Exception as problem:
+    except BaseException as problem:
         return f"(its text is missing: __str__ raised {type(problem).__name__})"
 
 
@@ -216,19 +250,12 @@ def as_plain(value: Any) -> Any:
     return {"shown": repr(value)[:400]}
 
 
-def send(stream: BinaryIO, message: dict[str, Any]) -> None:
-    """Write the message as a frame of JSON."""
-    contents = json.dumps(message).encode()
-    stream.write(LENGTH.pack(len(contents)) + contents)
-    stream.flush()
-
-
 def receive(stream: BinaryIO) -> Any:
     """Return the next sample; None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
         return None
-    (length,) = LENGTH.unpack(head)
+    _, length = HEAD.unpack(head)
     return pickle.loads(stream.read(length))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards.batches import as_batch, split
-from hybridflow.rewards.framed_process import FramedProcess
+from hybridflow.rewards.framed_process import FramedProcess, WrongReplyError
 from hybridflow.rewards.outcome import OnOutcome, Outcome, Outcomes
 from hybridflow.rewards.reward_process import num_samples_of
 from hybridflow.runtime import user_code
@@ -36,7 +36,7 @@ GRACE_S = 5.0
 """Seconds beyond the timeout before a process with an async function, which applies the timeout itself, is killed."""
 
 START_TIMEOUT_S = 120.0
-"""Seconds for starting a process and importing the function's module."""
+"""Seconds for starting a process and importing the function's file, or `timeout_s` if that is longer."""
 
 Sample = tuple[int, Mapping[str, Any]]
 """A seed and the keyword arguments."""
@@ -45,11 +45,13 @@ Sample = tuple[int, Mapping[str, Any]]
 class _Process(FramedProcess):
     """A process, the samples that it has, and its deadline."""
 
-    def __init__(self, settings: str) -> None:
+    def __init__(self, settings: str, start_timeout_s: float) -> None:
         super().__init__(settings)
         self.numbers: deque[int] = deque()  # of its samples, the current one first
         self.is_ready = False
-        self.deadline = time.monotonic() + START_TIMEOUT_S
+        self.last_number: int | None = None  # that it has answered, as sent
+        self.has_repeated = False  # whether it has answered that sample again
+        self.deadline = time.monotonic() + start_timeout_s
 
     @property
     def is_at_work(self) -> bool:
@@ -83,6 +85,8 @@ class RewardRunner:
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self.takes_batches, self._in_flight, self._grace_s = False, IN_FLIGHT, 0.0
         self.source = ""  # digest of the file that defines the function
+        self._num_samples = 0  # of the current call
+        self._num_earlier = 0  # samples of earlier calls: a late reply to one of them must not count for a new one
         self._is_known = False  # whether a process has reported the kind of the function
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
@@ -109,6 +113,8 @@ class RewardRunner:
         for process in [p for p in self._processes if p.popen.poll() is not None]:
             self._processes.remove(process)  # it was killed while it was idle
             process.kill()
+        self._num_earlier += self._num_samples
+        self._num_samples = len(samples)
         waiting = deque(range(len(samples)))
         outcomes = Outcomes([None] * len(samples), on_outcome)
         self._suspects.clear()
@@ -156,7 +162,7 @@ class RewardRunner:
     def _start_missing(self, num_waiting: int) -> None:
         wanted = min(self._num_processes, len(self._processes) + num_waiting)
         while len(self._processes) < wanted:
-            self._processes.append(_Process(self._settings))
+            self._processes.append(_Process(self._settings, self._start_timeout_s))
 
     def _feed(self, process: _Process, samples: Sequence[Sample], waiting: deque[int]) -> None:
         if not process.is_ready:
@@ -167,7 +173,7 @@ class RewardRunner:
             if not process.numbers or self._grace_s:
                 process.deadline = self._deadline(num_samples_of(arguments))
             process.numbers.append(number)
-            process.put((number, seed, dict(arguments)))
+            process.put((self._num_earlier + number, seed, dict(arguments)))
         process.send()
 
     def _may_have(self, process: _Process, number: int) -> bool:
@@ -180,38 +186,73 @@ class RewardRunner:
         if not process.receive():
             self._give_up(process, outcomes, waiting)
             return
-        for message in process.messages():
-            if "not_loaded" in message:
+        try:
+            for message in process.messages():
+                self._handle(message, process, outcomes)
+        except WrongReplyError as error:
+            self._give_up(process, outcomes, waiting, str(error))
+
+    def _handle(self, message: Mapping[str, Any], process: _Process, outcomes: Outcomes) -> None:
+        """Record the outcome in a message; raise WrongReplyError for one that is not expected now."""
+        if not process.is_ready:
+            if isinstance(message.get("not_loaded"), str):
                 raise RewardConfigError(message["not_loaded"])
-            if "ready" in message:
-                process.is_ready = self._is_known = True
-                self.takes_batches, self.source = message["takes_batches"], message["source"]
-                if message["is_async"]:
-                    self._in_flight, self._grace_s = self._concurrency, GRACE_S
-                continue
-            if message.get("number") not in process.numbers:  # for example by a child that the function has forked
-                self._give_up(process, outcomes, waiting, "forked a process that answered as well")
-                return
-            process.numbers.remove(message["number"])
-            process.deadline = self._deadline()
-            outcomes.record(message["number"], Outcome.of_message(message))
+            self._set_kind(message)
+            process.is_ready = self._is_known = True
+            return
+        number = message.get("number")
+        if type(number) is not int:
+            raise WrongReplyError(f"sent {shorten(message)}, which is not a reply to a sample")
+        process.has_repeated = number == process.last_number
+        number -= self._num_earlier
+        # The samples of a function that is not async are answered in order.
+        if number not in (process.numbers if self._grace_s else list(process.numbers)[:1]):
+            raise WrongReplyError(f"sent a reply that is not expected, {shorten(message)}")
+        try:
+            outcome = Outcome.of_message(message)
+        except (ValueError, RecursionError) as error:
+            raise WrongReplyError(f"sent {shorten(message)}, which is not a reply: {error}") from None
+        process.numbers.remove(number)
+        process.last_number = self._num_earlier + number
+        process.deadline = self._deadline()
+        outcomes.record(number, outcome)
+
+    def _set_kind(self, message: Mapping[str, Any]) -> None:
+        """Keep the kind of the function, of which each process informs the run when it is ready."""
+        kinds = {"ready": bool, "is_async": bool, "takes_batches": bool, "source": str}
+        if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
+            raise WrongReplyError(f"sent {shorten(message)} while it was imported")
+        self.takes_batches, self.source = message["takes_batches"], message["source"]
+        if message["is_async"]:
+            self._in_flight, self._grace_s = self._concurrency, GRACE_S
 
     def _give_up(self, process: _Process, outcomes: Outcomes, waiting: deque[int], problem: str = "") -> None:
-        """Kill a process that is late, has exited, or has another `problem`; its current sample has failed."""
+        """Kill a process that is late, has exited, or has another `problem`; its current sample has failed.
+
+        If the process has answered a sample twice, that sample has failed instead.
+        """
         is_late = not problem and process.is_late and process.popen.poll() is None
         self._processes.remove(process)
         if not (is_late or problem):
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(1.0)  # for its exit status
         process.kill()
-        if not process.is_ready:
-            raise RewardError(
-                f"a process for reward function '{self.name}' "
-                + (f"did not start within {START_TIMEOUT_S:.0f} s." if is_late else f"exited at once: {process.end()}.")
+        if not process.is_ready or (problem and process.last_number is None and not process.numbers):
+            late = (
+                f"took longer than {self._start_timeout_s:.0f} s, the limit for starting a reward process; move slow "
+                "work from the import of the file into the function"
             )
-        if not process.numbers:
+            raise RewardError(
+                f"the import of reward function '{self.name}' "
+                + (late if is_late else problem or f"ended its process: {process.end()}")
+                + "."
+            )
+        if process.has_repeated and process.last_number is not None:
+            if process.last_number >= self._num_earlier:
+                outcomes.record(process.last_number - self._num_earlier, Outcome(None, "died", problem))
+        elif not process.numbers:
             return
-        if self._grace_s and len(process.numbers) > 1:  # it was working on all of them
+        elif self._grace_s and len(process.numbers) > 1:  # it was working on all of them
             self._suspects.update(process.numbers)
         else:
             if is_late:
@@ -225,10 +266,23 @@ class RewardRunner:
             return float("inf")
         return time.monotonic() + self._timeout_s * num_samples + self._grace_s
 
+    @property
+    def _start_timeout_s(self) -> float:
+        return max(START_TIMEOUT_S, self._timeout_s or 0.0)
+
     def _seconds_left(self) -> float:
         busy = [process.deadline for process in self._processes if process.is_at_work]
         first = min(busy, default=float("inf"))
         return max(0.0, first - time.monotonic()) + 0.001
+
+
+def shorten(message: Mapping[str, Any]) -> str:
+    """Return the start of a message's text, for an error."""
+    try:
+        text = repr(message)
+    except RecursionError:
+        return "a message that is nested too deeply"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def batch_of(samples: Sequence[Sample]) -> Sample:

@@ -8,9 +8,10 @@ from hybridflow.runtime.allocator import (
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import free_cached_memory, own_device
+from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
-from hybridflow.runtime.plain_files import open_plain_file, require_plain_file
+from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
 from hybridflow.runtime.random_state import (
     capture_random_state,
     restore_random_state,
@@ -22,9 +23,11 @@ from hybridflow.runtime.rendezvous import group_store, new_store_name, open_stor
 from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
-from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
+from hybridflow.runtime.user_code import did_you_mean, require_arguments
+from hybridflow.runtime.user_import import load_user_function
 
 __all__ = [
+    "Interrupts",
     "StopRequest",
     "bound_shape_caches",
     "capture_random_state",
@@ -49,6 +52,7 @@ __all__ = [
     "relax_garbage_collector",
     "require_arguments",
     "require_plain_file",
+    "require_regular_file",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",

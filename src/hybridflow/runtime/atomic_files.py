@@ -5,14 +5,18 @@ import secrets
 import stat
 from pathlib import Path
 
+from hybridflow.runtime.plain_files import require_regular_file
+
 
 def write_bytes_atomically(path: str | Path, data: bytes) -> None:
     """Write a temporary file, fsync it, rename it to `path` and fsync the directory.
 
     On failure (for example a full disk) the OSError propagates, the old file is unchanged and the temporary file is
-    removed. An existing file keeps its mode; for a symbolic link its target is replaced.
+    removed. An existing file keeps its mode; for a symbolic link its target is replaced. A folder, a pipe and a device,
+    such as /dev/null, are an OSError: they must not be replaced by a file.
     """
     target = Path(os.path.realpath(path))
+    require_regular_file(target)
     partial = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         with open(partial, "xb") as file:

@@ -1,5 +1,6 @@
-"""Regular files, distinguished from links, FIFOs and devices without following or opening them."""
+"""Regular files, distinguished from links, FIFOs and devices without opening them: reading those may never end."""
 
+import errno
 import os
 import stat
 from io import BufferedReader
@@ -23,6 +24,18 @@ def require_plain_file(path: str | Path) -> None:
         return
     if not stat.S_ISREG(mode):
         raise OSError(f"'{path}' is {_KINDS.get(stat.S_IFMT(mode), 'a special file')}, not a regular file")
+
+
+def require_regular_file(path: str | Path) -> None:
+    """Raise OSError if `path` exists and is not a regular file or a link to one, for files that a user names."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a directory; expected a file", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is a pipe, device or socket; expected a file", str(path))
 
 
 def open_plain_file(path: str | Path) -> BufferedReader:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_MAX_TEXT_CHARS = 2000
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -21,7 +22,7 @@ def load_user_function(name: str, what: str, error: type[Exception]) -> Callable
     """Return the function named by 'path/to/file.py:function' or 'package.module:function'.
 
     Raises `error`, with `what` the function is for ("reward function"), if the file, module or function does not
-    exist, or if the import fails.
+    exist, or if the import raises anything; that is the cause of the error.
     """
     source, _, function_name = name.rpartition(":")
     if not source or not function_name:
@@ -75,8 +76,8 @@ def did_you_mean(names: Iterable[str], valid: Iterable[str]) -> str:
 def _load_module(source: str) -> ModuleType:
     try:
         return importlib.import_module(source)
-    except (Exception, SystemExit) as error:  # a user's module may raise any error
-        raise ValueError(f"importing {source} failed: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # a user's module may raise anything
+        raise ValueError(f"importing {source} failed: {_text_of(error)}") from error
 
 
 def _load_file(source: str) -> ModuleType:
@@ -92,7 +93,15 @@ def _load_file(source: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a user's file may raise any error
-        del sys.modules[module_name]
-        raise ValueError(f"running {path} failed: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # a user's file may raise anything
+        sys.modules.pop(module_name, None)
+        raise ValueError(f"running {path} failed: {_text_of(error)}") from error
     return module
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the type and the text of an exception, also of one whose own conversion to text fails."""
+    try:
+        return f"{type(error).__name__}: {error}"[:_MAX_TEXT_CHARS]
+    except BaseException as problem:  # a user's class may raise anything
+        return f"an exception whose text is missing: __str__ raised {type(problem).__name__}"

@@ -133,8 +133,12 @@ class RunDirectory:
         """Return the starts in `run.json`: time, step, configuration, versions and hardware of each."""
         file = self.path / "run.json"
         try:
-            return json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
-        except (ValueError, KeyError, TypeError) as error:
+            require_plain_file(file)
+            starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
+            if not isinstance(starts, list):
+                raise TypeError(f"starts is a {type(starts).__name__}, not a list")
+            return starts
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"'{file}' is damaged ({error}); move it out of the directory to continue."
             ) from error

@@ -1,12 +1,12 @@
 """GSM8K from its original files, with `question` and `answer`, as .jsonl or .parquet."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.parquet_rows import read_table
+from hybridflow.data.json_lines import read_json_lines
+from hybridflow.data.parquet_rows import python_rows, read_table, shorten, shorten_text
 from hybridflow.data.prepare.prompt_file import PreparedFiles, prompt_row, write_splits
 from hybridflow.errors import DataConfigError, DataError
 
@@ -52,35 +52,20 @@ def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if file.suffix not in (".jsonl", ".parquet"):
         raise DataConfigError(f"{file}: the suffix {file.suffix!r} is invalid: expected a .jsonl or .parquet file.")
     if file.suffix == ".parquet":
-        table = read_table(file, required=("question", "answer"))
-        for row, record in enumerate(table.select(["question", "answer"]).to_pylist()):
+        columns = ("question", "answer")
+        for row, record in enumerate(python_rows(file, read_table(file, columns), columns)):
             yield f"{file}: row {row}", record
         return
-    if not file.is_file():
-        raise DataConfigError(f"{file}: no such file.")
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read: {error}.") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{file}: line {number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{place}: is not JSON: {error}.") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{place}: is a {type(record).__name__}; expected an object with question and answer.")
-        yield place, record
+    yield from read_json_lines(file, "question and answer")
 
 
 def _text(record: dict[str, Any], name: str, place: str) -> str:
     if name not in record:
-        raise DataError(f"{place}: '{name}' is missing; found {', '.join(record) or 'no keys'}.")
+        found = shorten_text(", ".join(record))
+        raise DataError(f"{place}: '{name}' is missing; found {found or 'no keys'}.")
     value = record[name]
     if not isinstance(value, str):
-        raise DataError(f"{place}: '{name}' must be a text, got {value!r}.")
+        raise DataError(f"{place}: '{name}' must be a text, got {shorten(value)}.")
     return value
 
 

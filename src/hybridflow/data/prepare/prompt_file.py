@@ -115,6 +115,6 @@ def write_parquet(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(path, buffer.getvalue().to_pybytes())
-    except OSError as error:
-        raise DataConfigError(f"{path}: cannot be written: {error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise DataConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}.") from error
     return path

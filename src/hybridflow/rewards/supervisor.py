@@ -1,0 +1,130 @@
+"""Supervisor of a reward process: when that process ends, no process that it has started stays.
+
+    rank ──starts──> supervisor ──forks──> reward process ──starts──> anything
+
+The supervisor is a child subreaper (prctl(2)): a process whose parent exits becomes its child, also after `setsid` and
+after a double fork. So every process of the function stays below it, and it kills only what is below it. It sleeps
+until the reward process ends, or until SIGTERM, which it also gets when the rank exits. It imports only the standard
+library. On a system without prctl or /proc, it kills the process group of the reward process only.
+"""
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_AWAITED = (signal.SIGCHLD, signal.SIGTERM)
+
+
+def supervise() -> None:
+    """Fork. Return in the child, the leader of a new session; the parent supervises it and exits as it exits."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    supervisor = os.getpid()
+    process = os.fork()
+    if process:
+        status = _status_of(process)
+        _kill_all_below(process)
+        _exit_as(status)
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it exited before the line above
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+
+def _status_of(process: int) -> int:
+    """Return the wait status of the process once it has exited; after SIGTERM, the status of an exit by that signal."""
+    while signal.sigwait(_AWAITED) == signal.SIGCHLD:
+        ended = 1
+        while ended:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == process:
+                return status
+    return signal.SIGTERM
+
+
+def _kill_all_below(process: int) -> None:
+    """Kill all processes below this one, of which `process` was the first, and wait until they have exited.
+
+    They are stopped first, from the top down: a stopped process starts no others and reaps none, so an id stays that
+    of the same process until it is killed.
+    """
+    if not os.path.isdir("/proc/self"):
+        with contextlib.suppress(OSError):
+            os.killpg(process, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            below: set[int] = set()
+            while _stop_all_below(below):
+                pass
+            for other in below:
+                _send(other, signal.SIGKILL)
+            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _stop_all_below(stopped: set[int]) -> bool:
+    """Stop the processes below this one and add them to `stopped`; return whether there were new ones."""
+    found_new, parents = False, [os.getpid()]
+    while parents:
+        for child in _children_of(parents.pop()):
+            if child not in stopped:
+                found_new |= _send(child, signal.SIGSTOP)
+            stopped.add(child)
+            parents.append(child)
+    return found_new
+
+
+def _children_of(process: int) -> list[int]:
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # some kernels lack it
+        return _children_by_parent(process)
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # it has exited
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                children += map(int, file.read().split())
+    return children
+
+
+def _children_by_parent(process: int) -> list[int]:
+    """Return the processes whose parent is this one; none without /proc."""
+    children: list[int] = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError):
+            if name.isdigit():
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = file.read().rpartition(b")")[2].split()[1]
+                children += [int(name)] * (int(parent) == process)
+    return children
+
+
+def _send(process: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(process, number)
+    except OSError:  # it has exited, or belongs to another user
+        return False
+    return True
+
+
+def _exit_as(status: int) -> NoReturn:
+    """Exit with this status of `os.waitpid`, by the same signal if there was one."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the process itself has written its core file
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError, ValueError):  # the handler of SIGKILL cannot be set
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+    os._exit(abs(os.waitstatus_to_exitcode(status)))
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,369 @@
+"""Commands with bad run directories and paths, one line each: the damage, the command, the error, the exit status."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.checkpoint import CheckpointStore, save_state
+from hybridflow.cli.main import main
+from hybridflow.data import write_sft_file
+
+pytestmark = pytest.mark.slow
+
+LONGEST_LINE = 2010
+FAILED, USAGE = 1, 2
+
+# What a command is given: RUN is the damaged path, MODEL a good model directory, DATA a good file for SFT.
+EVALUATE = "evaluate --run RUN"
+GENERATE = "generate --prompt w3 --run RUN"
+CHECKPOINT = "generate --prompt w3 --model MODEL --checkpoint RUN"
+EXPORT = "export RUN out"
+SHORT = "trainer.total_steps=1 offline.batch_size=1"
+TRAIN = f"sft {SHORT} model.path=MODEL data.train_files=['DATA'] trainer.run_dir=RUN"
+PREPARE = "prepare multiplication --train-size 2 --test-size 1 --output-dir RUN"
+GRAPH = "graph model.path=RUN"
+DRAW = "graph --output RUN"
+OUTPUT = "generate --prompt w3 --model MODEL data.max_response_length=1 --output RUN"
+READERS = (EVALUATE, GENERATE)
+OPENERS = (CHECKPOINT, EXPORT)
+
+
+def run_with(**files):
+    """Return a maker of a directory with files; a name's "__" is a dot."""
+
+    def make(path):
+        path.mkdir()
+        for name, contents in files.items():
+            (path / name.replace("__", ".")).write_bytes(contents)
+
+    return make
+
+
+def inside(name, make):
+    """Return a maker of a directory in which a function makes the path `name`."""
+
+    def make_all(path):
+        (path / name).parent.mkdir(parents=True)
+        make(path / name)
+
+    return make_all
+
+
+def manifest(change):
+    """Return a maker of a run with a checkpoint, whose manifest a function changes."""
+
+    def make(path):
+        path.mkdir()
+        (path / "config.toml").write_text("[trainer]\nseed = 1\n")
+        with CheckpointStore(path / "checkpoints").begin(3, {"kind": "train"}) as partial:
+            save_state({"a": torch.ones(3)}, partial / "actor")
+        change(path / "checkpoints" / "step_000003" / "checkpoint.json")
+
+    return make
+
+
+def tensors(change):
+    """Return a maker of a run with a checkpoint, whose tensors a function changes."""
+    return manifest(lambda file: change(file.with_name("actor.safetensors")))
+
+
+def text(contents):
+    return lambda path: path.write_text(contents)
+
+
+def pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def folder(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def foreign(path):
+    run_with(package__json=b"{}")(path)
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints" / "epoch=1.ckpt").write_bytes(b"PK")
+
+
+NOT_A_RUN = r"--run '.*' is not the directory of a run: '.*config\.toml' does not exist"
+NOT_A_CHECKPOINT = r"is neither a checkpoint nor a run with checkpoints: there are none in"
+DEEP = b"[" * 100_000
+
+CASES = [
+    # name, maker of the path, commands, status, what the error says
+    ("missing", lambda path: None, READERS, USAGE, NOT_A_RUN),
+    ("missing", lambda path: None, OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("missing", lambda path: None, (GRAPH,), USAGE, r"is not a model directory: config\.json not found"),
+    ("a file", text("x"), READERS, USAGE, NOT_A_RUN),
+    ("a file", text("x"), (GRAPH,), USAGE, r"is not a model directory: config\.json not found"),
+    ("a broken model", run_with(config__json=b"{"), (GRAPH,), FAILED, r"cannot be loaded .* not a valid JSON file"),
+    (
+        "an empty model",
+        run_with(config__json=b"{}"),
+        (GRAPH,),
+        FAILED,
+        r"cannot be loaded .* Should have a `model_type`",
+    ),
+    ("a file", text("x"), OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("a file", text("x"), (TRAIN,), USAGE, r"trainer\.run_dir='.*' is a file; choose a directory"),
+    ("a file", text("x"), (PREPARE,), USAGE, r"train\.parquet: cannot be written: .*File exists"),
+    ("empty", folder, READERS, USAGE, NOT_A_RUN),
+    ("empty", folder, OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("empty", folder, (OUTPUT, DRAW), USAGE, r"--output .* cannot be written: .*is a directory; expected a file"),
+    ("of another program", foreign, READERS, USAGE, NOT_A_RUN),
+    ("of another program", foreign, OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("a link to itself", lambda path: path.symlink_to(path.name), READERS, USAGE, NOT_A_RUN),
+    ("a link to itself", lambda path: path.symlink_to(path.name), OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("a link to itself", lambda path: path.symlink_to(path.name), (TRAIN,), USAGE, r"cannot be written: .*File exists"),
+    ("a pipe", pipe, READERS, USAGE, NOT_A_RUN),
+    ("a pipe", pipe, OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("a pipe", pipe, (TRAIN,), USAGE, r"trainer\.run_dir='.*' is a file; choose a directory"),
+    (
+        "a pipe",
+        pipe,
+        (OUTPUT, DRAW),
+        USAGE,
+        r"--output .* cannot be written: .*is a pipe, device or socket; expected a file",
+    ),
+    ("a broken config.toml", run_with(config__toml=b"[trainer"), READERS, USAGE, r"config\.toml: Expected '\]'"),
+    ("an unknown key", run_with(config__toml=b"[evil]\nx = 1"), READERS, USAGE, r"1 problem\(s\) in .*config\.toml:"),
+    ("a binary config.toml", run_with(config__toml=b"\xff\xfe"), READERS, USAGE, r"config\.toml: byte 0 is not UTF-8"),
+    ("a deep config.toml", run_with(config__toml=b"x = " + DEEP), READERS, USAGE, r"values are nested too deeply"),
+    ("an empty config.toml", run_with(config__toml=b""), READERS, USAGE, NOT_A_CHECKPOINT),
+    ("a folder for config.toml", inside("config.toml", folder), READERS, USAGE, NOT_A_RUN),
+    (
+        "a folder for config.toml",
+        inside("config.toml", folder),
+        (TRAIN,),
+        USAGE,
+        r"cannot be written: .*is a directory",
+    ),
+    ("a pipe for config.toml", inside("config.toml", pipe), READERS, USAGE, NOT_A_RUN),
+    ("a pipe for config.toml", inside("config.toml", pipe), (TRAIN,), USAGE, r"cannot be written: .*is a pipe, device"),
+    ("a broken run.json", run_with(config__toml=b"", run__json=b"{"), READERS, USAGE, NOT_A_CHECKPOINT),
+    ("a broken run.json", run_with(run__json=b"{"), (TRAIN,), FAILED, r"run\.json' is damaged \(Expecting .*; move it"),
+    ("a deep run.json", run_with(config__toml=b"", run__json=DEEP), READERS, USAGE, NOT_A_CHECKPOINT),
+    ("a deep run.json", run_with(run__json=DEEP), (TRAIN,), FAILED, r"run\.json' is damaged \(maximum recursion depth"),
+    ("a list in run.json", run_with(run__json=b"[]"), (TRAIN,), FAILED, r"run\.json' is damaged \(list indices"),
+    (
+        "starts of a text",
+        run_with(run__json=b'{"starts": "x"}'),
+        (TRAIN,),
+        FAILED,
+        r"damaged \(starts is a str, not a lis",
+    ),
+    (
+        "a pipe for run.json",
+        inside("run.json", pipe),
+        (TRAIN,),
+        USAGE,
+        r"cannot be written: .*is a pipe, device or sock",
+    ),
+    (
+        "a pipe for metrics",
+        inside("metrics.jsonl", pipe),
+        (TRAIN,),
+        USAGE,
+        r"cannot be written: .*is a pipe, device or",
+    ),
+    (
+        "a folder for metrics",
+        inside("metrics.jsonl", folder),
+        (TRAIN,),
+        USAGE,
+        r"cannot be written: .*is a directory; e",
+    ),
+    ("a folder for the lock", inside(".lock", folder), (TRAIN,), USAGE, r"cannot be written: .*directory"),
+    ("a file for trace", inside("trace", text("x")), (TRAIN,), USAGE, r"cannot be written: .*File exists: '.*trace'"),
+    ("a file for checkpoints", inside("checkpoints", text("x")), OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("no checkpoint", inside("checkpoints", folder), OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("a file for a step", inside("checkpoints/step_000003", text("x")), OPENERS, USAGE, NOT_A_CHECKPOINT),
+    (
+        "an empty step",
+        inside("checkpoints/step_000003", folder),
+        (*OPENERS, TRAIN),
+        FAILED,
+        r"checkpoint\.json' is missing",
+    ),
+    ("a step of 200 digits", inside("checkpoints/step_" + "9" * 200, folder), OPENERS, FAILED, r"json' is missing, so"),
+    ("no manifest", manifest(Path.unlink), (*OPENERS, TRAIN), FAILED, r"checkpoint\.json' is missing, so"),
+    ("an empty manifest", manifest(text("")), OPENERS, FAILED, r"cannot be read as JSON: Expecting value"),
+    ("a broken manifest", manifest(text("{")), OPENERS, FAILED, r"cannot be read as JSON: Expecting property name"),
+    ("a deep manifest", manifest(text("[" * 100_000)), OPENERS, FAILED, r"cannot be read as JSON: maximum recursion"),
+    ("a list for a manifest", manifest(text("[]")), OPENERS, FAILED, r"is JSON, but not a hybridflow-checkpoint"),
+    ("a foreign manifest", manifest(text("{}")), OPENERS, FAILED, r"is JSON, but not a hybridflow-checkpoint"),
+    (
+        "a pipe for the manifest",
+        manifest(pipe),
+        (*OPENERS, TRAIN),
+        FAILED,
+        r"is a pipe, device or socket; expected a fil",
+    ),
+    ("a folder for the manifest", manifest(folder), OPENERS, FAILED, r"is a directory; expected a file"),
+    ("no tensors", tensors(Path.unlink), OPENERS, FAILED, r"actor\.safetensors' is missing"),
+    ("changed tensors", tensors(lambda f: f.write_bytes(f.read_bytes()[:-1] + b"\7")), OPENERS, FAILED, r"SHA-256 is"),
+    (
+        "short tensors",
+        tensors(lambda f: f.write_bytes(f.read_bytes()[:-1])),
+        OPENERS,
+        FAILED,
+        r"is damaged: it has \d+",
+    ),
+    (
+        "a pipe for tensors",
+        tensors(pipe),
+        (*OPENERS, TRAIN),
+        FAILED,
+        r"actor\.safetensors' cannot be read: .*is a pipe",
+    ),
+    (
+        "of another kind",
+        manifest(lambda file: None),
+        (TRAIN,),
+        USAGE,
+        r"was made by `hybridflow train`, so `hybridflow sf",
+    ),
+    ("of other tensors", manifest(lambda file: None), (CHECKPOINT,), FAILED, r"actor"),
+]
+
+LONG, MANY = "r" * 5000, "/".join(["d" * 200] * 30)
+EVERY = (
+    *READERS,
+    *OPENERS,
+    PREPARE,
+    OUTPUT,
+    GRAPH,
+    DRAW,
+    "generate --prompt w3 --model RUN",
+    "export MODEL RUN",
+    "export RUN x --model RUN",
+)
+NAMES = [
+    # name, the path, commands, what the error says
+    (
+        "a name of 5,000 characters",
+        LONG,
+        (*EVERY, TRAIN, "config RUN", "graph RUN"),
+        r"File name too long|there are none|not found",
+    ),
+    (
+        "a path of 6,000 characters",
+        MANY,
+        (*EVERY, TRAIN, "config RUN", "graph RUN"),
+        r"File name too long|there are none|not found",
+    ),
+    (
+        "a name of 10 MB",
+        "r" * 10**7,
+        (*EVERY, TRAIN, "config RUN", "graph RUN"),
+        r"File name too long|there are none|not found",
+    ),
+    ("a NUL", "a\0b", (*EVERY, "config RUN", "graph RUN"), r"NUL|null|does not exist|there are none|not found"),
+    ("bytes that are not UTF-8", "\udcff", (*READERS, *OPENERS, "config RUN"), r"\\udcff"),
+    ("a file as a folder", "/dev/null/x", (*EVERY, TRAIN), r"Not a directory|does not exist|there are none|not found"),
+    ("no name", "", (*READERS, *OPENERS, "config RUN"), r"does not exist|there are none|is not a file"),
+]
+
+
+UNREADABLE = [
+    # name, what is unreadable, commands, what the error says
+    ("the run", ".", (*READERS, *OPENERS, TRAIN), r"Permission denied"),
+    ("its configuration", "config.toml", READERS, r"config\.toml: cannot be read: Permission denied"),
+    ("its checkpoints", "checkpoints", (*OPENERS, TRAIN), r"Permission denied: '.*checkpoints'"),
+    ("a checkpoint", "checkpoints/step_000003", (*OPENERS, TRAIN), r"Permission denied: '.*step_000003"),
+    (
+        "its manifest",
+        "checkpoints/step_000003/checkpoint.json",
+        (*OPENERS, TRAIN),
+        r"cannot be read .*Permission denied",
+    ),
+    ("its tensors", "checkpoints/step_000003/actor.safetensors", OPENERS, r"cannot be read: .*Permission denied"),
+]
+
+
+def pairs(table):
+    """Return a parameter for each case and command."""
+    return [
+        pytest.param(case[1], command, *case[3:], id=f"{case[0]}, {command}") for case in table for command in case[2]
+    ]
+
+
+@pytest.fixture
+def arguments_of(tiny_model, tmp_path, monkeypatch):
+    """Return `arguments_of(command, path)`: the command with RUN, MODEL and DATA replaced by paths."""
+    monkeypatch.chdir(tmp_path)
+    data = write_sft_file(tmp_path / "data.parquet", [("w3", "w4")] * 8)
+    values = {"MODEL": str(tiny_model("llama")), "DATA": str(data)}
+
+    def replaced(command, path):
+        paths = values | {"RUN": path}
+        return [re.sub("RUN|MODEL|DATA", lambda match: paths[match[0]], word) for word in command.split()]
+
+    return replaced
+
+
+@pytest.fixture
+def error_of(arguments_of, capsys):
+    """Return `error_of(command, path)`: status and error of a command, which must end soon and without traceback."""
+
+    def run(command, path):
+        start = time.process_time()
+        status = main(arguments_of(command, path))
+        assert time.process_time() - start < 60
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert sum(line.startswith("error: ") for line in error.splitlines()) == 1, error[-2000:]
+        assert max(map(len, error.splitlines())) <= LONGEST_LINE
+        return status, error
+
+    return run
+
+
+@pytest.mark.parametrize(("make", "command", "status", "message"), pairs(CASES))
+def test_a_bad_run_directory_is_one_error(error_of, tmp_path, make, command, status, message):
+    make(tmp_path / "run")
+    found, error = error_of(command, str(tmp_path / "run"))
+    assert re.search(message, error), error
+    assert found == status
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("obeys_modes")
+@pytest.mark.parametrize(("name", "command", "message"), pairs(UNREADABLE))
+def test_an_unreadable_run_is_one_error(error_of, tmp_path, name, command, message):
+    manifest(lambda file: None)(tmp_path / "run")
+    unreadable = tmp_path / "run" / name
+    mode = unreadable.stat().st_mode
+    unreadable.chmod(0)
+    try:
+        status, error = error_of(command, str(tmp_path / "run"))
+    finally:
+        unreadable.chmod(mode)
+    assert re.search(message, error), error
+    assert status in (FAILED, USAGE)
+
+
+@pytest.mark.parametrize(("name", "command", "message"), pairs(NAMES))
+def test_a_name_that_cannot_be_opened_is_one_error(error_of, name, command, message):
+    status, error = error_of(command, name)
+    assert re.search(message, error), error
+    assert status == USAGE
+
+
+@pytest.mark.parametrize("step", [b'{"loss": 1}\n', b"[]\n", b"{\n", DEEP + b"\n"])
+def test_broken_metrics_of_a_run_that_continues_are_one_error(error_of, arguments_of, tmp_path, capsys, step):
+    run = tmp_path / "run"
+    assert main(arguments_of(TRAIN, str(run))) == 0
+    capsys.readouterr()
+    (run / "metrics.jsonl").write_bytes(step)
+    status, error = error_of(f"{TRAIN} trainer.total_steps=2", str(run))
+    assert status == FAILED
+    assert re.search(
+        r"metrics\.jsonl, line 1: (not valid JSON|.*is not a JSON object|the row has no integer step)", error
+    )

@@ -1,0 +1,32 @@
+"""Import of user functions in a process of the run: whatever a file raises is one error, and Ctrl-C interrupts it."""
+
+import pytest
+
+from hybridflow.errors import ConfigError
+from hybridflow.runtime import load_user_function, user_import
+
+
+def load(tmp_path, code):
+    (tmp_path / "mine.py").write_text(code)
+    return load_user_function(f"{tmp_path}/mine.py:score", "data.order", ConfigError)
+
+
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException"])
+def test_whatever_a_file_raises_is_one_error(tmp_path, error):
+    with pytest.raises(ConfigError, match=rf"data\.order '.*mine\.py:score': running .*mine\.py failed: {error}: no"):
+        load(tmp_path, f"raise {error}('no')")
+
+
+def test_a_file_that_takes_too_long_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_import, "IMPORT_LIMIT_S", 0.2)
+    with pytest.raises(ConfigError, match=r"mine\.py:score': the import took longer than 0\.2 s; move slow work from"):
+        load(tmp_path, "while True: pass")
+
+
+def test_a_signal_during_an_import_is_an_interrupt(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path, "import signal\nsignal.raise_signal(signal.SIGINT)")
+
+
+def test_a_function_is_loaded(tmp_path):
+    assert load(tmp_path, "def score(): return 3")() == 3
