@@ -2,8 +2,9 @@
 
 A model of 3.4M parameters, 32 prompts of 6 tokens, 8 responses of exactly 32 tokens each, one optimizer step on all
 256 samples, no KL term, the same learning rate and reward. Both sides compute in bfloat16 (weights stay float32) and
-in float32; the faster dtype of each is compared. On the samples of TRL's first step, hybridflow's engine must compute
-TRL's loss, gradient norm and log-probs, or the benchmark fails.
+in float32; the faster dtype of each is compared. Besides, both sides make two float32 steps on the same rows of
+different lengths, with KL, clipping and a temperature: losses, log-probs, every element of the gradient and the change
+of every parameter must agree, and errors planted on our side must be noticed, or the benchmark fails.
 """
 
 import tempfile
@@ -14,16 +15,18 @@ from statistics import median
 from typing import Any
 
 from support import grpo_task as task
-from support.agreement import compare_with_trl, print_comparisons, require_agreement, rows_of
+from support.agreement import compare_with_trl, print_agreement, require_noticed, rows_of
 from support.arguments import parser_of
 from support.environments import python_of
 from support.errors import BenchmarkError
 from support.grpo_files import write_task
 from support.limits import PEAK_SIZES, Peaks, generation_flops, update_flops
 from support.program import run
+from support.record_comparison import Comparison, require_agreement
 from support.report import Row, figure, print_rows, print_sides, print_table
 from support.rounds import alternate
 from support.side import Side
+from support.trl_settings import trl_settings
 
 from hybridflow.config import load_config
 from hybridflow.models import decoder_shape
@@ -55,7 +58,12 @@ class Step:
 def main() -> None:
     parser = parser_of(__doc__, smoke={"repeats": 1, "dtypes": DTYPES[:1], "prompts_per_step": 2, "peak_sizes": (64,)})
     parser.set_defaults(dtypes=DTYPES, prompts_per_step=task.PROMPTS_PER_STEP, peak_sizes=PEAK_SIZES)
+    parser.add_argument(
+        "--agreement", action="store_true", help="only compare the results of both sides, not their times"
+    )
     args = parser.parse_args()
+    if args.smoke and args.agreement:
+        parser.error("--agreement needs TRL, which --smoke leaves out; give only one of them")
     systems = (OURS,) if args.smoke else (OURS, PEER)
     python_of(systems[-1], MAKE_TARGET)  # a missing environment is reported before the measurements
     threads = set_num_threads(args.threads or count_physical_cores())
@@ -63,13 +71,14 @@ def main() -> None:
     num_tokens = args.prompts_per_step * task.GROUP_SIZE * (task.PROMPT_LEN + task.NEW_TOKENS)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        recipe = directory / "recipe.toml"
         write_task(directory, threads, args.prompts_per_step)
-        recorded = directory / "recorded.safetensors"
+        if args.agreement:
+            return print_rows("grpo_step", rows_of(_compare(recipe, directory, threads)), smoke=False)
 
-        def ask(side: Side, number: int) -> dict[str, Any]:
-            """Run one step. The first one of TRL's float32 side starts from the written weights and is recorded."""
-            is_recorded = number == 0 and (side.system, side.dtype) == (PEER, "float32")
-            result = side.ask(record=str(recorded)) if is_recorded else side.ask()
+        def ask(side: Side, _: int) -> dict[str, Any]:
+            """Run one step."""
+            result = side.ask()
             if result["num_tokens"] != num_tokens:
                 raise BenchmarkError(
                     f"a step of {side.name} had {result['num_tokens']} tokens instead of {num_tokens}: the steps are "
@@ -89,7 +98,8 @@ def main() -> None:
                         make_target=MAKE_TARGET,
                         path=str(directory / "model"),
                         prompts=str(directory / "prompts.json"),
-                        recipe=str(directory / "recipe.toml"),
+                        recipe=str(recipe),
+                        settings=trl_settings(load_config(recipe)),
                     )
                 )
                 for dtype in args.dtypes
@@ -107,10 +117,16 @@ def main() -> None:
         if args.smoke:
             ours = steps[OURS, args.dtypes[0]]
             return print_rows("grpo_step", [Row("step", "s", ours.seconds, None, ours.limit_s)], smoke=True)
-        comparisons = compare_with_trl(recorded, load_config(directory / "recipe.toml", ["model.dtype=float32"]))
-    print_comparisons(comparisons)
-    require_agreement(comparisons)
+        comparisons = _compare(recipe, directory, threads)
     return print_rows("grpo_step", [*_rows(steps, num_tokens), *rows_of(comparisons)], smoke=False)
+
+
+def _compare(recipe: Path, directory: Path, threads: int) -> list[Comparison]:
+    agreement = compare_with_trl(recipe, directory, threads, MAKE_TARGET)
+    print_agreement(agreement)
+    require_agreement(agreement.comparisons)
+    require_noticed(agreement.planted)
+    return agreement.comparisons
 
 
 def step_flops(model: Path, prompts_per_step: int) -> float:

@@ -1,7 +1,6 @@
 """TRL's GRPOTrainer in its own training loop, which waits for a request before each step.
 
-The reply has the seconds of the step, of generation and of training, and the peak memory so far. A request with
-`record` (a file) also writes the step's samples, loss, log-probs and gradient norm to that file.
+The reply has the seconds of the step, of generation and of training, and the peak memory so far.
 """
 
 import json
@@ -13,16 +12,15 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from safetensors.torch import save_file
 from support.counting import require_lengths
-from support.grpo_task import ENDLESS_STEPS, GROUP_SIZE, LEARNING_RATE, NEW_TOKENS, PROMPT_LEN, PROMPTS_PER_STEP, score
+from support.grpo_task import ENDLESS_STEPS, GROUP_SIZE, NEW_TOKENS, PROMPT_LEN, PROMPTS_PER_STEP, score
 from support.serve import Channel, peak_resident_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
 class WatchedTrainer(GRPOTrainer):
-    """A GRPOTrainer that keeps the times of each step's parts and its tensors."""
+    """A GRPOTrainer that keeps the times of each step's parts and its samples."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.watched: dict[str, Any] = {}
@@ -39,21 +37,6 @@ class WatchedTrainer(GRPOTrainer):
         self.watched |= {"inputs": inputs, "training_began": time.perf_counter()}
         return inputs
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.watched["log_probs"] = result[0].detach()
-        return result
-
-    def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super()._compute_loss(*args, **kwargs)
-        self.watched["loss"] = loss.detach()
-        return loss
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        self.watched["grad_norm"] = torch.as_tensor(norm)
-        return norm
-
 
 class OnRequest(TrainerCallback):
     """A callback that waits for a request before each step and replies after it; training ends with the requests."""
@@ -61,14 +44,11 @@ class OnRequest(TrainerCallback):
     def __init__(self, channel: Channel, watched: dict[str, Any]) -> None:
         self.channel, self.watched = channel, watched
         self.requests: Iterator[dict[str, Any]] = channel.requests()
-        self.request: dict[str, Any] = {}
         self.start = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        request = next(self.requests, None)
-        if request is None:
+        if next(self.requests, None) is None:
             raise SystemExit(0)  # the training loop cannot be stopped otherwise before its first step
-        self.request = request
         self.start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -77,8 +57,6 @@ class OnRequest(TrainerCallback):
         num_rows = PROMPTS_PER_STEP * GROUP_SIZE
         require_lengths(inputs["prompt_mask"].sum(-1).tolist(), [PROMPT_LEN] * num_rows)
         require_lengths(inputs["completion_mask"].sum(-1).tolist(), [NEW_TOKENS] * num_rows)
-        if "record" in self.request:
-            record(self.watched, self.request["record"])
         self.channel.reply(
             seconds=end - self.start,
             generation_s=self.watched["generation_s"],
@@ -86,16 +64,6 @@ class OnRequest(TrainerCallback):
             num_tokens=int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()),
             peak_resident_bytes=peak_resident_bytes(),
         )
-
-
-def record(watched: dict[str, Any], file: str) -> None:
-    """Write one step's tensors.
-
-    (rows, tokens): prompt_ids, completion_ids, log_probs; (rows,): advantages; scalars: loss, grad_norm.
-    """
-    tensors = {name: watched["inputs"][name] for name in ("prompt_ids", "completion_ids", "advantages")}
-    tensors |= {name: watched[name] for name in ("log_probs", "loss", "grad_norm")}
-    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, file)
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -121,18 +89,14 @@ def main() -> None:
             gradient_checkpointing=False,
             num_generations=GROUP_SIZE,
             num_iterations=1,
-            max_completion_length=NEW_TOKENS,
             generation_kwargs={"min_new_tokens": NEW_TOKENS, "top_k": 0},
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
             max_steps=ENDLESS_STEPS,
             logging_steps=1,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
             seed=0,
+            **channel.options["settings"],
         ),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=AutoTokenizer.from_pretrained(path),

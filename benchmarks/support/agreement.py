@@ -1,98 +1,101 @@
-"""A comparison of hybridflow with TRL on TRL's samples, from the same weights, in float32."""
+"""A comparison of two float32 optimizer steps of hybridflow with TRL's, on the same ragged rows from the same weights.
 
+The rows make every part of the loss visible: responses have different lengths, prompts are padded, the clip range and
+the dual clip act, KL, temperature and gradient clipping are on, and several micro-batches make up a step.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 
-from hybridflow.config import Config
-from hybridflow.engines import TorchEngine
-from hybridflow.protocol import DataProto
-from hybridflow.workers.losses import actor_loss
+from hybridflow.config import load_config
 from support.errors import BenchmarkError
-from support.report import Row, print_table
+from support.grpo_record import draw_inputs, record_hybridflow
+from support.planted_errors import PLANTED_ERRORS
+from support.record_comparison import Comparison, compare
+from support.report import Row, figure, print_table
+from support.side import Side
+from support.trl_settings import trl_settings
 
-RELATIVE_TOLERANCE = 1e-4
-LOSS_TOLERANCE = 1e-5
-"""Absolute tolerance of the loss: the advantages of a group sum to zero, and with equal lengths so does the loss."""
+SETTINGS = (
+    "model.dtype=float32",
+    "memory.max_tokens_per_micro_batch=64",
+    "rollout.temperature=0.7",
+    "algorithm.kl_in_loss=true",
+    "algorithm.kl_coef=0.1",
+    "actor.epochs=2",  # more than one step: the old log-probs are those of the batch
+    "actor.clip_ratio_high=0.28",
+    "actor.clip_ratio_dual=2.0",
+    "actor.optimizer.lr=1e-3",
+    "actor.optimizer.epsilon=1e-5",  # like the clipped gradients: otherwise AdamW enlarges rounding errors
+    "actor.optimizer.weight_decay=2",
+    "actor.optimizer.clip_grad_norm=0.1",
+)
+"""Overrides of the benchmark's recipe for the comparison."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One number of both sides; `error` must be at most `tolerance`."""
+class Agreement:
+    """The comparisons with TRL, and for each planted error the comparisons that fail because of it."""
 
-    name: str
-    ours: float
-    peer: float
-    error: float
-    tolerance: float
+    comparisons: list[Comparison]
+    planted: dict[str, list[Comparison]]
 
 
-def compare_with_trl(recorded: Path, config: Config) -> list[Comparison]:
-    """Compare loss, gradient norm before clipping and log-probs on the samples in `recorded` (see sides/trl_grpo.py).
+def compare_with_trl(recipe: Path, directory: Path, threads: int, make_target: str) -> Agreement:
+    """Compute two steps on both sides and compare them, then again with each of PLANTED_ERRORS on our side.
 
-    `config` is the configuration of a run; its model directory holds the weights that TRL started from.
+    Writes files to `directory`. The model of `recipe` has the weights from which both sides start.
     """
-    theirs = load_file(recorded)
-    rows = _rows(theirs)
-    engine = TorchEngine(
-        config.model.path, "policy", model=config.model, memory=config.memory, optimizer=config.actor.optimizer
-    )
-    log_probs = engine.forward(rows)["log_probs"]
-    loss = actor_loss(config, 0.0, num_tokens=theirs["completion_ids"].numel(), num_sequences=len(rows))
-    result = engine.update(rows, loss, with_entropy=True)
-    peer_loss, peer_norm = theirs["loss"].item(), theirs["grad_norm"].item()
-    difference = (log_probs - theirs["log_probs"]).abs().max().item()
-    size = theirs["log_probs"].abs().mean().item()
-    return [
-        Comparison("loss", result.loss, peer_loss, abs(result.loss - peer_loss), LOSS_TOLERANCE),
-        Comparison(
-            "gradient norm", result.grad_norm, peer_norm, abs(result.grad_norm / peer_norm - 1), RELATIVE_TOLERANCE
-        ),
-        Comparison(
-            "mean log-prob",
-            log_probs.mean().item(),
-            theirs["log_probs"].mean().item(),
-            difference / size,
-            RELATIVE_TOLERANCE,
-        ),
-    ]
+    config = load_config(recipe, SETTINGS)
+    inputs, recorded = draw_inputs(config), directory / "trl_record.safetensors"
+    save_file(inputs, directory / "inputs.safetensors")
+    options = {"path": config.model.path, "settings": trl_settings(config)}
+    with Side(
+        "trl", "float32", task="agreement", threads=threads, directory=directory, make_target=make_target, **options
+    ) as trl:
+        trl.ask(inputs=str(directory / "inputs.safetensors"), record=str(recorded))
+    peer = load_file(recorded)
+    planted = {}
+    for error in PLANTED_ERRORS:
+        wrong = record_hybridflow(load_config(recipe, [*SETTINGS, *error.overrides]), error.change(inputs))
+        planted[error.name] = [comparison for comparison in compare(wrong, peer) if not comparison.agrees]
+    return Agreement(compare(record_hybridflow(config, inputs), peer), planted)
 
 
-def print_comparisons(comparisons: list[Comparison]) -> None:
-    """Print all numbers, ours beside TRL's."""
+def print_agreement(agreement: Agreement) -> None:
+    """Print all figures, ours beside TRL's, and what notices each planted error."""
     print_table(
-        "identical samples and weights, float32 (error: absolute for the loss, relative for the gradient norm, the "
-        "largest of all tokens for the log-probs)",
-        ("", "ours", "TRL", "error", "tolerance"),
-        [(c.name, f"{c.ours:.8f}", f"{c.peer:.8f}", f"{c.error:.1e}", f"{c.tolerance:.0e}") for c in comparisons],
+        "two optimizer steps on identical ragged rows and weights, float32 (errors are relative; of an element of a "
+        "gradient to the largest of its parameter; the worst of all parameters and tokens)",
+        ("", "ours", "TRL", "error", "tolerance", "where"),
+        [
+            (c.name, f"{c.ours:.8f}", f"{c.peer:.8f}", f"{c.error:.1e}", f"{c.tolerance:.0e}", c.where)
+            for c in agreement.comparisons
+        ],
+    )
+    print_table(
+        "errors planted on our side, and the figure that fails most clearly",
+        ("", "failing figures", "error / tolerance", "of"),
+        [
+            (name, f"{len(failed)} of {len(agreement.comparisons)}", figure(excess), worst)
+            for name, failed in agreement.planted.items()
+            for excess, worst in [max(((c.error / c.tolerance, c.name) for c in failed), default=(0.0, "-"))]
+        ],
     )
 
 
-def require_agreement(comparisons: list[Comparison]) -> None:
-    """Raise BenchmarkError if a number differs by more than its tolerance, or is NaN."""
-    if wrong := [c for c in comparisons if not c.error <= c.tolerance]:
-        listed = "; ".join(f"{c.name} {c.ours:.8g} against {c.peer:.8g} (error {c.error:.1e})" for c in wrong)
-        raise BenchmarkError(f"hybridflow and TRL differ on identical samples: {listed}; one of them is wrong.")
+def require_noticed(planted: dict[str, list[Comparison]]) -> None:
+    """Raise BenchmarkError if a planted error made no comparison fail."""
+    if unnoticed := [name for name, failed in planted.items() if not failed]:
+        raise BenchmarkError(
+            f"the comparison with TRL did not notice planted errors: {', '.join(unnoticed)}; it does not test them."
+        )
 
 
-def rows_of(comparisons: list[Comparison]) -> list[Row]:
-    """Return the comparisons as rows without a ratio."""
-    names = {c.name: f"identical_{c.name.replace(' ', '_').replace('-', '_')}" for c in comparisons}
-    return [Row(names[c.name], "nats" if "log" in c.name else "1", c.ours, c.peer) for c in comparisons]
-
-
-def _rows(theirs: dict[str, Tensor]) -> DataProto:
-    """Build the input columns of an engine, (rows, prompt_len + response_len) without padding."""
-    input_ids = torch.cat([theirs["prompt_ids"], theirs["completion_ids"]], dim=1)
-    return DataProto.from_dict(
-        {
-            "input_ids": input_ids,
-            "attention_mask": torch.ones_like(input_ids),
-            "response_mask": torch.ones_like(theirs["completion_ids"], dtype=torch.bool),
-            "advantages": theirs["advantages"][:, None],
-            "rollout_log_probs": theirs["log_probs"],
-        }
-    )
+def rows_of(comparisons: Sequence[Comparison]) -> list[Row]:
+    """Return the errors as rows, with their tolerances as limits."""
+    names = {c.name: c.name.replace(",", "").replace(" ", "_").replace("-", "_") for c in comparisons}
+    return [Row(f"error_of_{names[c.name]}", "1", c.error, None, c.tolerance) for c in comparisons]

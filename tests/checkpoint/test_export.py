@@ -226,6 +226,18 @@ def test_checkpoint_without_actor_is_an_error(tmp_path):
         export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_checkpoint_with_weights_that_are_not_floats_is_an_error(tmp_path, dtype):
+    model_dir = make_model_directory(tmp_path / "model", CONFIGS["llama"])
+    weights = weights_of(make_model(CONFIGS["llama"]))
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(dtype)
+    with CheckpointStore(tmp_path / "checkpoints").begin(3) as directory:
+        save_state({"model": weights}, directory / "actor")
+    with pytest.raises(CheckpointError, match=rf"'lm_head\.weight' .* is stored as {dtype}, but training saves floats"):
+        export_model(tmp_path / "checkpoints" / "step_000003", model_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_full_disk_leaves_no_partial_export(tmp_path, small_disk):
     large: dict[str, Any] = SIZES | {"vocab_size": 1 << 16}
     model_dir = make_model_directory(tmp_path / "model", LlamaConfig(**large))

@@ -117,6 +117,16 @@ def test_each_rank_writes_its_shards_without_duplicates(results):
 
 
 @pytest.mark.slow
+def test_metadata_of_every_rank_is_sorted(results):
+    files = [*(results.directory / "by_four" / "actor").iterdir(), *(results.directory / "by_two" / "actor").iterdir()]
+    assert len(files) == 6
+    for file in files:
+        data = file.read_bytes()
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        assert list(metadata) == ["DCP_SHARDING_INFO", "DCP_VERSION", "format"]
+
+
+@pytest.mark.slow
 def test_described_state_has_shapes_without_contents(results):
     described = describe_state(results.directory / "by_four" / "actor")
     whole = load_state(results.directory / "by_four" / "actor")
@@ -165,6 +175,46 @@ def test_damaged_file_of_shards_is_named(tmp_path):
     (tmp_path / "actor" / "shard-0.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(CheckpointError, match=r"shard-0\.safetensors' cannot be read as safetensors"):
         describe_state(tmp_path / "actor")
+
+
+def test_described_state_has_the_stored_dtypes(tmp_path):
+    save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
+    (tmp_path / "actor.safetensors").unlink()
+    write_shards(tmp_path / "actor", (0, 3), (3, 2), dtype=torch.int32)
+    assert describe_state(tmp_path / "actor")["model"]["w"].dtype == torch.int32
+
+
+def test_shards_of_different_dtypes_are_an_error(tmp_path):
+    save_state({"model": {"w": torch.zeros(5, 2)}}, tmp_path / "actor")
+    (tmp_path / "actor.safetensors").unlink()
+    write_shards(tmp_path / "actor", (0, 3), (3, 2))
+    other = {"model/w": torch.ones(2, 2, dtype=torch.int32)}
+    offsets = json.dumps({"model/w": {"saved_offsets": [3, 0]}})
+    save_file(other, tmp_path / "actor" / "shard-1.safetensors", metadata={"DCP_SHARDING_INFO": offsets})
+    for read in (load_state, describe_state):
+        with pytest.raises(CheckpointError, match=r"'model/w' have different dtypes: torch\.float32, torch\.int32"):
+            read(tmp_path / "actor")
+
+
+SAVE_AGAIN = """
+import sys, torch
+from hybridflow.checkpoint.sharded_state import save_sharded_state
+from hybridflow.engines.process_group import join_alone
+
+join_alone()
+for number in range(10):
+    save_sharded_state({"model": {name: torch.arange(4.0) for name in "abc"}}, f"{sys.argv[1]}/{number}")
+"""
+
+
+def test_equal_states_give_equal_files_of_shards(fork_server, tmp_path):
+    for run in ("first", "second"):
+        (tmp_path / run).mkdir()
+        assert fork_server.run(["-c", SAVE_AGAIN, tmp_path / run]).returncode == 0
+    files = list(tmp_path.glob("*/*/*.safetensors"))
+    assert len(files) == 20
+    assert len({file.read_bytes() for file in files}) == 1
+    assert load_state(tmp_path / "first" / "0")["model"]["c"].tolist() == [0, 1, 2, 3]
 
 
 ON_A_FULL_DISK = """

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -167,6 +168,19 @@ def test_missing_file_is_named_in_error(tmp_path):
     save_state(STATE, tmp_path / "actor")
     (tmp_path / "actor.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"actor\.safetensors' cannot be read"):
+        load_state(tmp_path / "actor")
+
+
+@pytest.mark.parametrize("name", ["actor.json", "actor.safetensors"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a symbolic link"])
+def test_fifo_and_link_in_place_of_a_file_are_named_in_error(tmp_path, name, kind):
+    save_state(STATE, tmp_path / "actor")
+    (tmp_path / name).rename(tmp_path / "moved")
+    if kind == "a FIFO":
+        os.mkfifo(tmp_path / name)  # a read would wait for ever
+    else:
+        (tmp_path / name).symlink_to(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=rf"{name}' is {kind}, not a regular file"):
         load_state(tmp_path / "actor")
 
 

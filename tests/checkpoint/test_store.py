@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,7 +207,26 @@ DAMAGES = {
         lambda d: (d / "actor.safetensors").write_bytes(pickle.dumps([1] * 999)),
         r"actor\.safetensors' is damaged: it has",
     ),
-    "a directory for a file": (lambda d: ((d / "data.json").unlink(), (d / "data.json").mkdir()), r"data\.json' "),
+    "a directory for a file": (
+        lambda d: ((d / "data.json").unlink(), (d / "data.json").mkdir()),
+        r"data\.json' is a directory, not a regular file",
+    ),
+    "a FIFO for a file": (
+        lambda d: ((d / "data.json").unlink(), os.mkfifo(d / "data.json")),
+        r"data\.json' is a FIFO, not a regular file",
+    ),
+    "a FIFO for the manifest": (
+        lambda d: ((d / "checkpoint.json").unlink(), os.mkfifo(d / "checkpoint.json")),
+        r"checkpoint\.json' is a FIFO, not a regular file",
+    ),
+    "a link to an equal file": (
+        lambda d: (d / "data.json").rename(d.parent / "x") and (d / "data.json").symlink_to(d.parent / "x"),
+        r"data\.json' is a symbolic link, not a regular file",
+    ),
+    "an unlisted folder of shards": (
+        lambda d: ((d / "actor").mkdir(), shutil.copy(d / "actor.safetensors", d / "actor" / "shard.safetensors")),
+        r"actor/shard\.safetensors' is not listed in checkpoint\.json, so it is not of this checkpoint; remove it",
+    ),
     "no manifest": (
         lambda d: (d / "checkpoint.json").unlink(),
         r"checkpoint\.json' is missing, so .* is not a checkpoint",
@@ -271,16 +291,48 @@ def test_error_skips_other_damaged_checkpoints(tmp_path):
         CheckpointStore(tmp_path).latest()
 
 
+def list_in_manifest(directory: Path, **files: dict[str, object]) -> None:
+    """Replace the files of a manifest, and sign it."""
+    path = directory / "checkpoint.json"
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    document["files"] = files
+    document["sha256"] = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(document))
+
+
+def entry_of(path: Path) -> dict[str, object]:
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
 @pytest.mark.parametrize("outside", ["../secret.json", "/etc/secret.json", "a/../../secret.json", "model.pt"])
 def test_manifest_cannot_refer_to_outside_files_or_code(tmp_path, outside):
     save(CheckpointStore(tmp_path), 1)
-    path = tmp_path / "step_000001" / "checkpoint.json"
-    document = json.loads(path.read_text())
-    del document["sha256"]
-    document["files"] = {outside: {"bytes": 1, "sha256": "0"}}
-    document["sha256"] = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(document))
+    list_in_manifest(tmp_path / "step_000001", **{outside: {"bytes": 1, "sha256": "0"}})
     with pytest.raises(CheckpointError, match=f"lists '{outside}', which is not a file of a checkpoint"):
+        open_checkpoint(tmp_path / "step_000001")
+
+
+def test_listed_link_and_folder_of_a_link_are_not_followed(tmp_path):
+    save(CheckpointStore(tmp_path), 1)
+    directory, outside = tmp_path / "step_000001", tmp_path / "outside"
+    outside.mkdir()
+    (directory / "data.json").rename(outside / "data.json")
+    (directory / "data.json").symlink_to(outside / "data.json")
+    list_in_manifest(directory, **{"data.json": entry_of(outside / "data.json")})
+    with pytest.raises(CheckpointError, match=r"data\.json' is a symbolic link, not a regular file"):
+        open_checkpoint(directory)
+    (directory / "folder").symlink_to(outside)
+    list_in_manifest(directory, **{"folder/data.json": entry_of(outside / "data.json")})
+    with pytest.raises(CheckpointError, match=r"folder' is a symbolic link, not a directory"):
+        open_checkpoint(directory)
+
+
+@pytest.mark.parametrize("name", ["a\0.json", "\ud800.json"])
+def test_listed_name_that_no_file_can_have_is_an_error(tmp_path, name):
+    save(CheckpointStore(tmp_path), 1)
+    list_in_manifest(tmp_path / "step_000001", **{name: {"bytes": 1, "sha256": "0"}})
+    with pytest.raises(CheckpointError, match="cannot be read"):
         open_checkpoint(tmp_path / "step_000001")
 
 

@@ -323,6 +323,16 @@ def damaged(state: dict, damage: str) -> dict:
         del state["optimizer"]
     elif damage == "other moments":
         optimizer["model.norm.weight"]["exp_avg"] = torch.zeros(7)
+    elif damage == "integer parameter":
+        model["model.norm.weight"] = model["model.norm.weight"].int()
+    elif damage == "bool moments":
+        optimizer["model.norm.weight"]["exp_avg_sq"] = optimizer["model.norm.weight"]["exp_avg_sq"].bool()
+    elif damage == "integer step":
+        optimizer["model.norm.weight"]["step"] = torch.tensor(1)
+    elif damage == "scalar moments":
+        optimizer["model.norm.weight"]["exp_avg"] = torch.tensor(0.5)
+    elif damage == "list for a parameter":
+        model["model.norm.weight"] = [1.0] * 32
     else:
         optimizer["elsewhere.weight"] = {}
     return state
@@ -337,6 +347,14 @@ def damaged(state: dict, damage: str) -> dict:
         ("no optimizer", "no optimizer state"),
         ("other moments", r"exp_avg of 'model.norm.weight' has shape \(7,\)"),
         ("extra moments", "optimizer state of 'elsewhere.weight', which the model lacks"),
+        (
+            "integer parameter",
+            "parameter 'model.norm.weight' is stored as torch.int32, but torch.float32 or another float is expected",
+        ),
+        ("bool moments", "exp_avg_sq of 'model.norm.weight' is stored as torch.bool, but torch.float32 or another"),
+        ("integer step", "step of 'model.norm.weight' is stored as torch.int64, but torch.float32 or another float"),
+        ("scalar moments", r"exp_avg of 'model.norm.weight' has shape \(\) in the checkpoint and \(32,\) in the model"),
+        ("list for a parameter", "parameter 'model.norm.weight' is stored as list, but torch.float32 or another float"),
     ],
 )
 def test_state_that_does_not_fit_changes_nothing(tiny_model, build_engine, rows, damage, message):

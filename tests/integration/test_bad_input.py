@@ -1,6 +1,7 @@
 """Invalid input and failing disks: an error message on stderr, an exit status, and no traceback."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -74,6 +75,18 @@ def test_prompts_over_max_prompt_length_are_rejected(refuse):
     assert "all 24 prompts are longer than max_prompt_length=5" in refuse("data.max_prompt_length=5")
     problem = refuse("data.max_prompt_length=5", "data.overlong_prompts=error", status=1)
     assert "train.parquet: row 0: 6 tokens, but max_prompt_length=5" in problem
+
+
+def test_a_link_in_the_run_directory_is_rejected_at_the_start(tmp_path, refuse, monkeypatch):
+    monkeypatch.setattr(LocalBackend, "call_all", None)  # fail if a worker is called
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine.toml").write_text("precious")
+    (tmp_path / "run" / "config.toml").symlink_to(tmp_path / "mine.toml")
+    assert "config.toml' is a symbolic link, not a regular file, but a run writes it; move it away" in refuse()
+    assert (tmp_path / "mine.toml").read_text() == "precious"
+    (tmp_path / "run" / "config.toml").unlink()
+    os.mkfifo(tmp_path / "run" / "metrics.jsonl")
+    assert "metrics.jsonl' is a FIFO, not a regular file" in refuse()
 
 
 def test_missing_vllm_is_reported_with_the_install_command(refuse, monkeypatch):

@@ -145,6 +145,7 @@ def process_with_vllm(driver):
     return pid
 
 
+@pytest.mark.xdist_group("vllm deaths")  # beside the runs of the other tests
 @pytest.mark.parametrize(
     ("signal_number", "problem"),
     [(signal.SIGKILL, "died before"), (signal.SIGSTOP, "longer than its deadline of 40 s")],

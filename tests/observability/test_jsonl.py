@@ -153,3 +153,12 @@ def test_write_all_writes_no_row_if_one_is_invalid(path):
     with pytest.raises(DataError, match="cannot be written as JSON"):
         writer.write_all([{"step": 3}, {"step": 4, "x": object()}])
     assert [row["step"] for row in read_jsonl(path)] == [1, 2]
+
+
+def test_file_behind_a_link_is_not_cut(path, tmp_path):
+    (tmp_path / "target").write_text("an incomplete line")
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="is a symbolic link, not a regular file"):
+        JsonlWriter(path)
+    assert (tmp_path / "target").read_text() == "an incomplete line"

@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -210,3 +211,21 @@ def test_a_runner_not_yet_started_journals_a_batch_as_a_whole(place):
     finally:
         runner.close()
     assert asked(place) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["a symbolic link", "a FIFO"])
+def test_journal_that_is_not_a_regular_file_is_an_error_at_the_start(tmp_path, kind):
+    path = tmp_path / "step_000003_rank_0.jsonl"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RewardError, match=rf"step_000003_rank_0\.jsonl' is {kind}, not a regular file; remove it"):
+        RewardJournal(tmp_path, 0, "identity", failures=False)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_journal_that_cannot_be_written_is_an_error_with_its_file(tmp_path):
+    (tmp_path / "rewards").write_text("a file for the directory")
+    with pytest.raises(RewardError, match=r"the journal of rewards cannot be written: .*rewards'; remove the file"):
+        RewardJournal(tmp_path / "rewards", 0, "identity", failures=False).open(1)

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import RunDirectory
+from hybridflow.trainers.run_directory import TOKEN_BUDGETS, WRITTEN
 
 
 @pytest.fixture
@@ -121,6 +123,45 @@ def test_a_file_is_not_a_run_directory(open_run, tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match="run' is a file; choose a directory"):
         open_run()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.toml", "run.json", "metrics.jsonl", "samples.jsonl", "trace/calls.jsonl", "token_budgets.json", ".lock"],
+)
+@pytest.mark.parametrize("kind", ["a symbolic link", "a FIFO", "a directory"])
+def test_a_run_does_not_write_through_links_and_fifos(open_run, tmp_path, name, kind):
+    path, target = tmp_path / "run" / name, tmp_path / "of_another_run"
+    path.parent.mkdir(parents=True)
+    target.write_text("precious")
+    if kind == "a symbolic link":
+        path.symlink_to(target)
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{name}' is {kind}, not a regular file, but a run writes it; move it away"):
+        open_run()
+    assert target.read_text() == "precious"
+
+
+def test_every_file_of_a_run_is_checked_for_links(open_run, tmp_path):
+    run = open_run()
+    run.documents[TOKEN_BUDGETS] = "{}"
+    run.begin()
+    run.end()
+    files = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert files == set(WRITTEN)
+
+
+def test_subdirectories_of_a_run_may_be_links(open_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    run = open_run()
+    save(run, 1)
+    assert open_run().step == 1
+    assert (tmp_path / "disk" / "step_000001").is_dir()
 
 
 def test_a_checkpoint_without_identity_is_refused(open_run):

@@ -184,6 +184,16 @@ def test_missing_or_damaged_file_is_named_in_error(tmp_path):
         transport.receive(replace(sent, contents=str(tmp_path / "elsewhere")))
 
 
+def test_disk_transport_does_not_write_through_a_link(tmp_path):
+    (tmp_path / "weight_sync").mkdir()
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "weight_sync" / "bucket_00000.safetensors").symlink_to(tmp_path / "target")
+    (bucket, *_) = buckets_of(weights_like_those_of_a_model(), 10**9)
+    with pytest.raises(WeightSyncError, match=r"bucket_00000\.safetensors' is a symbolic link, not a regular file"):
+        Disk(configured(tmp_path)).send(bucket)
+    assert (tmp_path / "target").read_text() == "precious"
+
+
 def test_full_disk_is_reported(small_disk):
     transport = Disk(configured(small_disk))
     big = {"big": torch.zeros(2**20)}

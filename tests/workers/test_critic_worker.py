@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from hybridflow.errors import WorkerError
+from hybridflow.checkpoint import saved_files
+from hybridflow.errors import CheckpointError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.workers import CriticWorker
 
@@ -29,8 +30,9 @@ def test_the_critic_learns_returns_and_saves_its_weights(trained, group, tmp_pat
     critic, rows, losses = trained
     assert losses[0] == pytest.approx(0.5)  # (0 - 1)^2 / 2
     assert losses == sorted(losses, reverse=True)
-    critic.save(str(tmp_path))
+    (saved,) = critic.save(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["critic.json", "critic.safetensors"]
+    assert sorted(saved) == sorted(saved_files(tmp_path, tmp_path.iterdir()))
     three = group(CriticWorker, num_workers=3)
     three.load(str(tmp_path))
     one_rank, three_ranks = (worker.compute_values(rows).batch["values"] for worker in (critic, three))
@@ -63,3 +65,19 @@ def test_an_update_on_ranks_that_take_turns_raises(trained, group, with_mini_bat
     batch = batch.union(DataProto.from_dict({"returns": batch.batch["values"].clone()}))
     with pytest.raises(WorkerError, match=r"needs a collective over its 2 ranks \(sum gradients\)"):
         group(CriticWorker, num_workers=2).update_critic(with_mini_batches(batch, [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("method", ["save", "load"])
+def test_a_directory_that_this_node_does_not_have_is_an_error(group, tmp_path, method):
+    with pytest.raises(
+        CheckpointError, match=r"has no '.*/elsewhere'\. All nodes write into one directory; put trainer"
+    ):
+        getattr(group(CriticWorker), method)(str(tmp_path / "elsewhere"))
+
+
+def test_a_background_save_reports_its_files_when_it_is_finished(group, tmp_path):
+    critic = group(CriticWorker)
+    assert critic.save(str(tmp_path), in_background=True) == [[]]
+    (saved,) = critic.finish_save()
+    assert [file.path for file in saved] == ["critic.safetensors", "critic.json"]
+    assert critic.finish_save() == [[]]

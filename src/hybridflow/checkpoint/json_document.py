@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import open_plain_file
 
 
 def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:
     """Read a JSON file. Raises CheckpointError unless it is readable and has this format and version."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with open_plain_file(path) as file:
+            document = json.loads(file.read().decode("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"'{path}' is missing.") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from hybridflow.checkpoint.json_document import read_document
 from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, saved_files
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import fsync_path
+from hybridflow.runtime import fsync_path, open_plain_file
 
 MANIFEST_NAME = "checkpoint.json"
 CHECKPOINT_FORMAT = "hybridflow-checkpoint"
@@ -68,31 +69,48 @@ def write_manifest(directory: Path, step: int, info: dict[str, Any], saved: Sequ
 def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
     """Read the manifest of a checkpoint, and verify that its files exist with the recorded sizes.
 
-    `verify_hashes` also compares the contents. Raises CheckpointError naming a file that is missing, damaged, foreign
-    or of a newer format version.
+    `verify_hashes` also compares the contents. Raises CheckpointError naming a file that is missing, damaged, foreign,
+    not a regular file, not listed, or of a newer format version.
     """
-    path = directory / MANIFEST_NAME
-    manifest = _parse(path)
+    manifest = _parse(directory / MANIFEST_NAME)
     for name, (num_bytes, digest) in manifest.files.items():
         file = directory / name
         try:
-            found_bytes = file.stat().st_size
-            if found_bytes != num_bytes:
-                raise CheckpointError(
-                    f"'{file}' is damaged: it has {found_bytes} bytes, but was saved with {num_bytes}."
-                )
-            if verify_hashes:
-                with open(file, "rb") as opened:
-                    found_digest = hashlib.file_digest(opened, "sha256").hexdigest()
-                if found_digest != digest:
+            _require_plain_folders(directory, file)
+            with open_plain_file(file) as opened:
+                found_bytes = os.fstat(opened.fileno()).st_size
+                if found_bytes != num_bytes:
                     raise CheckpointError(
-                        f"'{file}' is damaged: its SHA-256 is {found_digest}, but was {digest} when it was saved."
+                        f"'{file}' is damaged: it has {found_bytes} bytes, but was saved with {num_bytes}."
                     )
+                found_digest = hashlib.file_digest(opened, "sha256").hexdigest() if verify_hashes else digest
+            if found_digest != digest:
+                raise CheckpointError(
+                    f"'{file}' is damaged: its SHA-256 is {found_digest}, but was {digest} when it was saved."
+                )
         except FileNotFoundError as error:
             raise CheckpointError(f"'{file}' is missing.") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise CheckpointError(f"'{file}' cannot be read: {error}") from error
+    _require_listed(directory, manifest)
     return manifest
+
+
+def _require_plain_folders(directory: Path, file: Path) -> None:
+    """Raise OSError if a folder between `directory` and `file` is a symbolic link, which may lead elsewhere."""
+    for folder in file.relative_to(directory).parents[:-1]:
+        if (directory / folder).is_symlink():
+            raise OSError(f"'{directory / folder}' is a symbolic link, not a directory")
+
+
+def _require_listed(directory: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for a file of shards that the manifest does not list: a reader of the folder reads it."""
+    for component in {name.split("/")[0].removesuffix(".safetensors") for name in manifest.files}:
+        for file in sorted((directory / component).rglob("*.safetensors")):
+            if file.relative_to(directory).as_posix() not in manifest.files:
+                raise CheckpointError(
+                    f"'{file}' is not listed in {MANIFEST_NAME}, so it is not of this checkpoint; remove it."
+                )
 
 
 def _parse(path: Path) -> Manifest:

@@ -24,6 +24,7 @@ from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import sort_metadata
 
 # It logs every read and write.
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
@@ -40,6 +41,7 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
     path, tree_file = Path(path), Path(path).with_name(f"{Path(path).name}.json")
     tree, tensors = split_state(state)
     problem: tuple[str, int] = "", 0
+    written: list[Path] = []
     try:
         require_shared(path.parent)
     except CheckpointError as error:
@@ -48,14 +50,17 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
     try:
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
         save(dict(tensors), storage_writer=writer, process_group=group)
+        written = sorted(path.glob(f"shard-{dist.get_rank(group) + 1:05d}-*.safetensors"))  # none without shards
+        for file in written:
+            sort_metadata(file)
         if dist.get_rank() == 0:
             tree_file.write_text(tree_text(tree), encoding="utf-8")
+            written.append(tree_file)
     except (OSError, CheckpointException) as error:
         free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
         problem = f"cannot write '{path}'{free}: {_last_line(error)}", _errno(error)
     _raise_together(problem, group)
-    own = sorted(path.glob(f"shard-{dist.get_rank() + 1:05d}-*.safetensors"))
-    return [*own, tree_file] if dist.get_rank() == 0 else own
+    return written
 
 
 def _raise_together(problem: tuple[str, int], group: dist.ProcessGroup | None) -> None:
@@ -68,11 +73,11 @@ def _raise_together(problem: tuple[str, int], group: dist.ProcessGroup | None) -
 
 
 def describe_state(path: str | Path) -> Any:
-    """Return the saved state with meta tensors: shapes without contents. Raises CheckpointError."""
+    """Return the saved state with meta tensors: shapes and dtypes without contents. Raises CheckpointError."""
     path = Path(path)
     with StoredTensors(path) as stored:
-        shapes = {name: torch.empty(stored.shape(name), device="meta") for name in stored}
-    return join_state(read_tree(path.with_name(path.name + ".json")), shapes)
+        described = {n: torch.empty(stored.shape(n), dtype=stored.dtype(n), device="meta") for n in stored}
+    return join_state(read_tree(path.with_name(path.name + ".json")), described)
 
 
 @torch.no_grad()

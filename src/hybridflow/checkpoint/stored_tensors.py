@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import require_plain_file
 
 SHARDS = "DCP_SHARDING_INFO"
 """Metadata key under which torch stores, as JSON, the offsets of each shard in its tensor."""
@@ -47,6 +48,7 @@ class StoredTensors(Mapping[str, Tensor]):
             raise CheckpointError(f"'{path}' has no safetensors file.")
         for file_path in files:
             try:
+                require_plain_file(file_path)  # opened by name; a FIFO would block
                 self._add(self._open.enter_context(safe_open(file_path, framework="pt")))
             except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
                 self._open.close()
@@ -70,6 +72,13 @@ class StoredTensors(Mapping[str, Tensor]):
         """Return the shape of a tensor, assembled from its shards, without reading it."""
         return tuple(map(max, zip(*(shard.ends for shard in self._shards[name]), strict=True)))
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, without reading it. Raises CheckpointError if its shards differ in dtype."""
+        dtypes = {str(dtype): dtype for dtype in (shard.read().dtype for shard in self._shards[name])}  # mapped memory
+        if len(dtypes) > 1:
+            raise CheckpointError(f"the shards of '{name}' have different dtypes: {', '.join(sorted(dtypes))}.")
+        return next(iter(dtypes.values()))
+
     def __contains__(self, name: object) -> bool:
         return name in self._shards
 
@@ -87,7 +96,7 @@ class StoredTensors(Mapping[str, Tensor]):
         whole, num_found = None, 0
         for shard in shards:
             part = shard.read()
-            whole = torch.empty(self.shape(name), dtype=part.dtype) if whole is None else whole
+            whole = torch.empty(self.shape(name), dtype=self.dtype(name)) if whole is None else whole
             whole[tuple(map(slice, shard.starts, shard.ends))] = part
             num_found += part.numel()
         assert whole is not None

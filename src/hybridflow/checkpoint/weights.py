@@ -15,7 +15,7 @@ from hybridflow.errors import CheckpointError
 def stored_weights(source: str | Path | Checkpoint, component: str = "actor") -> Iterator[tuple[StoredTensors, Any]]:
     """Yield the weights of a checkpoint's component, and its `lora` entry; None: the weights are complete.
 
-    Raises CheckpointError if the component does not exist or holds no weights.
+    Raises CheckpointError if the component does not exist or holds no weights, or if one is not stored as a float.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     path = checkpoint.path_of(component)
@@ -27,4 +27,10 @@ def stored_weights(source: str | Path | Checkpoint, component: str = "actor") ->
         names = {name: entry["$tensor"] for name, entry in weights.items()}
         if missing := [name for name, stored in names.items() if stored not in tensors]:
             raise CheckpointError(f"the tensors of '{path}' lack {missing[0]}.")
+        for name, stored in names.items():
+            if not (dtype := tensors.dtype(stored)).is_floating_point:
+                raise CheckpointError(
+                    f"the weight '{name}' of '{path}' is stored as {dtype}, but training saves floats; "
+                    "hybridflow's training did not write it."
+                )
         yield tensors.renamed(names), tree.get("lora")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.config import LoRAConfig
@@ -12,12 +13,15 @@ CHECK = "it is of a different model. Check model.path."
 
 
 def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any], *, with_optimizer: bool) -> None:
-    """Raise CheckpointError unless `state` has exactly these parameters and, if requested, moments of their shapes."""
+    """Raise CheckpointError unless `state` has exactly these parameters and, if requested, moments of their shapes.
+
+    Both must be floats, of any precision: the parameters of a float32 run may be loaded as bfloat16.
+    """
     stored = state["model"]
     for name, parameter in parameters.items():
         if name not in stored:
             raise CheckpointError(f"the checkpoint has no parameter '{name}'; {CHECK}")
-        _require_shape(f"parameter '{name}'", stored[name], parameter)
+        _require_like(f"parameter '{name}'", stored[name], parameter)
     if extra := sorted(set(stored) - set(parameters)):
         raise CheckpointError(f"the checkpoint has parameters the model lacks: {', '.join(extra[:5])}; {CHECK}")
     if not with_optimizer:
@@ -28,8 +32,8 @@ def require_fitting_state(parameters: Mapping[str, Tensor], state: dict[str, Any
         if name not in parameters:
             raise CheckpointError(f"the checkpoint has optimizer state of '{name}', which the model lacks; {CHECK}")
         for moment, value in moments.items():
-            if value.ndim:  # the step count has no shape
-                _require_shape(f"{moment} of '{name}'", value, parameters[name])
+            # The step count is a float without dimensions.
+            _require_like(f"{moment} of '{name}'", value, torch.zeros(()) if moment == "step" else parameters[name])
 
 
 def description_of(lora: LoRAConfig) -> dict[str, Any]:
@@ -59,7 +63,13 @@ def require_same_adapters(lora: LoRAConfig | None, state: dict[str, Any]) -> Non
     raise CheckpointConfigError(f"the checkpoint's adapters were trained with {', '.join(changed)}; use these values.")
 
 
-def _require_shape(what: str, stored: Tensor, wanted: Tensor) -> None:
+def _require_like(what: str, stored: Any, wanted: Tensor) -> None:
+    """Raise CheckpointError unless `stored` is a tensor of floats with the shape of `wanted`."""
+    if not isinstance(stored, Tensor) or not stored.dtype.is_floating_point:
+        found = stored.dtype if isinstance(stored, Tensor) else type(stored).__name__
+        raise CheckpointError(
+            f"{what} is stored as {found}, but {wanted.dtype} or another float is expected; the checkpoint is damaged."
+        )
     if stored.shape != wanted.shape:
         raise CheckpointError(
             f"{what} has shape {tuple(stored.shape)} in the checkpoint and {tuple(wanted.shape)} in the model; {CHECK}"

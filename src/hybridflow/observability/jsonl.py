@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime import require_plain_file, write_text_atomically
 
 NON_FINITE = "non_finite"
 
@@ -20,12 +20,14 @@ NON_FINITE = "non_finite"
 class JsonlWriter:
     """A writer that appends rows, each passed to the operating system at once. It is also a `Tracker`.
 
-    An incomplete last line, left by a killed process, is dropped on opening.
+    An incomplete last line, left by a killed process, is dropped on opening. Raises OSError if the file cannot be
+    written or is not a regular file: through a symbolic link another file would be cut, a FIFO would block.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        require_plain_file(self.path)
         self.path.touch()
         _drop_torn_line(self.path)
 

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from hybridflow.errors import BatchError
 from hybridflow.protocol.consistency import tensors_of
 from hybridflow.runtime.atomic_files import fsync_path
+from hybridflow.runtime.safetensors_header import sort_metadata
 
 if TYPE_CHECKING:
     from hybridflow.protocol.data_proto import DataProto
@@ -50,6 +51,7 @@ def save_batch(data: "DataProto", filepath: str | os.PathLike) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(writer.tensors, beside, metadata={"format": FORMAT, "version": VERSION})
+        sort_metadata(beside)
         fsync_path(beside)
         os.replace(beside, path)
         fsync_path(path.parent)

@@ -15,6 +15,7 @@ from typing import Any
 from hybridflow.errors import RewardError
 from hybridflow.observability import JsonlWriter
 from hybridflow.rewards.outcome import Outcome
+from hybridflow.runtime import require_plain_file
 
 _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.jsonl")
 
@@ -37,10 +38,16 @@ class RewardJournal:
     Only outcomes that existed when the journal was created are used, those of this rank first: rows that other ranks
     write meanwhile are ignored. `identity` describes the function and its settings; outcomes of another identity are
     not used. With `failures` failed outcomes are kept too: a run that continues after a failure must find it again.
+    Raises RewardError if a file of the journal is not a regular file.
     """
 
     def __init__(self, directory: str | Path, rank: int, identity: Any, *, failures: bool) -> None:
         self.directory, self._rank, self._identity, self._failures = Path(directory), rank, identity, failures
+        try:
+            for path in self._files():
+                require_plain_file(path)
+        except OSError as error:
+            raise RewardError(f"the journal of rewards cannot be used: {error}; remove it.") from error
         self._sizes = {path: path.stat().st_size for path in self._files()}
         self._step = -1
         self._known: dict[str, deque[Outcome]] = {}
@@ -48,7 +55,7 @@ class RewardJournal:
         self._writer: JsonlWriter | None = None
 
     def open(self, step: int) -> None:
-        """Load the known outcomes of a step and open its file for new ones."""
+        """Load the known outcomes of a step and open its file for new ones. Raises RewardError if it cannot."""
         if step == self._step:
             return
         known: defaultdict[str, deque[Outcome]] = defaultdict(deque)
@@ -58,7 +65,10 @@ class RewardJournal:
             # Rows are written in the order of the answers; equal calls are matched in the order of the calls.
             for _, key, outcome in sorted(_read(path, self._sizes.get(path, 0)), key=lambda row: row[0]):
                 known[key].append(outcome)
-        self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
+        try:
+            self._writer = JsonlWriter(own)  # drops an incomplete last line of a killed process
+        except OSError as error:
+            raise RewardError(f"the journal of rewards cannot be written: {error}; remove the file.") from error
         self._known, self._step, self._counts = dict(known), step, Counter()
 
     def call(self, sample: Mapping[str, Any], prompt: Any) -> Call:

@@ -10,6 +10,7 @@ from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, 
 from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
+from hybridflow.runtime.plain_files import open_plain_file, require_plain_file
 from hybridflow.runtime.random_state import (
     capture_random_state,
     restore_random_state,
@@ -18,6 +19,7 @@ from hybridflow.runtime.random_state import (
 )
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
+from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
 from hybridflow.runtime.user_code import did_you_mean, load_user_function, require_arguments
@@ -37,6 +39,7 @@ __all__ = [
     "measure_peak_flops",
     "memory_limit",
     "new_store_name",
+    "open_plain_file",
     "open_store",
     "own_device",
     "paused_collector",
@@ -45,10 +48,12 @@ __all__ = [
     "provide_stores",
     "relax_garbage_collector",
     "require_arguments",
+    "require_plain_file",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",
     "set_num_threads",
+    "sort_metadata",
     "unchanged_random_state",
     "uniform",
     "use_own_device",

@@ -12,13 +12,16 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ConfigError, RunInUseError
 from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime import require_plain_file, write_text_atomically
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
 
 logger = get_logger(__name__)
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "trace/calls.jsonl")
 """The files that a run appends rows to."""
+TOKEN_BUDGETS = "token_budgets.json"
+WRITTEN = (*LOGS, "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
+"""The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
 
 class RunDirectory:
@@ -26,7 +29,8 @@ class RunDirectory:
 
     `checkpoint` is the newest checkpoint, from which the run continues, None for a new run; `step` is its step.
     Constructing one writes nothing; `begin` does. Raises CheckpointError if the newest checkpoint is damaged or belongs
-    to another run, or if the directory is not empty and `trainer.resume` is "never".
+    to another run, if the directory is not empty and `trainer.resume` is "never", or if a file that a run writes exists
+    and is not a regular file: through a symbolic link the run would overwrite another file, a FIFO would block it.
     """
 
     def __init__(self, config: Config, kind: Kind) -> None:
@@ -38,6 +42,7 @@ class RunDirectory:
                 f"'{self.path}' is not empty and trainer.resume='never'; "
                 "choose another trainer.run_dir, or resume = 'auto'."
             )
+        self._require_plain_files()
         self.store = CheckpointStore(self.path / "checkpoints", keep=config.trainer.keep_checkpoints)
         self.identity = run_identity(config, kind)
         self.checkpoint: Checkpoint | None = self.store.latest()
@@ -78,8 +83,18 @@ class RunDirectory:
         if self._release_lock is not None:
             self._release_lock()
 
+    def _require_plain_files(self) -> None:
+        try:
+            for name in WRITTEN:
+                require_plain_file(self.path / name)
+        except OSError as error:
+            raise CheckpointConfigError(
+                f"trainer.run_dir='{self.path}' cannot be used: {error}, but a run writes it; move it away, or choose "
+                "another directory."
+            ) from error
+
     def _lock_directory(self) -> None:
-        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         self._release_lock = weakref.finalize(self, os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

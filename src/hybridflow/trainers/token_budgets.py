@@ -9,11 +9,9 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointError
 from hybridflow.observability import get_logger
 from hybridflow.trainers.groups import pools_of, traits_of
-from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_directory import TOKEN_BUDGETS, RunDirectory
 
 logger = get_logger(__name__)
-
-FILE = "token_budgets.json"
 
 
 def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run: RunDirectory) -> None:
@@ -34,7 +32,7 @@ def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run
             budgets[role.value] = min(group.find_token_budget(*lengths))
             logger.info("%s: %d tokens per micro-batch fit in memory", role.value, budgets[role.value])
         group.set_token_budget(budgets[role.value])
-    run.documents[FILE] = json.dumps({"layout": layout, "budgets": budgets}, indent=1) + "\n"
+    run.documents[TOKEN_BUDGETS] = json.dumps({"layout": layout, "budgets": budgets}, indent=1) + "\n"
 
 
 def _layout_of(config: Config) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def _layout_of(config: Config) -> dict[str, Any]:
 
 
 def _read(run: RunDirectory) -> dict[str, Any]:
-    file = run.path / FILE
+    file = run.path / TOKEN_BUDGETS
     if not file.exists():
         return {}
     try:

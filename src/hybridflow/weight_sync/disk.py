@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
+from hybridflow.runtime import require_plain_file
 from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket
 
@@ -29,6 +30,7 @@ class Disk(WeightTransport):
         path = self._directory / f"bucket_{self._num_sent:05d}.safetensors"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
+            require_plain_file(path)
             save_file({name: tensor.cpu().contiguous() for name, tensor in bucket.weights.items()}, path)
         except (OSError, SafetensorError) as error:
             self.finish()  # to free a full disk

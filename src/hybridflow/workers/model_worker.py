@@ -112,7 +112,8 @@ class ModelWorker(MeasuredWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
-        """Load the state that `save` wrote, on the same or a different number of ranks."""
+        """Load the state that `save` wrote, on the same or a different number of ranks. Raises CheckpointError."""
+        require_shared(Path(directory))
         path = Path(directory) / self.component
         if self.engine.is_sharded:
             self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))
