@@ -34,6 +34,14 @@ def test_error_inside_context_moves_weights_back():
     assert offload.devices[-1] == "cpu"
 
 
+def test_tensors_without_dimensions_move_too():
+    """Fused AdamW keeps its step count on the device; the meta device stands for a GPU."""
+    master = nn.Parameter(torch.ones(3))
+    moments = {master: {"exp_avg": torch.ones(3), "step": torch.tensor(2.0)}}
+    Offload(nn.Linear(2, 2), [], moments, torch.device("cuda")).move_to(torch.device("meta"))
+    assert {value.device.type for value in moments[master].values()} == {"meta"}
+
+
 def test_parameters_keep_identity_and_masters_and_moments_move():
     model, master = nn.Linear(2, 2), nn.Parameter(torch.ones(3))
     moments = {master: {"exp_avg": torch.ones(3), "step": torch.tensor(2.0)}}

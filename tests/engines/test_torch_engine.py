@@ -277,6 +277,23 @@ def test_loaded_state_resumes_bit_identically(tiny_model, build_engine, rows, dt
     assert same(resumed.state_dict(), engine.state_dict())
 
 
+def test_restored_optimizer_state_is_on_the_device_of_its_parameter(tiny_model, build_engine, rows, monkeypatch):
+    """On a GPU, fused AdamW takes no step count of the CPU; the meta device stands for it."""
+    engine = build_engine(tiny_model())
+    engine.update(rows, policy_gradient)
+    monkeypatch.setattr("hybridflow.engines.torch_engine.own_device", lambda: torch.device("meta"))
+    loaded, sharded = build_engine(tiny_model()), build_engine(tiny_model())
+    loaded.load_state_dict(engine.state_dict())
+    sharded.load_shards(engine.state_dict(), lambda state: None)
+    for restored in (loaded, sharded):
+        for name, parameter in restored.parameters.items():
+            moments, fresh = restored.optimizer.state[parameter], engine.optimizer.state[engine.parameters[name]]
+            assert moments.keys() == fresh.keys()
+            for key, value in moments.items():
+                assert value.device == parameter.device == torch.device("meta"), (name, key)
+                assert (value.dtype, value.shape) == (fresh[key].dtype, fresh[key].shape)
+
+
 def test_loaded_state_is_a_copy(tiny_model, build_engine, rows):
     engine, other = build_engine(tiny_model()), build_engine(tiny_model())
     engine.update(rows, policy_gradient)

@@ -15,6 +15,19 @@ VARIANTS = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
     "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
 }
 

@@ -13,7 +13,7 @@ LENGTHS = Lengths(prompt_lens=[2, 1], response_lens=[2, 1], group_ids=[0, 1])
 
 def test_speed_is_computed_from_seconds_and_tokens():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
-    assert Speedometer({"actor": Learner(3, SHAPE), "critic": Learner(1, SHAPE)}, peak_flops=1e6).read(
+    assert Speedometer({"actor": Learner(3, SHAPE, 1e6), "critic": Learner(1, SHAPE)}, 2e6).read(
         times, LENGTHS
     ) == pytest.approx(
         {
@@ -25,20 +25,20 @@ def test_speed_is_computed_from_seconds_and_tokens():
             "timing_per_token_ms/update_actor": 250 / 6,
             "mfu/actor": 3 * training_flops(SHAPE, [4, 2]) / (0.25 * 1e6),
             # The prompt of each group (2 tokens and 1), then tokens 3 and 4 of the first row, 2 of the second.
-            "mfu/gen": forward_flops(SHAPE, [4, 2]) / (0.5 * 1e6),
+            "mfu/gen": forward_flops(SHAPE, [4, 2]) / (0.5 * 2e6),
         }
     )
 
 
 def test_a_role_of_unknown_shape_has_no_mfu():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
-    assert "mfu/actor" not in Speedometer({"actor": Learner(1, None)}, peak_flops=1e6).read(times, LENGTHS)
+    assert "mfu/actor" not in Speedometer({"actor": Learner(1, None, 1e6)}).read(times, LENGTHS)
 
 
 def test_utilization_above_the_peak_is_null():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
     of_generation = forward_flops(SHAPE, [4, 2]) / 0.5
-    speed = Speedometer({"actor": Learner(3, SHAPE)}, peak_flops=of_generation).read(times, LENGTHS)
+    speed = Speedometer({"actor": Learner(3, SHAPE, of_generation)}, of_generation).read(times, LENGTHS)
     assert speed["mfu/gen"] == 1.0
     assert speed["mfu/actor"] is None
 
@@ -76,14 +76,14 @@ def test_a_model_with_other_configuration_names_has_no_shape(model_dir):
 def test_a_prompt_is_computed_once_for_its_group():
     lengths = Lengths(prompt_lens=[3, 3, 3], response_lens=[2, 2, 2], group_ids=[0, 0, 0])
     times = {"timing_s/step": 1.0, "timing_s/gen": 1.0, "timing_s/update_actor": 1.0}
-    speed = Speedometer({"actor": Learner(1, SHAPE)}, 1e6).read(times, lengths)
+    speed = Speedometer({"actor": Learner(1, SHAPE, 1e6)}, 1e6).read(times, lengths)
     flops = forward_flops(SHAPE, [5]) * 3 - forward_flops(SHAPE, [3]) * 2
     assert speed["mfu/gen"] == pytest.approx(flops / 1e6)
     assert speed["mfu/actor"] == pytest.approx(3 * flops / 1e6)
 
 
 def test_sft_has_a_speed_without_generation():
-    speed = Speedometer({"sft": Learner(1, SHAPE)}, 1e6).read(
+    speed = Speedometer({"sft": Learner(1, SHAPE, 1e6)}).read(
         {"timing_s/step": 2.0, "timing_s/update_sft": 1.0}, Lengths([2, 1], [2, 1])
     )
     assert speed["perf/update_sft_tokens_per_s"] == 6.0

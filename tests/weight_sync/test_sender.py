@@ -120,3 +120,14 @@ def test_failed_load_leaves_no_weights_and_no_gathered_bucket(engine, config, mo
     assert rollout.version is None
     with pytest.raises(StopIteration):
         sender.send()
+
+
+def test_only_the_sending_rank_computes_fingerprints(engine, config, monkeypatch):
+    computed = []
+    monkeypatch.setattr("hybridflow.weight_sync.buckets.fingerprint", lambda tensor: computed.append(tensor) or 0)
+    for build, count in ((None, 0), (InProcess, 3)):
+        sender = WeightSender(engine, config, build)
+        for _ in range(sender.announce().num_buckets):
+            sender.send()
+        assert len(computed) == count
+    assert engine.gathered == ["a", "b", "c"] * 2

@@ -24,6 +24,7 @@ from hybridflow.weight_sync import (
     ObjectStore,
     Sent,
     WeightTransport,
+    broadcast,
     build_sending_transport,
     fill_buckets,
     plan_buckets,
@@ -134,6 +135,32 @@ def test_second_sync_uses_same_transport(ends):
             for arrived in in_threads([partial(receiver.receive, sent) for receiver in receivers]):
                 assert all(torch.equal(tensor, weights[name]) for name, tensor in arrived.weights.items())
         sender.finish()
+
+
+class LateCommunicator:
+    """A process group that connects in its first collective, as NCCL does: all ranks must take part before it ends."""
+
+    def __init__(self, group: Any, everyone: threading.Barrier) -> None:
+        self._group, self._everyone, self._is_connected = group, everyone, False
+
+    def broadcast(self, *arguments: Any) -> Any:
+        if not self._is_connected:
+            self._everyone.wait(timeout=20)
+            self._is_connected = True
+        return self._group.broadcast(*arguments)
+
+
+def test_a_group_that_connects_in_its_first_collective_does_not_block_the_sender(tmp_path, monkeypatch):
+    build, everyone = broadcast._build_group, threading.Barrier(NUM_RECEIVERS + 1)
+    monkeypatch.setattr(broadcast, "_build_group", lambda *arguments: LateCommunicator(build(*arguments), everyone))
+    ends = [Broadcast(configured(tmp_path)) for _ in range(NUM_RECEIVERS + 1)]
+    store = ends[0].new_store()
+    in_threads([partial(end.join, store, rank, len(ends)) for rank, end in enumerate(ends)])
+    (bucket,) = buckets_of(weights_like_those_of_a_model(), 10**9)
+    sent = ends[0].send(bucket)  # before any receiver starts
+    arrived = in_threads([partial(end.receive, sent) for end in ends[1:]])
+    ends[0].finish()
+    assert all(torch.equal(each.weights["q"], bucket.weights["q"]) for each in arrived)
 
 
 def test_files_are_removed_when_all_are_received(tmp_path):

@@ -49,7 +49,7 @@ class Offload:
             parameter.data = parameter.data.to(device)
         for moments in self._optimizer_state.values():
             for name, value in moments.items():
-                if isinstance(value, Tensor) and value.ndim:
+                if isinstance(value, Tensor):  # step counts too
                     moments[name] = value.to(device)
         if self._device.type == "cuda" and device.type == "cpu":
             torch.cuda.empty_cache()

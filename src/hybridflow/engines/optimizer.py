@@ -19,6 +19,11 @@ def build_adamw(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> to
     )
 
 
+def empty_step_count(parameter: Tensor) -> Tensor:
+    """Return a step count of zero where fused AdamW expects that of the parameter, which may be a DTensor."""
+    return torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the rate of step `step` (from 0): linear warm-up to lr, then the schedule down to min_lr_ratio * lr."""
     if step < config.warmup_steps:

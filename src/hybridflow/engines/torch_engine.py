@@ -27,7 +27,7 @@ from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
 from hybridflow.engines.non_finite_rows import find_non_finite_rows
 from hybridflow.engines.offload import Offload
-from hybridflow.engines.optimizer import build_adamw, learning_rate
+from hybridflow.engines.optimizer import build_adamw, empty_step_count, learning_rate
 from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt_families, sequence_lengths
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.engines.process_group import join_alone
@@ -335,8 +335,9 @@ class TorchEngine:
         if learns:
             self.optimizer.state.clear()
             for name in moments:
+                parameter = self.parameters[name].detach()
                 self.optimizer.state[self.parameters[name]] = {
-                    key: torch.zeros_like(self.parameters[name].detach()) if value.ndim else torch.zeros(())
+                    key: torch.zeros_like(parameter) if value.ndim else empty_step_count(parameter)
                     for key, value in moments[name].items()
                 }
         read_into({key: value for key, value in self.state_dict().items() if key in described})
@@ -356,7 +357,7 @@ class TorchEngine:
             for name, moments in state["optimizer"].items():
                 parameter = self.parameters[name]
                 self.optimizer.state[parameter] = {
-                    key: value.to(parameter, copy=True) if value.ndim else value.clone()
+                    key: value.to(parameter, copy=True) if value.ndim else empty_step_count(parameter).copy_(value)
                     for key, value in moments.items()
                 }
             self.master.cast()

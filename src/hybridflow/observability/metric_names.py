@@ -111,8 +111,9 @@ METRICS: dict[str, Metric] = {
     ),
     "mfu/<role>": Metric(
         "Model FLOPs utilization of a role's update (mfu/gen: of generation): model FLOPs, attention included and a "
-        "prompt counted once for its group, as a share of the matrix-product peak that is measured when the run starts "
-        "(matmul_peak_flops_per_s in run.json). Null above 1: the peak was measured under load or on another device."
+        "prompt counted once for its group, as a share of the matrix-product peak of the role's ranks together, each "
+        "measured on its device when the run starts (matmul_peak_flops_per_s in run.json). Null above 1: the peak was "
+        "measured under load."
     ),
     "transfer/bytes_flowed": Metric("Bytes of batches that workers read and wrote.", "sum"),
     "transfer/bytes_sent": Metric("Bytes of batches that the controller sent.", "sum"),

@@ -15,8 +15,23 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def use_own_device() -> None:
+    """Make `own_device` the current CUDA device; without it, PyTorch takes the device with the index LOCAL_RANK.
+
+    Call it before a device mesh or a process group is made. Does nothing without a CUDA device.
+    """
+    import torch
+
+    device = own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def own_device() -> "torch.device":
-    """Return the CUDA device of this local rank, or the CPU if there is no CUDA device."""
+    """Return the CUDA device of this local rank, or the CPU if there is no CUDA device.
+
+    A process that sees fewer devices than its node has ranks, as a Ray worker sees only its own, takes one of those.
+    """
     import torch
 
     if not torch.cuda.is_available():

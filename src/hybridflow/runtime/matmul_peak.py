@@ -1,4 +1,4 @@
-"""The matrix-product rate of this machine: the denominator of model FLOPs utilization (MFU)."""
+"""The matrix-product rate of a device: the denominator of model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -11,41 +11,55 @@ if TYPE_CHECKING:
     import torch
 
 PRODUCTS_PER_ROUND = 4
+CPU_SIZE, GPU_SIZE = 1024, 8192
 PAUSE_S = 0.05
 
 
 def peak_flops(dtype: torch.dtype) -> float:
-    """Return the peak of this process, which is measured once for each dtype and number of threads."""
+    """Return the peak of this process on its device, measured once for each dtype and number of threads."""
     import torch
 
-    return _peak_flops(dtype, torch.get_num_threads())
+    from hybridflow.runtime.device import own_device
+
+    return _peak_flops(dtype, own_device(), torch.get_num_threads())
 
 
 @cache
-def _peak_flops(dtype: torch.dtype, num_threads: int) -> float:
-    return measure_peak_flops(dtype)
+def _peak_flops(dtype: torch.dtype, device: torch.device, num_threads: int) -> float:
+    return measure_peak_flops(dtype, device=device)
 
 
 def measure_peak_flops(
     dtype: torch.dtype,
-    size: int = 1024,
+    size: int = 0,
     rounds: int = 5,
     *,
+    device: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
     """Return the floating-point operations per second of the fastest square matrix product in several rounds.
 
-    The pauses between the rounds keep a short load on the machine from lowering the result. Takes about 0.5 s.
+    `size`: rows and columns of the matrices; 0: enough for the device, by default the CPU. The pauses between the
+    rounds keep a short load on the machine from lowering the result. Takes about 0.5 s.
     """
     import torch
 
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    device = device or torch.device("cpu")
+    wait = torch.cuda.synchronize if device.type == "cuda" else _return_at_once
+    size = size or (GPU_SIZE if device.type == "cuda" else CPU_SIZE)
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     fastest_s = float("inf")
     for index in range(rounds * PRODUCTS_PER_ROUND):
         if index and index % PRODUCTS_PER_ROUND == 0:
             sleep(PAUSE_S)
+        wait()
         start = clock()
         torch.mm(a, b)
+        wait()
         fastest_s = min(fastest_s, clock() - start)
     return 2 * size**3 / fastest_s
+
+
+def _return_at_once() -> None:
+    """Do nothing: operations of the CPU have finished when they return."""

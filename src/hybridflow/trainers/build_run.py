@@ -1,7 +1,7 @@
 """Builds any training run in steps: checks, data, run directory, workers, trainer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from hybridflow.config import Config
@@ -10,11 +10,9 @@ from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
 from hybridflow.errors import ConfigError
 from hybridflow.kernels import use_kernels
-from hybridflow.models import DTYPES
 from hybridflow.runtime import (
     bound_shape_caches,
     keep_freed_memory,
-    peak_flops,
     relax_garbage_collector,
     seed_random_state,
     set_deterministic,
@@ -26,6 +24,9 @@ from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner, Speedometer
 from hybridflow.trainers.token_budgets import settle_token_budgets
+
+ACTORS = (Role.ActorRollout, Role.Actor)
+"""Roles of the group that trains the policy, or the model of an offline run."""
 
 D = TypeVar("D", bound=Dataset)
 T = TypeVar("T")
@@ -85,10 +86,25 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
         settle_token_budgets(config, groups, run)
-        peak = peak_flops(DTYPES[config.model.dtype])
-        run.start_facts["matmul_peak_flops_per_s"] = peak
-        speedometer = Speedometer(program.learners, peak)
+        speedometer = _build_speedometer(config, program.learners, groups)
+        run.start_facts["matmul_peak_flops_per_s"] = next(iter(speedometer.learners.values())).peak_flops
         return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend))
+
+
+def _build_speedometer(
+    config: Config, learners: Mapping[str, Learner], groups: Mapping[Role, WorkerGroup]
+) -> Speedometer:
+    """Measure the peak of the ranks of each trained role, and of those that generate."""
+
+    def peak_of(*roles: Role) -> float:
+        group = next((groups[role] for role in roles if role in groups), None)
+        return sum(group.measure_peak(config.model.dtype)) if group else 0.0
+
+    measured = {
+        name: replace(learner, peak_flops=peak_of(*((Role.Critic,) if name == "critic" else ACTORS)))
+        for name, learner in learners.items()
+    }
+    return Speedometer(measured, peak_of(Role.Rollout, Role.ActorRollout))
 
 
 def prepare_driver_process(config: Config) -> None:

@@ -16,7 +16,6 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
-from hybridflow.runtime import own_device
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 logger = get_logger(__name__)
@@ -122,7 +121,11 @@ def build_groups(
     roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools_of(config)}
     pools = {
         name: _build_pool(
-            config, name, processes, has_model=any(traits_of(role).model(config) != "none" for role in roles_of[name])
+            config,
+            backend,
+            name,
+            processes,
+            has_model=any(traits_of(role).model(config) != "none" for role in roles_of[name]),
         )
         for name, processes in pools_of(config).items()
     }
@@ -156,13 +159,16 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
     return meshes
 
 
-def _build_pool(config: Config, name: str, processes: tuple[int, ...], *, has_model: bool) -> ResourcePool:
-    """Build a pool. On Ray each process with a model reserves a GPU, if this process sees one."""
+def _build_pool(
+    config: Config, backend: Backend, name: str, processes: tuple[int, ...], *, has_model: bool
+) -> ResourcePool:
+    """Build a pool. On Ray each process with a model reserves a GPU, if the cluster has any."""
     if config.controller.backend == "local":
         return ResourcePool(processes)
-    from hybridflow.controller.ray import RayResourcePool
+    from hybridflow.controller.ray import RayBackend, RayResourcePool
 
-    use_gpu = has_model and own_device().type == "cuda"
+    assert isinstance(backend, RayBackend)
+    use_gpu = has_model and backend.has_gpus()
     return RayResourcePool(
         processes, use_gpu=use_gpu, name_prefix=name, cpus_per_process=config.controller.cpus_per_worker
     )

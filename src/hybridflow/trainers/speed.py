@@ -15,10 +15,14 @@ WHOLE_SEQUENCE_STAGES = (
 
 @dataclass(frozen=True)
 class Learner:
-    """A trained role: its epochs over each batch, and the shape for its FLOPs (None: unknown)."""
+    """A trained role: its epochs over each batch, the shape for its FLOPs (None: unknown), and the peak of its ranks.
+
+    `peak_flops` is in FLOP/s; 0: unknown.
+    """
 
     epochs: int
     shape: DecoderShape | None
+    peak_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class Lengths:
 
 
 class Speedometer:
-    """Speed of a step from its times and lengths. `peak_flops`: peak of the device in FLOP/s; 0: unknown."""
+    """Speed of a step from its times and lengths. `generation_peak_flops`: peak of the generating ranks, in FLOP/s."""
 
-    def __init__(self, learners: Mapping[str, Learner], peak_flops: float) -> None:
-        self.learners, self.peak_flops = learners, peak_flops
+    def __init__(self, learners: Mapping[str, Learner], generation_peak_flops: float = 0.0) -> None:
+        self.learners, self.generation_peak_flops = learners, generation_peak_flops
 
     def read(self, metrics: Mapping[str, Any], lengths: Lengths) -> dict[str, float | None]:
         """Return `perf/...`, `timing_per_token_ms/...` and `mfu/...` from the step's `timing_s/...` in `metrics`."""
@@ -56,17 +60,18 @@ class Speedometer:
             if seconds and learner.shape:
                 forward = _flops_of_sequences(learner.shape, lengths)
                 flops = learner.epochs * 3.0 * forward  # a backward pass is two forward passes
-                speed[f"mfu/{role}"] = self._utilization(flops, seconds)
+                speed[f"mfu/{role}"] = _utilization(flops, seconds, learner.peak_flops)
         actor = self.learners.get("actor")
         if actor and actor.shape and "timing_s/gen" in metrics:
             flops = _flops_of_sequences(actor.shape, lengths)
-            speed["mfu/gen"] = self._utilization(flops, metrics["timing_s/gen"])
+            speed["mfu/gen"] = _utilization(flops, metrics["timing_s/gen"], self.generation_peak_flops)
         return speed
 
-    def _utilization(self, flops: float, seconds: float) -> float | None:
-        """Return the share of the peak, None above 1: the peak was then measured under load or on another device."""
-        share = mfu(flops, seconds, self.peak_flops)
-        return share if share <= 1 else None
+
+def _utilization(flops: float, seconds: float, peak_flops: float) -> float | None:
+    """Return the share of the peak, None above 1: the peak was then measured under load."""
+    share = mfu(flops, seconds, peak_flops)
+    return share if share <= 1 else None
 
 
 def _flops_of_sequences(shape: DecoderShape, lengths: Lengths) -> float:

@@ -34,6 +34,8 @@ class Broadcast(WeightTransport):
             return
         try:
             self._group = _build_group(self._device, open_store(store), rank, world_size, self._timeout)
+            # The first collective of NCCL waits for all ranks, but the receivers start after the sender's first send.
+            self._start(torch.zeros(1, dtype=torch.uint8, device=self._device)).wait()
         except RuntimeError as error:
             raise LostWeightSyncError(
                 f"rank {rank} of {world_size} could not connect to the other ranks for the weight sync: {error}"

@@ -71,9 +71,15 @@ def plan_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[list[We
 
 
 def fill_buckets(
-    plan: Sequence[Sequence[WeightSpec]], weights: Iterable[tuple[str, Tensor]], version: int
+    plan: Sequence[Sequence[WeightSpec]],
+    weights: Iterable[tuple[str, Tensor]],
+    version: int,
+    *,
+    with_fingerprints: bool = True,
 ) -> Iterator[Bucket]:
     """Yield the buckets of a plan with the weights' version; each is gathered when it is requested.
+
+    `with_fingerprints`: False on a rank that gathers with the others but does not send.
 
     Raises WeightSyncError if the weights differ from the plan in name, order, shape or dtype.
     """
@@ -88,7 +94,8 @@ def fill_buckets(
                     f"the weights to send do not match the announcement: expected {spec}, got {found}."
                 )
             gathered[name] = tensor
-        yield Bucket(gathered, {name: fingerprint(tensor) for name, tensor in gathered.items()}, version)
+        fingerprints = {name: fingerprint(tensor) for name, tensor in gathered.items()} if with_fingerprints else {}
+        yield Bucket(gathered, fingerprints, version)
 
 
 def packed_size(specs: Iterable[WeightSpec]) -> int:

@@ -63,7 +63,8 @@ class WeightSender:
         dtype, version = self._config.model.dtype, self._engine.num_updates
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
         plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
-        self._buckets = fill_buckets(plan, self._engine.weights(), version)
+        sends = self._transport is not None
+        self._buckets = fill_buckets(plan, self._engine.weights(), version, with_fingerprints=sends)
         return Announcement(specs, len(plan), version, self._store)
 
     def join(self, num_receivers: int) -> None:

@@ -7,10 +7,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
-from hybridflow.controller import Worker, make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.controller import make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Request, RolloutEngine, SamplingParams, generate
+from hybridflow.workers.measured import MeasuredWorker
 from hybridflow.workers.rollout_batch import rollout_batch
 
 ROLLOUT_MESH = "rollout"
@@ -27,7 +28,7 @@ ROLLOUT_COLUMNS = (
 GREEDY = ValidationConfig(temperature=0.0, group_size=1)
 
 
-class GeneratingWorker(Worker):
+class GeneratingWorker(MeasuredWorker):
     """A base class of workers that generate with the engine `rollout`, inside `ready_to_generate()`."""
 
     config: Config

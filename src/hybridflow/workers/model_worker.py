@@ -19,8 +19,9 @@ from hybridflow.checkpoint import (
     saved_files,
 )
 from hybridflow.config import Config, OptimizerConfig, RoleName
-from hybridflow.controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.engines import TorchEngine, TrainEngine
+from hybridflow.workers.measured import MeasuredWorker
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Dispatch mode that splits rows over the data-parallel replicas; the ranks of one replica get the same rows."""
@@ -32,7 +33,7 @@ MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """Columns of a rollout batch that every model reads."""
 
 
-class ModelWorker(Worker):
+class ModelWorker(MeasuredWorker):
     """A worker with one train engine; `component` names its files in a checkpoint."""
 
     component: str

@@ -11,11 +11,13 @@ from hybridflow.runtime import (
     keep_freed_memory,
     set_deterministic,
     set_num_threads,
+    use_own_device,
 )
 
 
 def prepare_worker_process(worker: Worker, config: Config) -> None:
     """Set memory options, threads, kernels and determinism of the process, and join the group's process group."""
+    use_own_device()
     keep_freed_memory()
     bound_shape_caches()
     set_num_threads(config.controller.threads or max(1, count_physical_cores() // worker.local_world_size))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -846,6 +847,45 @@ def test_a_closed_backend_can_be_used_again(closed):
 
 def test_reading_a_future_of_a_closed_backend_is_a_worker_error(closed):
     assert closed[4].startswith("WorkerError: ")
+
+
+# ------------------------------------------------------------------------------------------ GPUs
+
+
+GPUS = """
+import ray
+from hybridflow.controller import ClassWithInitArgs, Worker, WorkerGroup
+from hybridflow.controller.ray import RayBackend, RayResourcePool
+from hybridflow.errors import HybridFlowError
+
+def attempt(name, backend):
+    try:
+        WorkerGroup(RayResourcePool([1], use_gpu=True), ClassWithInitArgs(Worker), backend)
+    except HybridFlowError as error:
+        print(name, type(error).__name__, str(error).replace(chr(10), " "))
+
+with RayBackend() as backend:
+    print("has", backend.has_gpus())
+    attempt("none", backend)
+    backend.close()
+ray.init(num_cpus=1, num_gpus=1, include_dashboard=False, _temp_dir=DIRECTORY)  # as a cluster of other nodes
+with RayBackend() as backend:
+    print("has", backend.has_gpus())
+    attempt("no driver", backend)
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_gpus_are_those_of_the_cluster_and_a_rank_without_its_gpu_is_an_error(run_script):
+    if torch.cuda.is_available():
+        pytest.skip("for a machine without a GPU")
+    with tempfile.TemporaryDirectory(prefix="hf") as directory:  # pytest's is too long for Ray's sockets
+        output = run_script(GPUS.replace("DIRECTORY", repr(directory)), 300)
+    lines = [line for line in output.splitlines() if line.startswith(("has", "none", "no driver"))]
+    assert [line for line in lines if line.startswith("has")] == ["has False", "has True"], output
+    assert re.match(r"none ConfigError RayResourcePool.* does not fit the cluster: .*each with 1 CPU, 1 GPU", lines[1])
+    assert re.search(r"^no driver .*Ray assigned GPU 0 .* finds no CUDA device there .*install a CUDA build", lines[3])
 
 
 # ------------------------------------------------------------------------------------------ deaths of Ray's services

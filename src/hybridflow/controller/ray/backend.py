@@ -94,6 +94,10 @@ class RayBackend:
             self._connection.open(pools)
             require_fit(pools)
 
+    def has_gpus(self) -> bool:
+        """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""
+        return self._connection.has_gpus()
+
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool, detached_as: str = ""
     ) -> dict[str, list[RayWorker]]:

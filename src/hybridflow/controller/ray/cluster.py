@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 
 import ray
+import torch
 
 from hybridflow.controller.ray.cluster_watch import ClusterWatch
 from hybridflow.controller.ray.local_cluster import LocalCluster
@@ -60,9 +61,18 @@ class Connection:
                 "%d worker processes share the %d CPU cores of this machine and slow each other down", processes, cores
             )
         num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
-        num_gpus = self._num_gpus or sum(pool.world_size for pool in pools if pool.use_gpu)
+        # A cluster with more GPUs than the machine would give ranks devices that do not exist.
+        requested = sum(pool.world_size for pool in pools if pool.use_gpu)
+        num_gpus = self._num_gpus or min(requested, torch.cuda.device_count())
         self._local = LocalCluster(num_cpus, num_gpus, self._object_store_bytes)
         self._local.start()
+
+    def has_gpus(self) -> bool:
+        """Return whether the cluster has GPUs; for a local cluster that is not started, whether this machine has."""
+        if not self._address and not ray.is_initialized():
+            return bool(self._num_gpus or torch.cuda.device_count())
+        self.open([])
+        return ray.cluster_resources().get("GPU", 0) > 0
 
     @property
     def ends_with_us(self) -> bool:

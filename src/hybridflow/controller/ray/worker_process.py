@@ -30,6 +30,7 @@ from hybridflow.controller.ray.transport import (
     thaw,
     unpack,
 )
+from hybridflow.errors import ConfigError
 from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
@@ -109,6 +110,7 @@ class WorkerProcess:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # by default it follows the host name
         provide_stores(RayStore, store)
         self._rank = int(environment["RANK"])
+        self._require_own_gpu()
         self._threads = threads or max(1, count_physical_cores() // int(environment["LOCAL_WORLD_SIZE"]))
         os.environ["OMP_NUM_THREADS"] = str(self._threads)
         torch.set_num_threads(self._threads)
@@ -123,6 +125,17 @@ class WorkerProcess:
                 raise
             except BaseException as error:  # a constructor may raise any error; it is sent to the driver
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
+
+    def _require_own_gpu(self) -> None:
+        gpus = ray.get_gpu_ids()
+        if gpus and not torch.cuda.is_available():
+            error = ConfigError(
+                f"Ray assigned GPU {', '.join(map(str, gpus))} of node {self._node} to this rank, but torch "
+                f"{torch.__version__} finds no CUDA device there (CUDA_VISIBLE_DEVICES="
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); install a CUDA build of torch and a driver on that "
+                "node, or start Ray there with --num-gpus=0 to compute on CPUs."
+            )
+            raise pack_error(error, "a worker's start", self.label.rpartition("/")[0], self._rank, self._node)
 
     def call(self, message: Any, *beside: Any) -> Any:
         """Run a method and return a `Reply` and the value, or the `Reply` alone if the value will not be read.

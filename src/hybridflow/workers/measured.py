@@ -1,0 +1,17 @@
+"""`MeasuredWorker`: a worker that measures how fast its device can compute, for model FLOPs utilization."""
+
+from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.models import DTYPES
+from hybridflow.runtime import peak_flops
+
+
+class MeasuredWorker(Worker):
+    """Base class of workers with a model."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def measure_peak(self, dtype: str) -> float:
+        """Return the matrix-product peak of this rank's device in FLOP/s, measured while the other ranks measure too.
+
+        It is 0 on a rank that shares its process with rank 0.
+        """
+        return peak_flops(DTYPES[dtype]) if self.has_collectives or self.rank == 0 else 0.0
