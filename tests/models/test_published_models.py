@@ -125,7 +125,7 @@ def test_flops_are_those_counted_by_hand(published):
     shape = decoder_shape(directory)
     hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
     head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
-    # Of all parameters, embeddings that are no matrix product, norms and biases do not count.
+    # Norms, biases, and embeddings that only look up rows, do not count.
     norms = (2 * layers + 1) * hidden + (2 * layers * head_dim if config["model_type"] == "qwen3" else 0)
     width = head_dim * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
     biases = layers * width if config["model_type"] == "qwen2" else 0
@@ -136,7 +136,7 @@ def test_flops_are_those_counted_by_hand(published):
     assert forward_flops(shape, [length]) == pytest.approx(by_hand, rel=1e-12)
 
 
-def test_llama3_scaling_stretches_long_wavelengths_only(published):
+def test_llama3_scaling_lowers_the_slow_frequencies_only(published):
     """Equations of the reference implementation of Llama 3.1."""
     _, config, model, _, _ = published
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])

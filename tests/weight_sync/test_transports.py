@@ -150,7 +150,7 @@ class LateCommunicator:
         return self._group.broadcast(*arguments)
 
 
-def test_a_group_that_connects_in_its_first_collective_does_not_block_the_sender(tmp_path, monkeypatch):
+def test_a_late_communicator_does_not_block_the_sender(tmp_path, monkeypatch):
     build, everyone = broadcast._build_group, threading.Barrier(NUM_RECEIVERS + 1)
     monkeypatch.setattr(broadcast, "_build_group", lambda *arguments: LateCommunicator(build(*arguments), everyone))
     ends = [Broadcast(configured(tmp_path)) for _ in range(NUM_RECEIVERS + 1)]
