@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -178,3 +180,15 @@ def test_a_checkpoint_records_the_identity_as_json(open_run):
     assert checkpoint.info["kind"] == "train"
     assert checkpoint.info["config"]["actor.optimizer.betas"] == [0.9, 0.999]
     assert json.loads(json.dumps(checkpoint.info)) == checkpoint.info
+
+
+def test_a_file_system_without_locks_is_a_warning(open_run, monkeypatch, caplog):
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    run = open_run()
+    run.begin()
+    assert "has no locks ([Errno 37] No locks available): a second process" in caplog.text
+    save(run, 1)
+    assert run.store.list() == (1,)
