@@ -1,5 +1,7 @@
 """Import of user functions in a process of the run: whatever a file raises is one error, and Ctrl-C interrupts it."""
 
+import signal
+
 import pytest
 
 from hybridflow.errors import ConfigError
@@ -23,7 +25,15 @@ def test_a_file_that_takes_too_long_is_one_error(tmp_path, monkeypatch):
         load(tmp_path, "while True: pass")
 
 
-def test_a_signal_during_an_import_is_an_interrupt(tmp_path):
+@pytest.fixture
+def ctrl_c():
+    """Make SIGINT interrupt, which a shell turns off in the jobs that it starts in the background."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_a_signal_during_an_import_is_an_interrupt(tmp_path, ctrl_c):
     with pytest.raises(KeyboardInterrupt):
         load(tmp_path, "import signal\nsignal.raise_signal(signal.SIGINT)")
 
