@@ -265,7 +265,7 @@ def test_ctrl_c_in_a_function_of_the_rank_is_still_an_interrupt(file, form, numb
     wait = "await asyncio.sleep(99)" if form == "async def" else "time.sleep(99)"
     file.write_text(source(f"os.mkdir({str(file) + '.begun'!r}); {wait}", form))
     begun = file.with_name("mine.py.begun")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(number, signal.default_int_handler)
     main_thread = threading.get_ident()
 
     def interrupt():
@@ -280,4 +280,4 @@ def test_ctrl_c_in_a_function_of_the_rank_is_still_an_interrupt(file, form, numb
             RewardScorer(f"{file}:score").score(["a"], ["d"], [None])
     finally:
         sender.join()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
