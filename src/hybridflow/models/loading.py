@@ -94,7 +94,7 @@ def _load(auto_class: Any, path: str | Path, dtype: torch.dtype, **options: obje
             )
     except LOADING_ERRORS as error:
         raise cannot_be_loaded(path, auto_class, error) from error
-    for name, stored, wanted in info["mismatched_keys"]:
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
         require_shape(path, name, stored, wanted)
     require_no_ignored_layer(path, info["unexpected_keys"])
     for name, parameter in model.named_parameters():
