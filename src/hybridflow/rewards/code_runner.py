@@ -30,6 +30,8 @@ from hybridflow.rewards.tree_removal import remove_tree
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 4096
+_LATE_SHARE = 0.9
+"""Share of `timeout_s`, since the limit of CPU time includes the start of the interpreter and wall-clock time not."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class CodeLimits:
 class CodeRun:
     """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
 
-    `is_late`: it did not finish, and took `timeout_s` or more of wall-clock time.
+    `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
     """
 
     compiled: bool
@@ -73,7 +75,7 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", state
                 test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, statements)
                 try:
                     compiled, finished = test.run()
-                    is_late = not finished and test.seconds >= limits.timeout_s
+                    is_late = not finished and test.seconds >= _LATE_SHARE * limits.timeout_s
                 finally:
                     test.kill()
                 output.seek(0)

@@ -39,10 +39,11 @@ def code_reward(
 
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
-    that run after the program and must not raise. Each test has `timeout_s` seconds of CPU time and twice that of
-    wall-clock time, and all together have `total_timeout_s` seconds of wall-clock time, which must be less than
-    reward.timeout_s. A test that would start later is not run and does not pass, nor are the tests after one that failed
-    after `timeout_s` or more. `max_tests` limits the run to the first tests; 0 runs all.
+    that run after the program and must not raise. `max_tests` limits the run to the first tests; 0 runs all.
+
+    Each test has `timeout_s` seconds of CPU time and twice that of wall-clock time, and all together have
+    `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
+    later is not run and does not pass; nor are the tests after one that exceeded its time.
 
     Outputs are compared, and statements are run, in another process, which the program cannot influence: a value of its
     own class that claims to equal everything does not equal a number. docs/rewards.md has the rules.

@@ -2,8 +2,9 @@
 
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. A function that
 hangs, allocates too much memory or crashes affects this process only; supervisor.py, beside this file, ends what it has
-started, and then removes its temporary directory. A frame is a mark, a length of 8 bytes and its contents: pickles of (number, seed, arguments) as input, JSON
-with the number as output, because the run must not unpickle what a user's function produced.
+started and removes its temporary directory. A frame is a mark, a length of 8 bytes and its contents: pickles of
+(number, seed, arguments) as input, JSON with the number as output, because the run must not unpickle what a user's
+function produced.
 """
 
 import asyncio
