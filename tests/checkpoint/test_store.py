@@ -279,7 +279,7 @@ DAMAGES_OF_DIRECTORIES = ("a renamed directory", "a link to an equal directory")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_error_is_made_of_sentences_and_names_a_file_once(tmp_path, damage):
     store = CheckpointStore(tmp_path, keep=9)
-    for step in (1, 40):
+    for step in (1, 20, 40):
         save(store, step)
     DAMAGES[damage][0](tmp_path / "step_000040")
     with pytest.raises(CheckpointError) as caught:

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +29,9 @@ NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0}
 
 
 def score(program: str, truth: object, **settings):
-    settings = {"timeout_s": 100.0, "total_timeout_s": 1000.0} | settings
+    limits: dict[str, Any] = {"timeout_s": 100.0, "total_timeout_s": 1000.0, **settings}
     solution = f"Here it is:\n```python\n{program}\n```\n"
-    return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **settings)
+    return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **limits)
 
 
 def score_when_compiled(program: str, truth: object, **settings):
