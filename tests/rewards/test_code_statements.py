@@ -43,8 +43,9 @@ def test_statements_that_do_not_compile_are_an_error(statements, message):
         ("async def test_add():\n    assert await add(1, 2) == 3", r"Call it: `test_add\(\)`"),
         (CLASS, r"loadTestsFromTestCase\(Tests\)\)\.wasSuccessful\(\)`\."),
         (f"{CLASS}\nif __name__ == '__main__':\n    unittest.main()", r"loadTestsFromTestCase\(Tests\)"),
+        ("class Empty(list):\n    pass", r"loadTestsFromTestCase\(Empty\)"),
         ("", r"as in `assert add\(1, 2\) == 3`"),
-        ("'''Adds.'''\nexpected: int\nexpected = 3\npass\n[3]  # all", r"as in `assert add\(1, 2\) == 3`"),
+        ("'''Adds.'''\nexpected: int\nexpected = 3\n[3]  # all", r"as in `assert add\(1, 2\) == 3`"),
     ],
 )
 def test_statements_that_check_nothing_are_an_error(statements, fix):
@@ -56,6 +57,7 @@ def test_statements_that_check_nothing_are_an_error(statements, fix):
 @pytest.mark.parametrize(
     "statements",
     [
+        "pass",
         "add(1, 2)",
         "x = add(1, 2)",
         f"{CHECK}\ncheck(add)",
