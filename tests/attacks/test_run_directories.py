@@ -181,7 +181,7 @@ CASES = [
     ),
     ("a folder for the lock", inside(".lock", folder), (TRAIN,), USAGE, r"\.lock' is a directory, not"),
     ("a file for trace", inside("trace", text("x")), (TRAIN,), USAGE, r"cannot be used: .*Not a directory"),
-    ("a file for checkpoints", inside("checkpoints", text("x")), OPENERS, USAGE, NOT_A_CHECKPOINT),
+    ("a file for checkpoints", inside("checkpoints", text("x")), OPENERS, USAGE, "is not a directory.*move it away"),
     ("no checkpoint", inside("checkpoints", folder), OPENERS, USAGE, NOT_A_CHECKPOINT),
     ("a file for a step", inside("checkpoints/step_000003", text("x")), OPENERS, USAGE, NOT_A_CHECKPOINT),
     (
@@ -281,7 +281,7 @@ UNREADABLE = [
         "its manifest",
         "checkpoints/step_000003/checkpoint.json",
         (*OPENERS, TRAIN),
-        r"cannot be read .*Permission denied",
+        r"cannot be read: Permission denied",
     ),
     ("its tensors", "checkpoints/step_000003/actor.safetensors", OPENERS, r"cannot be read: .*Permission denied"),
 ]

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore, load_state, open_checkpoint, save_state, saved_files
+from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 
 
@@ -246,6 +248,10 @@ DAMAGES = {
         lambda d: damage_manifest(d, version=2),
         r"format version 2, but this hybridflow reads version 1; .*a newer one",
     ),
+    "a link to an equal directory": (
+        lambda d: d.rename(d.parent / "x") and d.symlink_to(d.parent / "x"),
+        r"step_000040' is a symbolic link, not a directory",
+    ),
     "a renamed directory": (lambda d: (d.rename(d.with_name("x")), (d.parent / "step_000001").rename(d)), "of step 1;"),
 }
 
@@ -265,6 +271,47 @@ def test_damage_error_names_file_and_previous_valid_checkpoint(tmp_path, damage)
     with pytest.raises(CheckpointError, match=full_message):
         store.latest()
     assert value_of(fresh.open(20)) == 20.0
+
+
+DAMAGES_OF_DIRECTORIES = ("a renamed directory", "a link to an equal directory")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_error_is_made_of_sentences_and_names_a_file_once(tmp_path, damage):
+    store = CheckpointStore(tmp_path, keep=9)
+    for step in (1, 20, 40):
+        save(store, step)
+    DAMAGES[damage][0](tmp_path / "step_000040")
+    with pytest.raises(CheckpointError) as caught:
+        store.latest()
+    first, stop, _ = str(caught.value).partition("The newest valid checkpoint before it")
+    assert stop
+    assert first.endswith(". ")
+    assert not first.endswith(".. ")
+    assert first.count(f"{tmp_path}/step_000040/") == 1 or damage in DAMAGES_OF_DIRECTORIES
+    assert "as JSON" not in first or damage in ("an empty manifest", "a binary manifest")
+
+
+def test_unreadable_file_error_names_it_once_with_the_reason(tmp_path):
+    path = tmp_path / "data.json"
+    error = unreadable(path, PermissionError(errno.EACCES, "Permission denied", str(path)))
+    assert str(error) == f"'{path}' cannot be read: Permission denied."
+    assert str(unreadable(path, ValueError("embedded null byte"))) == f"'{path}' cannot be read: embedded null byte."
+
+
+def test_link_in_place_of_a_checkpoint_is_an_error_and_is_not_pruned(tmp_path):
+    elsewhere = CheckpointStore(tmp_path / "elsewhere")
+    save(elsewhere, 40)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 20)
+    (tmp_path / "checkpoints" / "step_000040").symlink_to(elsewhere.path(40))
+    with pytest.raises(
+        CheckpointError, match=r"step_000040' is a symbolic link, not a directory.*before it is '.*step_000020'"
+    ):
+        store.latest()
+    save(store, 50)
+    assert names(tmp_path / "checkpoints") == ["step_000040", "step_000050"]
+    assert value_of(elsewhere.latest()) == 40.0
 
 
 def test_moving_damaged_checkpoint_away_resumes_from_previous_one(tmp_path):

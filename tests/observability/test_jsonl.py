@@ -94,7 +94,7 @@ def test_truncate_after_drops_later_steps_and_keeps_other_bytes(path):
     for step in (1, 2, 2, 3):
         writer.log(step, {"x": 1 / 3})
     lines = path.read_text().splitlines(keepends=True)
-    writer.truncate_after(2)
+    assert writer.truncate_after(2) == {1, 2}
     assert path.read_text() == "".join(lines[:3])
     writer.log(3, {"x": 5})
     assert path.read_text() == "".join(lines[:3]) + '{"step": 3, "x": 5}\n'

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 def passes(case) -> bool:
     program, statements, _ = case
     solution = f"```python\n{program}\n```"
-    result = code_reward("code", solution, {"tests": [statements]}, timeout_s=60.0)
+    result = code_reward("code", solution, {"tests": [statements]}, timeout_s=60.0, total_timeout_s=150.0)
     assert result["compiled"] == 1.0
     return result["score"] == 1.0
 

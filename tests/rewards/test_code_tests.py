@@ -8,13 +8,15 @@ import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards import code_reward, code_runner
+from hybridflow.rewards import RewardRunner, code_reward, code_runner, code_tests
 from hybridflow.rewards.code_block import last_code_block
+from hybridflow.rewards.code_runner import run_program
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD = {"tests": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}
@@ -27,9 +29,9 @@ NO_PROGRAM = {"score": 0.0, "passed": 0.0, "compiled": 0.0}
 
 
 def score(program: str, truth: object, **settings):
-    settings = {"timeout_s": 100.0} | settings
+    limits: dict[str, Any] = {"timeout_s": 100.0, "total_timeout_s": 1000.0, **settings}
     solution = f"Here it is:\n```python\n{program}\n```\n"
-    return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **settings)
+    return code_reward(data_source="code", solution_str=solution, ground_truth=truth, extra_info=None, **limits)
 
 
 def score_when_compiled(program: str, truth: object, **settings):
@@ -261,6 +263,54 @@ def test_an_endless_program_is_killed(program):
     assert score_when_compiled(program, PRINTS, timeout_s=0.3) == NOTHING
 
 
+HANGS_ONCE = "def f(x):\n    while x == 2:\n        pass\n    return x"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["statements", "input", "processor time"])
+def test_a_program_that_hangs_is_not_run_on_further_tests(kind, monkeypatch):
+    runs = []
+    monkeypatch.setattr(code_tests, "run_program", lambda *a, **k: runs.append(run_program(*a, **k)) or runs[-1])
+    numbers, program = (1, 1, 2, 1, 1, 1, 1, 1), HANGS_ONCE
+    truth = {"tests": [f"assert f({n}) == {n}" for n in numbers]}
+    if kind == "input":
+        truth = {"inputs": [str(n) for n in numbers], "outputs": [str(n) for n in numbers]}
+        program += "\nprint(f(int(input())))"
+    if kind == "processor time":
+        program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n" + program
+    result = score(program, truth, timeout_s=8.0, partial_credit=True)
+    assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0}
+    assert [run.is_late for run in runs] == [False, False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tests_after_the_total_time_count_as_not_passed():
+    program = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
+    truth = {"tests": ["assert f(0) == 0", "assert f(10) == 10", "assert f(0) == 0", "assert f(0) == 0"]}
+    result = score(program, truth, timeout_s=200.0, total_timeout_s=9.0, partial_credit=True)
+    assert result == {"score": 0.25, "passed": 0.25, "compiled": 1.0}
+    assert score(program, truth)["passed"] == 1.0
+
+
+def test_a_failed_test_that_was_fast_does_not_stop_the_further_tests():
+    truth = {"tests": ["assert f(1) == 1", "assert f(2) == 1", "assert f(3) == 1"]}
+    assert score("def f(x):\n    return x % 2", truth, partial_credit=True)["passed"] == 2 / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_program_that_hangs_in_every_test_scores_within_the_reward_timeout():
+    solution = "```python\ndef f(x):\n    while True:\n        pass\n```"
+    truth = {"tests": [f"assert f({n}) == {n}" for n in range(15)]}
+    runner = RewardRunner("hybridflow.rewards:code_reward", num_processes=1, timeout_s=60.0, memory_bytes=0)
+    sample = {"data_source": "code", "solution_str": solution, "ground_truth": truth, "extra_info": {}}
+    (outcome,) = runner.run([(0, sample)])
+    runner.close()
+    assert (outcome.kind, outcome.result) == (None, NOTHING)
+
+
 @pytest.mark.timeout(120)
 def test_endless_statements_are_killed():
     program = "def add(a, b):\n    while True:\n        pass"
@@ -289,6 +339,11 @@ for _ in range(50):
     directory = inner
 print("done")
 """
+    assert score(program, PRINTS) == ALL
+
+
+def test_names_in_the_directory_of_a_program_do_not_prevent_its_removal():
+    program = "import os\nfor i in range(9):\n    os.makedirs(f'{i}-moved/x/y')\nprint('done')"
     assert score(program, PRINTS) == ALL
 
 
@@ -420,6 +475,7 @@ def test_importing_the_reward_table_does_not_import_math_verify():
     [
         ({"timeout_s": 0}, "timeout_s=0 must be more than 0 seconds"),
         ({"timeout_s": float("nan")}, "timeout_s=nan must be more than 0 seconds"),
+        ({"total_timeout_s": 0}, "total_timeout_s=0 must be more than 0 seconds"),
         ({"memory_bytes": 2**20}, "memory_bytes=1048576 must be a whole number, 33554432 or more"),
         ({"memory_bytes": 1.5e9}, "memory_bytes=1500000000.0 must be a whole number"),
         ({"max_output_bytes": 0}, "max_output_bytes=0 must be a whole number, 1 or more"),

@@ -1,15 +1,17 @@
-"""Processes that a reward function has started end with the reward process, however they were started."""
+"""Processes and files that a reward function has left end with the reward process, however it ends."""
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from hybridflow.errors import RewardError
 from hybridflow.rewards import RewardRunner, supervisor
 
 KINDS = ("child", "session", "double fork", "chain", "stopped")
@@ -182,3 +184,103 @@ def test_a_process_that_replaces_itself_all_the_time_is_killed(file, tmp_path):
     last = heartbeat.read_text()
     time.sleep(1.0)
     assert heartbeat.read_text() == last
+
+
+FILES = """
+import os, signal, subprocess, tempfile, time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    directory = tempfile.mkdtemp()
+    with open(os.path.join(directory, "large"), "wb") as file:
+        file.write(bytes(2**20))
+    os.mkdir(os.path.join(directory, "locked"), 0)
+    open(ground_truth, "w").close()
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if solution_str == "kill the supervisor":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+    return os.listdir(tempfile.gettempdir()).index(os.path.basename(directory))
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Make the temporary directory of this process and of those that it starts."""
+    path = tmp_path / "temporary"
+    path.mkdir()
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return path
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        ("return", None),
+        ("kill", "died"),
+        ("kill the supervisor", "died"),
+        pytest.param("hang", "timeout", marks=pytest.mark.slow),
+    ],
+)
+def test_no_temporary_file_of_a_function_stays(file, tmp_path, temporary, end, kind):
+    file.write_text(FILES)
+    timeout_s = 5.0 if end == "hang" else 200.0
+    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=timeout_s, memory_bytes=0)
+    (outcome,) = runner.run([(0, sample(tmp_path / "ready", end))])
+    assert outcome.kind == kind
+    assert (tmp_path / "ready").exists()
+    if kind is not None:
+        assert os.listdir(temporary) == []
+    runner.close()
+    assert os.listdir(temporary) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_temporary_file_of_a_function_stays_after_a_killed_run(file, tmp_path, temporary, number):
+    file.write_text(FILES)
+    program = f"""
+from hybridflow.rewards import RewardRunner
+runner = RewardRunner({f"{file}:score"!r}, num_processes=1, timeout_s=None, memory_bytes=0)
+runner.run([(0, {sample(tmp_path / "ready", "hang")!r})])
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as run:
+        while not (tmp_path / "ready").exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+        assert os.listdir(temporary) != []
+        run.send_signal(number)
+    deadline = time.monotonic() + 100
+    while os.listdir(temporary):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+HANGING_PROGRAM = (
+    "```python\nfor i in range(9):\n    open(str(i), 'wb').write(bytes(2**16))\nwhile True:\n    pass\n```"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_reward_process_leaves_no_directory_of_a_program(temporary):
+    kwargs = {"timeout_s": 500.0, "total_timeout_s": 500.0}
+    name = "hybridflow.rewards:code_reward"
+    runner = RewardRunner(name, num_processes=1, timeout_s=10.0, memory_bytes=0, kwargs=kwargs)
+    row = {"data_source": "code", "solution_str": HANGING_PROGRAM, "ground_truth": {"tests": ["f()"]}, "extra_info": {}}
+    (outcome,) = runner.run([(0, row)])
+    runner.close()
+    assert outcome.kind == "timeout"
+    assert os.listdir(temporary) == []
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_an_error(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=0)
+    with pytest.raises(RewardError, match=r"cannot be made: .*missing/hybridflow-reward-.*set TMPDIR to a directory"):
+        runner.run([(0, sample(tmp_path, "return"))])

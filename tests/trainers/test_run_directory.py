@@ -65,6 +65,49 @@ def test_rows_after_the_checkpoint_are_removed(open_run, tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "trace" / "calls.jsonl")] == [0, 1, 2]
 
 
+def test_rows_of_finished_steps_that_are_missing_are_a_warning(open_run, tmp_path, caplog):
+    run = open_run()
+    metrics, _, _ = run.begin()
+    for step in range(6):
+        metrics.log(step, {"actor/loss": 0.0})
+    run.end()
+    save(run, 4)
+    again = open_run()
+    again.begin()
+    again.end()
+    assert "missing" not in caplog.text
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:2], *lines[3:4], lines[4][:9]]))
+    open_run().begin()
+    assert f"'{file}' was damaged or cut: the rows of 2 of the 4 finished steps are missing (2, 4)." in caplog.text
+    assert [row["step"] for row in read_jsonl(file)] == [0, 1, 3]
+
+
+def test_many_missing_rows_are_one_short_line(open_run, caplog):
+    save(open_run(), 500)
+    open_run().begin()
+    assert "the rows of 500 of the 500 finished steps are missing (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, ...)" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["a file", "a FIFO", "a dangling link"])
+def test_checkpoints_that_are_not_a_directory_are_an_error_at_the_start(open_run, tmp_path, kind):
+    metrics, _, _ = open_run().begin()
+    metrics.log(1, {"actor/loss": 0.0})
+    path = tmp_path / "run" / "checkpoints"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a file":
+        path.write_text("not checkpoints")
+    else:
+        path.symlink_to(tmp_path / "missing")
+    with pytest.raises(
+        ConfigError, match=r"checkpoints' is not a directory, so .* none can be saved there; move it away"
+    ):
+        open_run()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
 def test_logs_of_a_run_without_checkpoint_are_renamed(open_run, tmp_path):
     metrics, _, _ = open_run().begin()
     metrics.log(0, {"val/score/mean": 0.0})

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import open_plain_file
 
@@ -15,8 +16,10 @@ def read_document(path: Path, format_name: str, version: int) -> dict[str, Any]:
             document = json.loads(file.read().decode("utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"'{path}' is missing.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}.") from error
     if not isinstance(document, dict) or document.get("format") != format_name:
         raise CheckpointError(f"'{path}' is JSON, but not a {format_name}; hybridflow did not write it.")
     if document.get("version") != version:

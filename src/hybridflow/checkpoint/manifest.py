@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridflow.checkpoint.json_document import read_document
 from hybridflow.checkpoint.saved_files import SHARE_IT, SavedFile, saved_files
+from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import fsync_path, open_plain_file
 
@@ -91,16 +92,16 @@ def read_manifest(directory: Path, *, verify_hashes: bool) -> Manifest:
         except FileNotFoundError as error:
             raise CheckpointError(f"'{file}' is missing.") from error
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise CheckpointError(f"'{file}' cannot be read: {error}") from error
+            raise unreadable(file, error) from error
     _require_listed(directory, manifest)
     return manifest
 
 
 def _require_plain_folders(directory: Path, file: Path) -> None:
-    """Raise OSError if a folder between `directory` and `file` is a symbolic link, which may lead elsewhere."""
+    """Raise CheckpointError if a folder between them is a symbolic link, which may lead elsewhere."""
     for folder in file.relative_to(directory).parents[:-1]:
         if (directory / folder).is_symlink():
-            raise OSError(f"'{directory / folder}' is a symbolic link, not a directory")
+            raise CheckpointError(f"'{directory / folder}' is a symbolic link, not a directory.")
 
 
 def _require_listed(directory: Path, manifest: Manifest) -> None:

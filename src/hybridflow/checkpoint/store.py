@@ -1,6 +1,7 @@
 """The checkpoints of a run: one directory per saved step, written atomically; only the newest are kept."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,7 +60,8 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 class CheckpointStore:
     """The directory `checkpoints/` of a run, with one directory `step_000020` per checkpoint.
 
-    Opening a store removes partial directories of killed saves; one whose writer is alive is kept.
+    Opening a store removes partial directories of killed saves; one whose writer is alive is kept. Raises
+    CheckpointConfigError if `directory` exists and is not a directory or a link to one, or if `keep` is not positive.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2) -> None:
@@ -68,6 +70,11 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.keep = keep
         self._known_valid: set[int] = set()
+        if os.path.lexists(self.directory) and not self.directory.is_dir():
+            raise CheckpointConfigError(
+                f"'{self.directory}' is not a directory, so it has no checkpoints and none can be saved there; move it "
+                "away."
+            )
         self._remove_leftovers()
 
     def path(self, step: int) -> Path:
@@ -122,7 +129,7 @@ class CheckpointStore:
         try:
             checkpoint = self._verify(step)
         except CheckpointError as error:
-            raise CheckpointError(f"{error} {self._offer_before(step)}") from error
+            raise CheckpointError(f"{str(error).rstrip('.')}. {self._offer_before(step)}") from error
         return checkpoint
 
     def latest(self) -> Checkpoint | None:
@@ -133,7 +140,8 @@ class CheckpointStore:
     def prune(self) -> None:
         """Delete complete checkpoints except the newest `keep` and the newest valid one.
 
-        Checkpoints with a missing or truncated file are not counted and not deleted, so that they can be examined.
+        Links and checkpoints with a missing or truncated file are not counted and not deleted, so that they can be
+        examined.
         """
         surplus = [step for step in reversed(self.list()) if self._is_complete(step)][self.keep :]
         newest_valid = self._newest_valid(self.list()) if surplus else None
@@ -148,6 +156,11 @@ class CheckpointStore:
 
     def _verify(self, step: int) -> Checkpoint:
         self._known_valid.discard(step)
+        if self.path(step).is_symlink():
+            raise CheckpointError(
+                f"'{self.path(step)}' is a symbolic link, not a directory: what it leads to may change or belong to "
+                "another run."
+            )
         checkpoint = open_checkpoint(self.path(step))
         if checkpoint.step != step:
             raise CheckpointError(
@@ -157,6 +170,8 @@ class CheckpointStore:
         return checkpoint
 
     def _is_complete(self, step: int) -> bool:
+        if self.path(step).is_symlink():
+            return False
         try:
             return read_manifest(self.path(step), verify_hashes=False).step == step
         except CheckpointError:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hybridflow.checkpoint.unreadable_file import unreadable
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import require_plain_file
 
@@ -50,9 +51,12 @@ class StoredTensors(Mapping[str, Tensor]):
             try:
                 require_plain_file(file_path)  # opened by name; a FIFO would block
                 self._add(self._open.enter_context(safe_open(file_path, framework="pt")))
-            except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            except OSError as error:
                 self._open.close()
-                raise CheckpointError(f"'{file_path}' cannot be read as safetensors: {error}") from error
+                raise unreadable(file_path, error) from error
+            except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                self._open.close()
+                raise CheckpointError(f"'{file_path}' cannot be read as safetensors: {error}.") from error
 
     def _add(self, file: Any) -> None:
         offsets = json.loads((file.metadata() or {}).get(SHARDS, "{}"))

@@ -51,19 +51,22 @@ class JsonlWriter:
         """Append the metrics of a step as one row."""
         self.write({"step": step, **metrics})
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> set[int]:
         """Drop the rows of later steps, which a run resumed from the checkpoint of `step` writes again.
 
-        The file is replaced atomically. Raises DataError, and changes nothing, for a row without a step.
+        Return the steps that have rows. The file is replaced atomically. Raises DataError, and changes nothing, for a
+        row without a step.
         """
-        kept = []
+        kept, steps = [], set()
         for i, line in enumerate(_lines(self.path), start=1):
             row_step = _parse(line, self.path, i).get("step")
             if not isinstance(row_step, int):
                 raise DataError(f"{self.path}, line {i}: the row has no integer step; remove the line or the file.")
             if row_step <= step:
                 kept.append(f"{line}\n")
+                steps.add(row_step)
         write_text_atomically(self.path, "".join(kept))
+        return steps
 
     def close(self) -> None:
         """Do nothing, since no file stays open between two rows."""

@@ -7,6 +7,7 @@ creation of a file or a thread ──notification──> allowed up to a number 
 
 import errno
 import marshal
+import math
 import os
 import select
 import signal
@@ -24,28 +25,39 @@ from hybridflow.errors import RewardError
 from hybridflow.rewards.code_process import PROGRAM
 from hybridflow.rewards.code_quota import CodeQuota
 from hybridflow.rewards.syscall_filter import OWN_ID, Filters, filters_of
+from hybridflow.rewards.tree_removal import remove_tree
 
 _SCRIPT = Path(__file__).with_name("code_process.py")
 _START_TIMEOUT_S = 60.0
 _MAX_LINE_BYTES = 4096
+_LATE_SHARE = 0.9
+"""Share of `timeout_s`, since the limit of CPU time includes the start of the interpreter and wall-clock time not."""
 
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """Limits of one test: seconds of CPU time (twice as many of wall-clock time) and bytes."""
+    """Limits of one test: seconds of CPU time (twice as many of wall-clock time) and bytes.
+
+    No test runs beyond `deadline`, a time of `time.monotonic`.
+    """
 
     timeout_s: float
     memory_bytes: int
     max_output_bytes: int
+    deadline: float = math.inf
 
 
 @dataclass(frozen=True)
 class CodeRun:
-    """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout."""
+    """Result of a run: whether the program compiled, whether it and the statements finished, and its stdout.
+
+    `is_late`: it did not finish, and was stopped by a limit of time or took nearly as long.
+    """
 
     compiled: bool
     finished: bool = False
     output: bytes = b""
+    is_late: bool = False
 
 
 def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", statements: bytes | None = None) -> CodeRun:
@@ -63,10 +75,11 @@ def run_program(program: bytes, limits: CodeLimits, *, stdin: bytes = b"", state
                 test = _Test(limits, filters, stack, given.fileno(), output.fileno(), directory, statements)
                 try:
                     compiled, finished = test.run()
+                    is_late = not finished and test.seconds >= _LATE_SHARE * limits.timeout_s
                 finally:
                     test.kill()
                 output.seek(0)
-                return CodeRun(compiled, finished, output.read(limits.max_output_bytes))
+                return CodeRun(compiled, finished, output.read(limits.max_output_bytes), is_late)
         except OSError as error:
             raise RewardError(
                 f"code_reward cannot start the process of a program: {error}; free memory, processes or open files."
@@ -135,7 +148,8 @@ class _Test:
         self._program: int | None = None
         self._quota: CodeQuota | None = None
         self._received = b""
-        self._deadline = time.monotonic() + _START_TIMEOUT_S
+        self._started = time.monotonic()
+        self._deadline = self._started + _START_TIMEOUT_S
         self._line, theirs = socket.socketpair()
         stack.enter_context(self._line)
         settings = {
@@ -167,6 +181,11 @@ class _Test:
             self.kill()
             raise
 
+    @property
+    def seconds(self) -> float:
+        """Wall-clock time since the program was started."""
+        return time.monotonic() - self._started
+
     def run(self) -> tuple[bool, bool]:
         """Return (compiled, finished)."""
         for state in (b"ready", b"restricted"):
@@ -176,7 +195,8 @@ class _Test:
                 raise _cannot_restrict(line.decode(errors="replace") or no_line)
         if self._quota is None or (self._program is None and self._statements is not None):
             raise OSError(errno.EMFILE, "no descriptors left for the process")
-        self._deadline = time.monotonic() + 2 * self._limits.timeout_s
+        self._started = time.monotonic()
+        self._deadline = min(self._started + 2 * self._limits.timeout_s, self._limits.deadline)
         if self._receive_line() != b"compiled":
             return False, False
         if self._statements is None:
@@ -241,25 +261,7 @@ class _Test:
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory, without recursion: a program may have nested it deeper than a path can name."""
     try:
-        _remove_contents(directory)
-        os.rmdir(directory)
+        remove_tree(directory)
     except OSError as error:
         raise _directory_error(error) from error
-
-
-def _remove_contents(directory: str) -> None:
-    num_moved = 0
-    while entries := list(os.scandir(directory)):
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):
-                num_moved += 1
-                if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, 0o700)  # moving a directory needs write permission on it
-                os.rename(inner.path, os.path.join(directory, f"{num_moved}-moved"))
-            os.rmdir(entry.path)

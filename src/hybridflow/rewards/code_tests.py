@@ -1,12 +1,14 @@
 """Reward for code: runs the last code block of a response in restricted processes, one for each unit test."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.code_block import last_code_block
 from hybridflow.rewards.code_runner import CodeLimits, run_program
+from hybridflow.rewards.code_statements import require_check
 from hybridflow.rewards.limits import require_seconds, require_whole
 
 MAX_PROGRAM_CHARS = 200_000
@@ -26,6 +28,7 @@ def code_reward(
     *,
     partial_credit: bool = False,
     timeout_s: float = 5.0,
+    total_timeout_s: float = 30.0,
     memory_bytes: int = 512 * 2**20,
     max_output_bytes: int = 2**20,
     max_tests: int = 0,
@@ -36,37 +39,48 @@ def code_reward(
 
     `ground_truth`, or JSON of it, is {"inputs": [text, ...], "outputs": [text, ...]}: what the program reads and must
     print, ignoring spaces at the ends of lines and empty lines at the end. Or it is {"tests": [text, ...]}: statements
-    that run after the program and must not raise. Each test has `timeout_s` seconds of CPU time and twice that of
-    wall-clock time. `max_tests` limits the run to the first tests; 0 runs all.
+    that run after the program and must not raise. `max_tests` limits the run to the first tests; 0 runs all.
+
+    Each test has `timeout_s` seconds of CPU time and twice that of wall-clock time, and all together have
+    `total_timeout_s` seconds of wall-clock time, which must be less than reward.timeout_s. A test that would start
+    later is not run and does not pass; nor are the tests after one that exceeded its time.
 
     Outputs are compared, and statements are run, in another process, which the program cannot influence: a value of its
     own class that claims to equal everything does not equal a number. docs/rewards.md has the rules.
 
     Raises:
-        RewardError: The ground truth has another form, a limit is out of range, the system lacks Landlock or seccomp
-            filters, or the temporary directory cannot be used.
+        RewardError: The ground truth has another form, statements do not compile or check nothing, a limit is out of
+            range, the system lacks Landlock or seccomp filters, or the temporary directory cannot be used.
     """
     require_seconds("timeout_s", timeout_s)
+    require_seconds("total_timeout_s", total_timeout_s)
     require_whole("memory_bytes", memory_bytes, least=MIN_MEMORY_BYTES)
     require_whole("max_output_bytes", max_output_bytes, least=1)
     require_whole("max_tests", max_tests, least=0)
     tests = _read_tests(ground_truth)
     tests = tests[:max_tests] if max_tests else tests
+    for given, wanted in tests:
+        if wanted is None:
+            require_check(given)
     program = last_code_block(solution_str)
     if program is None or len(program) > MAX_PROGRAM_CHARS:
         return {"score": 0.0, "passed": 0.0, "compiled": 0.0}
-    limits = CodeLimits(timeout_s, memory_bytes, max_output_bytes)
+    limits = CodeLimits(timeout_s, memory_bytes, max_output_bytes, deadline=time.monotonic() + total_timeout_s)
     source = program.encode(errors="surrogatepass")
     num_passed = 0
-    for given, wanted in tests:
+    for number, (given, wanted) in enumerate(tests):
+        if number and time.monotonic() >= limits.deadline:
+            break
         if wanted is None:
             run = run_program(source, limits, statements=given.encode())
             num_passed += run.finished
         else:
             run = run_program(source, limits, stdin=given.encode())
             num_passed += run.finished and _lines(run.output.decode(errors="replace")) == _lines(wanted)
-        if not run.compiled:
+        if not run.compiled and number == 0:  # later: the time was over before
             return {"score": 0.0, "passed": 0.0, "compiled": 0.0}
+        if run.is_late:
+            break
     share = num_passed / len(tests)
     return {"score": share if partial_credit else float(share == 1.0), "passed": share, "compiled": 1.0}
 

@@ -1,18 +1,25 @@
 """Process of reward_process.py and the non-blocking exchange of frames with it; knows nothing of samples."""
 
 import json
+import logging
+import os
 import pickle
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hybridflow.errors import RewardError
 from hybridflow.rewards.reward_process import HEAD, MARK, MAX_REPLY_BYTES
+from hybridflow.rewards.tree_removal import remove_tree
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("reward_process.py")
 
@@ -27,9 +34,14 @@ class WrongReplyError(Exception):
 
 
 class FramedProcess:
-    """A supervised process in a separate session; `kill` ends it with all processes that it has started."""
+    """A supervised process in a separate session; `kill` ends it with all processes that it has started.
+
+    Its temporary directory (TMPDIR) is its own. The supervisor removes it, also if this process is killed; so does
+    `kill`, also if the supervisor was killed.
+    """
 
     def __init__(self, settings: str) -> None:
+        self._temporary = _make_temporary()
         self.connection, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
@@ -37,6 +49,7 @@ class FramedProcess:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 start_new_session=True,
+                env={**os.environ, "TMPDIR": self._temporary},
             )
         self.connection.setblocking(False)  # a function that hangs stops reading
         self._to_send, self._received = bytearray(), bytearray()
@@ -97,6 +110,10 @@ class FramedProcess:
             self.popen.kill()
             self.popen.wait()
         self.connection.close()
+        try:
+            remove_tree(self._temporary)
+        except OSError as error:
+            logger.warning("'%s' of a reward process could not be removed (%s); remove it.", self._temporary, error)
 
     def end(self) -> str:
         """Return how the process exited; wait for it first."""
@@ -104,6 +121,16 @@ class FramedProcess:
         if status is not None and status < 0:
             return f"killed by {signal.Signals(-status).name}"
         return f"exit status {status}"
+
+
+def _make_temporary() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="hybridflow-reward-")
+    except OSError as error:
+        raise RewardError(
+            f"the temporary directory of a reward process cannot be made: {error}; free space there, or set TMPDIR to "
+            "a directory that is writable."
+        ) from error
 
 
 def _wrong_reply(contents: bytes | bytearray) -> WrongReplyError:

@@ -2,8 +2,9 @@
 
 It is started as a file and imports nothing of hybridflow's packages, so that it starts in milliseconds. A function that
 hangs, allocates too much memory or crashes affects this process only; supervisor.py, beside this file, ends what it has
-started. A frame is a mark, a length of 8 bytes and its contents: pickles of (number, seed, arguments) as input, JSON
-with the number as output, because the run must not unpickle what a user's function produced.
+started and removes its temporary directory. A frame is a mark, a length of 8 bytes and its contents: pickles of
+(number, seed, arguments) as input, JSON with the number as output, because the run must not unpickle what a user's
+function produced.
 """
 
 import asyncio
@@ -45,7 +46,9 @@ def main() -> None:
     """Load the function that the settings in the first argument name, and answer samples until stdin ends."""
     settings = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run handles Ctrl-C
-    module_of(os.path.join(os.path.dirname(__file__), "supervisor.py")).supervise()
+    folder, temporary = os.path.dirname(__file__), os.environ["TMPDIR"]
+    remove_tree = module_of(os.path.join(folder, "tree_removal.py")).remove_tree
+    module_of(os.path.join(folder, "supervisor.py")).supervise(lambda: remove_tree(temporary))
     replies, samples = Replies(os.fdopen(os.dup(1), "wb")), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # the function must not write replies or read samples
     with open(os.devnull, "rb") as empty:

@@ -1,4 +1,4 @@
-"""Supervisor of a reward process: when that process ends, no process that it has started stays.
+"""Supervisor of a reward process: when that process ends, no process that it has started and no temporary file stays.
 
     rank ──starts──> supervisor ──forks──> reward process ──starts──> anything
 
@@ -13,14 +13,18 @@ import ctypes
 import os
 import resource
 import signal
+from collections.abc import Callable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _AWAITED = (signal.SIGCHLD, signal.SIGTERM)
 
 
-def supervise() -> None:
-    """Fork. Return in the child, the leader of a new session; the parent supervises it and exits as it exits."""
+def supervise(clean_up: Callable[[], None]) -> None:
+    """Fork. Return in the child, the leader of a new session; the parent supervises it and exits as it exits.
+
+    The parent calls `clean_up`, which may raise OSError, when no process below it is left.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -30,6 +34,8 @@ def supervise() -> None:
     if process:
         status = _status_of(process)
         _kill_all_below(process)
+        with contextlib.suppress(OSError):  # the rank tries it again, and warns
+            clean_up()
         _exit_as(status)
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

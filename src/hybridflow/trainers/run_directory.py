@@ -23,14 +23,17 @@ TOKEN_BUDGETS = "token_budgets.json"
 WRITTEN = (*LOGS, "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
+_NUM_SHOWN = 10
+
 
 class RunDirectory:
     """`config.toml, run.json, metrics.jsonl, samples.jsonl, trace/, checkpoints/` of one run.
 
     `checkpoint` is the newest checkpoint, from which the run continues, None for a new run; `step` is its step.
     Constructing one writes nothing; `begin` does. Raises CheckpointError if the newest checkpoint is damaged or belongs
-    to another run, if the directory is not empty and `trainer.resume` is "never", or if a file that a run writes exists
-    and is not a regular file: through a symbolic link the run would overwrite another file, a FIFO would block it.
+    to another run, if the directory is not empty and `trainer.resume` is "never", if `checkpoints` is not a directory,
+    or if a file that a run writes exists and is not a regular file: through a symbolic link the run would overwrite
+    another file, a FIFO would block it.
     """
 
     def __init__(self, config: Config, kind: Kind) -> None:
@@ -56,7 +59,8 @@ class RunDirectory:
     def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter]:
         """Record this start, and open `metrics.jsonl`, `samples.jsonl` and `trace/calls.jsonl`.
 
-        Rows of steps after the checkpoint are removed, since the run writes them again.
+        Rows of steps after the checkpoint are removed, since the run writes them again. Steps up to the checkpoint that
+        have no row in `metrics.jsonl` are logged as a warning: every checkpoint is written after its row.
 
         Raises CheckpointError if the directory cannot be written.
         """
@@ -67,8 +71,9 @@ class RunDirectory:
             self._keep_logs_without_checkpoint()
             (self.path / "trace").mkdir(exist_ok=True)
             metrics, samples, trace = (JsonlWriter(self.path / name) for name in LOGS)
-            for writer in (metrics, samples, trace):
+            for writer in (samples, trace):
                 writer.truncate_after(self.step if self.checkpoint else -1)
+            self._warn_of_missing_rows(metrics.truncate_after(self.step if self.checkpoint else -1))
             self._record_start()
             for name, text in self.documents.items():
                 write_text_atomically(self.path / name, text)
@@ -128,6 +133,19 @@ class RunDirectory:
             if self.checkpoint is None and file.is_file() and file.stat().st_size:
                 file.replace(file.with_name(f"{file.name}.old"))
                 logger.warning("'%s' belongs to an earlier run without a checkpoint; renamed to '%s.old'", file, name)
+
+    def _warn_of_missing_rows(self, steps: set[int]) -> None:
+        missing = sorted(set(range(1, self.step + 1)) - steps)
+        if missing:
+            shown = ", ".join(map(str, missing[:_NUM_SHOWN])) + (", ..." if len(missing) > _NUM_SHOWN else "")
+            logger.warning(
+                "'%s' was damaged or cut: the rows of %d of the %d finished steps are missing (%s). The run continues "
+                "without them.",
+                self.path / LOGS[0],
+                len(missing),
+                self.step,
+                shown,
+            )
 
     def starts(self) -> list[dict[str, Any]]:
         """Return the starts in `run.json`: time, step, configuration, versions and hardware of each."""
