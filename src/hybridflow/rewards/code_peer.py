@@ -17,13 +17,15 @@ from code_objects import (  # pyright: ignore[reportMissingImports]  # beside th
     ReferenceClass,
     awaited,
     generated,
+    keep_data,
     mirror,
     new_reference,
     origin_of,
     set_origin,
 )
-from code_operations import OPERATIONS  # pyright: ignore[reportMissingImports]
+from code_operations import OPERATIONS, READING  # pyright: ignore[reportMissingImports]
 from code_values import (  # pyright: ignore[reportMissingImports]
+    PLAIN_TYPES,
     Codec,
     Reader,
     name_of_type,
@@ -46,6 +48,9 @@ _FRAMES = 10
 
 _MAX_NESTED = 150 if version_info[:2] == (3, 12) else 1000
 """Calls that may be under way in one process when the program calls back; Python 3.12 allows 800 frames of C code."""
+
+_MAX_NESTED_DATA = 10
+"""Depth of data that is sent with an object; deeper data is asked for, so that no message nests too deeply."""
 
 _NAME_OF_STATEMENTS = "program"
 
@@ -70,14 +75,16 @@ class Peer(Codec):
         self._classes: dict[int, type] = {}
         self._sent_classes: set[int] = set()
         self._passed_classes: set[int] = set()  # ids of those that are values, not only the class of a value
-        self.num_asked = self._num_served = 0
+        self._open: set[int] = set()  # ids of the objects whose data is being sent
+        self.num_changes = self._num_served = 0
 
     def ask(self, operation: str, *operands: Any) -> Any:
         """Return the result of an operation of the other end, or raise its exception; serve it in the meantime."""
         with self._lock:
-            self.num_asked += 1
+            changes = operation not in READING
             self._send(("ask", operation, operands), is_nested=self._num_served > 0)
             while True:
+                self.num_changes += changes
                 kind, *contents = self._receive()
                 if kind == "ask":
                     self._serve(*contents)
@@ -187,9 +194,13 @@ class Peer(Codec):
             self.put(out, value.__cause__)
         else:
             kind = type(value)
-            out += b"G" if kind is GeneratorType else b"W" if kind is CoroutineType else b"O"
+            has_data = self.trusts and issubclass(kind, PLAIN_TYPES)
+            is_generator, is_coroutine = kind is GeneratorType, kind is CoroutineType
+            out += b"L" if has_data else b"G" if is_generator else b"W" if is_coroutine else b"O"
             put_count(out, self._export(value))
             self._put_class(out, kind)
+            if has_data:
+                self._put_data(out, value)
 
     def take_other(self, tag: bytes, reader: Reader) -> Any:
         """Return the object or the class that is referred to."""
@@ -206,14 +217,28 @@ class Peer(Codec):
             error = self._exception(kind, tuple(self._take_items(reader)), number)
             error.__cause__ = self.take(reader)
             return error
-        if tag not in (b"O", b"G", b"W"):
+        if tag not in (b"O", b"L", b"G", b"W"):
             raise ValueError(f"{tag!r} does not begin a value")
         known = self._references.get(number)
         reference = known() if known is not None else None
         if reference is None:
             reference = new_reference(kind if isinstance(kind, ReferenceClass) else Reference)
             self._refer(number, reference)
+        if tag == b"L" and (data := self.take(reader)) is not None:
+            (parts,) = data
+            keep_data(reference, parts)
         return generated(reference) if tag == b"G" else awaited(reference) if tag == b"W" else reference
+
+    def _put_data(self, out: bytearray, value: Any) -> None:
+        """Append a tuple with the plain data of an object; None inside its own data."""
+        if id(value) in self._open or len(self._open) >= _MAX_NESTED_DATA:
+            self.put(out, None)
+            return
+        self._open.add(id(value))
+        try:
+            self.put(out, (self.operations["plain"](value),))
+        finally:
+            self._open.discard(id(value))
 
     def _export(self, value: Any) -> int:
         number = self._export_numbers.get(id(value))

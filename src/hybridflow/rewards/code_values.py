@@ -309,6 +309,20 @@ def fill(container: Any, items: Iterable[Any]) -> None:
         container.extend(items)
 
 
+def copy_of(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Return a value whose mutable containers are copies."""
+    copies = {} if copies is None else copies
+    if type(value) is tuple:
+        return tuple(copy_of(item, copies) for item in value)
+    if name_of_type(type(value)) not in _CONTAINERS:
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = copied = value.copy()
+        if type(value) is not bytearray:
+            fill(copied, [copy_of(item, copies) for item in _items(value)])
+    return copies[id(value)]
+
+
 def _items(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
