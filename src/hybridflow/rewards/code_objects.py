@@ -6,6 +6,7 @@ What the program answers never decides a comparison with plain data of the judge
 from __future__ import annotations
 
 import _operator as operator
+import sys
 from types import MethodType
 
 from code_operations import (  # pyright: ignore[reportMissingImports]  # beside this file
@@ -14,7 +15,7 @@ from code_operations import (  # pyright: ignore[reportMissingImports]  # beside
     made_of,
     members_of,
 )
-from code_values import PLAIN_TYPES, copy_of  # pyright: ignore[reportMissingImports]
+from code_values import PLAIN_TYPES, copy_of, name_of_type  # pyright: ignore[reportMissingImports]
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
@@ -82,7 +83,11 @@ def _read(operation: str, *exact: type) -> Callable[..., Any]:
 
 def _attribute(self: Any, name: str) -> Any:
     plain = _plain_of(self) if name in _SET_QUERIES else _MISSING
-    return getattr(plain, name) if isinstance(plain, set | frozenset) else _ask("getattr", self, name)
+    if isinstance(plain, set | frozenset):
+        return getattr(plain, name)
+    if name in _SET_QUERIES and sys._getframe(1).f_globals.get("__name__") == "unittest.case":
+        raise AttributeError(f"assertSetEqual needs a set, got a {type(self).__name__}")
+    return _ask("getattr", self, name)
 
 
 def _item(self: Any, key: Any) -> Any:
@@ -328,6 +333,8 @@ def _operate(operation: str, reference: Any, left: Any, right: Any, other: Any) 
     plain = _MISSING if is_mixed else _plain_of(reference)
     if plain is not _MISSING:
         return OPERATIONS[operation](*(plain if each is reference else each for each in (left, right)))
+    if operation in ("sub", "isub") and name_of_type(type(other)) in ("date", "datetime"):
+        return NotImplemented  # the days of a difference to the expected date could be made up
     try:
         result = _ask_operator(reference, operation, copy_of(left), copy_of(right))
     except TypeError:

@@ -41,7 +41,8 @@ def made_of(kind: type, parts: Any) -> Any:
     is_container = issubclass(base, list | set | tuple | frozenset | dict)
     if type(parts) is not (tuple if is_container else bytes if base is bytearray else base):
         raise TypeError(f"the data of a {kind.__name__} is not a {type(parts).__name__}")
-    return (kind if kind.__name__ in ("Counter", "OrderedDict") else base)(parts)
+    data = base(parts)
+    return kind(data) if kind.__name__ in ("Counter", "OrderedDict") else data
 
 
 def _run(coroutine: Any) -> Any:
