@@ -93,7 +93,7 @@ def _attribute(self: Any, name: str) -> Any:
 def _item(self: Any, key: Any) -> Any:
     """Return an item; Counter compares and subtracts by items with the keys of the statements."""
     kind = getattr_static(type(self), "_plain_type_of_reference")
-    plain = _plain_of(self) if kind is not None and kind.__name__ == "Counter" else _MISSING
+    plain: Any = _plain_of(self) if kind is not None and kind.__name__ == "Counter" else _MISSING
     return _ask("getitem", self, key) if plain is _MISSING else plain[key]
 
 

@@ -24,7 +24,10 @@ _NAME_OF_STATEMENTS = "program"
 _HIDDEN = (GeneratorType, CoroutineType, AsyncGeneratorType, FrameType, TracebackType, CodeType, ModuleType)
 """Types of the judge's objects whose attributes would lead to its state."""
 
-_CHANGES_OF_MOCKS = ("configure_mock", "attach_mock", "reset_mock", "mock_add_spec")
+_HIDDEN_OF_MOCKS = frozenset(
+    ("configure_mock", "attach_mock", "reset_mock", "mock_add_spec", "mock_calls", "method_calls", "call_args_list")
+)
+"""Methods and lists of mocks by which the program would change what the test asks them."""
 
 
 def permit_attribute(operation: str, owner: Any, name: Any) -> None:
@@ -37,7 +40,7 @@ def permit_attribute(operation: str, owner: Any, name: Any) -> None:
     is_hidden = type(name) is not str or isinstance(owner, _HIDDEN) or name.startswith("__" if is_of_test else "_")
     mock = sys.modules.get("unittest.mock")
     is_mock = mock is not None and issubclass(type(owner), mock.NonCallableMock)
-    if (is_hidden and name != "__name__") or (is_mock and name in _CHANGES_OF_MOCKS):
+    if (is_hidden and name != "__name__") or (is_mock and name in _HIDDEN_OF_MOCKS):
         raise AttributeError(f"attribute {name!r:.100} of the test's object is not available to the program")
     if operation != "getattr" and (not is_of_test or is_mock or not _is_data(owner, name)):
         raise AttributeError(f"attribute {name!r:.100} of the test's object is read-only for the program")
