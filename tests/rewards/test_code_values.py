@@ -1,16 +1,25 @@
 """The encoding between the judge and the program: values, containers that both ends keep, and random bytes."""
 
+import json
 import random
 import struct
+import unittest
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
-from hybridflow.rewards.code_values import MAX_LINKED_ITEMS, Codec
+from hybridflow.rewards.code_values import (
+    MAX_LINKED_ITEMS,
+    Codec,
+    copy_of,
+    library_error_of_name,
+    name_of_library_error,
+)
 
 VALUES = [
     *(None, ..., True, False, 0, -1, 255, -(2**63), 2**63, 10**1000, 1.5, -0.0, float("inf"), 1j),
@@ -26,6 +35,10 @@ VALUES = [
         datetime(2020, 1, 1, tzinfo=UTC),
         time(1, tzinfo=timezone(timedelta(hours=-2))),
         slice(1, None),
+        {1: 2}.keys(),
+        {1: 2}.values(),
+        {1: 2}.items(),
+        Path("a/b"),
         int,
         KeyError,
     ),
@@ -63,6 +76,29 @@ def test_shared_and_cyclic_containers_arrive_as_such(ends):
     arrived = ends[1].decode(ends[0].encode((rows, row)))
     assert arrived[0][0] is arrived[0][1] is arrived[1]
     assert arrived[0][2]["self"] is arrived[0]
+
+
+def test_a_copy_shares_no_mutable_container():
+    inner = deque([1], 3)
+    value = ([inner, inner], {"a": {1}}, defaultdict(list, b=[2]), Counter("aab"), bytearray(b"ab"))
+    value[0].append(value[0])
+    copied = copy_of(value)
+    assert repr(copied) == repr(value)
+    assert copied[0][0] is copied[0][1] is not inner
+    assert copied[0][2] is copied[0] is not value[0]
+    assert copied[1]["a"] is not value[1]["a"]
+    assert all(ours is not theirs for ours, theirs in zip(copied, value, strict=True))
+
+
+def test_exceptions_of_the_library_have_names_unless_they_skip_tests():
+    class Own(ValueError):
+        pass
+
+    assert name_of_library_error(json.JSONDecodeError) == "json.decoder:JSONDecodeError"
+    assert library_error_of_name("json.decoder:JSONDecodeError") is json.JSONDecodeError
+    assert name_of_library_error(unittest.SkipTest) is name_of_library_error(Own) is None
+    for name in ("unittest.case:SkipTest", "json.decoder:JSONDecoder", "json.decoder:Other", "antigravity:Error"):
+        assert library_error_of_name(name) is None
 
 
 def test_deep_nesting_arrives(ends):

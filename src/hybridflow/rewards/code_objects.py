@@ -6,10 +6,16 @@ What the program answers never decides a comparison with plain data of the judge
 from __future__ import annotations
 
 import _operator as operator
+import sys
 from types import MethodType
 
-from code_operations import ARITHMETIC, OPERATIONS, members_of  # pyright: ignore[reportMissingImports]  # beside this file
-from code_values import PLAIN_TYPES  # pyright: ignore[reportMissingImports]
+from code_operations import (  # pyright: ignore[reportMissingImports]  # beside this file
+    ARITHMETIC,
+    OPERATIONS,
+    made_of,
+    members_of,
+)
+from code_values import PLAIN_TYPES, copy_of, name_of_type  # pyright: ignore[reportMissingImports]
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
@@ -22,7 +28,13 @@ _OF = "_origin_of_reference"
 """Attribute with the peer and the number of a reference."""
 
 _DATA = "_data_of_reference"
-"""Attribute with the number of calls that had been made, and the plain data that a reference had then."""
+"""Attribute with the number of changes that could have been made, and the plain data that a reference had then."""
+
+_MUTABLE = (list, dict, set, bytearray)
+_SET_QUERIES = frozenset(
+    ("difference", "intersection", "isdisjoint", "issubset", "issuperset", "symmetric_difference", "union")
+)
+"""Methods that compare a set with one of the statements."""
 
 _MISSING = object()
 
@@ -56,6 +68,33 @@ def _forward(operation: str, *exact: type) -> Callable[..., Any]:
         return result
 
     return method
+
+
+def _read(operation: str, *exact: type) -> Callable[..., Any]:
+    """Return a method that reads the plain data of a reference, or else is forwarded."""
+    forward = _forward(operation, *exact)
+
+    def method(self: Any, *operands: Any) -> Any:
+        plain = _plain_of(self)
+        return forward(self, *operands) if plain is _MISSING else OPERATIONS[operation](plain, *operands)
+
+    return method
+
+
+def _attribute(self: Any, name: str) -> Any:
+    plain = _plain_of(self) if name in _SET_QUERIES else _MISSING
+    if isinstance(plain, set | frozenset):
+        return getattr(plain, name)
+    if name in _SET_QUERIES and sys._getframe(1).f_globals.get("__name__") == "unittest.case":
+        raise AttributeError(f"assertSetEqual needs a set, got a {type(self).__name__}")
+    return _ask("getattr", self, name)
+
+
+def _item(self: Any, key: Any) -> Any:
+    """Return an item; Counter compares and subtracts by items with the keys of the statements."""
+    kind = getattr_static(type(self), "_plain_type_of_reference")
+    plain: Any = _plain_of(self) if kind is not None and kind.__name__ == "Counter" else _MISSING
+    return _ask("getitem", self, key) if plain is _MISSING else plain[key]
 
 
 def _call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -100,36 +139,37 @@ _DOC = property(lambda self: _ask("getattr", self, "__doc__"))
 class Reference(metaclass=ReferenceClass):
     """An object of the other process.
 
-    An operator with plain data of the judge never gives plain data of the program: the difference to an expected
-    number could be made up.
+    If its class derives from a plain type, its data is read when it arrives, and operators, iteration, length and truth
+    use this data here. Any other object never gets plain data from an operator with plain data of the judge: the
+    difference to an expected number could be made up.
     """
 
     __slots__ = ("__weakref__", _OF, _DATA)
 
     __call__ = _call
-    __getattr__ = _forward("getattr")
+    __getattr__ = _attribute
     __setattr__ = _forward("setattr")
     __delattr__ = _forward("delattr")
-    __getitem__ = _forward("getitem")
+    __getitem__ = _item
     __setitem__ = _forward("setitem")
     __delitem__ = _forward("delitem")
-    __iter__ = _forward("iter")
+    __iter__ = _read("iter")
     __next__ = _forward("next")
-    __reversed__ = _forward("reversed")
-    __len__ = _forward("len", int)
-    __bool__ = _forward("bool", bool)
+    __reversed__ = _read("reversed")
+    __len__ = _read("len", int)
+    __bool__ = _read("bool", bool)
     __str__ = _forward("str", str)
     __repr__ = _forward("repr", str)
     __format__ = _forward("format", str)
-    __int__ = _forward("int", int)
-    __float__ = _forward("float", float)
-    __complex__ = _forward("complex", complex)
-    __index__ = _forward("index", int)
-    __round__ = _forward("round")
-    __abs__ = _forward("abs")
-    __neg__ = _forward("neg")
-    __pos__ = _forward("pos")
-    __invert__ = _forward("inv")
+    __int__ = _read("int", int)
+    __float__ = _read("float", float)
+    __complex__ = _read("complex", complex)
+    __index__ = _read("index", int)
+    __round__ = _read("round")
+    __abs__ = _read("abs")
+    __neg__ = _read("neg")
+    __pos__ = _read("pos")
+    __invert__ = _read("inv")
     __enter__ = _forward("enter")
     __copy__ = _forward("copy")
 
@@ -145,9 +185,11 @@ class Reference(metaclass=ReferenceClass):
         suppresses = _ask("exit", self, kind, error)
         return suppresses is True and not isinstance(error, AssertionError)
 
-    def __hash__(self) -> int:
+    __hash__ = _read("hash", int)  # pyright: ignore[reportAssignmentType]
+
+    def __contains__(self, item: Any) -> bool:
         plain = _plain_of(self)
-        return _ask("hash", self) if plain is _MISSING else hash(plain)
+        return any(each is item or each == item for each in iter(self)) if plain is _MISSING else item in plain
 
     def __eq__(self, other: object) -> bool:
         return _compare("eq", self, other)
@@ -206,23 +248,32 @@ def _is_trusted(reference: Any) -> bool:
     return origin is not None and origin[0].trusts
 
 
-def _plain_of(reference: Any) -> Any:
-    """Return the data of an object whose class derives from a plain type; `_MISSING` for any other object.
+def keep_data(reference: Any, parts: Any) -> None:
+    """Keep the parts of plain data that has arrived with a reference.
 
-    Data is asked for once: an object that changes with each comparison would equal one of many.
+    Of an immutable object only the first are kept, of a mutable one only those after something that may change it:
+    an object that changes with each comparison would equal one of many.
     """
     kind = getattr_static(type(reference), "_plain_type_of_reference")
-    if _is_trusted(reference) or kind is None:
+    peer, known = object.__getattribute__(reference, _OF)[0], object.__getattribute__(reference, _DATA)
+    if kind is None or not _is_outdated(kind, known, peer.num_changes):
+        return
+    object.__setattr__(reference, _DATA, (peer.num_changes, made_of(kind, parts)))
+
+
+def _is_outdated(kind: type, known: tuple[int, Any] | None, num_changes: int) -> bool:
+    return known is None or (known[0] != num_changes and issubclass(kind, _MUTABLE))
+
+
+def _plain_of(reference: Any) -> Any:
+    """Return the data of an object whose class derives from a plain type; `_MISSING` for any other object."""
+    kind = getattr_static(type(reference), "_plain_type_of_reference")
+    if kind is None or _is_trusted(reference):
         return _MISSING
     peer = object.__getattribute__(reference, _OF)[0]
-    known = object.__getattribute__(reference, _DATA)
-    if known is None or (known[0] != peer.num_asked and issubclass(kind, list | dict | set | bytearray)):
-        data = peer.ask("plain", reference)
-        if type(data) not in PLAIN_TYPES:
-            raise TypeError(f"the data of {type(reference).__name__} is a {type(data).__name__}")
-        known = peer.num_asked, data
-        object.__setattr__(reference, _DATA, known)
-    return known[1]
+    if _is_outdated(kind, object.__getattribute__(reference, _DATA), peer.num_changes):
+        keep_data(reference, peer.ask("plain", reference))
+    return object.__getattribute__(reference, _DATA)[1]
 
 
 def _compare(operation: str, reference: Any, other: Any) -> Any:
@@ -240,6 +291,8 @@ class Mixed:
     """
 
     __slots__ = ("_mixed_origin",)
+
+    __iter__ = None  # or Python would iterate by the items, until the program says that there are no more
 
     def __init__(self, origin: Any) -> None:
         object.__setattr__(self, "_mixed_origin", origin)
@@ -277,17 +330,16 @@ def _operate(operation: str, reference: Any, left: Any, right: Any, other: Any) 
     is_mixed = type(reference) is Mixed or type(other) is Mixed
     if origin_of(other) is not None and not is_mixed:
         return _ask_operator(reference, operation, left, right)
-    try:
-        result = _ask_operator(reference, operation, left, right)
-    except TypeError:
-        result = None
-    if isinstance(type(result), ReferenceClass):
-        return Mixed(result)
     plain = _MISSING if is_mixed else _plain_of(reference)
-    if plain is _MISSING:
+    if plain is not _MISSING:
+        return OPERATIONS[operation](*(plain if each is reference else each for each in (left, right)))
+    if operation in ("sub", "isub") and name_of_type(type(other)) in ("date", "datetime"):
+        return NotImplemented  # the days of a difference to the expected date could be made up
+    try:
+        result = _ask_operator(reference, operation, copy_of(left), copy_of(right))
+    except TypeError:
         return NotImplemented
-    operands = [plain if each is reference else each for each in (left, right)]
-    return OPERATIONS[operation](*operands)
+    return Mixed(result) if isinstance(type(result), ReferenceClass) else NotImplemented
 
 
 def _ask_operator(reference: Any, operation: str, left: Any, right: Any) -> Any:
@@ -296,9 +348,17 @@ def _ask_operator(reference: Any, operation: str, left: Any, right: Any) -> Any:
     return origin[0].ask(operation, left, right)
 
 
+def _operate_in_place(operation: str, reference: Any, other: Any) -> Any:
+    """Return NotImplemented for plain data, which has the operator itself."""
+    has_data = type(reference) is not Mixed and _plain_of(reference) is not _MISSING
+    return NotImplemented if has_data else _operate(operation, reference, reference, other, other)
+
+
 def _operators(operation: str) -> Iterator[tuple[str, Callable[[Any, Any], Any]]]:
     yield f"__{operation}__", lambda self, other: _operate(operation, self, self, other, other)
     yield f"__r{operation}__", lambda self, other: _operate(operation, self, other, self, other)
+    if operation != "divmod":
+        yield f"__i{operation}__", lambda self, other: _operate_in_place(f"i{operation}", self, other)
 
 
 for _operation in ARITHMETIC:

@@ -10,22 +10,27 @@ from _thread import RLock
 from _weakref import ref
 from os import read, write
 from sys import getrecursionlimit, setrecursionlimit, version_info
-from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType, ModuleType, TracebackType
+from types import CoroutineType, GeneratorType
 
 from code_objects import (  # pyright: ignore[reportMissingImports]  # beside this file, which runs without hybridflow
     Reference,
     ReferenceClass,
     awaited,
     generated,
+    keep_data,
     mirror,
     new_reference,
     origin_of,
     set_origin,
 )
-from code_operations import OPERATIONS  # pyright: ignore[reportMissingImports]
+from code_operations import OPERATIONS, READING  # pyright: ignore[reportMissingImports]
+from code_permissions import permit_attribute  # pyright: ignore[reportMissingImports]
 from code_values import (  # pyright: ignore[reportMissingImports]
+    PLAIN_TYPES,
     Codec,
     Reader,
+    library_error_of_name,
+    name_of_library_error,
     name_of_type,
     put_count,
     put_text,
@@ -38,8 +43,6 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MAX_MESSAGE_BYTES = 2**28
-_HIDDEN = (GeneratorType, CoroutineType, AsyncGeneratorType, FrameType, TracebackType, CodeType, ModuleType)
-"""Types of the judge's objects whose attributes would lead to its state."""
 
 _FRAMES = 10
 """At least the frames of these files for a call that arrives while another is under way; they do not count."""
@@ -47,7 +50,11 @@ _FRAMES = 10
 _MAX_NESTED = 150 if version_info[:2] == (3, 12) else 1000
 """Calls that may be under way in one process when the program calls back; Python 3.12 allows 800 frames of C code."""
 
-_NAME_OF_STATEMENTS = "program"
+_MAX_NESTED_DATA = 10
+"""Depth of data that is sent with an object; deeper data is asked for, so that no message nests too deeply."""
+
+_ITERATING = ("next", "send")
+"""Operations that a StopIteration of the program ends."""
 
 
 class Peer(Codec):
@@ -70,19 +77,23 @@ class Peer(Codec):
         self._classes: dict[int, type] = {}
         self._sent_classes: set[int] = set()
         self._passed_classes: set[int] = set()  # ids of those that are values, not only the class of a value
-        self.num_asked = self._num_served = 0
+        self._open: set[int] = set()  # ids of the objects whose data is being sent
+        self.num_changes = self._num_served = 0
 
     def ask(self, operation: str, *operands: Any) -> Any:
         """Return the result of an operation of the other end, or raise its exception; serve it in the meantime."""
         with self._lock:
-            self.num_asked += 1
+            changes = operation not in READING
             self._send(("ask", operation, operands), is_nested=self._num_served > 0)
             while True:
+                self.num_changes += changes
                 kind, *contents = self._receive()
                 if kind == "ask":
                     self._serve(*contents)
                     continue
                 if kind == "raise":
+                    if isinstance(contents[0], StopIteration) and not self.trusts and operation not in _ITERATING:
+                        raise RuntimeError("the program raised StopIteration") from contents[0]  # as in a generator
                     raise contents[0]
                 return contents[0]
 
@@ -120,13 +131,9 @@ class Peer(Codec):
             raise TypeError("the program may not make classes of the test")
         if operation not in ("getattr", "setattr", "delattr"):
             return
-        owner, name = operands[:2]
-        is_of_test = type(owner).__module__ == _NAME_OF_STATEMENTS
-        is_hidden = type(name) is not str or isinstance(owner, _HIDDEN) or name.startswith("__" if is_of_test else "_")
-        if not is_passed or (is_hidden and name != "__name__"):
-            raise AttributeError(f"attribute {name!r:.100} of the test's object is not available to the program")
-        if operation != "getattr" and not is_of_test:
-            raise AttributeError(f"attribute {name!r:.100} of the test's object is read-only for the program")
+        if not is_passed:
+            raise AttributeError("the program may use only attributes of objects that the test has passed")
+        permit_attribute(operation, *operands[:2])
 
     def _send(self, message: tuple[Any, ...], *, is_nested: bool) -> None:
         """Send the message; the last of an exchange, which the judge has begun, may end the link of containers."""
@@ -185,17 +192,22 @@ class Peer(Codec):
             self._put_class(out, type(value))
             self._put_items(out, tuple(value.args))
             self.put(out, value.__cause__)
+            self.put(out, tuple(vars(value).items()) if name_of_library_error(type(value)) else ())
         else:
             kind = type(value)
-            out += b"G" if kind is GeneratorType else b"W" if kind is CoroutineType else b"O"
+            has_data = self.trusts and issubclass(kind, PLAIN_TYPES)
+            is_generator, is_coroutine = kind is GeneratorType, kind is CoroutineType
+            out += b"L" if has_data else b"G" if is_generator else b"W" if is_coroutine else b"O"
             put_count(out, self._export(value))
             self._put_class(out, kind)
+            if has_data:
+                self._put_data(out, value)
 
     def take_other(self, tag: bytes, reader: Reader) -> Any:
         """Return the object or the class that is referred to."""
         if tag == b"P":
             return self._exported[reader.count()]
-        if tag in (b"Y", b"K"):
+        if tag in (b"Y", b"K", b"E"):
             return self._take_class(tag, reader)
         if tag == b"f":
             name = reader.text()
@@ -205,15 +217,32 @@ class Peer(Codec):
         if tag == b"X":
             error = self._exception(kind, tuple(self._take_items(reader)), number)
             error.__cause__ = self.take(reader)
+            attributes = dict(self.take(reader))
+            if name_of_library_error(kind):
+                vars(error).update(attributes)
             return error
-        if tag not in (b"O", b"G", b"W"):
+        if tag not in (b"O", b"L", b"G", b"W"):
             raise ValueError(f"{tag!r} does not begin a value")
         known = self._references.get(number)
         reference = known() if known is not None else None
         if reference is None:
             reference = new_reference(kind if isinstance(kind, ReferenceClass) else Reference)
             self._refer(number, reference)
+        if tag == b"L" and (data := self.take(reader)) is not None:
+            (parts,) = data
+            keep_data(reference, parts)
         return generated(reference) if tag == b"G" else awaited(reference) if tag == b"W" else reference
+
+    def _put_data(self, out: bytearray, value: Any) -> None:
+        """Append a tuple with the plain data of an object; None inside its own data."""
+        if id(value) in self._open or len(self._open) >= _MAX_NESTED_DATA:
+            self.put(out, None)
+            return
+        self._open.add(id(value))
+        try:
+            self.put(out, (self.operations["plain"](value),))
+        finally:
+            self._open.discard(id(value))
 
     def _export(self, value: Any) -> int:
         number = self._export_numbers.get(id(value))
@@ -247,6 +276,10 @@ class Peer(Codec):
             out += b"P"
             put_count(out, origin[1])
         else:
+            library = name_of_library_error(kind)
+            if library is not None:
+                out += b"E"
+                put_text(out, library)
             is_new = id(kind) not in self._export_numbers or self._export(kind) not in self._sent_classes
             number = self._export(kind)
             out += b"K"
@@ -263,6 +296,10 @@ class Peer(Codec):
             return type_of_name(reader.text())
         if tag == b"P":
             return self._exported[reader.count()]
+        if tag == b"E":
+            known = library_error_of_name(reader.text())
+            own = self._take_class(reader.take(1), reader)
+            return known or own
         if tag != b"K":
             raise ValueError(f"{tag!r} does not begin a class")
         number, name = reader.count(), reader.text()
@@ -275,8 +312,10 @@ class Peer(Codec):
         if not issubclass(kind, BaseException):
             raise TypeError(f"{kind.__name__} is not an exception")
         error = kind(*args) if name_of_type(kind) else kind.__new__(kind, *args)
-        if number:
+        if number and isinstance(type(error), ReferenceClass):
             self._refer(number, error)
+        elif number:
+            self._dropped.add(number)
         return error
 
 

@@ -40,6 +40,8 @@ _PARTS: dict[str, tuple[type, ...]] = {
     "datetime": (int,) * 7 + (object,),
     "timedelta": (int,) * 3,
     "timezone": (object,),
+    **dict.fromkeys(("dict_keys", "dict_values", "dict_items"), (tuple,)),
+    **dict.fromkeys(("PosixPath", "PurePosixPath"), (str,)),
 }
 """Immutable types and the exact types of the arguments that make them; `object` is any."""
 
@@ -48,6 +50,7 @@ _MODULES = {
     "Decimal": "decimal",
     "Fraction": "fractions",
     **dict.fromkeys(("date", "time", "datetime", "timedelta", "timezone"), "datetime"),
+    **dict.fromkeys(("PosixPath", "PurePosixPath"), "pathlib"),
 }
 """Module of each type that is not built in; it is imported when such a value arrives."""
 
@@ -57,6 +60,12 @@ _BUILT_IN: dict[type, str] = {
     if isinstance(each, type)
     and (each in (*PLAIN_TYPES, object, bool, range, slice) or issubclass(each, BaseException))
     and each.__module__ == "builtins"
+}
+_BUILT_IN |= {type(view): type(view).__name__ for view in ({}.keys(), {}.values(), {}.items())}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "dict_keys": lambda items: dict.fromkeys(items).keys(),
+    "dict_values": lambda items: dict(enumerate(items)).values(),
+    "dict_items": lambda items: dict(items).items(),
 }
 _BUILT_IN_BY_NAME = {name: each for each, name in _BUILT_IN.items()}
 
@@ -73,6 +82,26 @@ def name_of_type(kind: type) -> str | None:
 def type_of_name(name: str) -> type:
     """Return the type with this `name_of_type`; raise KeyError for any other name."""
     return _BUILT_IN_BY_NAME.get(name) or vars(__import__(_MODULES[name]))[name]
+
+
+def name_of_library_error(kind: type) -> str | None:
+    """Return module and name of an exception of the standard library that is not built in; None for any other type.
+
+    Exceptions by which `unittest` and `doctest` skip a test, and a cancellation, are not among them.
+    """
+    module = kind.__module__
+    if not issubclass(kind, Exception) or type(module) is not str or module == "builtins":
+        return None
+    package = module.partition(".")[0]
+    is_known = package in sys.stdlib_module_names and package not in ("unittest", "doctest")
+    return f"{module}:{kind.__qualname__}" if is_known else None
+
+
+def library_error_of_name(name: str) -> type | None:
+    """Return the exception with this `name_of_library_error`; None if its module has not been imported here."""
+    module, _, kind_name = name.partition(":")
+    kind = vars(sys.modules[module]).get(kind_name) if module in sys.modules else None
+    return kind if isinstance(kind, type) and name_of_library_error(kind) == name else None
 
 
 class Reader:
@@ -309,6 +338,20 @@ def fill(container: Any, items: Iterable[Any]) -> None:
         container.extend(items)
 
 
+def copy_of(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Return a value whose mutable containers are copies."""
+    copies = {} if copies is None else copies
+    if type(value) is tuple:
+        return tuple(copy_of(item, copies) for item in value)
+    if name_of_type(type(value)) not in _CONTAINERS:
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = copied = value.copy()
+        if type(value) is not bytearray:
+            fill(copied, [copy_of(item, copies) for item in _items(value)])
+    return copies[id(value)]
+
+
 def _items(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
@@ -321,10 +364,12 @@ def _parts(name: str, value: Any) -> tuple[Any, ...] | None:
         return None
     if name == "timezone":
         return (value.utcoffset(None),)
+    if name.startswith("dict_"):
+        return (tuple(value),)
+    if name in ("Decimal", "PosixPath", "PurePosixPath"):
+        return (str(value),)
     if name in ("range", "slice"):
         return value.start, value.stop, value.step
-    if name == "Decimal":
-        return (str(value),)
     if name == "Fraction":
         return value.numerator, value.denominator
     if name == "timedelta":
@@ -405,7 +450,7 @@ def _take_parts(codec: Codec, reader: Reader) -> Any:
         kind in (object, type(part)) for kind, part in zip(kinds, parts, strict=True)
     ):
         raise TypeError(f"a {name} is not made of {parts!r:.100}")
-    return type_of_name(name)(*parts)
+    return _MAKERS.get(name, type_of_name(name))(*parts)
 
 
 _TAKERS: dict[bytes, Callable[[Codec, Reader], Any]] = {
