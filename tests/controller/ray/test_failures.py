@@ -929,6 +929,44 @@ def test_the_death_of_a_service_of_ray_is_an_error_that_can_be_handled(run_scrip
     assert output.splitlines()[-1] == "closed"
 
 
+DISCONNECTED = """
+import time
+import ray
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from hybridflow.controller.ray import RayBackend, cluster_watch
+
+cluster_watch.PATIENCE_S = cluster_watch.PATIENCE_LOCAL_S = 1.0
+cluster_watch.LAST_RESORT_S = 2.0
+
+class Echo(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def echo(self, value):
+        return value
+
+def init():
+    ray.init(num_cpus=1, include_dashboard=False, _temp_dir=DIRECTORY)
+
+init()
+backend = RayBackend()
+WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend)
+ray.shutdown()
+time.sleep(6)
+init()
+print(WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend).echo("again"))
+print(backend._connection._watch.is_current)
+backend.close()
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_left_its_cluster_is_not_ended(run_script):
+    with tempfile.TemporaryDirectory(prefix="hf") as directory:  # pytest's is too long for Ray's sockets
+        output = run_script(DISCONNECTED.replace("DIRECTORY", repr(directory)), 300)
+    assert "has died" not in output
+    assert output.splitlines()[-2:] == ["['again']", "True"], output
+
+
 @pytest.mark.slow
 def test_a_process_that_waits_for_a_dead_service_ends_with_a_message(run_script):
     output = run_script(SERVICE_DIES.replace("SERVICE", "'gcs_server'").replace("STUCK", "True"), 300)

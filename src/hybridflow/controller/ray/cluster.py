@@ -40,7 +40,7 @@ class Connection:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # each error is raised where its result is read
         if not ray.is_initialized():
             self._connect(pools)
-        if self._watch is None:
+        if self._watch is None or not self._watch.is_current:
             self._watch = ClusterWatch(is_local=self._local is not None)
 
     def _connect(self, pools: Sequence[RayResourcePool]) -> None:

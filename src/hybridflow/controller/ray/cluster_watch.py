@@ -29,18 +29,18 @@ _AGAIN = 75  # the exit status after which the same command can be run again; se
 
 
 class ClusterWatch:
-    """A thread that connects to the GCS and to this node's raylet every second, until `stop`.
+    """A thread that connects to the GCS and to this node's raylet every second, until `stop` or `ray.shutdown`.
 
     `require_cluster` raises an error once they have refused for long. If it was not called shortly before Ray would
     end the process, because the process waits in native code of Ray, the thread ends it with a message.
     """
 
     def __init__(self, *, is_local: bool) -> None:
-        node: Any = ray._private.worker._global_node
-        host, _, port = node.gcs_address.rpartition(":")
+        self._node: Any = ray._private.worker._global_node
+        host, _, port = self._node.gcs_address.rpartition(":")
         self._services = {
-            f"the control service of the Ray cluster (GCS, {node.gcs_address})": (host.strip("[]"), int(port)),
-            "the raylet of this node": node.raylet_socket_name,
+            f"the control service of the Ray cluster (GCS, {self._node.gcs_address})": (host.strip("[]"), int(port)),
+            "the raylet of this node": self._node.raylet_socket_name,
         }
         self._patience_s = PATIENCE_LOCAL_S if is_local else PATIENCE_S
         self._stopped = threading.Event()
@@ -48,6 +48,11 @@ class ClusterWatch:
         self._is_noticed = False
         self._thread = threading.Thread(target=self._watch, name="cluster watch", daemon=True)
         self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this process is still connected to the cluster: `ray.shutdown` and `ray.init` may be called anywhere."""
+        return ray._private.worker._global_node is self._node
 
     @property
     def is_lost(self) -> bool:
@@ -67,7 +72,7 @@ class ClusterWatch:
 
     def _watch(self) -> None:
         reached = dict.fromkeys(self._services, time.monotonic())
-        while not self._stopped.wait(PROBE_EVERY_S):
+        while not self._stopped.wait(PROBE_EVERY_S) and self.is_current:
             for name, address in self._services.items():
                 now = time.monotonic()
                 if _accepts(address):
