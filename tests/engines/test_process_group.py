@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from fixtures import layout_program as layouts
 from hybridflow.engines import join_process_group
 from hybridflow.engines.process_group import num_ranks, require_backends
-from hybridflow.errors import WorkerError
+from hybridflow.errors import LostWorkerError, WorkerError
 from hybridflow.protocol import DataProto
 
 PROGRAM = Path(__file__).parent / "torchrun_program.py"
@@ -51,6 +51,15 @@ def test_joining_beside_a_different_group_is_an_error(group_of_one):
     group_of_one()
     with pytest.raises(WorkerError, match=r"is rank 0 of 1 in a torch\.distributed group, but rank 1 of 2 in its work"):
         join_process_group(1, 2)
+
+
+def test_a_rank_without_a_store_is_told_how_to_get_one(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(
+        WorkerError, match=r"rank 1 of 2 does not know .*MASTER_ADDR.*; start the processes with torch"
+    ) as e:
+        join_process_group(1, 2)
+    assert not isinstance(e.value, LostWorkerError)  # running it again would not help
 
 
 def test_a_group_without_a_backend_for_cpu_tensors_is_an_error(group_of_one):

@@ -19,7 +19,7 @@ def join_process_group(rank: int, world_size: int, store: Store | None = None, t
 
     `store`: the store through which the ranks find each other, e.g. a `torch.distributed.FileStore` in a directory of
     this user; None: the one that the environment variables of torchrun name. Raises LostWorkerError if the other ranks
-    do not connect in time, and WorkerError if the process already belongs to a different group.
+    do not connect in time, and WorkerError if the process belongs to a different group or nothing names a store.
     """
     if world_size == num_ranks() == 1:
         return
@@ -29,7 +29,13 @@ def join_process_group(rank: int, world_size: int, store: Store | None = None, t
     timeout = timedelta(seconds=timeout_s or 10**8)
     try:
         dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (OSError, RuntimeError, ValueError) as error:
+    except ValueError as error:
+        raise WorkerError(
+            f"rank {rank} of {world_size} does not know where the others are ({error}); start the processes with "
+            "torchrun, build the workers on a backend, or call join_process_group with a store.",
+            rank=rank,
+        ) from error
+    except (OSError, RuntimeError) as error:
         raise LostWorkerError(
             f"rank {rank} of {world_size} could not connect to the others: {error}", rank=rank
         ) from error
