@@ -442,12 +442,15 @@ def test_files_that_ranks_report_are_not_read_again(tmp_path):
         store.open(10)
 
 
-def save_and_change(store: CheckpointStore, step: int, change: Callable[[Path], None]) -> None:
-    """Save a checkpoint with a file that this process sees differently from the rank that wrote it."""
+def save_and_change(
+    store: CheckpointStore, step: int, change: Callable[[Path], None], reported: str = "actor.json"
+) -> None:
+    """Save a checkpoint with a file that a rank reports, and change it afterwards."""
     saved = []
     with store.begin(step, saved=saved) as directory:
-        saved += saved_files(directory, save_state([1.0], directory / "actor"))
-        change(directory / "actor.json")
+        (directory / reported).write_text("a rank's")
+        saved += saved_files(directory, [directory / reported])
+        change(directory / reported)
 
 
 @pytest.mark.parametrize(("change", "state"), [(Path.unlink, "is missing"), (shorten, "has 3 bytes")])
@@ -459,6 +462,12 @@ def test_a_checkpoint_without_files_of_a_rank_is_not_published(tmp_path, change,
         save_and_change(store, 20, change)
     assert names(tmp_path) == ["step_000010"]
     assert value_of(store.latest()) == 10.0
+
+
+def test_a_file_of_a_rank_that_could_hold_code_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"actor\.pt' is not a plain \.safetensors or \.json file"):
+        save_and_change(CheckpointStore(tmp_path), 20, lambda path: None, reported="actor.pt")
+    assert names(tmp_path) == []
 
 
 # --- full and read-only disks -----------------------------------------------------------------------------------------

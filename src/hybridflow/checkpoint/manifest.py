@@ -50,9 +50,9 @@ def write_manifest(directory: Path, step: int, info: dict[str, Any], saved: Sequ
     """
     for file in saved:
         _require_visible(directory / file.path, file.num_bytes)
-    written_elsewhere = {file.path for file in saved}
-    own = [path for path in _walk(directory) if path.relative_to(directory).as_posix() not in written_elsewhere]
-    for path in own:
+    written_elsewhere = {directory / file.path for file in saved}
+    own = [path for path in _walk(directory) if path not in written_elsewhere]
+    for path in (*written_elsewhere, *own):
         if path.suffix not in _ALLOWED_SUFFIXES or path.is_symlink() or not path.is_file():
             raise CheckpointError(
                 f"'{path}' is not a plain {' or '.join(_ALLOWED_SUFFIXES)} file; write it with save_state."
