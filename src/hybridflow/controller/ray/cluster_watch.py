@@ -51,7 +51,7 @@ class ClusterWatch:
 
     @property
     def is_current(self) -> bool:
-        """Whether this process is still connected to the cluster: `ray.shutdown` and `ray.init` may be called anywhere."""
+        """Whether this process is still connected to the cluster, which `ray.shutdown` leaves."""
         return ray._private.worker._global_node is self._node
 
     @property
