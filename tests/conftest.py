@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel, Qwen2ForCausalLM
 
@@ -37,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("on", "off"),
         default="on",
         help=f"check the tensor shapes in signatures of {CHECKED_PACKAGE} (default: on)",
+    )
+    parser.addoption(
+        "--rehearse", action="store_true", help="run tests that need a GPU on the CPU, to check the tests themselves"
     )
 
 
@@ -165,6 +169,20 @@ def run_world(fork_server: "ForkServer", tmp_path_factory: pytest.TempPathFactor
         assert all(process.returncode in returncodes for process in ranks), "\n".join(errors)[-3000:]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def gpu(pytestconfig: pytest.Config) -> "torch.device":
+    """Return the device of a test that needs a GPU: the current CUDA device, or the CPU in a rehearsal."""
+    import torch
+
+    from hybridflow.runtime import own_device
+
+    if pytestconfig.getoption("--rehearse"):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.fail("this test needs a CUDA device; pytest -m gpu --rehearse runs it on the CPU.")
+    return own_device()
 
 
 @pytest.fixture

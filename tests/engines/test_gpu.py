@@ -8,7 +8,7 @@ import torch
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 4096}
 
@@ -47,19 +47,20 @@ def test_log_probs_and_updates_equal_those_on_cpu(tiny_model, rows, dtype, monke
 
 
 @pytest.mark.parametrize("offload", ["idle", "host"])
-def test_offloaded_weights_free_device_memory_and_change_no_result(tiny_model, rows, offload):
+def test_offloaded_weights_free_device_memory_and_change_no_result(tiny_model, rows, offload, gpu):
     path = tiny_model("qwen2", **SIZES)
     plain = build(path, "bfloat16")
     expected = [plain.update(rows, loss).grad_norm for _ in range(2)]
     del plain
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() if gpu.type == "cuda" else 0
     engine = build(path, "bfloat16", offload=offload)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in engine.parameters.values())
     assert [engine.update(rows, loss).grad_norm for _ in range(2)] == pytest.approx(expected, rel=1e-2)
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() - before < 0.2 * weights
+    if gpu.type == "cuda":
+        assert torch.cuda.memory_allocated() - before < 0.2 * weights
 
 
 def test_token_budget_is_found_from_device_memory(tiny_model):
@@ -67,6 +68,7 @@ def test_token_budget_is_found_from_device_memory(tiny_model):
     assert engine.find_token_budget(100, 400, 1) >= 4096
 
 
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
 def test_compiled_layers_give_the_same_results(tiny_model, rows):
     path = tiny_model("qwen2")
     engines = [
