@@ -10,8 +10,8 @@ import os
 import sys
 from types import CodeType, ModuleType
 
-from code_objects import origin_of  # pyright: ignore[reportMissingImports]  # beside this file
-from code_peer import Peer  # pyright: ignore[reportMissingImports]
+from code_objects import origin_of  # beside this file
+from code_peer import Peer
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:

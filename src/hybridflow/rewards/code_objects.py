@@ -9,20 +9,20 @@ import _operator as operator
 import sys
 from types import MethodType
 
-from code_operations import (  # pyright: ignore[reportMissingImports]  # beside this file
+from code_operations import (  # beside this file
     ARITHMETIC,
     OPERATIONS,
     made_of,
     members_of,
 )
-from code_values import PLAIN_TYPES, copy_of, name_of_type  # pyright: ignore[reportMissingImports]
+from code_values import PLAIN_TYPES, copy_of, name_of_type
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from code_peer import Peer  # pyright: ignore[reportMissingImports]
+    from code_peer import Peer
 
 _OF = "_origin_of_reference"
 """Attribute with the peer and the number of a reference."""

@@ -6,7 +6,7 @@ import _operator as operator
 import sys
 from types import new_class
 
-from code_values import PLAIN_TYPES  # pyright: ignore[reportMissingImports]  # beside this file
+from code_values import PLAIN_TYPES  # beside this file
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from os import read, write
 from sys import getrecursionlimit, setrecursionlimit, version_info
 from types import CoroutineType, GeneratorType
 
-from code_objects import (  # pyright: ignore[reportMissingImports]  # beside this file, which runs without hybridflow
+from code_objects import (  # beside this file, which runs without hybridflow
     Reference,
     ReferenceClass,
     awaited,
@@ -23,9 +23,9 @@ from code_objects import (  # pyright: ignore[reportMissingImports]  # beside th
     origin_of,
     set_origin,
 )
-from code_operations import OPERATIONS, READING  # pyright: ignore[reportMissingImports]
-from code_permissions import permit_attribute  # pyright: ignore[reportMissingImports]
-from code_values import (  # pyright: ignore[reportMissingImports]
+from code_operations import OPERATIONS, READING
+from code_permissions import permit_attribute
+from code_values import (
     PLAIN_TYPES,
     Codec,
     Reader,

@@ -14,7 +14,7 @@ from types import (
     TracebackType,
 )
 
-from code_objects import origin_of  # pyright: ignore[reportMissingImports]  # beside this file
+from code_objects import origin_of  # beside this file
 
 TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:

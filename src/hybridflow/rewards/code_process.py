@@ -44,10 +44,10 @@ def _restrict(settings: dict[str, Any]) -> int:
     sys.dont_write_bytecode = not settings["write_bytecode"]
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     try:
-        import code_limits  # pyright: ignore[reportMissingImports]  # beside this file
+        import code_limits  # beside this file
 
         if not settings["is_script"]:
-            import code_judge  # noqa: F401  # pyright: ignore[reportMissingImports]
+            import code_judge  # noqa: F401
 
         del sys.path[0]
         sys.dont_write_bytecode = True
@@ -59,7 +59,7 @@ def _restrict(settings: dict[str, Any]) -> int:
 
 def _filter_calls(settings: dict[str, Any]) -> None:
     try:
-        import code_limits  # pyright: ignore[reportMissingImports]
+        import code_limits
 
         own_id = os.getpid().to_bytes(4, sys.byteorder)
         code_limits.filter_calls(settings["strict_filter"].replace(settings["own_id"], own_id))
@@ -115,7 +115,7 @@ def judge(settings: dict[str, Any], line: int, listener: int) -> None:
     if receive_line(ours) == "compiled":
         say(line, "compiled")
         statements = receive_sized(line)
-        from code_judge import run_statements  # pyright: ignore[reportMissingImports]
+        from code_judge import run_statements
 
         verdict = "failed"
         try:
@@ -136,8 +136,8 @@ def _end(line: int, verdict: str) -> NoReturn:
 
 
 def _serve(settings: dict[str, Any], connection: int, judge_id: int) -> None:
-    from code_judge import serve_program  # pyright: ignore[reportMissingImports]
-    from code_limits import end_with_parent  # pyright: ignore[reportMissingImports]
+    from code_judge import serve_program
+    from code_limits import end_with_parent
 
     try:
         end_with_parent()
