@@ -53,7 +53,7 @@ def test_joining_beside_a_different_group_is_an_error(group_of_one):
         join_process_group(1, 2)
 
 
-def test_a_rank_without_a_store_is_told_how_to_get_one(monkeypatch):
+def test_a_rank_without_a_store_is_an_error_that_names_the_fix(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(
         WorkerError, match=r"rank 1 of 2 does not know .*MASTER_ADDR.*; start the processes with torch"
