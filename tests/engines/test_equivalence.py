@@ -141,6 +141,7 @@ def test_all_splits_into_micro_batches_give_the_same_training(engine_of, rows, h
         assert error <= TOLERANCE, (max_tokens, packing, checkpointing)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("flex", marks=pytest.mark.slow)])
 def test_shared_prompts_give_the_same_training(engine_of, groups, head, attention, monkeypatch):

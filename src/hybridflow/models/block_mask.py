@@ -26,21 +26,21 @@ def block_mask_of(families: Sequence[Sequence[int]], device: torch.device) -> Bl
     segments = _segments(families)
     starts, stops = segments[:2]
     tokens = int(stops[-1])
-    partial, whole = (_table(blocks, device) for blocks in _blocks(segments))
+    partial, whole = _blocks(segments)
+    tables = [_table(blocks, device) for blocks in (partial, whole, partial.T, whole.T)]
     # Separate tensors: views of one would not be aligned, and compiled code copies such arguments in each call.
     bounds = (np.repeat(bound, stops - starts).astype(np.int32) for bound in (starts, *segments[2:]))
-    return BlockMask.from_kv_blocks(
-        *partial,
-        *whole,
-        BLOCK_SIZE=BLOCK,
+    return BlockMask(
+        (tokens, tokens),
+        *(tensor for table in tables for tensor in table),
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=_mask_of(*(upload(bound, device) for bound in bounds)),
-        seq_lengths=(tokens, tokens),
     )
 
 
 def _table(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the number of blocks of each row, (1, 1, blocks), and their indices first, (1, 1, blocks, blocks)."""
-    rows = upload(blocks, device).to(torch.int32)[None, None]
+    rows = upload(np.ascontiguousarray(blocks), device).to(torch.int32)[None, None]
     return rows.sum(-1, dtype=torch.int32), rows.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
 
