@@ -111,6 +111,19 @@ def test_layers_do_not_wait_for_the_device(gpu, plan):
             fresh.attend(index, *layer, 0.125).sum().backward()
 
 
+@pytest.mark.parametrize("plan", [PackedPlan.from_lengths(LENGTHS), SharedPromptPlan(FAMILIES[0])])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_results_are_bit_identical_in_deterministic_mode(gpu, plan, dtype):
+    tokens = sum(plan.lengths) if isinstance(plan, PackedPlan) else sum(map(sum, plan.families))
+    layer = random_layer(tokens, 6, 2, 64, dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
 @contextlib.contextmanager
 def _no_waiting():
     torch.cuda.set_sync_debug_mode("error")
