@@ -1,12 +1,15 @@
 import dataclasses
+import logging
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from hybridflow.models import AttentionCase, attention_for
+from hybridflow.models.attention_backend import has_triton
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU, H100 = AttentionCase(FP32, 64, 64, True, has_kernel=True), AttentionCase(BF16, 128, 128, True, False, (9, 0), True)
@@ -94,3 +97,29 @@ def test_case_of_a_model_has_its_head_dimension():
     assert AttentionCase.of_model(config, FP64, torch.device("cpu")) == AttentionCase(FP64, 16, 16, True)
     config.head_dim = 32
     assert AttentionCase.of_model(config, FP64, torch.device("cpu")) == AttentionCase(FP64, 32, 32, True)
+
+
+def test_case_of_a_model_on_a_gpu_has_its_capability(monkeypatch):
+    monkeypatch.setattr("hybridflow.models.attention_backend.capability_of", lambda device: (9, device.index))
+    monkeypatch.setattr("hybridflow.models.attention_backend.has_triton", lambda: True)
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4)
+    with FakeTensorMode():
+        case = AttentionCase.of_model(config, BF16, torch.device("cuda", 0))
+    assert case == AttentionCase(BF16, 128, 128, True, capability=(9, 0), has_triton=True)
+
+
+@pytest.mark.parametrize(
+    ("triton", "compiler", "missing"),
+    [(True, "/usr/bin/gcc", ""), (True, None, "a C compiler"), (False, "gcc", "Triton")],
+)
+def test_missing_triton_or_compiler_is_one_warning(monkeypatch, caplog, triton, compiler, missing):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("hybridflow.models.attention_backend.find_spec", lambda name: triton or None)
+    monkeypatch.setattr("hybridflow.models.attention_backend.shutil.which", lambda name: compiler)
+    with caplog.at_level(logging.WARNING, logger="hybridflow"):
+        has_triton.cache_clear()
+        assert [has_triton(), has_triton()] == [not missing] * 2
+    has_triton.cache_clear()
+    assert [record.getMessage().partition(" is not installed")[0] for record in caplog.records] == [missing] * bool(
+        missing
+    )
