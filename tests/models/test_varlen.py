@@ -1,13 +1,16 @@
+import inspect
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fixtures.dense_attention import dense_results, errors, random_layer, results
 from hybridflow.models import PackedPlan
 from hybridflow.models.attention import pytorch_attention
-from hybridflow.models.varlen import PackedLayout, padded_attention, padding_pays
+from hybridflow.models.varlen import TAKES_GROUPS, PackedLayout, padded_attention, padding_pays
 
 CPU = torch.device("cpu")
 LENGTHS = [3, 5, 1, 5]
@@ -110,6 +113,43 @@ def test_shared_key_heads_are_repeated_without_flash_attention(hopper, monkeypat
     seen = torch.ones(14, 14, dtype=torch.bool, device=hopper) if is_masked else None
     pytorch_attention(query, key, key, 0.125, seen)
     assert calls == [(kv_heads, kv_heads, kv_heads == 2)]
+
+
+def documented_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    """Compute what PyTorch documents for varlen_attn in version 2.11, with heads as its kernel takes them."""
+    assert (cu_seq_q is cu_seq_k, max_q == max_k, window_size) == (True, True, (-1, 0))
+    lengths = cu_seq_q.diff().tolist()
+    assert max(lengths) == max_q
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for q, k, v in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("takes_groups", [False, True])
+@pytest.mark.parametrize("lengths", [[3, 5, 1, 5], [7], [1, 1, 1]])
+def test_what_varlen_documents_equals_dense_attention(monkeypatch, lengths, takes_groups):
+    def varlen(*arguments, **options):
+        assert options.pop("enable_gqa", False) == takes_groups  # only newer versions have it
+        return documented_varlen(*arguments, **options)
+
+    monkeypatch.setattr("hybridflow.models.attention.attention_for", lambda case, shares_prompts: "varlen")
+    monkeypatch.setattr("hybridflow.models.varlen.varlen_attn", varlen)
+    monkeypatch.setattr("hybridflow.models.varlen.TAKES_GROUPS", takes_groups)
+    layer = random_layer(sum(lengths) + 2, 6, 2, 8, torch.float64)
+    plan = PackedPlan.from_lengths(lengths).with_filling(2)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.3), layer, CPU)
+    assert max(errors(ours, dense_results([[n] for n in [*lengths, 2]], layer, 0.3))) < 1e-13
+
+
+def test_flag_for_shared_key_heads_is_passed_if_varlen_has_it():
+    assert ("enable_gqa" in inspect.signature(varlen_attn).parameters) == TAKES_GROUPS
+    required = {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"}
+    assert required <= set(inspect.signature(varlen_attn).parameters)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
