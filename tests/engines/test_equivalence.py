@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fixtures.flex_on_cpu import share_prompts_by_flex
 from hybridflow.config import Config
 from hybridflow.engines import TorchEngine
 from hybridflow.protocol import DataProto
@@ -140,8 +141,12 @@ def test_all_splits_into_micro_batches_give_the_same_training(engine_of, rows, h
         assert error <= TOLERANCE, (max_tokens, packing, checkpointing)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it
 @pytest.mark.parametrize("head", HEADS)
-def test_shared_prompts_give_the_same_training(engine_of, groups, head, monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("flex", marks=pytest.mark.slow)])
+def test_shared_prompts_give_the_same_training(engine_of, groups, head, attention, monkeypatch):
+    if attention == "flex":
+        share_prompts_by_flex(monkeypatch)
     monkeypatch.setattr("hybridflow.engines.packing.sharing_pays", lambda shared, *_: shared > 0)  # float64 as well
     reference = train(engine_of(head, packing=False), "token-mean", groups)
     for max_tokens, checkpointing in ((12, False), (24, False), (1000, False), (24, True)):

@@ -132,14 +132,14 @@ def test_prompts_are_packed_whole_without_sharing():
 
 
 def test_rows_with_the_same_prompt_are_a_family():
-    families, shared = prompt_families(GROUPS, compiled=True)
+    families, shared = prompt_families(GROUPS, attention="cpu_kernel")
     assert families.tolist() == [0, 0, 1, 1, 2, 2]
     assert shared.tolist() == [2, 2, 1, 1, 0, 0]
 
 
 def test_short_prompts_are_not_shared_without_compiled_attention():
-    assert prompt_families(GROUPS, compiled=False)[0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert pack(GROUPS, compiled=False).plan == pack(GROUPS, share_prompts=False).plan
+    assert prompt_families(GROUPS, attention="sdpa")[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert pack(GROUPS, attention="sdpa").plan == pack(GROUPS, share_prompts=False).plan
 
 
 def test_row_that_is_slower_shared_is_packed_whole():
@@ -147,11 +147,17 @@ def test_row_that_is_slower_shared_is_packed_whole():
     mask = torch.ones_like(ids)
     mask[1:, 290:] = 0
     rows = DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 280:].bool()})
-    shared_prompts = pack(rows, compiled=False)
+    shared_prompts = pack(rows, attention="sdpa")
     assert shared_prompts.plan == SharedPromptPlan(((279, 26, 11, 11, 11),))
     lengths, shared = torch.tensor([600, 600, 600, 500]), torch.tensor([400, 299, 20, 20])
-    assert sharing_pays(shared, lengths, compiled=True).tolist() == [True, False, False, True]
-    assert sharing_pays(shared, lengths, compiled=False).tolist() == [True, False, False, False]
+    assert sharing_pays(shared, lengths, attention="cpu_kernel").tolist() == [True, False, False, True]
+    assert sharing_pays(shared, lengths, attention="sdpa").tolist() == [True, False, False, False]
+
+
+def test_prompt_of_an_eighth_of_the_sequence_is_shared_by_flex_attention():
+    shared, lengths = torch.tensor([0, 1, 75, 74, 4000]), torch.tensor([2, 8, 600, 600, 8000])
+    assert sharing_pays(shared, lengths, attention="flex").tolist() == [False, True, True, False, True]
+    assert prompt_families(GROUPS, attention="flex")[0].tolist() == [0, 0, 1, 1, 2, 3]
 
 
 def test_row_without_prompt_shares_nothing():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import BatchError
-from hybridflow.models import PackedPlan, PaddedPlan, SharedPromptPlan, WholePlan, sharing_pays
+from hybridflow.models import AttentionName, PackedPlan, PaddedPlan, SharedPromptPlan, WholePlan, sharing_pays
 from hybridflow.protocol import DataProto
 
 
@@ -49,15 +49,15 @@ def sequence_lengths(batch: DataProto) -> Tensor:
     return batch.batch["attention_mask"].sum(-1)
 
 
-def pack(batch: DataProto, *, share_prompts: bool = True, compiled: bool = True) -> ModelInput:
+def pack(batch: DataProto, *, share_prompts: bool = True, attention: AttentionName = "cpu_kernel") -> ModelInput:
     """Concatenate the real tokens of the rows. Rows of equal length should be adjacent.
 
     With `share_prompts`, adjacent rows with the same prompt share one copy of it if that is faster. Each row keeps the
-    last token of the prompt, which predicts its first response token. `compiled`: whether a compiled attention kernel
-    supports the model.
+    last token of the prompt, which predicts its first response token. `attention`: the implementation for shared
+    prompts.
     """
     ids, is_real, response_mask, position_ids = _columns(batch)
-    prefix_lens = _shared_with_row_before(batch, compiled) if share_prompts else torch.zeros_like(ids[:, 0])
+    prefix_lens = _shared_with_row_before(batch, attention) if share_prompts else torch.zeros_like(ids[:, 0])
     is_repeated = (position_ids < prefix_lens[:, None]) & is_real
     kept = is_real & ~is_repeated
     lengths = kept.sum(-1)
@@ -109,28 +109,28 @@ def idle_input(num_tokens: int, device: torch.device) -> ModelInput:
     )
 
 
-def prompt_families(batch: DataProto, *, compiled: bool) -> tuple[Tensor, Tensor]:
+def prompt_families(batch: DataProto, *, attention: AttentionName) -> tuple[Tensor, Tensor]:
     """Return a family number for each row, (batch,), equal if rows share a prompt, and the shareable prompt tokens."""
     prompts = _prompts(batch)
-    shared, is_faster = _sharing(batch, prompts, compiled)
+    shared, is_faster = _sharing(batch, prompts, attention)
     families: dict[bytes | int, int] = {}
     rows = zip(prompts.cpu().numpy(), is_faster.tolist(), strict=True)
     keys = [row.tobytes() if can_share else number for number, (row, can_share) in enumerate(rows)]
     return torch.tensor([families.setdefault(key, len(families)) for key in keys], device=prompts.device), shared
 
 
-def _shared_with_row_before(batch: DataProto, compiled: bool) -> Tensor:
+def _shared_with_row_before(batch: DataProto, attention: AttentionName) -> Tensor:
     """Return the number of tokens each row shares with the previous row, (batch,): its prompt minus one token, or 0."""
     prompts = _prompts(batch)
-    shared, is_faster = _sharing(batch, prompts, compiled)
+    shared, is_faster = _sharing(batch, prompts, attention)
     is_same = (prompts[1:] == prompts[:-1]).all(-1) & is_faster[1:] & is_faster[:-1]
     return shared * torch.cat([is_same.new_zeros(1), is_same])
 
 
-def _sharing(batch: DataProto, prompts: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
+def _sharing(batch: DataProto, prompts: Tensor, attention: AttentionName) -> tuple[Tensor, Tensor]:
     """Return how many prompt tokens each row can share, and whether sharing is faster: (batch,) each."""
     shared = ((prompts >= 0).sum(-1) - 1).clamp(min=0)
-    return shared, sharing_pays(shared, sequence_lengths(batch), compiled)
+    return shared, sharing_pays(shared, sequence_lengths(batch), attention)
 
 
 def _prompts(batch: DataProto) -> Tensor:

@@ -36,12 +36,14 @@ from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
-from hybridflow.kernels import serves
 from hybridflow.models import (
     DTYPES,
+    AttentionCase,
+    AttentionName,
     FusedForward,
     TensorRanks,
     add_adapters,
+    attention_for,
     build_with_placeholders,
     build_without_weights,
     decoder_shape,
@@ -378,7 +380,7 @@ class TorchEngine:
         packing, budget = self.memory.packing, self.max_tokens * self.ranks.sequence
         lengths, families, shared = sequence_lengths(rows), None, None
         if packing and self.memory.share_prompts:
-            families, shared = prompt_families(rows, compiled=self._has_compiled_attention())
+            families, shared = prompt_families(rows, attention=self._shared_attention())
 
         def plan() -> list[Tensor]:
             self._require_known_tokens(rows)
@@ -409,15 +411,17 @@ class TorchEngine:
         if rows is None:
             return idle_input(2 * self.ranks.sequence, self.device)
         if self.memory.packing:
-            arranged = pack(rows, share_prompts=self.memory.share_prompts, compiled=self._has_compiled_attention())
+            arranged = pack(rows, share_prompts=self.memory.share_prompts, attention=self._shared_attention())
         else:
             arranged = pad(rows)
         if "candidate_ids" not in rows.batch:
             return arranged
         return replace(arranged, candidates=rows.batch["candidate_ids"][arranged.response_mask].long())
 
-    def _has_compiled_attention(self) -> bool:
-        return serves(torch.empty(0, dtype=self.compute_dtype, device=self.device))
+    def _shared_attention(self) -> AttentionName:
+        """Return the implementation of attention for shared prompts."""
+        case = AttentionCase.of_model(self.model.config, self.compute_dtype, self.device)
+        return attention_for(case, shares_prompts=True)
 
     def _learn(
         self, part: DataProto | None, loss_function: LossFunction, with_entropy: bool, temperature: float

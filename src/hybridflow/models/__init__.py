@@ -1,6 +1,7 @@
 """Models: loading from a directory, heads, attention plans, the forward pass, and parallelism per model family."""
 
 from hybridflow.models.attention import AttentionPlan, PackedPlan, PaddedPlan, WholePlan
+from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
 from hybridflow.models.flops import (
     DecoderShape,
     decoder_shape,
@@ -37,6 +38,8 @@ from hybridflow.models.tensor_parallel import TensorRanks, distribute_parameters
 
 __all__ = [
     "DTYPES",
+    "AttentionCase",
+    "AttentionName",
     "AttentionPlan",
     "DecoderShape",
     "Forward",
@@ -51,6 +54,7 @@ __all__ = [
     "UlyssesPlan",
     "WholePlan",
     "add_adapters",
+    "attention_for",
     "build_with_placeholders",
     "build_without_weights",
     "decoder_shape",

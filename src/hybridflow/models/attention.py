@@ -6,7 +6,8 @@ padded, or one new token per row on top of a KV cache. The rest of the layer is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,7 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hybridflow.errors import ModelError
-from hybridflow.kernels import causal_attention, serves
+from hybridflow.kernels import causal_attention
+from hybridflow.models.attention_backend import AttentionCase, attention_for, supports_flash
+from hybridflow.models.varlen import PackedLayout, padded_attention, padding_pays, varlen_attention
 
 ATTENTION = "hybridflow"
 
@@ -47,11 +50,13 @@ class WholePlan(AttentionPlan, Protocol):
 class PackedPlan:
     """Causal attention within each of several sequences that are packed into a single row (batch 1).
 
-    `runs` lists consecutive sequences of equal length as (count, length). Consecutive runs of short sequences share one
-    call of the compiled kernel; every other run is one batched call of PyTorch's attention. No padding is computed.
+    `runs` lists consecutive sequences of equal length as (count, length). On a GPU all sequences are one call
+    (`attention_for`). On a CPU consecutive runs of short sequences share one call of the compiled kernel; every other
+    run is one batched call of PyTorch's attention.
     """
 
     runs: tuple[tuple[int, int], ...]
+    _layouts: dict[torch.device, PackedLayout] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "PackedPlan":
@@ -66,18 +71,38 @@ class PackedPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Compute the attention of one layer."""
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
-        compiled = serves(query) and query.shape[-1] == value.shape[-1]
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
+        implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=False)
+        if implementation == "varlen":
+            return varlen_attention(query, key, value, self._layout(query.device), scaling).unsqueeze(0)
+        if query.device.type == "cuda" and padding_pays(self.lengths):
+            attention = partial(pytorch_attention, scaling=scaling)
+            return padded_attention(query, key, value, self._layout(query.device), attention).unsqueeze(0)
+        return self._attend_by_runs(query, key, value, scaling, compiled=implementation == "cpu_kernel")
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the sequences."""
+        return [length for count, length in self.runs for _ in range(count)]
+
+    def _layout(self, device: torch.device) -> PackedLayout:
+        """Return the layout on a device, which is built at the first of the layers."""
+        if device not in self._layouts:
+            self._layouts[device] = PackedLayout.of(self.lengths, device)
+        return self._layouts[device]
+
+    def _attend_by_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, *, compiled: bool) -> Tensor:
+        """Compute short sequences by the compiled kernel if `compiled`, and PyTorch's attention of each other run."""
         outputs, start = [], 0
         for part in self._parts(compiled):
-            stop = start + sum(count * length for count, length in part)
-            q, k, v = (x[start:stop] for x in (query, key, value))
+            size = sum(count * length for count, length in part)
+            q, k, v = (x.narrow(0, start, size) for x in (query, key, value))
             if compiled and part[0][1] <= SHORT:
                 sequences = [[length] for count, length in part for _ in range(count)]
                 outputs.append(causal_attention(q, k, v, sequences, scaling))
             else:
                 outputs.append(run_attention(q, k, v, *part[0], scaling))
-            start = stop
+            start += size
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def with_filling(self, count: int) -> "PackedPlan":
@@ -122,12 +147,23 @@ def run_attention(query: Tensor, key: Tensor, value: Tensor, count: int, length:
 def pytorch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor | None = None) -> Tensor:
     """Compute PyTorch's attention, (batch, heads, tokens, dim), with `seen` as mask; None: causal."""
     dtype, groups = query.dtype, query.shape[1] // key.shape[1]
+    if query.device.type == "cuda" and groups > 1 and not _takes_groups(query, key, value, seen):
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        groups = 1
     if query.device.type == "cpu":  # the fused bfloat16 backward is slow there for short sequences
         query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=groups > 1
     )
     return out.to(dtype)
+
+
+def _takes_groups(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> bool:
+    """Whether PyTorch's attention has a fused kernel for shared key-value heads on a GPU.
+
+    Its other fused kernel does not take them in every version, and its fallback needs memory for all pairs of tokens.
+    """
+    return seen is None and supports_flash(AttentionCase.of(query, key, value))
 
 
 def _attention(

@@ -1,28 +1,38 @@
 """Attention of packed rows that share a prompt, which is computed once for all of its responses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from hybridflow.kernels import causal_attention, serves
+from hybridflow.kernels import causal_attention
 from hybridflow.models.attention import SHORT, pytorch_attention, run_attention
+from hybridflow.models.attention_backend import AttentionCase, AttentionName, attention_for
+from hybridflow.models.block_mask import block_mask_of
+from hybridflow.models.flex import masked_attention
 
 LONG_PROMPT = 256
 """Shortest shared prompt for which sharing is faster with PyTorch's attention, if it is at least half of the sequence
 (docs/benchmarks.md)."""
 
+FLEX_PART = 8
+"""With FlexAttention a prompt is shared if it is at least 1 / FLEX_PART of the sequence; not measured."""
 
-def sharing_pays(shared: Tensor, lengths: Tensor, compiled: bool) -> Tensor:
+
+def sharing_pays(shared: Tensor, lengths: Tensor, attention: AttentionName) -> Tensor:
     """Return, for each sequence of `lengths` tokens, whether sharing its first `shared` tokens is faster.
 
-    `compiled`: whether a compiled attention kernel supports the model. PyTorch's attention then needs a masked call per
-    sequence, which costs more than a short prompt.
+    `attention`: the implementation for shared prompts. FlexAttention is one call for all sequences, so that sharing
+    costs little. PyTorch's attention needs a masked call per sequence, which costs more than a short prompt; on a CPU
+    it computes long sequences.
     """
+    if attention == "flex":
+        return FLEX_PART * shared >= lengths
     is_long = (shared >= LONG_PROMPT) & (2 * shared >= lengths)
-    return is_long | (lengths <= SHORT) if compiled else is_long
+    return is_long | (lengths <= SHORT) if attention == "cpu_kernel" else is_long
 
 
 @dataclass(frozen=True)
@@ -34,11 +44,15 @@ class SharedPromptPlan:
     """
 
     families: tuple[tuple[int, ...], ...]
+    _masks: dict[torch.device, BlockMask] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Compute the attention of one layer."""
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
-        compiled = serves(query) and query.shape[-1] == value.shape[-1]
+        implementation = attention_for(AttentionCase.of(query, key, value), shares_prompts=True)
+        if implementation == "flex":
+            return masked_attention(query, key, value, self._mask(query.device), scaling).transpose(1, 2)
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, dim)
+        compiled = implementation == "cpu_kernel"
         outputs, start = [], 0
         for is_short, part in groupby(self.families, lambda family: compiled and _longest(family) <= SHORT):
             families = list(part)
@@ -50,6 +64,12 @@ class SharedPromptPlan:
                 outputs += _attend_by_family(q, k, v, families, scaling)
             start = stop
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+    def _mask(self, device: torch.device) -> BlockMask:
+        """Return the block mask on a device, which is built at the first of the layers."""
+        if device not in self._masks:
+            self._masks[device] = block_mask_of(self.families, device)
+        return self._masks[device]
 
     def with_filling(self, count: int) -> "SharedPromptPlan":
         """Return a plan with one more family of `count` padding tokens."""

@@ -1,0 +1,91 @@
+"""Causal attention of packed sequences as a single call: flash attention, or a padded batch where that is missing."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+MAX_PADDED = 2
+"""Largest ratio of computed to real tokens for which sequences are padded to one batch; not measured."""
+
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether varlen_attn asks for a flag if key-value heads are shared. Without the flag (torch 2.11) its kernel, which is
+the same, takes them as they are."""
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The position of packed sequences in memory, on the device that computes their attention.
+
+    `starts` (sequences + 1,) int32: the first token of each sequence, then the number of tokens. `slots` (tokens,)
+    int64: the index of each token if each sequence were padded to `longest` tokens.
+    """
+
+    starts: Tensor
+    slots: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "PackedLayout":
+        """Build the layout of sequences of these lengths, at least 1 each, without waiting for the device."""
+        sizes = np.asarray(lengths)
+        starts = np.concatenate([[0], sizes.cumsum()])
+        longest = int(sizes.max())
+        shifts = np.arange(len(sizes)) * longest - starts[:-1]
+        slots = np.arange(starts[-1]) + np.repeat(shifts, sizes)
+        return cls(upload(starts.astype(np.int32), device), upload(slots, device), longest)
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences."""
+        return len(self.starts) - 1
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device; a CUDA device is not waited for."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda" and torch.cuda.is_available():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float) -> Tensor:
+    """Compute causal attention of packed sequences by flash attention, (tokens, heads, dim); see `supports_flash`."""
+    arguments: dict[str, Any] = {"enable_gqa": True} if TAKES_GROUPS else {}
+    starts, longest = layout.starts, layout.longest
+    causal = (-1, 0)  # keys left and right of the query: all, none
+    out = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scaling, window_size=causal, **arguments
+    )
+    assert isinstance(out, Tensor)  # without auxiliary outputs
+    return out
+
+
+def padding_pays(lengths: Sequence[int]) -> bool:
+    """Return whether one padded batch of these sequences has few enough tokens to replace a call per length."""
+    return min(lengths) < max(lengths) and len(lengths) * max(lengths) <= MAX_PADDED * sum(lengths)
+
+
+def padded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Compute causal attention of packed sequences, (tokens, heads, dim), as one batch padded on the right.
+
+    `attention` computes causal attention of (sequences, heads, longest, dim).
+    """
+
+    def padded(x: Tensor) -> Tensor:
+        rows = x.new_zeros(layout.num_sequences * layout.longest, *x.shape[1:]).index_copy(0, layout.slots, x)
+        return rows.unflatten(0, (layout.num_sequences, layout.longest)).transpose(1, 2)
+
+    out = attention(padded(query), padded(key), padded(value))
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.slots)

@@ -1,0 +1,184 @@
+"""Attention of packed rows on a CUDA device equals dense attention in float64, forward and backward.
+
+In half precision the inputs of the reference are the rounded ones, so that the error is that of the computation.
+"""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fixtures.dense_attention import dense_results, errors, random_layer, results
+from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.models import AttentionCase, PackedPlan, SharedPromptPlan, attention_for
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("gpu"),
+    pytest.mark.filterwarnings("ignore"),  # warnings of torch.compile
+]
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+HEADS = [(4, 4), (6, 2), (14, 2), (4, 1)]
+LENGTHS = [130, 1, 64, 300, 1, 17, 128]
+FAMILIES = [((300, 20, 10), (50,)), ((1, 1), (1,), (1, 3, 1)), ((129, 1),), ((260, 1, 128), (3,), (77, 33))]
+LIMIT = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5, FP64: 1e-12}
+"""Largest relative error; the rounding of bfloat16 is 4e-3, of float16 5e-4."""
+
+
+def require_implementation(gpu, layer, *, shares_prompts, expected):
+    case = AttentionCase.of(*(x.to(gpu) for x in layer))
+    if gpu.type == "cuda":
+        assert attention_for(case, shares_prompts=shares_prompts) == expected
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_varlen_equals_dense_attention(gpu, dtype, heads, kv_heads, dim):
+    layer = random_layer(sum(LENGTHS), heads, kv_heads, dim, dtype)
+    require_implementation(gpu, layer, shares_prompts=False, expected="varlen")
+    plan = PackedPlan.from_lengths(LENGTHS)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, dim**-0.5), layer, gpu)
+    assert max(errors(ours, dense_results([[n] for n in LENGTHS], layer, dim**-0.5))) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [2000]])
+def test_varlen_computes_single_tokens_and_single_sequences(gpu, lengths):
+    layer = random_layer(sum(lengths), 6, 2, 64, BF16)
+    plan = PackedPlan.from_lengths(lengths).with_filling(3)
+    layer = tuple(torch.cat([x.detach(), x.detach()[:, :, :1].expand(-1, -1, 3, -1)], dim=2) for x in layer)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu)
+    ours_loss = dense_results([[n] for n in [*lengths, 3]], layer, 0.125)
+    assert errors(ours[:1], ours_loss[:1])[0] < LIMIT[BF16]
+    differences = [(x.double() - y).norm() for x, y in zip(ours, ours_loss, strict=True)]
+    assert max(differences) < LIMIT[BF16] * max(y.norm() for y in ours_loss)  # gradients may be zero
+
+
+@pytest.mark.parametrize("families", FAMILIES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 64), (14, 2, 64), (4, 4, 80), (4, 1, 128)])
+def test_shared_prompts_equal_dense_attention(gpu, families, heads, kv_heads, dim):
+    layer = random_layer(sum(map(sum, families)), heads, kv_heads, dim, BF16)
+    require_implementation(gpu, layer, shares_prompts=True, expected="flex")
+    plan = SharedPromptPlan(families)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, dim**-0.5), layer, gpu)
+    reference = dense_results(families, layer, dim**-0.5)
+    differences = [(x.double() - y).norm() for x, y in zip(ours, reference, strict=True)]
+    assert max(differences) < LIMIT[BF16] * max(y.norm() for y in reference)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize("lengths", [LENGTHS, [64, 64], [1, 1, 1, 500]])
+def test_float32_and_float64_rows_equal_dense_attention(gpu, lengths, dtype):
+    layer = random_layer(sum(lengths), 6, 2, 64, dtype)
+    require_implementation(gpu, layer, shares_prompts=False, expected="sdpa")
+    plan = PackedPlan.from_lengths(lengths)
+    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu)
+    assert max(errors(ours, dense_results([[n] for n in lengths], layer, 0.125))) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_float32_and_float64_shared_prompts_equal_dense_attention(gpu, dtype):
+    layer = random_layer(sum(map(sum, FAMILIES[0])), 6, 2, 64, dtype)
+    plan = SharedPromptPlan(FAMILIES[0])
+    ours = results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu)
+    assert max(errors(ours, dense_results(FAMILIES[0], layer, 0.125))) < LIMIT[dtype]
+
+
+def test_micro_batches_of_any_size_share_one_compiled_kernel(gpu):
+    torch.compiler.reset()
+    counters.clear()
+    for trunk, *branches in ((300, 20, 10), (1000, 300, 1), (131, 1), (500, 17, 16, 400)):
+        layer = random_layer(trunk + sum(branches), 6, 2, 64, BF16)
+        plan = SharedPromptPlan(((trunk, *branches),))
+        for _ in range(2):
+            results(lambda *tensors, plan=plan: plan.attend(0, *tensors, 0.125), layer, gpu)
+    if gpu.type == "cuda":
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("plan", [PackedPlan.from_lengths(LENGTHS), SharedPromptPlan(FAMILIES[0])])
+def test_layers_do_not_wait_for_the_device(gpu, plan):
+    tokens = sum(plan.lengths) if isinstance(plan, PackedPlan) else sum(map(sum, plan.families))
+    layer = [x.detach().to(gpu).requires_grad_() for x in random_layer(tokens, 6, 2, 64, BF16)]
+    plan.attend(0, *layer, 0.125).sum().backward()  # compiles
+    fresh = replace(plan)  # without layout and mask
+    forbidden = _no_waiting() if gpu.type == "cuda" else contextlib.nullcontext()
+    with forbidden:
+        for index in range(2):
+            fresh.attend(index, *layer, 0.125).sum().backward()
+
+
+@pytest.mark.parametrize("plan", [PackedPlan.from_lengths(LENGTHS), SharedPromptPlan(FAMILIES[0])])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_results_are_bit_identical_in_deterministic_mode(gpu, plan, dtype):
+    tokens = sum(plan.lengths) if isinstance(plan, PackedPlan) else sum(map(sum, plan.families))
+    layer = random_layer(tokens, 6, 2, 64, dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [results(lambda *tensors: plan.attend(0, *tensors, 0.125), layer, gpu) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
+@contextlib.contextmanager
+def _no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_shared_prompts_need_no_memory_for_all_pairs_of_tokens(gpu):
+    families = ((2048, *[1024] * 14),)  # 16,384 tokens: a mask of all pairs has 268 MB
+    if gpu.type == "cpu":
+        families = ((256, *[128] * 2),)
+    tokens = sum(map(sum, families))
+    layer = [x.detach().to(gpu).requires_grad_() for x in random_layer(tokens, 4, 2, 64, BF16)]
+    plan = SharedPromptPlan(families)
+    if gpu.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    plan.attend(0, *layer, 0.125).sum().backward()
+    if gpu.type == "cuda":
+        assert torch.cuda.max_memory_allocated() - before < 0.5 * tokens**2
+
+
+def build(path, dtype, **memory):
+    return TorchEngine(
+        str(path),
+        "policy",
+        model=ModelConfig(path=str(path), dtype=dtype),
+        memory=MemoryConfig(max_tokens_per_micro_batch=2000, **memory),
+        optimizer=OptimizerConfig(lr=1e-4),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 2e-2), ("float32", 1e-4)])
+def test_packed_rows_and_shared_prompts_train_as_padded_rows(gpu, tiny_model, rollout_rows, dtype, limit):
+    """Compare log-probs before and after an update, and its gradient norm. Four rows each share 40 prompt tokens."""
+    path = tiny_model("qwen2", hidden_size=256, num_attention_heads=4, max_position_embeddings=256)
+    rows = rollout_rows([40] * 8, [30, 7, 1, 60, 16, 16, 40, 3])
+    for row in range(8):
+        for name in ("input_ids", "prompts"):
+            rows.batch[name][row, :40] = rows.batch[name][row // 4 * 4, :40]
+
+    def loss(outputs, part):
+        return -outputs["log_probs"].sum() / 173, {}
+
+    runs = []
+    for memory in ({"packing": False}, {"share_prompts": False}, {"share_prompts": True}):
+        engine = build(path, dtype, **memory)
+        before = engine.forward(rows)["log_probs"]
+        update = engine.update(rows, loss)
+        runs.append(([before, engine.forward(rows)["log_probs"]], update.grad_norm, update.num_computed_tokens))
+    sharing = 493 - 2 * 3 * 39
+    assert [tokens for _, _, tokens in runs[1:]] == [493, sharing if gpu.type == "cpu" or dtype == "bfloat16" else 493]
+    for log_probs, norm, _ in runs[1:]:
+        assert max(errors(log_probs, [x.double() for x in runs[0][0]])) < limit
+        assert norm == pytest.approx(runs[0][1], rel=limit)

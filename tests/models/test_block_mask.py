@@ -1,0 +1,88 @@
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fixtures.dense_attention import seen_keys
+from hybridflow.models.block_mask import block_mask_of
+
+CPU = torch.device("cpu")
+FIXED = [
+    ((1,),),
+    ((128,),),
+    ((129,),),
+    ((300, 20, 10), (50,)),
+    ((1, 1, 1, 1), (1,)),
+    ((128, 128, 128), (256, 1)),
+    ((5, 700), (5, 3, 700)),
+]
+
+
+def random_families(seed: int) -> tuple[tuple[int, ...], ...]:
+    rng = random.Random(seed)
+    longest = rng.choice([3, 40, 300])
+
+    def length() -> int:
+        return rng.choice([1, 128, rng.randint(1, longest), rng.randint(1, longest)])
+
+    return tuple(tuple(length() for _ in range(rng.randint(1, 5))) for _ in range(rng.randint(1, 4)))
+
+
+def blocks(counts: torch.Tensor, indices: torch.Tensor) -> list[list[int]]:
+    assert counts.dtype == indices.dtype == torch.int32
+    return [row[:count] for count, row in zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("families", [*FIXED, *map(random_families, range(60))])
+def test_blocks_equal_those_that_pytorch_finds_from_all_pairs(families):
+    mask = block_mask_of(families, CPU)
+    tokens = sum(map(sum, families))
+    expected = create_block_mask(mask.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert mask.seq_lengths == expected.seq_lengths == (tokens, tokens)
+    assert mask.BLOCK_SIZE == expected.BLOCK_SIZE
+    for name in ("kv", "full_kv", "q", "full_q"):
+        ours, theirs = (
+            blocks(getattr(x, f"{name}_num_blocks"), getattr(x, f"{name}_indices")) for x in (mask, expected)
+        )
+        assert ours == theirs, name
+
+
+def test_random_families_have_blocks_that_are_read_as_a_whole():
+    masks = [block_mask_of(random_families(seed), CPU) for seed in range(60)]
+    assert sum(int(mask.full_kv_num_blocks.sum()) > 0 for mask in masks) > 10
+    assert sum(int(mask.kv_num_blocks.sum()) > 0 for mask in masks) == 60
+
+
+@pytest.mark.parametrize("families", [*FIXED, *map(random_families, range(10))])
+def test_token_attends_to_its_trunk_and_its_sequence_up_to_itself(families):
+    mask = block_mask_of(families, CPU)
+    index = torch.arange(sum(map(sum, families)))
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(mask.mask_mod(zero, zero, index[:, None], index[None]), seen_keys(families))
+
+
+def test_tensors_of_the_mask_are_aligned():
+    mask = block_mask_of(((300, 21),), CPU)
+    bounds = [cell.cell_contents for cell in mask.mask_mod.__closure__ or ()]
+    assert [x.dtype for x in bounds] == [torch.int32] * 3
+    tables = [getattr(mask, f"{name}_{what}") for name in ("kv", "full_q") for what in ("num_blocks", "indices")]
+    assert {x.data_ptr() % 16 for x in [*bounds, *tables]} == {0}
+
+
+def test_mask_of_64_thousand_tokens_holds_no_tensor_of_all_pairs():
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in (out if isinstance(out, tuple) else (out,)))])
+            return out
+
+    families = ((2000, *[1000] * 6),) * 8
+    with Sizes():
+        mask = block_mask_of(families, CPU)
+    assert mask.seq_lengths == (64_000, 64_000)
+    assert 64_000 <= largest < 64_000 * 64_000 / 1000
