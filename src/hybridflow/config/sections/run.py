@@ -50,7 +50,11 @@ class TrainerConfig(Section):
     log_samples: NonNegative = Field(
         default=4, description="Samples of each step in samples.jsonl and on the console; 0: none."
     )
-    deterministic: bool = Field(default=True, description="Use only deterministic kernels.")
+    deterministic: bool = Field(
+        default=True,
+        description="Use only deterministic kernels, and a seed for each response of vLLM. false: vLLM samples without "
+        "seeds, so that a response depends on the requests that run beside it.",
+    )
 
 
 class ControllerConfig(Section):
