@@ -79,7 +79,7 @@ def test_sender_holds_only_buckets_in_flight():
     sender, receiver = end(0), end()
     for number in range(6):
         receiver.receive(sender.send(bucket()))
-        assert len(mapped_shared_memory()) == min(number, IN_FLIGHT) + 1
+        assert len(open_shared_memory()) == len(mapped_shared_memory()) == min(number, IN_FLIGHT) + 1
     sender.finish()
     assert open_shared_memory() == mapped_shared_memory() == []
 

@@ -4,7 +4,6 @@ It is an anonymous file (`memfd_create`), opened by others through /proc. It has
 processes: the kernel frees it when no process has it open or mapped, also after SIGKILL.
 """
 
-import mmap
 import os
 from typing import NamedTuple
 
@@ -30,8 +29,8 @@ class HostMemory:
         self._descriptor = os.memfd_create("hybridflow-weights")
         try:
             os.ftruncate(self._descriptor, max(1, num_bytes))
-            self.tensor = _tensor(self._descriptor, num_bytes, mmap.MAP_SHARED)
             self.handle = HostHandle(os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, num_bytes)
+            self.tensor = _mapped(self.handle, shared=True)
         except BaseException:
             self.close()
             raise
@@ -47,18 +46,14 @@ def map_host_memory(handle: HostHandle) -> Tensor:
     Raises WeightSyncError if the memory is not on this node, or closed.
     """
     try:
-        descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_ino != handle.inode:
-                raise FileNotFoundError("it is another process's file")
-            return _tensor(descriptor, handle.num_bytes, mmap.MAP_PRIVATE)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:
+        return _mapped(handle, shared=False)
+    except (OSError, RuntimeError) as error:
         raise WeightSyncError(f"shared memory of process {handle.pid} cannot be mapped: {error}") from error
 
 
-def _tensor(descriptor: int, num_bytes: int, flags: int) -> Tensor:
-    """Return the mapped file as a tensor, which unmaps it when it is freed."""
-    memory = mmap.mmap(descriptor, max(1, num_bytes), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+def _mapped(handle: HostHandle, *, shared: bool) -> Tensor:
+    """Return the file as a tensor, which unmaps it when it is freed; only a shared one writes to the file."""
+    path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+    if os.stat(path).st_ino != handle.inode:
+        raise FileNotFoundError(f"'{path}' is another file")
+    return torch.from_file(path, shared=shared, size=max(1, handle.num_bytes), dtype=torch.uint8)[: handle.num_bytes]
