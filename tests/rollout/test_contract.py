@@ -517,6 +517,9 @@ def test_new_weights_and_their_version_are_used_from_the_next_step(build_rollout
         num_old = completion.versions.count(3)
         assert completion.token_ids[:num_old] == before[name].token_ids[:num_old]
         assert completion.log_probs[:num_old] == pytest.approx(before[name].log_probs[:num_old], rel=1e-4)
+    assert any(
+        done[name].log_probs[num_old] != pytest.approx(before[name].log_probs[num_old], rel=1e-4) for name in done
+    )
     assert any(done[name].token_ids != before[name].token_ids for name in done)
     again = by_name(generate(engine, wanted))
     assert {name: c.token_ids for name, c in again.items()} == {name: c.token_ids for name, c in after.items()}

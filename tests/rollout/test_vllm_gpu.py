@@ -107,3 +107,4 @@ def test_weights_loaded_between_steps_are_used_from_the_next_one(tiny_model, gpu
     for completion, old in zip(sorted(done, key=lambda c: c.request_id), before, strict=True):
         assert completion.versions == [3] * num_old + [4] * (6 - num_old)
         assert completion.token_ids[:num_old] == old.token_ids[:num_old]
+        assert completion.log_probs[num_old] != pytest.approx(old.log_probs[num_old], abs=1e-3)

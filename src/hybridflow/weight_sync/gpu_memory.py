@@ -24,20 +24,29 @@ class GpuHandle(NamedTuple):
 
 
 def share_gpu_memory(tensor: Tensor) -> GpuHandle:
-    """Return a handle for one other process; the tensor must live until it is mapped and read."""
-    _, arguments = reduce_tensor(tensor)
+    """Return a handle for one other process; the tensor must live until it is mapped and read.
+
+    Raises WeightSyncError if the memory cannot be shared, as with the allocator `cudaMallocAsync`.
+    """
+    try:
+        _, arguments = reduce_tensor(tensor)
+    except RuntimeError as error:
+        raise _not_shared(error) from error
     return GpuHandle(gpu_id(tensor.device), arguments)
 
 
 def copy_gpu_memory(handle: GpuHandle, device: torch.device) -> Tensor:
     """Return a copy of another process's tensor, complete when this returns.
 
-    Raises WeightSyncError if `device` is not the GPU of the tensor.
+    Raises WeightSyncError if `device` is not the GPU of the tensor, or if its memory cannot be mapped.
     """
     require_same_gpu(handle.gpu, gpu_id(device))
     arguments = (*handle.arguments[:_DEVICE], device.index, *handle.arguments[_DEVICE + 1 :])
-    copy = rebuild_cuda_tensor(*arguments).clone()
-    torch.cuda.current_stream(device).synchronize()
+    try:
+        copy = rebuild_cuda_tensor(*arguments).clone()
+        torch.cuda.current_stream(device).synchronize()
+    except RuntimeError as error:
+        raise _not_shared(error) from error
     return copy
 
 
@@ -54,3 +63,10 @@ def require_same_gpu(sender: str, receiver: str) -> None:
             f"rollout.weight_sync='ipc' shares memory of one GPU, but the trainer is on GPU {sender} and this rollout "
             f"engine on {found}; place both on one GPU, or use rollout.weight_sync = 'broadcast'."
         )
+
+
+def _not_shared(error: RuntimeError) -> WeightSyncError:
+    return WeightSyncError(
+        f"GPU memory cannot be shared between processes: {' '.join(str(error).split())}; use rollout.weight_sync = "
+        "'broadcast' or 'object_store'."
+    )
