@@ -253,7 +253,13 @@ def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     from hybridflow.runtime import set_num_threads
 
     threads, path = torch.get_num_threads(), tiny_model()
-    engine = build_unshared(path)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # as training with TF32
+    try:
+        engine = build_unshared(path)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(precision)
     assert torch.get_num_threads() == threads
     assert set_num_threads(2) == 2
     set_num_threads(threads)

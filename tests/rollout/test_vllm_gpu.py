@@ -54,9 +54,10 @@ def test_log_probs_of_decoding_equal_those_of_whole_sequences(tiny_model, gpu, e
     wanted = requests(SamplingParams(24), group_size=200)  # more sequences than vLLM's own largest graph
     completions = generate(engine, wanted)
     if gpu.type == "cuda":
-        vllm_config = engine._engine._engine.vllm_config
+        compilation = engine._engine._engine.vllm_config.compilation_config
         assert engine._engine._is_asynchronous
-        assert (max(vllm_config.compilation_config.cudagraph_capture_sizes, default=0) == 1024) is not enforce_eager
+        assert (compilation.cudagraph_mode.name == "NONE") is enforce_eager
+        assert (max(compilation.cudagraph_capture_sizes, default=0) == 1024) is not enforce_eager
     chosen = completions[::50]
     whole = engine.log_probs([[*wanted[c.request_id].prompt_ids, *c.token_ids] for c in chosen])
     for completion, log_probs in zip(chosen, whole, strict=True):

@@ -441,11 +441,12 @@ def _unique_shared_memory() -> Iterator[None]:
 
 @contextmanager
 def _restored_process_state() -> Iterator[None]:
-    """Restore what vLLM changes in the process: the random state and `torch.set_num_threads`."""
+    """Restore what vLLM changes in the process: random state, `torch.set_num_threads`, TF32 of training."""
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     local_rank = os.environ.get("LOCAL_RANK")
     if torch.cuda.is_available():  # vLLM uses the visible device with this index
         os.environ["LOCAL_RANK"] = str(own_device().index)
@@ -457,5 +458,6 @@ def _restored_process_state() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(precision)
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank
