@@ -302,7 +302,7 @@ class VLLMEngine:
 
     def _drop_step_in_flight(self) -> None:
         """Wait for the step in flight, of which no sequence is left, so that it cannot use memory or weights later."""
-        while self._in_flight:  # vLLM takes a step from its queue before it can fail
+        for _ in range(self._in_flight):  # vLLM takes a step from its queue before it can fail
             with suppress(Exception):
                 self.finish_step_in_flight()
 
