@@ -3,6 +3,7 @@
 transports
   colocated     the engine in the trainer's process: our part, which is gathering and two fingerprints
   object_store  two processes of a Ray cluster, through shared memory
+  ipc           the same two processes, through pages that both map
   broadcast     the same two processes, through gloo
   disk          the same two processes, through files
   vllm          vLLM's reload of the weights in its process, and the probe after it
@@ -33,12 +34,12 @@ from hybridflow.runtime import count_physical_cores, keep_freed_memory, set_num_
 from hybridflow.trainers.weight_sync import BetweenPools
 
 MODELS = ("small", "100M", "500M")
-TRANSPORTS = ("object_store", "broadcast", "disk")
+TRANSPORTS = ("object_store", "ipc", "broadcast", "disk")
 MAKE_TARGET = "bench-weight_sync"
 
 
 def main() -> None:
-    parser = parser_of(__doc__, smoke={"repeats": 1, "only": "small", "transports": TRANSPORTS[:1]})
+    parser = parser_of(__doc__, smoke={"repeats": 1, "only": "small", "transports": TRANSPORTS[:2]})
     parser.add_argument("--only", choices=MODELS, help="this model alone (default: all)")
     parser.set_defaults(transports=TRANSPORTS)
     args = parser.parse_args()

@@ -121,6 +121,20 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "placement.pools.small has no role of this run; place one of actor_rollout, rollout, reward on it in",
         ),
         (
+            [*ON_RAY, "controller.num_workers=2", "controller.gpus_per_worker=0.5"],
+            "controller.gpus_per_worker=0.5 would place several ranks of one pool on a GPU, but controller.num_workers="
+            "[2]; use one process on each node",
+        ),
+        (
+            [*ON_RAY, "placement.pools={a=[1],b=[1,2]}", "placement.roles.rollout=b", "controller.gpus_per_worker=0.5"],
+            "controller.gpus_per_worker=0.5 would place several ranks of one pool on a GPU, but placement.pools.b=",
+        ),
+        (
+            [*ON_RAY, "placement.pools={a=[1],b=[1,1]}", "placement.roles.rollout=b", "rollout.weight_sync=ipc"],
+            "rollout.weight_sync='ipc' shares memory of one node, but the rollout engines are on 2 (placement.pools.b="
+            "[1, 1]); use weight_sync = 'broadcast'",
+        ),
+        (
             ["memory.offload={critic='idle'}"],
             "memory.offload.critic='idle', but algorithm.advantage='grpo' has no critic",
         ),

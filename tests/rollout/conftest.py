@@ -23,11 +23,11 @@ def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEn
     return lend_engine(directory, dtype="float32" if dtype == "float64" else dtype, **options)  # vLLM has no float64
 
 
-ENGINES = {"embedded": build_embedded, "vllm": build_vllm}
+ENGINES = {"embedded": build_embedded, "vllm": build_vllm, "vllm_async": partial(build_vllm, asynchronous=True)}
 """Every implementation of RolloutEngine, by name: (directory, dtype, max_running_sequences=...) -> engine."""
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["embedded", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm_async"))])
 def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
     """Return the builder of each implementation in turn."""
     return ENGINES[request.param]

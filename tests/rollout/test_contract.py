@@ -346,13 +346,12 @@ def test_max_running_sequences_limits_the_running_sequences(build_rollout, tiny_
     engine = build_rollout(tiny_model(), max_running_sequences=4)
     for request in requests(SamplingParams(2), group_size=2):
         engine.submit(request)
-    engine.step()
-    engine.step()
-    assert {c.request_id for c in engine.finished()} == {0, 1}
-    engine.step()
-    assert engine.finished() == []
-    engine.step()
-    assert {c.request_id for c in engine.finished()} == {2, 3}
+    finished = []
+    while engine.has_unfinished():
+        engine.step()
+        finished.append({c.request_id for c in engine.finished()})
+    assert [ids for ids in finished if ids] == [{0, 1}, {2, 3}, {4}]
+    assert 6 <= len(finished) <= 8  # a step that is in flight when sequences end does not admit others
 
 
 @pytest.mark.parametrize(
@@ -514,8 +513,13 @@ def test_new_weights_and_their_version_are_used_from_the_next_step(build_rollout
     new = weights_of(tiny_model(seed=1))
     done = by_name(serve(engine, lambda step: load_weights(engine, new.items(), version=4) if step == 2 else None))
     for name, completion in done.items():
-        assert completion.versions == [3, 3, 4, 4, 4]
-        assert completion.token_ids[:2] == before[name].token_ids[:2]
+        assert completion.versions in ([3, 3, 4, 4, 4], [3, 3, 3, 4, 4])  # the latter with a step in flight
+        num_old = completion.versions.count(3)
+        assert completion.token_ids[:num_old] == before[name].token_ids[:num_old]
+        assert completion.log_probs[:num_old] == pytest.approx(before[name].log_probs[:num_old], rel=1e-4)
+    assert any(
+        done[name].log_probs[num_old] != pytest.approx(before[name].log_probs[num_old], rel=1e-4) for name in done
+    )
     assert any(done[name].token_ids != before[name].token_ids for name in done)
     again = by_name(generate(engine, wanted))
     assert {name: c.token_ids for name, c in again.items()} == {name: c.token_ids for name, c in after.items()}

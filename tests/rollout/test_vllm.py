@@ -3,6 +3,8 @@
 import gc
 import importlib.metadata
 import json
+import logging
+import math
 import re
 from pathlib import Path
 
@@ -25,6 +27,13 @@ def build(path, *, weights: bool = True, **options):
     from hybridflow.rollout.vllm import VLLMRollout
 
     return lend_engine(path, **options) if weights else VLLMRollout(path, enforce_eager=True, kv_cache_bytes=2**26)
+
+
+class Letters:
+    """A tokenizer of two letters."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return "".join("ab"[token % 2] for token in token_ids)
 
 
 def build_unshared(path):
@@ -58,15 +67,16 @@ def test_bfloat16_log_probs_are_close_to_the_embedded_engine(tiny_model):
         assert theirs == pytest.approx(ours, abs=0.3)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("tensor", "seed_requests"), [(1, True), (2, True), (2, False)])
 @pytest.mark.slow
 @pytest.mark.xdist_group("tests/integration/test_vllm_runs.py")  # whose runs use /dev/shm too
-def test_ranks_that_share_an_engine_equal_one_rank(tiny_model, run_world, tmp_path, tensor):
+def test_ranks_that_share_an_engine_equal_one_rank(tiny_model, run_world, tmp_path, tensor, seed_requests):
     path = tiny_model("qwen2", num_key_value_heads=2)
-    run_world(RANK_PROGRAM, 2, path, tensor, tmp_path)
+    run_world(RANK_PROGRAM, 2, path, tensor, tmp_path, int(seed_requests))
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert results[0]["left in shared memory"] == results[1]["left in shared memory"] == []
-    engine, weights = build(path, max_model_len=64), dict(load_causal_lm(path).named_parameters())
+    engine = build(path, max_model_len=64, seed_requests=seed_requests)
+    weights = dict(load_causal_lm(path).named_parameters())
     expected = []
     for version in range(2):
         load_weights(engine, weights.items(), version)
@@ -243,7 +253,13 @@ def test_process_keeps_its_threads_and_joins_no_training_group(tiny_model):
     from hybridflow.runtime import set_num_threads
 
     threads, path = torch.get_num_threads(), tiny_model()
-    engine = build_unshared(path)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # as training with TF32
+    try:
+        engine = build_unshared(path)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(precision)
     assert torch.get_num_threads() == threads
     assert set_num_threads(2) == 2
     set_num_threads(threads)
@@ -265,3 +281,163 @@ def test_busy_engine_cannot_sleep_and_a_cpu_engine_keeps_its_weights(tiny_model)
     engine.wake("kv_cache")
     assert engine.version == 0
     assert len(generate(engine, requests(SamplingParams(2)))) == 4
+
+
+# ------------------------------------------------------------------------------------------ asynchronous scheduling
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(12, stop_token_ids=tuple(range(0, 40, 7))),
+        SamplingParams(12, temperature=0.9, top_k=12, top_p=0.8),
+        SamplingParams(12, stop_strings=("abba", "bab")),
+    ],
+)
+def test_asynchronous_scheduling_gives_the_same_responses(tiny_model, sampling):
+    wanted = requests(sampling, group_size=4)
+    results = []
+    for asynchronous in (False, True):
+        engine = build(tiny_model(), asynchronous=asynchronous, max_running_sequences=7, tokenizer=Letters())
+        results.append(generate(engine, wanted))
+    for ours, expected in zip(*results, strict=True):
+        assert (ours.token_ids, ours.finish_reason) == (expected.token_ids, expected.finish_reason)
+        assert ours.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+
+
+def test_no_step_is_in_flight_when_the_engine_is_idle(tiny_model, monkeypatch):
+    engine = build(tiny_model(), asynchronous=True, tokenizer=Letters())
+    vllm_engine = engine._engine
+
+    def start() -> None:
+        for request in requests(SamplingParams(6, stop_token_ids=tuple(range(0, 40, 3))), group_size=4):
+            engine.submit(request)
+        engine.step()
+        assert vllm_engine._in_flight == 1
+
+    start()
+    while engine.has_unfinished():
+        engine.step()
+    assert vllm_engine._in_flight == 0
+    start()
+    for request_id in {sequence.request.request_id for sequence in engine._sequences.values()}:
+        engine.abort(request_id)
+    assert vllm_engine._in_flight == 0
+    engine.log_probs([[3, 4, 5], [6, 7]])
+    assert vllm_engine._in_flight == 0
+    start()
+    step = vllm_engine._engine.step
+    monkeypatch.setattr(vllm_engine._engine, "step", lambda: (step(), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    assert vllm_engine._in_flight == 0
+    while engine.has_unfinished():
+        engine.step()
+    generate(engine, requests(SamplingParams(2, stop_strings=("a", "b"))))
+    assert vllm_engine._in_flight == 0
+
+
+def test_failed_step_in_flight_is_reported_once(tiny_model, monkeypatch):
+    engine, wanted = build(tiny_model(), asynchronous=True), requests(SamplingParams(6), group_size=2)
+    expected = generate(engine, wanted)
+    for request in wanted:
+        engine.submit(request)
+    engine.step()
+    ((future, *_),) = engine._engine._core.batch_queue
+    monkeypatch.setattr(future, "result", lambda: (_ for _ in ()).throw(RuntimeError("device lost")))
+    with pytest.raises(RolloutError, match="vLLM failed in a step: device lost"):
+        engine.step()
+    done = []
+    while engine.has_unfinished():
+        engine.step()
+        done += engine.finished()
+    again = sorted(done, key=lambda c: (c.request_id, c.index))
+    assert [c.token_ids for c in again] == [c.token_ids for c in expected]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_stop_string_in_a_step_before_new_weights_ends_the_response(tiny_model, asynchronous):
+    engine = build(tiny_model(), asynchronous=asynchronous, tokenizer=Letters())
+    wanted = requests(SamplingParams(12, stop_strings=("abba", "bab")), group_size=4)
+    expected = {(c.request_id, c.index): c for c in generate(engine, wanted)}
+    weights = list(load_causal_lm(tiny_model()).named_parameters())
+    for request in wanted:
+        engine.submit(request)
+    done = []
+    while engine.has_unfinished():
+        engine.step()
+        load_weights(engine, weights, version=0)  # the same weights
+        done += engine.finished()
+    assert {(c.request_id, c.index): c.token_ids for c in done} == {n: c.token_ids for n, c in expected.items()}
+    assert all(c.finish_reason == expected[c.request_id, c.index].finish_reason for c in done)
+
+
+def test_graphs_are_captured_up_to_the_running_sequences(tiny_model):
+    from hybridflow.rollout.vllm.versions import EngineOptions, capture_sizes
+
+    def sizes(max_running_sequences: int, *, enforce_eager: bool = False) -> list[int] | None:
+        options = EngineOptions("", "float32", 64, max_running_sequences, 1, False, 0.5, 0, enforce_eager)
+        return capture_sizes(options)
+
+    assert sizes(512) is None
+    assert sizes(1024, enforce_eager=True) is None
+    default, above = sizes(1024)[:-8], sizes(1024)[-8:]
+    assert default == [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
+    assert above == [576, 640, 704, 768, 832, 896, 960, 1024]
+    assert sizes(600)[-3:] == [512, 576, 600]
+
+
+# ------------------------------------------------------------------------------------------ without seeds
+
+
+def test_requests_without_seeds_are_reproducible_by_call(tiny_model):
+    engine = build(tiny_model(), seed_requests=False)
+    wanted = requests(SamplingParams(8), group_size=3)
+    first = generate(engine, wanted)
+    assert generate(engine, wanted) == first
+    assert len({tuple(c.token_ids) for c in first}) == 12  # no sample twice
+    other = [Request(r.request_id, r.prompt_ids, r.sampling, 3, (7, 1, r.request_id)) for r in wanted]
+    assert [c.token_ids for c in generate(engine, other)] != [c.token_ids for c in first]
+    load_weights(engine, load_causal_lm(tiny_model()).named_parameters(), version=1)
+    assert [c.token_ids for c in generate(engine, wanted)] != [c.token_ids for c in first]
+
+
+def test_requests_without_seeds_have_none_in_vllm(tiny_model, caplog):
+    from hybridflow.rollout.vllm import VLLMRollout
+
+    seeds = {}
+    for seed_requests in (True, False):
+        with caplog.at_level(logging.WARNING, "hybridflow"):
+            engine = VLLMRollout(tiny_model(), enforce_eager=True, kv_cache_bytes=2**26, seed_requests=seed_requests)
+        load_weights(engine, load_causal_lm(tiny_model()).named_parameters(), version=0)
+        engine.submit(Request(0, [5, 6], SamplingParams(4), 2))
+        scheduled = engine._engine._core.scheduler.requests.values()
+        seeds[seed_requests] = [request.sampling_params.seed for request in scheduled]
+        assert ("without a seed per response (trainer.deterministic=false)" in caplog.text) is not seed_requests
+        assert len(caplog.records) == (0 if seed_requests else 1)
+    assert seeds[False] == [None, None]
+    assert len(set(seeds[True])) == 2
+
+
+def test_requests_without_seeds_follow_the_distribution(tiny_model):
+    path, prompt, count = tiny_model(), [5, 9, 12], 4000
+    engine = build(path, seed_requests=False)
+    ids = range(40)
+    rows = engine.log_probs([[*prompt, token] for token in ids])
+    expected = [math.exp(row[-1]) for row in rows]
+    wanted = [Request(i, prompt, SamplingParams(1), 8, (0, i)) for i in range(count // 8)]
+    drawn = [c.token_ids[0] for c in generate(engine, wanted)]
+    for token, probability in enumerate(expected):
+        sigma = (count * probability * (1 - probability)) ** 0.5
+        assert abs(drawn.count(token) - count * probability) <= 4.5 * sigma
+
+
+def test_requests_without_seeds_keep_the_random_state_of_the_process(tiny_model):
+    import numpy as np
+
+    torch.manual_seed(3), np.random.seed(3)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    generate(build(tiny_model(), seed_requests=False), requests(SamplingParams(4)))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]

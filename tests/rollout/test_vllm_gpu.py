@@ -1,4 +1,4 @@
-"""vLLM on a GPU: the memory that a sleeping engine frees while the policy learns."""
+"""vLLM on a GPU: CUDA graphs, asynchronous scheduling, seeds, and the memory that a sleeping engine frees."""
 
 import pytest
 import torch
@@ -9,25 +9,103 @@ from hybridflow.rollout import Request, SamplingParams, generate, load_weights
 pytestmark = pytest.mark.gpu
 
 KV_CACHE_BYTES = 2**30
+GRAPHS = pytest.mark.parametrize("enforce_eager", [True, False])
 
 
-def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model):
+def build(path, gpu, *, enforce_eager=True, **options):
+    """Return an engine without weights, and the weights on the device. In a rehearsal all engines are eager."""
     pytest.importorskip("vllm")
     from hybridflow.rollout.vllm import VLLMRollout
 
-    path = tiny_model("qwen2")
-    engine = VLLMRollout(path, dtype="bfloat16", enforce_eager=True, kv_cache_bytes=KV_CACHE_BYTES)
-    weights = {name: tensor.cuda() for name, tensor in load_causal_lm(path, torch.bfloat16).named_parameters()}
+    is_eager = enforce_eager or gpu.type == "cpu"
+    settings = {"dtype": "bfloat16", "enforce_eager": is_eager, "kv_cache_bytes": KV_CACHE_BYTES}
+    engine = VLLMRollout(path, **(settings | options))
+    return engine, {name: p.to(gpu) for name, p in load_causal_lm(path, torch.bfloat16).named_parameters()}
+
+
+def requests(sampling, group_size=2):
+    return [Request(i, [5 + i, 6, 7], sampling, group_size, (0, i)) for i in range(4)]
+
+
+@GRAPHS
+def test_sleep_frees_gpu_memory_and_wake_restores_generation(tiny_model, gpu, enforce_eager):
+    engine, weights = build(tiny_model("qwen2"), gpu, enforce_eager=enforce_eager)
     load_weights(engine, weights.items(), version=0)
-    wanted = [Request(i, [5 + i, 6, 7], SamplingParams(8), 2, (0, i)) for i in range(4)]
+    wanted = requests(SamplingParams(8))
     expected = generate(engine, wanted)
-    awake = torch.cuda.mem_get_info()[0]
+    on_gpu = gpu.type == "cuda"
+    awake = torch.cuda.mem_get_info()[0] if on_gpu else 0
     engine.sleep()
-    assert engine.version is None
-    assert torch.cuda.mem_get_info()[0] - awake > 0.9 * KV_CACHE_BYTES
+    if on_gpu:
+        assert engine.version is None
+        assert torch.cuda.mem_get_info()[0] - awake > 0.9 * KV_CACHE_BYTES
     engine.wake("weights")
-    with_weights = torch.cuda.mem_get_info()[0]
-    assert with_weights - awake > 0.8 * KV_CACHE_BYTES  # memory of keys and values is allocated after the weight sync
+    if on_gpu:  # memory of keys and values is allocated after the weight sync
+        assert torch.cuda.mem_get_info()[0] - awake > 0.8 * KV_CACHE_BYTES
     load_weights(engine, weights.items(), version=0)
     engine.wake("kv_cache")
     assert generate(engine, wanted) == expected
+
+
+@GRAPHS
+def test_log_probs_of_decoding_equal_those_of_whole_sequences(tiny_model, gpu, enforce_eager):
+    engine, weights = build(tiny_model("qwen2"), gpu, enforce_eager=enforce_eager, max_running_sequences=1024)
+    load_weights(engine, weights.items(), version=0)
+    wanted = requests(SamplingParams(24), group_size=200)  # more sequences than vLLM's own largest graph
+    completions = generate(engine, wanted)
+    if gpu.type == "cuda":
+        compilation = engine._engine._engine.vllm_config.compilation_config
+        assert engine._engine._is_asynchronous
+        assert (compilation.cudagraph_mode.name == "NONE") is enforce_eager
+        assert (max(compilation.cudagraph_capture_sizes, default=0) == 1024) is not enforce_eager
+    chosen = completions[::50]
+    whole = engine.log_probs([[*wanted[c.request_id].prompt_ids, *c.token_ids] for c in chosen])
+    for completion, log_probs in zip(chosen, whole, strict=True):
+        assert completion.log_probs == pytest.approx(log_probs[2:], abs=0.3)
+    differences = [
+        abs(a - b) for c, row in zip(chosen, whole, strict=True) for a, b in zip(c.log_probs, row[2:], strict=True)
+    ]
+    assert sum(differences) / len(differences) < 0.05
+
+
+def test_sequence_with_a_seed_gets_the_same_tokens_alone_and_among_others(tiny_model, gpu):
+    dtype = {"dtype": "float32"}  # in bfloat16 the size of a batch may change which of two tokens is more likely
+    engine, weights = build(tiny_model("qwen2"), gpu, **dtype)
+    load_weights(engine, weights.items(), version=0)
+    wanted = requests(SamplingParams(12), group_size=8)
+    together = [c.token_ids for c in generate(engine, wanted)]
+    alone = [c.token_ids for request in wanted for c in generate(engine, [request])]
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == len(together)
+
+
+def test_calls_without_seeds_are_repeatable_and_keep_the_random_state(tiny_model, gpu):
+    engine, weights = build(tiny_model("qwen2"), gpu, seed_requests=False)
+    load_weights(engine, weights.items(), version=0)
+    state = torch.cuda.get_rng_state() if gpu.type == "cuda" else torch.get_rng_state()
+    wanted = requests(SamplingParams(12), group_size=8)
+    first = generate(engine, wanted)
+    assert generate(engine, wanted) == first
+    assert len({tuple(c.token_ids) for c in first}) == len(first)
+    assert torch.equal(torch.cuda.get_rng_state() if gpu.type == "cuda" else torch.get_rng_state(), state)
+
+
+def test_weights_loaded_between_steps_are_used_from_the_next_one(tiny_model, gpu):
+    engine, weights = build(tiny_model("qwen2"), gpu)
+    _, other = build(tiny_model("qwen2", seed=1), gpu)
+    load_weights(engine, weights.items(), version=3)
+    before = generate(engine, requests(SamplingParams(6), group_size=1))
+    for request in requests(SamplingParams(6), group_size=1):
+        engine.submit(request)
+    engine.step()
+    engine.step()
+    load_weights(engine, other.items(), version=4)
+    done = []
+    while engine.has_unfinished():
+        engine.step()
+        done += engine.finished()
+    num_old = 3 if gpu.type == "cuda" else 2  # with the step that was in flight
+    for completion, old in zip(sorted(done, key=lambda c: c.request_id), before, strict=True):
+        assert completion.versions == [3] * num_old + [4] * (6 - num_old)
+        assert completion.token_ids[:num_old] == old.token_ids[:num_old]
+        assert completion.log_probs[num_old] != pytest.approx(old.log_probs[num_old], abs=1e-3)

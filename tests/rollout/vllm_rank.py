@@ -1,4 +1,4 @@
-"""One rank of two that share a vLLM engine: `vllm_rank.py RANK WORLD_SIZE STORE MODEL TENSOR OUTPUT`."""
+"""One rank of two that share a vLLM engine: `vllm_rank.py RANK WORLD_SIZE STORE MODEL TENSOR OUTPUT SEED_REQUESTS`."""
 
 import json
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 rank, world_size = map(int, sys.argv[1:3])
 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import FileStore  # noqa: E402
 
@@ -23,8 +25,15 @@ def main() -> None:
     model, tensor, output = sys.argv[4], int(sys.argv[5]), Path(sys.argv[6])
     join_process_group(rank, world_size, FileStore(sys.argv[3], world_size), timeout_s=120)
     before = set(SHARED_MEMORY.iterdir())
+    torch.manual_seed(rank), np.random.seed(rank)  # the ranks of a run may have used their generators differently
     engine = VLLMRollout(
-        model, enforce_eager=True, kv_cache_bytes=2**26, tensor_parallel=tensor, in_group=True, max_model_len=64
+        model,
+        enforce_eager=True,
+        kv_cache_bytes=2**26,
+        tensor_parallel=tensor,
+        in_group=True,
+        max_model_len=64,
+        seed_requests=bool(int(sys.argv[7])),
     )
     dist.barrier()
     left = [path.name for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith(("hybridflow", "psm_"))]

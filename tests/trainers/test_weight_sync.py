@@ -32,7 +32,7 @@ def pools(tiny_model, tmp_path):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("transport", ["object_store", "disk"])
+@pytest.mark.parametrize("transport", ["object_store", "disk", "ipc"])
 def test_a_version_is_sent_once_and_log_probs_agree(pools, transport, tmp_path):
     learn, generate = pools(transport)
     sync = BetweenPools(learn, generate)

@@ -21,6 +21,7 @@ from hybridflow.weight_sync import (
     Bucket,
     Disk,
     InProcess,
+    Ipc,
     ObjectStore,
     Sent,
     WeightTransport,
@@ -30,6 +31,7 @@ from hybridflow.weight_sync import (
     plan_buckets,
     spec_of,
 )
+from hybridflow.weight_sync.ipc import Shared
 
 NUM_RECEIVERS = 2
 
@@ -214,11 +216,16 @@ def altered(sent: Sent) -> None:
         tensors = load_file(sent.contents)
         tensors["q"].view(torch.int32)[3, 3] ^= 1
         save_file(tensors, sent.contents)
+    elif isinstance(sent.contents, Shared):
+        handle = sent.contents.handles[0]
+        with open(f"/proc/{handle.pid}/fd/{handle.descriptor}", "r+b") as file:
+            byte = file.seek(100), file.read(1)[0]
+            file.seek(100), file.write(bytes([byte[1] ^ 1]))
     else:
         sent.contents[100] ^= 1
 
 
-@pytest.mark.parametrize("transport", [ObjectStore, Disk])
+@pytest.mark.parametrize("transport", [ObjectStore, Disk, Ipc])
 def test_bit_changed_in_transit_is_detected_by_fingerprint(transport, tmp_path):
     from hybridflow.weight_sync import fingerprint
 

@@ -267,6 +267,23 @@ def _placement(config: Config) -> Iterator[str]:
             )
 
 
+def _shared_devices(config: Config) -> Iterator[str]:
+    pools, controller = config.placement.pools, config.controller
+    ranks = {f"placement.pools.{name}": list(processes) for name, processes in pools.items()}
+    for key, processes in (ranks or {"controller.num_workers": [controller.num_workers]}).items():
+        if controller.gpus_per_worker < 1 and max(processes, default=1) > 1:
+            yield (
+                f"controller.gpus_per_worker={controller.gpus_per_worker} would place several ranks of one pool on a "
+                f"GPU, but {key}={processes}; use one process on each node, or gpus_per_worker = 1"
+            )
+    nodes = pools.get(config.placement.roles.get("rollout", ""), ())
+    if config.rollout.weight_sync == "ipc" and config.has_rollout_pool and len(nodes) > 1:
+        yield (
+            f"rollout.weight_sync='ipc' shares memory of one node, but the rollout engines are on {len(nodes)} "
+            f"(placement.pools.{config.placement.roles['rollout']}={list(nodes)}); use weight_sync = 'broadcast'"
+        )
+
+
 def _parallel(config: Config) -> Iterator[str]:
     parallel, controller = config.parallel, config.controller
     size = parallel.tensor * parallel.sequence
@@ -405,6 +422,7 @@ def _parts(config: Config) -> Iterator[str]:
 SUBJECTS = (
     _placement,
     _backend,
+    _shared_devices,
     _parallel,
     _engine,
     _offload,

@@ -170,5 +170,9 @@ def _build_pool(
     assert isinstance(backend, RayBackend)
     use_gpu = has_model and backend.has_gpus()
     return RayResourcePool(
-        processes, use_gpu=use_gpu, name_prefix=name, cpus_per_process=config.controller.cpus_per_worker
+        processes,
+        use_gpu=use_gpu,
+        name_prefix=name,
+        cpus_per_process=config.controller.cpus_per_worker,
+        gpus_per_process=config.controller.gpus_per_worker,
     )

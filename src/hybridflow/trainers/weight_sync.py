@@ -9,10 +9,7 @@ from collections.abc import Callable
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.observability import timed
-from hybridflow.weight_sync import Announcement, WeightReceiver, WeightSender
-
-IN_FLIGHT = 2
-"""Buckets in flight at the same time: one is received while the next is gathered."""
+from hybridflow.weight_sync import IN_FLIGHT, Announcement, WeightReceiver, WeightSender
 
 WeightSync = Callable[[], dict[str, float]]
 """A function that loads the current weights into the rollout engines and returns metrics."""

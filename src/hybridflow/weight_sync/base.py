@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec
 
+IN_FLIGHT = 2
+"""Buckets that may be sent and not yet received when the next one is gathered."""
+
 
 @dataclass(frozen=True)
 class Announcement:
@@ -46,7 +49,11 @@ class Sent:
 
 
 class WeightTransport(Protocol):
-    """One end of a transport. Buckets are received in the order in which they are sent."""
+    """One end of a transport.
+
+    Buckets are received in the order in which they are sent. When one is sent, all but the last `IN_FLIGHT` before it
+    have been received and loaded.
+    """
 
     def new_store(self) -> str:
         """Return the name of a store through which the sender and the receivers connect; "" if they need none."""

@@ -45,6 +45,7 @@ def build_rollout_engine(
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_bytes=rollout.kv_cache_bytes,
         enforce_eager=rollout.enforce_eager,
+        seed_requests=config.trainer.deterministic,
     )
 
 

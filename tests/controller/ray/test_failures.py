@@ -888,6 +888,40 @@ def test_gpus_are_those_of_the_cluster_and_a_rank_without_its_gpu_is_an_error(ru
     assert re.search(r"^no driver .*Ray assigned GPU 0 .* finds no CUDA device there .*install a CUDA build", lines[3])
 
 
+SHARED_GPU = """
+import ray, torch
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from hybridflow.controller.ray import RayBackend, RayResourcePool
+
+torch.cuda.device_count = lambda: 8
+with RayBackend(num_gpus=NUM_GPUS) as backend:
+    pools = [RayResourcePool([1], use_gpu=True, gpus_per_process=0.5) for _ in range(2)]
+    backend.check_fit(pools)
+    gpus = ray.remote(num_cpus=1, num_gpus=0.5)(ray.get_gpu_ids)
+    strategies = [PlacementGroupSchedulingStrategy(p.group, p.bundle) for pool in pools for p in pool.places()]
+    found = ray.get([gpus.options(scheduling_strategy=strategy).remote() for strategy in strategies])
+    print("cluster", ray.cluster_resources()["GPU"], "ids", found)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_gpus", "of_cluster"), [(0, 1), (4, 4)])
+def test_pools_of_half_a_gpu_share_one(run_script, num_gpus, of_cluster):
+    output = run_script(SHARED_GPU.replace("NUM_GPUS", str(num_gpus)), 300)
+    (line,) = [line for line in output.splitlines() if line.startswith("cluster")]
+    number = re.fullmatch(rf"cluster {of_cluster}\.0 ids \[\[(\d)\], \[(\d)\]\]", line)
+    assert number is not None, line
+    assert number[1] == number[2]
+
+
+@pytest.mark.parametrize("share", [0, 1.5, float("nan")])
+def test_a_share_of_a_gpu_must_be_above_0_and_at_most_1(share):
+    from hybridflow.controller.ray import RayResourcePool
+
+    with pytest.raises(ConfigError, match="expected a share of a GPU, above 0 and at most 1"):
+        RayResourcePool([1], use_gpu=True, gpus_per_process=share)
+
+
 # ------------------------------------------------------------------------------------------ deaths of Ray's services
 
 

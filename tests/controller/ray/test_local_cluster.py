@@ -360,6 +360,55 @@ def test_the_reaper_removes_only_object_stores_that_are_not_open(tmp_path):
             path.unlink(missing_ok=True)
 
 
+SHARE_BY_NAME = """
+import torch, sys
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.zeros(8).share_memory_()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="there is no /dev/shm")
+def test_the_reaper_removes_pytorch_shared_memory_of_killed_processes(tmp_path):
+    # The counts of CUDA IPC handles have the same kind of name as a tensor that is shared by name on a CPU.
+    directory = tmp_path / "cluster"
+    directory.mkdir()
+    process = start_reaper("no_process", directory)
+    wait_until(lambda: ignores_signals(process.pid))
+    time.sleep(0.1)  # file times have a coarser resolution
+    sharing = [
+        subprocess.Popen([sys.executable, "-c", SHARE_BY_NAME], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        for each in sharing:
+            assert each.stdout is not None
+            each.stdout.readline()
+        managers = [int(pid) for each in sharing for pid in children_of(each.pid)]
+        killed, living = ([path.name for path in SHARED_MEMORY.glob(f"torch_{each.pid}_*")] for each in sharing)
+        assert len(killed) == len(living) == 1
+        for pid in (managers[0], sharing[0].pid):  # the first is PyTorch's own remover, which CUDA IPC does not have
+            os.kill(pid, signal.SIGKILL)
+        sharing[0].wait()
+        assert (SHARED_MEMORY / killed[0]).exists()
+        process.communicate(timeout=120)
+        assert not (SHARED_MEMORY / killed[0]).exists()
+        assert (SHARED_MEMORY / living[0]).exists()
+    finally:
+        for each in sharing:
+            each.kill()
+            each.communicate()
+        for path in SHARED_MEMORY.glob("torch_*"):
+            if path.name.split("_")[1] in {str(each.pid) for each in sharing}:
+                path.unlink(missing_ok=True)
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
 def make_store(prefix: str = "plasma") -> Path:
     letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(6))
     path = SHARED_MEMORY / f"{prefix}{letters}"

@@ -54,10 +54,11 @@ class RolloutConfig(Section):
         default=False,
         description="vllm: run without torch.compile and CUDA graphs: starts in seconds, generates slower.",
     )
-    weight_sync: Literal["object_store", "broadcast", "disk"] = Field(
+    weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",
         description="Transport of the weight sync to rollout engines in a separate pool: Ray's object store (shared "
-        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), or files in trainer.run_dir.",
+        "memory on one node), a collective broadcast (gloo, or NCCL on GPUs), files in trainer.run_dir, or memory "
+        "shared between processes of one node (ipc; on GPUs, of one GPU).",
     )
     sync_bucket_bytes: Positive = Field(
         default=256 * 2**20,

@@ -50,7 +50,11 @@ class TrainerConfig(Section):
     log_samples: NonNegative = Field(
         default=4, description="Samples of each step in samples.jsonl and on the console; 0: none."
     )
-    deterministic: bool = Field(default=True, description="Use only deterministic kernels.")
+    deterministic: bool = Field(
+        default=True,
+        description="Use only deterministic kernels, and a seed for each response of vLLM. false: vLLM samples without "
+        "seeds, so that a response depends on the requests that run beside it.",
+    )
 
 
 class ControllerConfig(Section):
@@ -70,6 +74,11 @@ class ControllerConfig(Section):
     )
     cpus_per_worker: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="ray: logical CPUs that each worker process reserves; fractions are allowed."
+    )
+    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="ray: share of a GPU that each worker process with a model reserves. 0.5: two pools of one process "
+        "share a GPU, as rollout.weight_sync = 'ipc' needs it.",
     )
     call_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
         default=3600.0, description="ray: deadline of each call to a worker, in seconds; 'none': no deadline."

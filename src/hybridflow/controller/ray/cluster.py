@@ -1,5 +1,6 @@
 """The connection to a Ray cluster: a running one, or a local one that is started and stopped by the connection."""
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class Connection:
             )
         num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
         # A cluster with more GPUs than the machine would give ranks devices that do not exist.
-        requested = sum(pool.world_size for pool in pools if pool.use_gpu)
+        requested = math.ceil(sum(pool.world_size * pool.share.get("GPU", 0) for pool in pools))
         num_gpus = self._num_gpus or min(requested, torch.cuda.device_count())
         self._local = LocalCluster(num_cpus, num_gpus, self._object_store_bytes)
         self._local.start()

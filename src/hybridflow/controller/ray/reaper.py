@@ -30,7 +30,7 @@ def cluster_processes(session: str) -> list[int]:
 
 
 def main() -> None:
-    """Wait until the driver has exited, then remove the processes, directory and object stores of its cluster."""
+    """Wait until the driver has exited, then remove the processes, directory and shared memory of its cluster."""
     session, directory = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -39,7 +39,7 @@ def main() -> None:
         pass
     _end_processes(session)
     shutil.rmtree(directory, ignore_errors=True)
-    _remove_object_stores(started_s)
+    _remove_shared_memory(started_s)
 
 
 def _end_processes(session: str) -> None:
@@ -102,20 +102,28 @@ def _has_token(pid: int, session: str) -> bool:
         return False
 
 
-def _remove_object_stores(started_s: float) -> None:
-    """Remove files of object stores that no process has open.
+def _remove_shared_memory(started_s: float) -> None:
+    """Remove files of shared memory that were left by killed processes, and that no process has open.
 
-    Ray unlinks the file as soon as it has created it, so a file that still has its name belongs to a store that was
-    killed between the two.
+    Ray unlinks the file of an object store as soon as it has created it, so a file that still has its name belongs to a
+    store that was killed between the two. PyTorch unlinks its counts of CUDA IPC handles when the process that shares
+    GPU memory exits, but not after SIGKILL; their name has the id of that process.
     """
     if not os.path.isdir(_SHARED_MEMORY):
         return
     for entry in os.scandir(_SHARED_MEMORY):
         with contextlib.suppress(OSError):
             status = entry.stat(follow_symlinks=False)
-            is_own_store = re.fullmatch(r"plasma\w{6}", entry.name) and status.st_uid == os.geteuid()
-            if is_own_store and status.st_ctime >= started_s and not is_open(status):
+            is_new = status.st_uid == os.geteuid() and status.st_ctime >= started_s
+            if is_new and _may_be_left(entry.name) and not is_open(status):
                 os.unlink(entry.path)
+
+
+def _may_be_left(name: str) -> bool:
+    """Return whether a file is an object store, or belongs to PyTorch in a process that has ended."""
+    of_torch = re.fullmatch(r"torch_(\d+)_\d+_\d+", name)
+    ended = of_torch is not None and not os.path.exists(f"/proc/{of_torch[1]}")
+    return ended or re.fullmatch(r"plasma\w{6}", name) is not None
 
 
 def is_open(status: os.stat_result) -> bool:

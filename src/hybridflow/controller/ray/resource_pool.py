@@ -33,7 +33,8 @@ class RayResourcePool(ResourcePool):
 
     `use_gpu`: reserve a GPU for each place. `max_colocate_count`: how many worker groups may have a process at each
     place. `cpus_per_process`: logical CPUs reserved for each of these processes; may be a fraction, and does not limit
-    the CPU use. `name_prefix`: shown by Ray's tools. Resources are reserved when the first group is built on the pool.
+    the CPU use. `gpus_per_process`: with `use_gpu`, the share of a GPU of each place, so that other pools may use the
+    rest of it. `name_prefix`: shown by Ray's tools. Resources are reserved when the first group is built on the pool.
     """
 
     def __init__(
@@ -43,13 +44,18 @@ class RayResourcePool(ResourcePool):
         name_prefix: str = "",
         max_colocate_count: int = 1,
         cpus_per_process: float = 1.0,
+        gpus_per_process: float = 1.0,
     ) -> None:
         super().__init__(process_on_nodes, use_gpu=use_gpu, max_colocate_count=max_colocate_count)
         if not cpus_per_process >= 0:
             raise ConfigError(
                 f"cpus_per_process={cpus_per_process} is invalid: expected a number of logical CPUs, 0 or more."
             )
-        self.name_prefix, self.cpus_per_process = name_prefix, cpus_per_process
+        if not 0 < gpus_per_process <= 1:
+            raise ConfigError(
+                f"gpus_per_process={gpus_per_process} is invalid: expected a share of a GPU, above 0 and at most 1."
+            )
+        self.name_prefix, self.cpus_per_process, self.gpus_per_process = name_prefix, cpus_per_process, gpus_per_process
         self._reserved: list[Place] | None = None
         self._groups: list[PlacementGroup] = []
         self._tenants = [0] * self.world_size
@@ -59,13 +65,13 @@ class RayResourcePool(ResourcePool):
     def share(self) -> dict[str, float]:
         """The resources that one place reserves, for `max_colocate_count` worker groups."""
         share = {"CPU": self.cpus_per_process * self.max_colocate_count}
-        return share | {"GPU": 1.0} if self.use_gpu else share
+        return share | {"GPU": self.gpus_per_process} if self.use_gpu else share
 
     @property
     def share_of_one_group(self) -> dict[str, float]:
         """The resources of one place that a process of one worker group uses."""
         share = {"CPU": self.cpus_per_process}
-        return share | {"GPU": 1.0 / self.max_colocate_count} if self.use_gpu else share
+        return share | {"GPU": self.gpus_per_process / self.max_colocate_count} if self.use_gpu else share
 
     def places(self) -> list[Place]:
         """Return the place of each rank; reserve the places first if needed.
@@ -159,6 +165,7 @@ class _Part(RayResourcePool):
             name_prefix=first.name_prefix,
             max_colocate_count=first.max_colocate_count,
             cpus_per_process=first.cpus_per_process,
+            gpus_per_process=first.gpus_per_process,
         )
         self._parts = parts
 

@@ -5,9 +5,10 @@ offset. vLLM's groups (`n`) are not used: their seeds are consecutive numbers, s
 samples.
 """
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from hybridflow.runtime import derive_seed
 
 DTYPES = ("float32", "bfloat16")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class _Sequence:
@@ -53,6 +56,9 @@ class VLLMRollout:
     `path` is the directory of the model's configuration. In a process that has joined a process group (`in_group`),
     `tensor_parallel` neighboring ranks share an engine: all of them build it, load weights and make the same calls at
     the same time.
+
+    Without `seed_requests`, the noise is seeded once when an idle engine gets a request, from its noise key and the
+    version of the weights. A response then depends on the requests that run beside it, and differs after an error.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class VLLMRollout:
         gpu_memory_utilization: float = 0.5,
         kv_cache_bytes: int = 0,
         enforce_eager: bool = False,
+        seed_requests: bool = True,
     ) -> None:
         if dtype not in DTYPES:
             raise RolloutConfigError(f"vLLM computes in {' or '.join(DTYPES)}, model.dtype is '{dtype}'.")
@@ -101,7 +108,13 @@ class VLLMRollout:
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_bytes=kv_cache_bytes,
             enforce_eager=enforce_eager,
+            seed_requests=seed_requests,
         )
+        if not seed_requests:
+            logger.warning(
+                "vLLM samples without a seed per response (trainer.deterministic=false): a response depends on the "
+                "requests that run beside it; set trainer.deterministic = true for samples that do not"
+            )
         try:
             self._engine = VLLMEngine(options)
         except (ValueError, RuntimeError, AssertionError) as error:
@@ -130,6 +143,7 @@ class VLLMRollout:
         version = self._require_weights()
         if not self._sequences:
             self._engine.forget_prompts()  # so that results do not depend on earlier calls
+            self._engine.seed(derive_seed(*request.noise_key, version))
         sequences: list[_Sequence] = []
         try:
             for index in range(request.group_size):
@@ -156,24 +170,7 @@ class VLLMRollout:
         if not self._sequences:
             return
         self._require_weights()
-        try:
-            done = {progress.name: progress for progress in self._engine.step()}
-            for name in [name for name in self._with_stop_strings if name not in done]:
-                if self._has_stopped(progress := self._engine.progress(name)):
-                    self._engine.abort([name])
-                    done[name] = progress
-            for progress in done.values():
-                if not math.isfinite(math.fsum(progress.log_probs)):
-                    raise not_finite(self._sequences[progress.name].request.request_id)
-            for progress in done.values():
-                is_cut = progress.finish_reason == "length" and not self._has_stopped(progress)
-                self._finish(self._sequences[progress.name], progress, "length" if is_cut else "stop")
-        except (RuntimeError, ValueError, AssertionError) as error:
-            self._restart_sequences()
-            raise RolloutError(f"vLLM failed in a step: {' '.join(str(error).split())}") from error
-        except BaseException:
-            self._restart_sequences()
-            raise
+        self._advance(self._engine.step)
 
     def finished(self) -> list[Completion]:
         """Return the completions since the last call."""
@@ -193,8 +190,9 @@ class VLLMRollout:
     def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
         """Announce weights, see `RolloutEngine.start_loading`."""
         loading = Loading(self._shapes, shapes)
+        self._advance(self._engine.finish_step_in_flight)
         for sequence in self._sequences.values():  # their tokens so far are of the current version
-            self._add_versions(sequence, len(self._engine.progress(sequence.name).token_ids))
+            self._add_versions(sequence, len(self._engine.token_ids(sequence.name)))
         self.abandon_loading()
         self._loading = loading
         self._engine.start_loading()
@@ -254,6 +252,27 @@ class VLLMRollout:
         if self._engine.sleep():
             self.version = None
 
+    def _advance(self, advance: Callable[[], list[Progress]]) -> None:
+        """Advance vLLM by a call that returns the sequences that it finished, and end those with a stop string."""
+        try:
+            done = {progress.name: progress for progress in advance()}
+            for name in [name for name in self._with_stop_strings if name not in done]:
+                if self._has_stopped(name, self._engine.token_ids(name)):
+                    done[name] = self._engine.progress(name)
+                    self._engine.abort([name])
+            for progress in done.values():
+                if not math.isfinite(math.fsum(progress.log_probs)):
+                    raise not_finite(self._sequences[progress.name].request.request_id)
+            for name, progress in done.items():
+                is_cut = progress.finish_reason == "length" and not self._has_stopped(name, progress.token_ids)
+                self._finish(self._sequences[name], progress, "length" if is_cut else "stop")
+        except (RuntimeError, ValueError, AssertionError) as error:
+            self._restart_sequences()
+            raise RolloutError(f"vLLM failed in a step: {' '.join(str(error).split())}") from error
+        except BaseException:
+            self._restart_sequences()
+            raise
+
     def _require_weights(self) -> int:
         if self.version is None:
             raise RolloutError(
@@ -286,9 +305,8 @@ class VLLMRollout:
         if num_tokens > len(versions):
             versions += [self._require_weights()] * (num_tokens - len(versions))
 
-    def _has_stopped(self, progress: Progress) -> bool:
-        stops = self._sequences[progress.name].request.sampling.stop_strings
-        return self._stop_strings.end(progress.token_ids, stops)
+    def _has_stopped(self, name: str, token_ids: Sequence[int]) -> bool:
+        return self._stop_strings.end(token_ids, self._sequences[name].request.sampling.stop_strings)
 
     def _restart_sequences(self) -> None:
         """Queue every unfinished sequence again after an error, with its seed, so that its tokens are the same."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.random import fork_rng
 
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.rollout import base
-from hybridflow.runtime import own_device, paused_collector, unchanged_random_state
+from hybridflow.runtime import derive_seed, own_device, paused_collector, unchanged_random_state
 
 VERSION = (0, 32)
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -38,6 +39,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 TOKENS_IN_A_STEP_ON_CPU = 4096
 
+LARGEST_CAPTURED, STRIDE_ABOVE = 512, 64
+"""vLLM captures CUDA graphs of decoding steps for up to 512 sequences; ours continue in steps of 64 sequences."""
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # generate in this process, which has the weights
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training uses the same threads
@@ -47,7 +51,10 @@ DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of an engine. `in_group`: the process is in a process group, all ranks of which build an engine."""
+    """Arguments of an engine. `in_group`: the process is in a process group, all ranks of which build an engine.
+
+    `seed_requests`: each sequence has a seed. Otherwise `VLLMEngine.seed` determines the noise of all of them.
+    """
 
     path: str
     dtype: str
@@ -58,6 +65,7 @@ class EngineOptions:
     gpu_memory_utilization: float
     kv_cache_bytes: int
     enforce_eager: bool
+    seed_requests: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,11 @@ class Progress:
 
 
 class VLLMEngine:
-    """The engine of vLLM in this process, which generates named sequences. vLLM's exceptions pass through."""
+    """The engine of vLLM in this process, which generates named sequences. vLLM's exceptions pass through.
+
+    On a GPU vLLM schedules asynchronously: while the results of a step are read, the next one is in flight. It has no
+    effect on a sequence that ends or is aborted meanwhile.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         require_vllm()
@@ -80,6 +92,7 @@ class VLLMEngine:
         with _restored_process_state(), paused_collector():  # a quarter of the time is import
             _join_own_group_if_none(on_gpu)
             from vllm import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
 
             arguments = EngineArgs(
@@ -94,6 +107,7 @@ class VLLMEngine:
                 gpu_memory_utilization=options.gpu_memory_utilization,
                 kv_cache_memory_bytes=kv_cache_bytes,
                 enforce_eager=options.enforce_eager,
+                cudagraph_capture_sizes=capture_sizes(options) if on_gpu else None,
                 enable_sleep_mode=on_gpu,
                 logprobs_mode="processed_logprobs",  # under the sampling distribution
                 # A chunked prompt would return a random number that it drew, which CPU generators do not support.
@@ -101,16 +115,21 @@ class VLLMEngine:
                 max_num_batched_tokens=None
                 if on_gpu
                 else max(TOKENS_IN_A_STEP_ON_CPU, options.max_model_len, options.max_running_sequences),
-                async_scheduling=False,  # so that a step returns its own tokens, of the current weights
+                async_scheduling=on_gpu,  # vLLM's configuration of a CPU does not allow it
                 disable_log_stats=True,
                 seed=0,
             )
+            # The context sets the tokens of a step on a GPU: 16,384 of prompts on one of 70 GB, where the default of an
+            # engine is 2,048.
+            context = UsageContext.LLM_CLASS if on_gpu else UsageContext.ENGINE_CONTEXT
             with _unique_shared_memory() if options.in_group and not on_gpu else nullcontext():
-                self._engine: Any = LLMEngine.from_engine_args(arguments)
+                self._engine: Any = LLMEngine.from_engine_args(arguments, usage_context=context)
         # When it is garbage-collected, an engine would destroy all process groups of the process, also training's.
         self._engine.engine_core._finalizer.detach()
-        self._can_sleep = on_gpu
+        self._on_gpu = on_gpu
         self._sequences: dict[str, str] = {}  # name -> vLLM's name
+        self._seed_requests = options.seed_requests
+        self._seed, self._num_steps = 0, 0
 
     def add(
         self, name: str, prompt_ids: Sequence[int], sampling: base.SamplingParams, *, seed: int, cache_salt: str
@@ -125,7 +144,7 @@ class VLLMEngine:
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
-            seed=seed,
+            seed=seed if self._seed_requests else None,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # stop_token_ids names all stop tokens
             logprobs=0,
@@ -137,29 +156,48 @@ class VLLMEngine:
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
         self._sequences[name] = self._engine.add_request(name, prompt, vllm_sampling)
 
+    def seed(self, seed: int) -> None:
+        """Set the noise of the next steps, unless sequences have seeds; ranks of one engine must give equal seeds."""
+        self._seed, self._num_steps = seed, 0
+
     def step(self) -> list[Progress]:
-        """Run one step of vLLM's scheduler; return the sequences that it finished."""
-        with fork_rng(devices=()):  # vLLM also draws from the process's generator
-            outputs = self._engine.step()
-        done = []
-        for output in outputs:
-            (part,) = output.outputs
-            self._sequences.pop(output.request_id, None)
-            done.append(
-                Progress(output.request_id, list(part.token_ids), list(part.logprobs.logprobs), part.finish_reason)
-            )
+        """Add a token to each running sequence; return the sequences that it finished.
+
+        With asynchronous scheduling the next step is in flight afterwards, unless all sequences are finished.
+        """
+        with self._random_state():
+            if self._is_asynchronous and not self._in_flight:
+                self._engine.step()  # starts a step, and returns no results
+            done = self._done(self._engine.step())
+        if not self._sequences:
+            self._drop_step_in_flight()
         return done
+
+    def finish_step_in_flight(self) -> list[Progress]:
+        """Wait for the step in flight, if there is one, and start no other; return the sequences that it finished.
+
+        Call it before the weights change: these tokens are of the current weights.
+        """
+        done: list[Progress] = []
+        with self._random_state(), self._without_scheduling():
+            while self._in_flight:
+                done += self._done(self._engine.step())
+        return done
+
+    def token_ids(self, name: str) -> Sequence[int]:
+        """Return the tokens so far of an unfinished sequence: vLLM's own list, which must not be changed."""
+        return self._state(name).detokenizer.output_token_ids
 
     def progress(self, name: str) -> Progress:
         """Return the tokens so far of an unfinished sequence."""
-        state = self._engine.output_processor.request_states[self._sequences[name]]
-        log_probs = state.logprobs_processor.logprobs.logprobs
-        return Progress(name, list(state.detokenizer.output_token_ids), list(log_probs))
+        return Progress(name, list(self.token_ids(name)), list(self._state(name).logprobs_processor.logprobs.logprobs))
 
     def abort(self, names: Iterable[str]) -> None:
-        """Remove these sequences."""
+        """Remove these sequences; their tokens of a step in flight are dropped."""
         known = [self._sequences.pop(name) for name in names if name in self._sequences]
         self._engine.abort_request(known, internal=True)
+        if not self._sequences:
+            self._drop_step_in_flight()
 
     def forget_prompts(self) -> None:
         """Drop keys and values of earlier prompts, so that later results do not depend on them."""
@@ -174,9 +212,9 @@ class VLLMEngine:
         added: list[str] = []
         try:
             for i, sequence in enumerate(sequences):
-                sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+                sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
                 added.append(self._engine.add_request(str(i), tokens_input(list(sequence)), sampling))
-            with fork_rng(devices=()):
+            with self._random_state():
                 while self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         if output.finished:
@@ -185,6 +223,8 @@ class VLLMEngine:
         except BaseException:
             self._engine.abort_request(added, internal=True)
             raise
+        finally:
+            self._drop_step_in_flight()
         return [found[str(i)] for i in range(len(sequences))]
 
     def start_loading(self) -> None:
@@ -214,14 +254,77 @@ class VLLMEngine:
 
     def sleep(self) -> bool:
         """Free weights, keys and values on a GPU, nothing on a CPU; return whether the weights were freed."""
-        if self._can_sleep:
+        if self._on_gpu:
             self._engine.sleep(level=2)
-        return self._can_sleep
+        return self._on_gpu
 
     def wake(self, part: str) -> None:
         """Allocate memory for "weights" or for the "kv_cache" again."""
-        if self._can_sleep:
+        if self._on_gpu:
             self._engine.wake_up([part])
+
+    def _done(self, outputs: Iterable[Any]) -> list[Progress]:
+        """Return the finished sequences of vLLM's outputs, and forget their names."""
+        done = []
+        for output in outputs:
+            (part,) = output.outputs
+            self._sequences.pop(output.request_id, None)
+            done.append(
+                Progress(output.request_id, list(part.token_ids), list(part.logprobs.logprobs), part.finish_reason)
+            )
+        return done
+
+    def _state(self, name: str) -> Any:
+        return self._engine.output_processor.request_states[self._sequences[name]]
+
+    @property
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return self._core.batch_queue is not None
+
+    @property
+    def _in_flight(self) -> int:
+        """The number of steps that are scheduled and not yet read."""
+        return len(self._core.batch_queue or ())
+
+    @contextmanager
+    def _without_scheduling(self) -> Iterator[None]:
+        """Let vLLM's steps only read results: it schedules a step if its scheduler says that it has requests."""
+        scheduler = self._core.scheduler
+        scheduler.has_requests = lambda: False
+        try:
+            yield
+        finally:
+            del scheduler.has_requests
+
+    def _drop_step_in_flight(self) -> None:
+        """Wait for the step in flight, of which no sequence is left, so that it cannot use memory or weights later."""
+        for _ in range(self._in_flight):  # vLLM takes a step from its queue before it can fail
+            with suppress(Exception):
+                self.finish_step_in_flight()
+
+    @contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """Leave the process's random state unchanged by vLLM, and set it from the seed if sequences have none.
+
+        Then vLLM draws a step's noise, or the seeds of new sequences, from the generators of torch and numpy.
+        """
+        if self._seed_requests:
+            with fork_rng(devices=()):  # vLLM also draws from the process's generator
+                yield
+            return
+        numpy_state = np.random.get_state()
+        with fork_rng(devices=range(torch.cuda.device_count()) if self._on_gpu else ()):
+            torch.manual_seed(derive_seed(self._seed, self._num_steps, 0))
+            np.random.seed(derive_seed(self._seed, self._num_steps, 1) % 2**32)
+            self._num_steps += 1
+            try:
+                yield
+            finally:
+                np.random.set_state(numpy_state)
 
     def _on_model(self, function: Callable[[Any, Any], object]) -> None:
         """Call the function with the model and its configuration, in the context of vLLM's worker."""
@@ -232,6 +335,18 @@ class VLLMEngine:
                 function(worker.model_runner.get_model(), worker.model_config)
 
         self._engine.model_executor.collective_rpc(lambda wrapper: call(wrapper.worker))
+
+
+def capture_sizes(options: EngineOptions) -> list[int] | None:
+    """Return the numbers of sequences for which CUDA graphs are captured; None: those that vLLM chooses.
+
+    vLLM's own end at `LARGEST_CAPTURED`, and a larger step runs without a graph.
+    """
+    largest = options.max_running_sequences
+    if options.enforce_eager or largest <= LARGEST_CAPTURED:
+        return None
+    below = (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_CAPTURED + 1, 16))
+    return [*below, *range(LARGEST_CAPTURED + STRIDE_ABOVE, largest, STRIDE_ABOVE), largest]
 
 
 def _join_own_group_if_none(on_gpu: bool) -> None:
@@ -326,11 +441,12 @@ def _unique_shared_memory() -> Iterator[None]:
 
 @contextmanager
 def _restored_process_state() -> Iterator[None]:
-    """Restore what vLLM changes in the process: the random state and `torch.set_num_threads`."""
+    """Restore what vLLM changes in the process: random state, `torch.set_num_threads`, TF32 of training."""
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     local_rank = os.environ.get("LOCAL_RANK")
     if torch.cuda.is_available():  # vLLM uses the visible device with this index
         os.environ["LOCAL_RANK"] = str(own_device().index)
@@ -342,5 +458,6 @@ def _restored_process_state() -> Iterator[None]:
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(precision)
         if local_rank is not None:
             os.environ["LOCAL_RANK"] = local_rank

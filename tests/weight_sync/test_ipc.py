@@ -1,0 +1,135 @@
+"""The `ipc` transport between processes: what the contract tests, which run in one process, cannot show."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.config import load_config
+from hybridflow.errors import ConfigError, WeightSyncError
+from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint
+from hybridflow.weight_sync.gpu_memory import GpuHandle
+from hybridflow.weight_sync.ipc import Shared
+
+SENDER = """
+import os, pickle, sys
+import torch
+from hybridflow.config import load_config
+from hybridflow.weight_sync import Bucket, Ipc
+end = Ipc(load_config(None, []))
+end.join("", 0, 3)
+weights = {"a": torch.arange(6000.0), "b": torch.arange(7).to(torch.bfloat16)}
+sys.stdout.buffer.write(pickle.dumps(end.send(Bucket(weights, {"a": 0, "b": 0}, 4))))
+sys.stdout.buffer.flush()
+os.close(1)
+sys.stdin.read()
+"""
+
+
+def end(rank: int = 1, num_receivers: int = 1) -> Ipc:
+    transport = Ipc(load_config(None, []))
+    transport.join("", rank, num_receivers + 1)
+    return transport
+
+
+def bucket(value: float = 1.0) -> Bucket:
+    tensor = torch.full((1000,), value)
+    return Bucket({"w": tensor}, {"w": fingerprint(tensor)}, 1)
+
+
+def open_shared_memory() -> list[str]:
+    """Return this process's open anonymous files."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(descriptor))
+        except FileNotFoundError:  # of the directory itself
+            continue
+    return [link for link in links if "hybridflow-weights" in link]
+
+
+def mapped_shared_memory() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "hybridflow-weights" in line]
+
+
+def test_receivers_in_other_processes_keep_weights_of_a_killed_sender():
+    named = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+        assert sender.stdout is not None
+        sent: Sent = pickle.load(sender.stdout)
+        received = [end(rank, 2).receive(sent).weights for rank in (1, 2)]
+        assert set(os.listdir("/dev/shm")) == named  # nothing with a name
+        sender.send_signal(signal.SIGKILL)
+    for weights in received:
+        assert torch.equal(weights["a"], torch.arange(6000.0))
+        assert torch.equal(weights["b"], torch.arange(7).to(torch.bfloat16))
+    with pytest.raises(WeightSyncError, match=r"cannot be mapped: .*No such file or directory"):
+        end().receive(sent)
+    del received, weights
+    assert mapped_shared_memory() == []
+
+
+def test_sender_holds_only_buckets_in_flight():
+    sender, receiver = end(0), end()
+    for number in range(6):
+        receiver.receive(sender.send(bucket()))
+        assert len(open_shared_memory()) == len(mapped_shared_memory()) == min(number, IN_FLIGHT) + 1
+    sender.finish()
+    assert open_shared_memory() == mapped_shared_memory() == []
+
+
+def test_last_buckets_in_flight_can_be_received_late():
+    sender, receiver = end(0), end()
+    sent = [sender.send(bucket(value)) for value in range(5)]
+    for value in (2, 3, 4):
+        assert torch.equal(receiver.receive(sent[value]).weights["w"], torch.full((1000,), float(value)))
+    with pytest.raises(WeightSyncError, match="cannot be mapped"):
+        receiver.receive(sent[0])
+    sender.finish()
+
+
+def test_what_a_receiver_writes_stays_in_its_own_copy():
+    sender, receivers = end(0, 2), [end(1, 2), end(2, 2)]
+    sent = sender.send(bucket())
+    first, second = (receiver.receive(sent).weights["w"] for receiver in receivers)
+    first.zero_()
+    assert torch.equal(second, torch.ones(1000))
+    assert torch.equal(end(1, 2).receive(sent).weights["w"], torch.ones(1000))
+    sender.finish()
+
+
+def test_empty_tensors_are_sent():
+    sender = end(0)
+    sent = sender.send(Bucket({"w": torch.zeros(0, 3)}, {"w": 0}, 1))
+    assert end().receive(sent).weights["w"].shape == (0, 3)
+    sender.finish()
+
+
+def test_sender_on_another_node_is_an_error_that_names_both():
+    sender = end(0)
+    sent = sender.send(bucket())
+    elsewhere = sent.contents.handles[0]._replace(inode=0)  # the same number is another process's file there
+    contents = Shared("node-7", (elsewhere,))
+    message = r"needs the trainer's rank 0, on host node-7, and all rollout engines, here on host .*, on one node"
+    with pytest.raises(WeightSyncError, match=message):
+        end().receive(replace(sent, contents=contents))
+    sender.finish()
+
+
+def test_sender_on_another_gpu_is_an_error_that_names_both():
+    sent = Sent(bucket().specs, {}, 1, Shared("node-7", (GpuHandle("8f1c", ()),)))
+    message = r"the trainer is on GPU 8f1c and this rollout engine on a CPU; place both on one GPU, or use .*broadcast"
+    with pytest.raises(WeightSyncError, match=message):
+        end().receive(sent)
+
+
+def test_a_system_without_anonymous_files_is_an_error_at_the_start(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match=r"rollout.weight_sync='ipc' needs Linux"):
+        Ipc(load_config(None, []))
