@@ -26,6 +26,8 @@ WORLDS = {
     2: [
         ("two_from_four", {"load": "by_four"}),
         ("two", {"save": "by_two"}),
+        ("two_offloaded", {"save": "by_two_offloaded", "offload": "idle"}),
+        ("two_offloaded_again", {"load": "by_two_offloaded", "offload": "idle"}),
         ("two_again", {"load": "by_two"}),
         ("two_in_other_axes", {"tensor": 2, "load": "by_two"}),
     ],
@@ -53,7 +55,7 @@ def results(rollout_rows, tiny_model, run_world, tmp_path_factory):
         listed = []
         for name, options in actions:
             paths = {what: str(directory / options[what]) for what in ("load", "save") if what in options}
-            axes = {axis: options[axis] for axis in ("tensor", "sequence") if axis in options}
+            axes = {axis: options[axis] for axis in ("tensor", "sequence", "offload") if axis in options}
             case = {"model": str(tiny_model("qwen2")), "rows": str(directory / "rows"), **axes}
             listed.append({"name": name, "case": case, "in_background": options.get("in_background", False), **paths})
         (directory / f"actions_{key}.json").write_text(json.dumps(listed))
@@ -72,7 +74,7 @@ def largest_error(weights, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["four", "two", "one"])
+@pytest.mark.parametrize("ranks", ["four", "two", "two_offloaded", "one"])
 def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
     assert whole.keys() == resumed.keys()
@@ -100,6 +102,15 @@ def test_background_save_holds_state_at_its_start(results):
     assert saved["num_updates"] == 2
     assert largest_error(saved["model"], results.four) > 1e-4  # the two steps after it
     assert largest_error(saved["model"], load_state(results.directory / "by_two" / "actor")["model"]) < 1e-10
+
+
+@pytest.mark.slow
+def test_offloaded_shards_are_saved_as_the_same_bytes(results):
+    files = sorted((results.directory / "by_two" / "actor").iterdir())
+    offloaded = sorted((results.directory / "by_two_offloaded" / "actor").iterdir())
+    assert [file.name for file in files] == [file.name for file in offloaded]
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in offloaded]
+    assert all(torch.equal(results.two[name], weight) for name, weight in results.two_offloaded.items())
 
 
 @pytest.mark.slow

@@ -22,6 +22,14 @@ def local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def with_local(sharded: DTensor, shard: Tensor) -> DTensor:
+    """Return a DTensor that is sharded as `sharded` and has this shard, which may be on the host, without a copy.
+
+    It can be read, as by `torch.distributed.checkpoint`; its shard is not moved to the device of the mesh.
+    """
+    return DTensor(shard, sharded._spec, requires_grad=False)
+
+
 def part_like(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's shard of `whole`, sharded as `parameter` is, without communication."""
     if not isinstance(parameter, DTensor):

@@ -7,10 +7,13 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
+from hybridflow.runtime.copy_stream import CopyStream
 from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
+from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
+from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
 from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
 from hybridflow.runtime.random_state import (
     capture_random_state,
@@ -27,23 +30,29 @@ from hybridflow.runtime.user_code import did_you_mean, require_arguments
 from hybridflow.runtime.user_import import load_user_function
 
 __all__ = [
+    "CopyStream",
+    "HostMemory",
     "Interrupts",
     "StopRequest",
     "bound_shape_caches",
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
+    "describe_memory",
     "did_you_mean",
     "free_cached_memory",
     "fsync_path",
     "group_store",
     "keep_freed_memory",
+    "is_out_of_memory",
     "load_user_function",
     "measure_peak_flops",
     "memory_limit",
+    "naming_out_of_memory",
     "new_store_name",
     "open_plain_file",
     "open_store",
+    "out_of_memory",
     "own_device",
     "paused_collector",
     "peak_flops",
