@@ -27,6 +27,7 @@ WORLDS = {
         ("two_from_four", {"load": "by_four"}),
         ("two", {"save": "by_two"}),
         ("two_offloaded", {"save": "by_two_offloaded", "offload": "idle"}),
+        ("two_copied", {"save": "by_two_copied", "in_background": True, "as_on_a_device": True}),
         ("two_offloaded_again", {"load": "by_two_offloaded", "offload": "idle"}),
         ("two_again", {"load": "by_two"}),
         ("two_in_other_axes", {"tensor": 2, "load": "by_two"}),
@@ -57,7 +58,8 @@ def results(rollout_rows, tiny_model, run_world, tmp_path_factory):
             paths = {what: str(directory / options[what]) for what in ("load", "save") if what in options}
             axes = {axis: options[axis] for axis in ("tensor", "sequence", "offload") if axis in options}
             case = {"model": str(tiny_model("qwen2")), "rows": str(directory / "rows"), **axes}
-            listed.append({"name": name, "case": case, "in_background": options.get("in_background", False), **paths})
+            flags = {flag: options.get(flag, False) for flag in ("in_background", "as_on_a_device")}
+            listed.append({"name": name, "case": case, **flags, **paths})
         (directory / f"actions_{key}.json").write_text(json.dumps(listed))
         for options in (options for _, options in actions if "save" in options):
             (directory / options["save"]).mkdir()
@@ -105,12 +107,13 @@ def test_background_save_holds_state_at_its_start(results):
 
 
 @pytest.mark.slow
-def test_offloaded_shards_are_saved_as_the_same_bytes(results):
+@pytest.mark.parametrize("name", ["two_offloaded", "two_copied"])
+def test_shards_saved_from_host_copies_are_the_same_bytes(results, name):
     files = sorted((results.directory / "by_two" / "actor").iterdir())
-    offloaded = sorted((results.directory / "by_two_offloaded" / "actor").iterdir())
-    assert [file.name for file in files] == [file.name for file in offloaded]
-    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in offloaded]
-    assert all(torch.equal(results.two[name], weight) for name, weight in results.two_offloaded.items())
+    others = sorted((results.directory / f"by_{name}" / "actor").iterdir())
+    assert [file.name for file in files] == [file.name for file in others]
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in others]
+    assert all(torch.equal(results.two[n], weight) for n, weight in getattr(results, name).items())
 
 
 @pytest.mark.slow

@@ -234,7 +234,7 @@ def test_out_of_memory_in_a_move_leaves_everything_on_the_host(tiny_model, rows,
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", full)
-        with pytest.raises(ModelError, match=r"out of memory in the move of 0\.0 GiB from the host: CUDA out of memory"):
+        with pytest.raises(ModelError, match=r"out of memory in the move of 0\.0 GiB from the host: CUDA out"):
             idle.update(rows, loss)
     assert calls[9:] == [0] * 8  # what was there is freed again
     assert num_bytes([*idle.parameters.values(), *moments_of(idle)]) == 0

@@ -124,7 +124,7 @@ def test_failed_load_leaves_no_weights_and_no_gathered_bucket(engine, config, mo
 
 def test_only_the_sending_rank_computes_fingerprints(engine, config, monkeypatch):
     computed = []
-    monkeypatch.setattr("hybridflow.weight_sync.buckets.fingerprint", lambda tensor: computed.append(tensor) or 0)
+    monkeypatch.setattr("hybridflow.weight_sync.fingerprint._sum_of", lambda tensor: computed.append(tensor) or 0)
     for build, count in ((None, 0), (InProcess, 3)):
         sender = WeightSender(engine, config, build)
         for _ in range(sender.announce().num_buckets):

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from hybridflow.models import local, with_local
-from hybridflow.runtime import CopyStream, HostMemory, out_of_memory
+from hybridflow.runtime import HostMemory, SideStream, out_of_memory
+from hybridflow.runtime.shards import local, with_local
 
 
 class Offload:
@@ -41,7 +40,7 @@ class Offload:
         changing = [p for p in own if masters or id(p) in is_trained]
         frozen = [p for p in own if not masters and id(p) not in is_trained]
         self._model, self._trained, self._device = model, trained, device
-        self._stream = CopyStream(device)
+        self._stream = SideStream(device)
         self._frozen = _Group(lambda: enumerate(frozen))
         self._weights = _Group(lambda: enumerate(changing))
         self._optimizer = _Group(lambda: _state_of(masters, optimizer_state))
@@ -79,7 +78,7 @@ class Offload:
         for group in (self._frozen, self._weights, self._optimizer):
             if not group.is_resident and (host := group.host_of.get(own.untyped_storage()._cdata)) is not None:
                 copy = host.view(own.dtype).as_strided(own.size(), own.stride(), own.storage_offset())
-                return with_local(tensor, copy) if isinstance(tensor, DTensor) else copy
+                return with_local(tensor, copy)
         return tensor
 
     def _acquire(self, groups: list["_Group"]) -> None:

@@ -22,7 +22,6 @@ from hybridflow.models.lora import (
     plain_name,
     without_adapters,
 )
-from hybridflow.models.parameters import local, with_local
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.models.sharded_loading import (
     StoredModel,
@@ -65,7 +64,6 @@ __all__ = [
     "load_causal_lm",
     "load_shards",
     "load_value_model",
-    "local",
     "merged_weight",
     "merged_weights",
     "mfu",
@@ -78,6 +76,5 @@ __all__ = [
     "sharing_pays",
     "training_flops",
     "vocabulary_size",
-    "with_local",
     "without_adapters",
 ]

@@ -7,7 +7,6 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
-from hybridflow.runtime.copy_stream import CopyStream
 from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
@@ -24,15 +23,16 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
 from hybridflow.runtime.safetensors_header import sort_metadata
+from hybridflow.runtime.side_stream import SideStream
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
 from hybridflow.runtime.user_import import load_user_function
 
 __all__ = [
-    "CopyStream",
     "HostMemory",
     "Interrupts",
+    "SideStream",
     "StopRequest",
     "bound_shape_caches",
     "capture_random_state",
@@ -43,8 +43,8 @@ __all__ = [
     "free_cached_memory",
     "fsync_path",
     "group_store",
-    "keep_freed_memory",
     "is_out_of_memory",
+    "keep_freed_memory",
     "load_user_function",
     "measure_peak_flops",
     "memory_limit",

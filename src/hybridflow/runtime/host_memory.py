@@ -27,11 +27,10 @@ class HostMemory:
         import numpy as np
         import torch
 
-        starts, end = [], 0
+        self.sizes, starts, end = list(sizes), [], 0
         for size in sizes:
             starts.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        self.num_bytes = end
         self.parts: list[Tensor]
         if device.type == "meta":  # which has no contents to copy
             self.parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]

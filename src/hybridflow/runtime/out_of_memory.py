@@ -1,4 +1,4 @@
-"""Errors of PyTorch that mean too little memory, as errors that say what was done, who holds the memory, and the fix."""
+"""PyTorch's errors of too little memory, as errors that say what was done, who holds the memory, and the fix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

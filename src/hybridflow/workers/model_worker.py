@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybridflow.checkpoint import (
     BackgroundSave,
     SavedFile,
-    copy_state,
+    StateCopy,
     describe_state,
     load_state,
     read_state_into,
@@ -41,6 +41,7 @@ class ModelWorker(MeasuredWorker):
     engine: TrainEngine
     _save: BackgroundSave[list[SavedFile]] | None = None
     _save_group: dist.ProcessGroup | None = None
+    _copy_state: StateCopy | None = None
 
     def build_engine(
         self,
@@ -87,7 +88,8 @@ class ModelWorker(MeasuredWorker):
         if not in_background:
             return self._write(Path(directory), state, None)
         group = self._group_for_saves() if self.engine.is_sharded else None
-        self._save = BackgroundSave(partial(self._write, Path(directory), copy_state(state), group))
+        self._copy_state = self._copy_state or StateCopy()
+        self._save = BackgroundSave(partial(self._write, Path(directory), self._copy_state(state), group))
         return []
 
     def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:

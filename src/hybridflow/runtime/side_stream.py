@@ -1,4 +1,4 @@
-"""A CUDA stream for copies between host and device, which run beside the kernels of the current stream."""
+"""A CUDA stream for work beside the kernels of the current stream, such as copies between host and device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 
-class CopyStream:
-    """A side stream of a device; on a device without streams every copy is complete when it returns."""
+class SideStream:
+    """A side stream of a device; on a device without streams, work is done when its call returns."""
 
     def __init__(self, device: "torch.device") -> None:
         import torch
@@ -28,6 +29,11 @@ class CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
+
+    def keep(self, tensor: "Tensor") -> None:
+        """Do not reuse the memory of a tensor before the work that the side stream has now is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
     def wait(self) -> None:
         """Let the current stream wait for the side stream; the host does not wait."""
