@@ -60,7 +60,7 @@ from hybridflow.models import (
 )
 from hybridflow.observability.metric_names import find_metric
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import naming_out_of_memory, own_device
+from hybridflow.runtime import naming_out_of_memory, own_device, require_dtype
 
 Head = Literal["policy", "value"]
 
@@ -115,6 +115,7 @@ class TorchEngine:
         self.ranks = Ranks(parallel or ParallelConfig(), self.device, needs_mesh=needs_mesh)
         self._step_guard = StepGuard(self.ranks, self.device)
         self.compute_dtype, self.path = DTYPES[model.dtype], path
+        require_dtype(self.compute_dtype, self.device)
         self.lora = lora if lora and lora.rank else None
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
         learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype

@@ -7,7 +7,13 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
-from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
+from hybridflow.runtime.device import (
+    free_cached_memory,
+    own_device,
+    require_dtype,
+    require_visible_devices,
+    use_own_device,
+)
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
@@ -60,8 +66,10 @@ __all__ = [
     "provide_stores",
     "relax_garbage_collector",
     "require_arguments",
+    "require_dtype",
     "require_plain_file",
     "require_regular_file",
+    "require_visible_devices",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",
