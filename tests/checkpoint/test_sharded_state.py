@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint import describe_state, load_state, save_state
+from fixtures.simulated_device import SimulatedDevice
+from hybridflow.checkpoint import describe_state, load_state, read_state_into, save_state
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol import DataProto
 
@@ -148,6 +149,22 @@ def test_described_state_has_shapes_without_contents(results):
         n: tuple(t.shape) for n, t in whole["model"].items()
     }
     assert all(tensor.is_meta for tensor in described["model"].values())
+
+
+def test_reading_fills_tensors_that_would_be_copied_to_be_saved(tmp_path):
+    """As the step counts of a sharded optimizer on a GPU, which are no DTensors."""
+    saved = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(7.0), "part": torch.ones(2)}
+    save_state(saved, tmp_path / "actor")
+    whole = torch.zeros(5)
+    state = {"a": torch.zeros(3, 2).T, "step": whole[4], "part": whole[:2]}
+    read_state_into(state, tmp_path / "actor")
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+    with SimulatedDevice():
+        on_device = {name: torch.zeros_like(tensor, device="meta") for name, tensor in saved.items()}
+        read_state_into(on_device, tmp_path / "actor")
+        assert {name: tensor.tolist() for name, tensor in on_device.items()} == {
+            name: tensor.tolist() for name, tensor in saved.items()
+        }
 
 
 def write_shards(directory, *shards, dtype=torch.float32):

@@ -241,15 +241,6 @@ def test_out_of_memory_in_a_move_leaves_everything_on_the_host(tiny_model, rows,
     assert plain.update(rows, loss) == idle.update(rows, loss)
 
 
-def test_meta_tensors_move_too():
-    model = nn.Linear(3, 2, device="meta")
-    moved = Offload(model, model.parameters(), {}, torch.device("meta"))
-    assert num_bytes(model.parameters()) == 0
-    with moved():
-        assert num_bytes(model.parameters()) == 4 * (6 + 2)
-    assert moved.stored(model.weight).shape == (2, 3)
-
-
 def test_optimizer_state_is_awaited_when_the_optimizer_steps(tiny_model, rows, monkeypatch):
     """The device waits for weights on entry, for masters and moments only at the step."""
     engine, events = build(tiny_model("qwen2"), "bfloat16", idle=True), []

@@ -31,10 +31,6 @@ class HostMemory:
         for size in sizes:
             starts.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        self.parts: list[Tensor]
-        if device.type == "meta":  # which has no contents to copy
-            self.parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-            return
         try:
             block = np.empty(end + 2 * PAGE, dtype=np.uint8)
         except MemoryError as error:
