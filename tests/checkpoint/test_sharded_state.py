@@ -152,7 +152,7 @@ def test_described_state_has_shapes_without_contents(results):
 
 
 def test_reading_fills_tensors_that_would_be_copied_to_be_saved(tmp_path):
-    """As the step counts of a sharded optimizer on a GPU, which are no DTensors."""
+    """As the step counts of a sharded optimizer on a GPU, which are plain tensors."""
     saved = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(7.0), "part": torch.ones(2)}
     save_state(saved, tmp_path / "actor")
     whole = torch.zeros(5)

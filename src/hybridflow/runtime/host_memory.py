@@ -9,7 +9,6 @@ from hybridflow.errors import ModelError
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from torch import Tensor
 
 PAGE = 4096
 ALIGNMENT = 512
