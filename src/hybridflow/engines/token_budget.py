@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from hybridflow.engines.base import Outputs
 from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import memory_limit, naming_out_of_memory, peak_memory_of
+from hybridflow.runtime import describe_memory, memory_limit, naming_out_of_memory, peak_memory_of
 
 if TYPE_CHECKING:
     from hybridflow.engines.torch_engine import TorchEngine
@@ -49,8 +49,9 @@ def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int,
     if fits < longest:
         raise ModelError(
             f"one sequence of {longest} tokens needs {(base + per_token * longest) / 2**30:.1f} GiB, but a rank has "
-            f"{limit / 2**30:.1f} GiB; set model.gradient_checkpointing = true, memory.offload for idle roles, more "
-            "ranks, or shorter data.max_prompt_length and data.max_response_length."
+            f"{limit / 2**30:.1f} GiB ({describe_memory(engine.device)}); set "
+            "model.gradient_checkpointing = true, memory.offload for idle roles, more ranks, or shorter "
+            "data.max_prompt_length and data.max_response_length."
         )
     return max(longest, min(fits, LARGEST) // STEP * STEP)
 

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ModelError
 
@@ -44,18 +44,16 @@ class HostMemory:
         """Pin whole pages, which no other allocation shares."""
         import torch
 
-        runtime, address = torch.cuda.cudart(), block.ctypes.data + first
-        portable = 1  # pinned for all devices
+        runtime: Any = torch.cuda.cudart()
+        address, portable = block.ctypes.data + first, 1  # pinned for all devices
         if code := int(runtime.cudaHostRegister(address, num_bytes, portable)):
             raise _too_little(num_bytes, "pinned", f"CUDA error {code}")
         # Holds the block until it is unpinned. At exit, the system unpins it.
-        weakref.finalize(self, _unpin, address, block).atexit = False
+        weakref.finalize(self, _unpin, runtime, address, block).atexit = False
 
 
-def _unpin(address: int, block: "np.ndarray") -> None:
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unpin(runtime: Any, address: int, block: "np.ndarray") -> None:
+    runtime.cudaHostUnregister(address)
 
 
 def _too_little(num_bytes: int, what: str, reason: str) -> ModelError:

@@ -96,7 +96,8 @@ class ModelWorker(MeasuredWorker):
         if not in_background:
             return self._write(Path(directory), state, None)
         group = self._group_for_saves() if self.engine.is_sharded else None
-        self._copy_state = self._copy_state or StateCopy()
+        if self._save is not None or self._copy_state is None:  # a pending save still reads its copy
+            self._copy_state = StateCopy()
         self._save = BackgroundSave(partial(self._write, Path(directory), self._copy_state(state), group))
         return []
 
