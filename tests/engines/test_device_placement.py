@@ -3,35 +3,22 @@
 The device raises as a GPU does if an operation gets a tensor of the host; see `fixtures.simulated_device`.
 """
 
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils import _foreach_utils
 
-from fixtures.simulated_device import META, MixedDevicesError, SimulatedDevice
+from fixtures.simulated_device import META, MixedDevicesError
 from hybridflow.checkpoint import StateCopy, describe_state, load_state, read_state_into, save_state
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine, torch_engine
+from hybridflow.engines import TorchEngine
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.weight_sync import fill_buckets, plan_buckets, spec_of
 
-optimizer = sys.modules["torch.optim.optimizer"]  # `torch.optim` hides it
-fingerprints = sys.modules["hybridflow.weight_sync.fingerprint"]  # `hybridflow.weight_sync` hides it
-
 
 @pytest.fixture
-def device(monkeypatch):
-    """Simulate the device of this process for the test."""
-    monkeypatch.setattr(torch_engine, "own_device", lambda: META if simulated.is_on else torch.device("cpu"))
-    monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
-    monkeypatch.setattr(_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "meta"])
-    simulated = SimulatedDevice()
-    fingerprints._table_on.cache_clear()
-    with simulated:
-        yield simulated
-    fingerprints._table_on.cache_clear()
+def device(simulated_device):
+    return simulated_device
 
 
 @pytest.fixture
