@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hybridflow.errors import HybridFlowError, ModelError
+from hybridflow.errors import HybridFlowError, ModelConfigError, ModelError
 from hybridflow.runtime.memory_limit import available_memory
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ def describe_memory(device: "torch.device") -> str:
     import torch
 
     if device.type != "cuda":
-        return f"the host has {_gib(available_memory())} GiB available"
+        try:
+            return f"the host has {_gib(available_memory())} GiB available"
+        except ModelConfigError:  # not Linux
+            return "how much memory the host has is unknown"
     free, total = torch.cuda.mem_get_info(device)
     held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     text = (
