@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridflow.checkpoint import copy_state
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, offload
 from hybridflow.engines.offload import Offload
@@ -251,3 +252,17 @@ def test_optimizer_state_is_awaited_when_the_optimizer_steps(tiny_model, rows, m
     first = events.index("loss")
     assert set(events[:first]) == {"wait"}
     assert events[first:] == ["loss", "wait", "stepped", "wait"]
+
+
+@pytest.mark.parametrize("method", ["load_state_dict", "load_shards"])
+def test_optimizer_state_is_awaited_before_a_load_frees_it(tiny_model, rows, monkeypatch, method):
+    engine, awaited = build(tiny_model("qwen2"), idle=True), []
+    engine.update(rows, loss)
+    state = copy_state(engine.state_dict())
+    monkeypatch.setattr(
+        engine, "_wait_for_optimizer_state", lambda: awaited.append(list(engine.optimizer.state.values()))
+    )
+    before = list(engine.optimizer.state.values())
+    arguments = {"load_state_dict": (state,), "load_shards": (state, lambda own: None)}[method]
+    getattr(engine, method)(*arguments)
+    assert [id(moments) for moments in awaited[0]] == [id(moments) for moments in before]

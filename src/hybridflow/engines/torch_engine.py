@@ -357,6 +357,7 @@ class TorchEngine:
         require_fitting_state(self.parameters, described, with_optimizer=learns)
         moments = described.get("optimizer", {})
         with self.on_device():
+            self._wait_for_optimizer_state()  # before its memory is freed
             if learns:
                 self.optimizer.state.clear()
                 for name in moments:
