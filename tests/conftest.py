@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2ForCausalLM
 
     from fixtures.forked import ForkServer
+    from fixtures.simulated_device import SimulatedDevice
     from hybridflow.controller.ray import RayBackend
     from hybridflow.protocol import DataProto
 
@@ -183,6 +184,28 @@ def gpu(pytestconfig: pytest.Config) -> "torch.device":
     if not torch.cuda.is_available():
         pytest.fail("this test needs a CUDA device; pytest -m gpu --rehearse runs it on the CPU.")
     return own_device()
+
+
+@pytest.fixture
+def simulated_device(monkeypatch: pytest.MonkeyPatch) -> "Iterator[SimulatedDevice]":
+    """Yield a simulated device, which the engines of the test compute on."""
+    import importlib
+
+    import torch
+
+    from fixtures.simulated_device import META, SimulatedDevice
+    from hybridflow.engines import torch_engine
+
+    simulated = SimulatedDevice()
+    monkeypatch.setattr(torch_engine, "own_device", lambda: META if simulated.is_on else torch.device("cpu"))
+    for module, operations in (("torch.optim.optimizer", "fused"), ("torch.utils._foreach_utils", "foreach")):
+        name = f"_get_{operations}_kernels_supported_devices"
+        monkeypatch.setattr(importlib.import_module(module), name, lambda: ["cpu", "meta"])
+    tables = importlib.import_module("hybridflow.weight_sync.fingerprint")._table_on
+    tables.cache_clear()
+    with simulated:
+        yield simulated
+    tables.cache_clear()
 
 
 @pytest.fixture

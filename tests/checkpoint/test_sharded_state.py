@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hybridflow.checkpoint import describe_state, load_state, save_state
+from fixtures.simulated_device import SimulatedDevice
+from hybridflow.checkpoint import describe_state, load_state, read_state_into, save_state
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol import DataProto
 
@@ -26,6 +27,9 @@ WORLDS = {
     2: [
         ("two_from_four", {"load": "by_four"}),
         ("two", {"save": "by_two"}),
+        ("two_offloaded", {"save": "by_two_offloaded", "offload": "idle"}),
+        ("two_copied", {"save": "by_two_copied", "in_background": True, "as_on_a_device": True}),
+        ("two_offloaded_again", {"load": "by_two_offloaded", "offload": "idle"}),
         ("two_again", {"load": "by_two"}),
         ("two_in_other_axes", {"tensor": 2, "load": "by_two"}),
     ],
@@ -53,9 +57,10 @@ def results(rollout_rows, tiny_model, run_world, tmp_path_factory):
         listed = []
         for name, options in actions:
             paths = {what: str(directory / options[what]) for what in ("load", "save") if what in options}
-            axes = {axis: options[axis] for axis in ("tensor", "sequence") if axis in options}
+            axes = {axis: options[axis] for axis in ("tensor", "sequence", "offload") if axis in options}
             case = {"model": str(tiny_model("qwen2")), "rows": str(directory / "rows"), **axes}
-            listed.append({"name": name, "case": case, "in_background": options.get("in_background", False), **paths})
+            flags = {flag: options.get(flag, False) for flag in ("in_background", "as_on_a_device")}
+            listed.append({"name": name, "case": case, **flags, **paths})
         (directory / f"actions_{key}.json").write_text(json.dumps(listed))
         for options in (options for _, options in actions if "save" in options):
             (directory / options["save"]).mkdir()
@@ -72,7 +77,7 @@ def largest_error(weights, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["four", "two", "one"])
+@pytest.mark.parametrize("ranks", ["four", "two", "two_offloaded", "one"])
 def test_same_layout_resumes_bit_identically(results, ranks):
     whole, resumed = getattr(results, ranks), getattr(results, f"{ranks}_again")
     assert whole.keys() == resumed.keys()
@@ -100,6 +105,16 @@ def test_background_save_holds_state_at_its_start(results):
     assert saved["num_updates"] == 2
     assert largest_error(saved["model"], results.four) > 1e-4  # the two steps after it
     assert largest_error(saved["model"], load_state(results.directory / "by_two" / "actor")["model"]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two_offloaded", "two_copied"])
+def test_shards_saved_from_host_copies_are_the_same_bytes(results, name):
+    files = sorted((results.directory / "by_two" / "actor").iterdir())
+    others = sorted((results.directory / f"by_{name}" / "actor").iterdir())
+    assert [file.name for file in files] == [file.name for file in others]
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in others]
+    assert all(torch.equal(results.two[n], weight) for n, weight in getattr(results, name).items())
 
 
 @pytest.mark.slow
@@ -134,6 +149,22 @@ def test_described_state_has_shapes_without_contents(results):
         n: tuple(t.shape) for n, t in whole["model"].items()
     }
     assert all(tensor.is_meta for tensor in described["model"].values())
+
+
+def test_reading_fills_tensors_that_would_be_copied_to_be_saved(tmp_path):
+    """As the step counts of a sharded optimizer on a GPU, which are plain tensors."""
+    saved = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(7.0), "part": torch.ones(2)}
+    save_state(saved, tmp_path / "actor")
+    whole = torch.zeros(5)
+    state = {"a": torch.zeros(3, 2).T, "step": whole[4], "part": whole[:2]}
+    read_state_into(state, tmp_path / "actor")
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
+    with SimulatedDevice():
+        on_device = {name: torch.zeros_like(tensor, device="meta") for name, tensor in saved.items()}
+        read_state_into(on_device, tmp_path / "actor")
+        assert {name: tensor.tolist() for name, tensor in on_device.items()} == {
+            name: tensor.tolist() for name, tensor in saved.items()
+        }
 
 
 def write_shards(directory, *shards, dtype=torch.float32):

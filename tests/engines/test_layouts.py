@@ -36,6 +36,7 @@ LAYOUTS = {
     "data 2, activations recomputed": (2, {"checkpointing": True}),
     "data 2, few logits at once": (2, {"max_logits": 200}),
     "data 2, offloaded to the host": (2, {"offload": "host"}),
+    "data 2, offloaded while idle": (2, {"offload": "idle"}),
     "tensor 2": (2, {"tensor": 2}),
     "tensor 2, activations recomputed": (2, {"tensor": 2, "checkpointing": True}),
     "tensor 2, few logits at once": (2, {"tensor": 2, "max_logits": 200}),

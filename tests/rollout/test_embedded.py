@@ -366,3 +366,19 @@ def test_resumed_response_equals_an_uninterrupted_one(tiny_model):
     (whole,) = generate(engine, [Request(0, [5, 9], SamplingParams(9), noise_key=(7, 1))])
     resumed = Request(0, [5, 9, *whole.token_ids[:4]], SamplingParams(5), noise_key=(7, 1), resume_offset=4)
     assert generate(engine, [resumed])[0].token_ids == whole.token_ids[4:]
+
+
+def test_out_of_memory_in_generation_keeps_the_requests(tiny_model, monkeypatch):
+    def advance(self, version):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    rollout = EmbeddedRollout(load_causal_lm(tiny_model(), torch.float32))
+    rollout.submit(Request(0, [5, 6], SamplingParams(4), 2, (0, 0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodingBatch, "advance", advance)
+        message = r"out of memory in generation: CUDA .*; set a smaller rollout\.max_running_sequences"
+        with pytest.raises(RolloutError, match=message):
+            rollout.step()
+    while rollout.has_unfinished():
+        rollout.step()
+    assert len(rollout.finished()) == 2

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hybridflow.runtime import own_device, use_own_device
+from hybridflow.errors import ConfigError, ModelConfigError
+from hybridflow.runtime import own_device, require_dtype, use_own_device
 
 
 @pytest.fixture
@@ -32,3 +33,51 @@ def test_without_a_gpu_no_device_is_made_current(gpus):
     chosen = gpus(0)
     use_own_device()
     assert (chosen, own_device()) == ([], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "found"),
+    [
+        ("7", 0, "1 GPUs, but CUDA finds 0"),
+        ("abc", 0, "1 GPUs, but CUDA finds 0"),
+        ("0,7", 1, "2 GPUs, but CUDA finds 1"),
+    ],
+)
+def test_devices_that_cuda_does_not_find_are_an_error(gpus, monkeypatch, value, count, found):
+    gpus(count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES='{value}' is invalid: it names {found} of them"):
+        own_device()
+
+
+def test_a_gpu_named_for_a_build_without_cuda_is_an_error(monkeypatch):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match=r"CUDA finds 0 of them \(torch .* is built for CPUs only\).* set it to ''"):
+        own_device()
+
+
+@pytest.mark.parametrize("value", ["", " ", "-1", "-1,0", "NoDevFiles"])
+def test_devices_hidden_on_purpose_mean_the_cpu(gpus, monkeypatch, value):
+    gpus(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert own_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("value", "count"), [("0,1", 2), ("1,-1,0", 1), ("GPU-8a1f", 1), ("MIG-1a,MIG-2b", 1)])
+def test_devices_that_cuda_finds_are_used(gpus, monkeypatch, value, count):
+    gpus(count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert own_device().type == "cuda"
+
+
+def test_bfloat16_on_a_gpu_without_it_is_an_error(monkeypatch):
+    device = torch.device("cuda", 0)
+    for name, answer in (("is_bf16_supported", False), ("get_device_capability", (7, 0)), ("get_device_name", "V100")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    message = r"model.dtype='bfloat16' is not supported by cuda:0 \(V100, compute capability 7\.0; .* 'float32'"
+    with pytest.raises(ModelConfigError, match=message):
+        require_dtype(torch.bfloat16, device)
+    require_dtype(torch.float32, device)
+    require_dtype(torch.bfloat16, torch.device("cpu"))

@@ -5,7 +5,7 @@ import torch
 
 from hybridflow.kernels import library
 from hybridflow.weight_sync import fingerprint
-from hybridflow.weight_sync.fingerprint import BLOCK, _odd
+from hybridflow.weight_sync.fingerprint import BLOCK, Fingerprints, _odd
 
 MODULUS = 2**64
 
@@ -92,3 +92,22 @@ def test_fingerprint_depends_on_contents_and_not_on_strides():
     tensor = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     assert fingerprint(tensor.T) == fingerprint(tensor.T.contiguous()) != fingerprint(tensor)
     assert fingerprint(torch.zeros(4)) != fingerprint(-torch.zeros(4))
+
+
+def test_fingerprints_on_a_device_need_no_transfer_until_they_are_read():
+    """A transfer of a single number raises on the meta device."""
+    tensors = {str(size): torch.zeros(size, device="meta") for size in (0, 3, 5 * BLOCK + 1)}
+    started = Fingerprints(tensors)
+    assert all(found.device.type == "meta" and found.ndim == 0 for found in started._sums.values())
+    with pytest.raises(NotImplementedError, match="meta"):
+        started.read()
+
+
+def test_fingerprints_of_several_tensors_are_read_in_their_order(monkeypatch):
+    tensors = {"b": torch.ones(5), "a": torch.full((9000,), -1.5), "c": torch.zeros(0)}
+    expected = {name: reference(tensor) for name, tensor in tensors.items()}
+    assert list(Fingerprints(tensors).read().items()) == list(expected.items())
+    monkeypatch.setattr(library, "_library", lambda: None)  # as on a GPU: sums stay tensors until they are read
+    started = Fingerprints(tensors)
+    assert all(isinstance(found, torch.Tensor) for found in started._sums.values())
+    assert list(started.read().items()) == list(expected.items())

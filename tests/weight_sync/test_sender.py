@@ -6,6 +6,7 @@ import torch
 from hybridflow.config import load_config
 from hybridflow.errors import WeightSyncError
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
+from hybridflow.weight_sync.fingerprint import Fingerprints
 
 
 class Engine:
@@ -124,10 +125,22 @@ def test_failed_load_leaves_no_weights_and_no_gathered_bucket(engine, config, mo
 
 def test_only_the_sending_rank_computes_fingerprints(engine, config, monkeypatch):
     computed = []
-    monkeypatch.setattr("hybridflow.weight_sync.buckets.fingerprint", lambda tensor: computed.append(tensor) or 0)
+    monkeypatch.setattr(Fingerprints, "add", lambda self, name, tensor: computed.append(tensor))
     for build, count in ((None, 0), (InProcess, 3)):
         sender = WeightSender(engine, config, build)
         for _ in range(sender.announce().num_buckets):
             sender.send()
         assert len(computed) == count
     assert engine.gathered == ["a", "b", "c"] * 2
+
+
+def test_out_of_memory_in_a_gather_names_the_bucket_size(engine, config, monkeypatch):
+    def weights():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        yield
+
+    monkeypatch.setattr(engine, "weights", weights)
+    sender = WeightSender(engine, config, InProcess)
+    sender.announce()
+    with pytest.raises(WeightSyncError, match=r"in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes"):
+        sender.send()

@@ -205,3 +205,25 @@ def test_padding_token_is_the_same_on_any_number_of_ranks(group):
         rollouts = group(ActorRolloutWorker, *GROUPS, num_workers=num_workers).generate_sequences(FOUR)
         padding = rollouts.batch["responses"][~rollouts.batch["response_mask"]]
         assert set(padding.tolist()) <= {rollouts.meta_info["pad_token_id"]}
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+@pytest.mark.parametrize("offload", ["", "memory.offload={actor_rollout='idle'}"])
+def test_a_step_on_a_device_equals_one_on_the_cpu(
+    group, learnable, with_mini_batches, simulated_device, adapters, offload
+):
+    def run():
+        actor = group(ActorRolloutWorker, *GROUPS, f"lora.rank={adapters}", *filter(None, [offload]))
+        results = [actor.generate_sequences(FOUR).batch["responses"]]
+        rows = learnable().union(actor.compute_log_probs(learnable()))
+        metrics = actor.update_actor(with_mini_batches(rows, [0, 1, 2, 3])).meta_info["metrics"]
+        results.append(actor.generate_sequences(FOUR).batch["responses"])
+        results.append(actor.compute_log_probs(rows).batch["old_log_probs"])
+        return metrics["actor/grad_norm"], results
+
+    norm, results = run()
+    with simulated_device.off():
+        expected_norm, expected = run()
+    assert norm == pytest.approx(expected_norm, rel=1e-4)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[:2], expected[:2], strict=True))
+    torch.testing.assert_close(results[2], expected[2], rtol=1e-4, atol=1e-5)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from hybridflow.checkpoint import saved_files
-from hybridflow.errors import CheckpointError, WorkerError
+from hybridflow.engines import torch_engine
+from hybridflow.errors import CheckpointError, ModelError, WorkerError
 from hybridflow.protocol import DataProto
 from hybridflow.workers import CriticWorker
 
@@ -81,3 +82,13 @@ def test_a_background_save_reports_its_files_when_it_is_finished(group, tmp_path
     (saved,) = critic.finish_save()
     assert [file.path for file in saved] == ["critic.safetensors", "critic.json"]
     assert critic.finish_save() == [[]]
+
+
+def test_out_of_memory_at_load_names_role_and_model(group, monkeypatch):
+    def load(path, dtype):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch_engine, "load_value_model", load)
+    message = r"out of memory in the start of critic, loading '.*': CUDA .*; use more ranks .*memory\.offload"
+    with pytest.raises(ModelError, match=message):
+        group(CriticWorker)

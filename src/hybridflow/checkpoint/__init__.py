@@ -1,6 +1,6 @@
 """Checkpoints: nested states on disk, written atomically and without executable code; export to Hugging Face."""
 
-from hybridflow.checkpoint.background import BackgroundSave, copy_state
+from hybridflow.checkpoint.background import BackgroundSave, StateCopy, copy_state
 from hybridflow.checkpoint.export import EXPORT_DTYPES, export_model
 from hybridflow.checkpoint.saved_files import SavedFile, require_shared, saved_files
 from hybridflow.checkpoint.sharded_state import describe_state, read_state_into, save_sharded_state
@@ -14,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "SavedFile",
+    "StateCopy",
     "copy_state",
     "describe_state",
     "export_model",

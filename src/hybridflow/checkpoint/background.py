@@ -1,10 +1,14 @@
 """A background save: the state is copied at once, and a thread writes the copy while training continues."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+
+from hybridflow.runtime import HostMemory, SideStream
+from hybridflow.runtime.shards import local, with_local
 
 Result = TypeVar("Result")
 
@@ -33,10 +37,63 @@ class BackgroundSave(Generic[Result]):
         return self._results[0]
 
 
+class StateCopy:
+    """A copier of states to host memory, which is pinned if they are on a GPU, and reused by the next copy.
+
+    So a copy takes no memory of the device, and lasts until the next one is made.
+    """
+
+    def __init__(self) -> None:
+        self._memory: HostMemory | None = None
+
+    def __call__(self, state: Any) -> Any:
+        """Return a copy of a state that later updates do not change. Shards of DTensors are copied, not gathered.
+
+        Raises ModelError if the host has too little memory.
+        """
+        return _copied(state, self._copies_of([tensor for tensor in _tensors_of(state) if not _is_on_host(tensor)]))
+
+    def _copies_of(self, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """Return the copies of tensors on a device by the tensors' ids; all are copied at the same time."""
+        shards = [local(tensor).detach() for tensor in tensors]
+        if not shards:
+            return {}
+        sizes = [shard.nbytes for shard in shards]
+        if self._memory is None or self._memory.sizes != sizes:
+            self._memory = None  # before the next one is allocated
+            self._memory = HostMemory(sizes, shards[0].device)
+        copies, stream = {}, SideStream(shards[0].device)
+        with stream():
+            for tensor, shard, part in zip(tensors, shards, self._memory.parts, strict=True):
+                copy = part.view(shard.dtype).view(shard.shape)
+                copies[id(tensor)] = with_local(tensor, copy.copy_(shard, non_blocking=True))
+        stream.synchronize()
+        return copies
+
+
 def copy_state(state: Any) -> Any:
-    """Copy a state, so that later updates do not change it; each tensor stays on its device."""
+    """Copy a state to the host, so that later updates do not change it; see `StateCopy`."""
+    return StateCopy()(state)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return local(tensor).device.type == "cpu"
+
+
+def _tensors_of(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        yield from chain.from_iterable(map(_tensors_of, state.values()))
+    elif isinstance(state, (list, tuple)):
+        yield from chain.from_iterable(map(_tensors_of, state))
+
+
+def _copied(state: Any, copies: Mapping[int, Tensor]) -> Any:
     if isinstance(state, Mapping):
-        return {key: copy_state(value) for key, value in state.items()}
+        return {key: _copied(value, copies) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(copy_state(value) for value in state)
-    return state.detach().clone() if isinstance(state, Tensor) else state
+        return type(state)(_copied(value, copies) for value in state)
+    if not isinstance(state, Tensor):
+        return state
+    return copies[id(state)] if id(state) in copies else state.detach().clone()

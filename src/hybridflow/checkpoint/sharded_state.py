@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridflow.checkpoint.disk_space import describe_free_space
 from hybridflow.checkpoint.saved_files import require_shared
-from hybridflow.checkpoint.state import join_state, split_state
+from hybridflow.checkpoint.state import join_state, split_state, tensors_to_fill
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
@@ -88,7 +88,7 @@ def read_state_into(state: Any, path: str | Path) -> None:
     CheckpointError if a file cannot be read.
     """
     path = Path(path)
-    _, tensors = split_state(state)
+    tensors = tensors_to_fill(state)
     if path.is_dir():
         try:
             load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)))

@@ -48,6 +48,13 @@ def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return splitter.split(state, ()), splitter.tensors
 
 
+def tensors_to_fill(state: Any) -> dict[str, Tensor]:
+    """Return the tensors of a state themselves, on any device, by the names under which `split_state` stores them."""
+    splitter = _Splitter(copies=False)
+    splitter.split(state, ())
+    return splitter.tensors
+
+
 def join_state(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Invert `split_state`: restore structure, types, dtypes and bits; a tensor that occurred twice is shared again.
 
@@ -92,7 +99,8 @@ def _join(tree: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 
 class _Splitter:
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = True) -> None:
+        self._copies = copies  # of tensors that are not dense, contiguous and on the CPU
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple, str] = {}
         self._alive: list[Tensor] = []  # an address identifies a tensor only while the tensor is alive
@@ -133,25 +141,30 @@ class _Splitter:
         return {"$dict": items} if any(key.startswith("$") for key in items) else items
 
     def _add(self, tensor: Tensor, path: tuple[str | int, ...]) -> str:
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in TENSOR_DTYPES:
+        has_data = tensor.device.type != "meta" or not self._copies
+        if tensor.layout != torch.strided or not has_data or tensor.dtype not in TENSOR_DTYPES:
             known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in TENSOR_DTYPES))
             raise CheckpointError(
                 f"{_place(path)} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; "
                 f"only dense tensors with data, of {known}, can be saved."
             )
-        memory = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+        storage = tensor.untyped_storage()
+        memory = (tensor.device, storage.data_ptr() or storage._cdata, tensor.storage_offset())
         identity = (*memory, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if tensor.numel() and identity in self._names:
             return self._names[identity]
+        name = self._free_name("/".join(str(part) for part in path) or "state")
+        self.tensors[name] = self._dense(tensor) if self._copies else tensor
+        self._names[identity] = name
+        self._alive.append(tensor)
+        return name
+
+    def _dense(self, tensor: Tensor) -> Tensor:
         dense = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         if dense.numel() and dense.untyped_storage().data_ptr() in self._storages:
             dense = dense.clone()
         self._storages.add(dense.untyped_storage().data_ptr())
-        name = self._free_name("/".join(str(part) for part in path) or "state")
-        self.tensors[name] = dense
-        self._names[identity] = name
-        self._alive.append(tensor)
-        return name
+        return dense
 
     def _free_name(self, wanted: str) -> str:
         name, count = wanted, 1

@@ -110,10 +110,12 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """Keep weights and optimizer state on the device inside the context.
+    def on_device(self, *, with_optimizer: bool = True) -> AbstractContextManager[None]:
+        """Keep the weights on the device inside the context, and the optimizer state if `with_optimizer`.
 
         Every method does so by itself; a context around several calls avoids moving them each time (memory.offload).
+        Without the optimizer state, nothing that the engine trains may be changed inside the context. Raises
+        ModelError, with everything on the host, if the device has too little memory.
         """
         ...
 
@@ -137,7 +139,10 @@ class TrainEngine(Protocol):
         ...
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield parameter names and whole tensors in the compute dtype, each tied tensor once."""
+        """Yield parameter names and whole tensors in the compute dtype, each tied tensor once.
+
+        A tensor may be the engine's own. With memory.offload = "idle" it is one only inside `with on_device():`.
+        """
         ...
 
     def weight_shapes(self) -> dict[str, Size]:

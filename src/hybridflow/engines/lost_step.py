@@ -7,12 +7,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.engines.ranks import Ranks
-from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, ModelError, WorkerError
-
-LESS_MEMORY = (
-    "set a smaller memory.max_tokens_per_micro_batch, model.gradient_checkpointing = true, or memory.offload for roles "
-    "that can wait"
-)
+from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, WorkerError
+from hybridflow.runtime import is_out_of_memory, out_of_memory
 
 
 class StepGuard:
@@ -21,12 +17,12 @@ class StepGuard:
     A BatchError is raised by all ranks, so they stay in sync.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._cause = ranks, ""
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._device, self._cause = ranks, device, ""
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Enter the context.
+    def __call__(self, step: str = "an update") -> Iterator[None]:
+        """Enter the context of a `step`, which errors name.
 
         Raises WorkerError after an earlier error, ModelError if memory runs out, LostWorkerError if a rank is lost.
         """
@@ -46,11 +42,8 @@ class StepGuard:
                 self._cause = text[:200]
             if isinstance(error, HybridFlowError):
                 raise
-            # PyTorch has no exception type for host memory.
-            if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
-                raise ModelError(
-                    f"out of memory in a step, nothing was applied: {text[:300]}; {LESS_MEMORY}."
-                ) from error
+            if is_out_of_memory(error):
+                raise out_of_memory(error, f"{step}, nothing was applied", self._device) from error
             if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text[:300].lower()):
                 raise LostWorkerError(
                     f"another rank died or timed out in a collective operation, and the step was not applied: "

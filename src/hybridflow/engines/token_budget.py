@@ -10,13 +10,19 @@ from torch.distributed.tensor import DTensor
 from hybridflow.engines.base import Outputs
 from hybridflow.errors import ModelError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import memory_limit, peak_memory_of
+from hybridflow.runtime import describe_memory, memory_limit, naming_out_of_memory, peak_memory_of
 
 if TYPE_CHECKING:
     from hybridflow.engines.torch_engine import TorchEngine
 
 SEQUENCES_TRIED = (1, 2, 8)
 """Numbers of sequences, of the longest length, in the trial micro-batches; the first trial is a warm-up."""
+
+WITHOUT_TRIALS = (
+    "set memory.max_tokens_per_micro_batch to a number of fewer tokens, model.gradient_checkpointing = true, or "
+    "memory.offload for roles that can wait"
+)
+"""What to change if a trial runs out of memory."""
 
 LARGEST, STEP = 131072, 256
 """The largest budget, since more tokens do not make matrix products faster; and the unit of budgets."""
@@ -30,7 +36,9 @@ def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int,
     for count in SEQUENCES_TRIED:
         rows = _rows(count, prompt_len, response_len)
         sizes.append(count * longest)
-        peaks.append(peak_memory_of(lambda rows=rows: _try(engine, rows), engine.device))
+        trial = f"the trial of {count} sequences of {longest} tokens for the token budget"
+        with naming_out_of_memory(trial, engine.device, WITHOUT_TRIALS):
+            peaks.append(peak_memory_of(lambda rows=rows: _try(engine, rows), engine.device))
     per_token = (peaks[-1] - peaks[1]) / (sizes[-1] - sizes[1])
     base = peaks[1] - per_token * sizes[1] + _missing_moments(engine)
     fits = LARGEST if per_token <= 0 else int((limit - base) / per_token)
@@ -41,8 +49,9 @@ def find_token_budget(engine: "TorchEngine", prompt_len: int, response_len: int,
     if fits < longest:
         raise ModelError(
             f"one sequence of {longest} tokens needs {(base + per_token * longest) / 2**30:.1f} GiB, but a rank has "
-            f"{limit / 2**30:.1f} GiB; set model.gradient_checkpointing = true, memory.offload for idle roles, more "
-            "ranks, or shorter data.max_prompt_length and data.max_response_length."
+            f"{limit / 2**30:.1f} GiB ({describe_memory(engine.device)}); set "
+            "model.gradient_checkpointing = true, memory.offload for idle roles, more ranks, or shorter "
+            "data.max_prompt_length and data.max_response_length."
         )
     return max(longest, min(fits, LARGEST) // STEP * STEP)
 

@@ -62,12 +62,15 @@ from hybridflow.models import (
 )
 from hybridflow.observability.metric_names import find_metric
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import own_device
+from hybridflow.runtime import naming_out_of_memory, own_device, require_dtype
 
 Head = Literal["policy", "value"]
 
 DEFAULT_BUDGET = 16384
 """Tokens per micro-batch if the configuration is "auto" and no budget was determined: generation needs none."""
+
+PARTIAL_STEP = "an optimizer step, which may be applied in part (restart from the last checkpoint)"
+"""What the error calls the end of an update, after which a step is no longer applied as a whole or not at all."""
 
 MAX_LISTED_ROWS = 8
 """Number of rows that the report of a rejected step lists."""
@@ -112,8 +115,9 @@ class TorchEngine:
         if needs_mesh := offload == "host" and self.device.type != "cpu":
             join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
         self.ranks = Ranks(parallel or ParallelConfig(), self.device, needs_mesh=needs_mesh)
-        self._step_guard = StepGuard(self.ranks)
+        self._step_guard = StepGuard(self.ranks, self.device)
         self.compute_dtype, self.path = DTYPES[model.dtype], path
+        require_dtype(self.compute_dtype, self.device)
         self.lora = lora if lora and lora.rank else None
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
         learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype
@@ -126,11 +130,13 @@ class TorchEngine:
             fill_adapters(self.model, seed, self.device)
         self.shape = decoder_shape(path, has_lm_head=head == "policy")
         self._offload: Offload | None = None
+        is_idle = offload == "idle" and self.device.type != "cpu"
         self.recomputes_activations = model.gradient_checkpointing
         if optimizer is None:
             self.model.requires_grad_(False)
             self.parameters = dict(self.model.named_parameters())
-            self._offload_if(offload == "idle")
+            if is_idle:
+                self._start_offload()
             return
         if self.recomputes_activations and not isinstance(self.model_forward, FusedForward):  # it does so by itself
             # The first is the newer name of the second. Without dropout there is no random state to preserve.
@@ -142,7 +148,8 @@ class TorchEngine:
         self.master = MasterParameters(self.model, self.compute_dtype if has_masters else learning_dtype)
         self.parameters = {name: p for name, p in self.master.by_name.items() if p.requires_grad}
         self.optimizer = build_adamw(self.parameters, optimizer)
-        self._offload_if(offload == "idle")
+        if is_idle:
+            self._start_offload()
 
     def _build_model(self, path: str, dtype: torch.dtype, learning_dtype: torch.dtype, *, on_host: bool) -> None:
         """Load the model, whole or this rank's shards, and choose its forward pass."""
@@ -165,11 +172,18 @@ class TorchEngine:
             if not isinstance(self.model_forward, FusedForward):
                 self._require_own_forward()
 
-    def _offload_if(self, idle: bool) -> None:
-        """If `idle`, keep weights and optimizer state on the device only inside `with self.on_device():`."""
-        if idle and self.device.type != "cpu":
-            moments = self.optimizer.state if self.optimizer_config else {}
-            self._offload = Offload(self.model, self.parameters.values(), moments, self.device)
+    def _start_offload(self) -> None:
+        """Keep weights and optimizer state on the device only inside `with self.on_device():` from now on."""
+        learns = self.optimizer_config is not None
+        moments = self.optimizer.state if learns else {}
+        self._offload = Offload(self.model, self.parameters.values(), moments, self.device)
+        if learns:
+            self.optimizer.register_step_pre_hook(lambda *_: self._wait_for_optimizer_state())
+
+    def _wait_for_optimizer_state(self) -> None:
+        """Let the device wait until optimizer state that was offloaded is there."""
+        if self._offload:
+            self._offload.wait()
 
     def forward(
         self,
@@ -183,7 +197,7 @@ class TorchEngine:
     ) -> Outputs:
         """Compute outputs of every row; see `TrainEngine`."""
         results: Outputs = {}
-        with torch.no_grad(), self.on_device(), self._step_guard():
+        with torch.no_grad(), self.on_device(with_optimizer=False), self._step_guard("a forward pass"):
             for indices in self._micro_batches(rows):
                 model_input = self._arrange(self._part(rows, indices))
                 outputs = self._compute(
@@ -204,7 +218,7 @@ class TorchEngine:
         """Make one optimizer step on `rows`; see `TrainEngine`."""
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
-        with self.on_device():
+        with self.on_device(), naming_out_of_memory(PARTIAL_STEP, self.device):
             return self._update(rows, loss_function, with_entropy, temperature)
 
     def _update(
@@ -243,9 +257,9 @@ class TorchEngine:
         self.num_updates += 1
         return UpdateResult(loss, norm, lr, metrics, **counts)
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """Keep weights and optimizer state on the device inside the context."""
-        return self._offload() if self._offload else nullcontext()
+    def on_device(self, *, with_optimizer: bool = True) -> AbstractContextManager[None]:
+        """Keep the weights on the device inside the context, and the optimizer state if `with_optimizer`."""
+        return self._offload(with_optimizer=with_optimizer) if self._offload else nullcontext()
 
     def find_token_budget(self, prompt_len: int, response_len: int, processes_on_node: int) -> int:
         """Return the number of tokens per micro-batch that fits into the memory of every rank; see `TrainEngine`."""
@@ -265,14 +279,15 @@ class TorchEngine:
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Yield parameter names and whole tensors in the compute dtype, with adapters merged."""
         parameters = dict(self.model.named_parameters())
+        must_copy = self._offload is not None and not self._offload.is_in_use
 
         def whole(name: str) -> Tensor:
             parameter = parameters[name].detach()
             if isinstance(parameter, DTensor):
                 parameter = parameter.full_tensor()
-            return parameter.to(self.device, None if is_adapter(name) else self.compute_dtype)
+            return parameter.to(self.device, None if is_adapter(name) else self.compute_dtype, copy=must_copy)
 
-        with self.on_device():
+        with self.on_device(with_optimizer=False):
             if self.lora:
                 yield from merged_weights(parameters, whole, self.lora.scaling)
             else:
@@ -316,16 +331,25 @@ class TorchEngine:
         return build_with_placeholders(self.path, "policy", self.compute_dtype, self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training state. Its tensors are the engine's: save or copy them before the next update."""
+        """Return the training state. Its tensors are the engine's: save or copy them before the next update.
+
+        What is offloaded stays on the host.
+        """
+        self._wait_for_optimizer_state()
+        stored = self._offload.stored if self._offload else lambda tensor: tensor
         state: dict[str, Any] = {
             "num_updates": self.num_updates,
-            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "model": {name: stored(parameter.detach()) for name, parameter in self.parameters.items()},
         }
         if self.lora:
             state["lora"] = description_of(self.lora)
         if self.optimizer_config is not None:
             moments = self.optimizer.state
-            state["optimizer"] = {n: dict(moments[p]) for n, p in self.parameters.items() if p in moments}
+            state["optimizer"] = {
+                name: {key: stored(moment) for key, moment in moments[parameter].items()}
+                for name, parameter in self.parameters.items()
+                if parameter in moments
+            }
         return state
 
     def load_shards(self, described: dict[str, Any], read_into: Callable[[dict[str, Any]], None]) -> None:
@@ -334,15 +358,17 @@ class TorchEngine:
         require_same_adapters(self.lora, described)
         require_fitting_state(self.parameters, described, with_optimizer=learns)
         moments = described.get("optimizer", {})
-        if learns:
-            self.optimizer.state.clear()
-            for name in moments:
-                parameter = self.parameters[name].detach()
-                self.optimizer.state[self.parameters[name]] = {
-                    key: torch.zeros_like(parameter) if value.ndim else empty_step_count(parameter)
-                    for key, value in moments[name].items()
-                }
-        read_into({key: value for key, value in self.state_dict().items() if key in described})
+        with self.on_device():
+            self._wait_for_optimizer_state()  # before its memory is freed
+            if learns:
+                self.optimizer.state.clear()
+                for name in moments:
+                    parameter = self.parameters[name].detach()
+                    self.optimizer.state[self.parameters[name]] = {
+                        key: torch.zeros_like(parameter) if value.ndim else empty_step_count(parameter)
+                        for key, value in moments[name].items()
+                    }
+            read_into({key: value for key, value in self.state_dict().items() if key in described})
         self.num_updates = described["num_updates"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,19 +376,20 @@ class TorchEngine:
         learns = self.optimizer_config is not None
         require_same_adapters(self.lora, state)
         require_fitting_state(self.parameters, state, with_optimizer=learns)
-        with torch.no_grad():
+        with torch.no_grad(), self.on_device():
+            self._wait_for_optimizer_state()
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["model"][name])
+            if learns:
+                self.optimizer.state.clear()
+                for name, moments in state["optimizer"].items():
+                    parameter = self.parameters[name]
+                    self.optimizer.state[parameter] = {
+                        key: value.to(parameter, copy=True) if value.ndim else empty_step_count(parameter).copy_(value)
+                        for key, value in moments.items()
+                    }
+                self.master.cast()
         self.num_updates = state["num_updates"]
-        if learns:
-            self.optimizer.state.clear()
-            for name, moments in state["optimizer"].items():
-                parameter = self.parameters[name]
-                self.optimizer.state[parameter] = {
-                    key: value.to(parameter, copy=True) if value.ndim else empty_step_count(parameter).copy_(value)
-                    for key, value in moments.items()
-                }
-            self.master.cast()
 
     def _require_own_forward(self) -> None:
         """Raise ModelError unless a family without a fused forward pass is supported; all ranks run it."""

@@ -1,10 +1,13 @@
 """Operations on the parameters of a model: replacing them in place, and this rank's shard of one."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hybridflow.runtime.shards import local
+
+__all__ = ["local", "part_like", "replace_parameters"]
 
 
 def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
@@ -15,11 +18,6 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], nn.
             if parameter not in made:
                 made[parameter] = make(f"{module_name}.{name}", parameter)
             setattr(module, name, made[parameter])
-
-
-def local(parameter: Any) -> Any:
-    """Return this rank's shard of a parameter; a parameter that is not sharded, or None, is returned unchanged."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def part_like(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -19,6 +19,12 @@ from hybridflow.rollout.decoding_batch import DecodingBatch
 from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.runtime import naming_out_of_memory
+
+LESS_MEMORY = (
+    "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
+)
+"""What to change if generation runs out of memory."""
 
 
 class EmbeddedRollout:
@@ -88,8 +94,9 @@ class EmbeddedRollout:
             if self._pack_weights and not self._is_packed:
                 self._forward.pack_weights()
                 self._is_packed = True
-            self._admit()
-            self._finish([done for batch in self._running for done in batch.advance(self.version)])
+            with naming_out_of_memory("generation", self.model.device, LESS_MEMORY, RolloutError):
+                self._admit()
+                self._finish([done for batch in self._running for done in batch.advance(self.version)])
         except BaseException:
             self._restart_requests()
             raise

@@ -7,10 +7,18 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
-from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
+from hybridflow.runtime.device import (
+    free_cached_memory,
+    own_device,
+    require_dtype,
+    require_visible_devices,
+    use_own_device,
+)
+from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
+from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
 from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
 from hybridflow.runtime.random_state import (
     capture_random_state,
@@ -21,29 +29,36 @@ from hybridflow.runtime.random_state import (
 from hybridflow.runtime.random_streams import derive_seed, uniform
 from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
 from hybridflow.runtime.safetensors_header import sort_metadata
+from hybridflow.runtime.side_stream import SideStream
 from hybridflow.runtime.stop_signals import StopRequest
 from hybridflow.runtime.threads import count_physical_cores, set_deterministic, set_num_threads
 from hybridflow.runtime.user_code import did_you_mean, require_arguments
 from hybridflow.runtime.user_import import load_user_function
 
 __all__ = [
+    "HostMemory",
     "Interrupts",
+    "SideStream",
     "StopRequest",
     "bound_shape_caches",
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
+    "describe_memory",
     "did_you_mean",
     "free_cached_memory",
     "fsync_path",
     "group_store",
+    "is_out_of_memory",
     "keep_freed_memory",
     "load_user_function",
     "measure_peak_flops",
     "memory_limit",
+    "naming_out_of_memory",
     "new_store_name",
     "open_plain_file",
     "open_store",
+    "out_of_memory",
     "own_device",
     "paused_collector",
     "peak_flops",
@@ -51,8 +66,10 @@ __all__ = [
     "provide_stores",
     "relax_garbage_collector",
     "require_arguments",
+    "require_dtype",
     "require_plain_file",
     "require_regular_file",
+    "require_visible_devices",
     "restore_random_state",
     "seed_random_state",
     "set_deterministic",

@@ -3,6 +3,8 @@
 import os
 from typing import TYPE_CHECKING
 
+from hybridflow.errors import ConfigError, ModelConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,9 +33,49 @@ def own_device() -> "torch.device":
     """Return the CUDA device of this local rank, or the CPU if there is no CUDA device.
 
     A process that sees fewer devices than its node has ranks, as a Ray worker sees only its own, takes one of those.
+    Raises ConfigError as `require_visible_devices` does.
     """
     import torch
 
+    require_visible_devices()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def require_visible_devices() -> None:
+    """Raise ConfigError if CUDA_VISIBLE_DEVICES names devices that CUDA does not find: a run would use other ones.
+
+    An empty value, or one that begins with -1, hides all devices on purpose.
+    """
+    import torch
+
+    value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named: list[str] = []
+    for entry in map(str.strip, value.split(",")):
+        if not entry or entry.startswith("-") or entry == "NoDevFiles":
+            break  # CUDA reads no further
+        named.append(entry)
+    if not named or (count := torch.cuda.device_count()) >= len(named):
+        return
+    if count and not all(entry.isdecimal() for entry in named):
+        return  # of several parts of a divided GPU, CUDA uses the first
+    build = f"torch {torch.__version__} is built for CPUs only" if torch.version.cuda is None else "see nvidia-smi -L"
+    raise ConfigError(
+        f"CUDA_VISIBLE_DEVICES={value!r} is invalid: it names {len(named)} GPUs, but CUDA finds {count} of them "
+        f"({build}); list indices or UUIDs of GPUs of this machine, unset it to use all of them, or set it to '' to "
+        "compute on CPUs."
+    )
+
+
+def require_dtype(dtype: "torch.dtype", device: "torch.device") -> None:
+    """Raise ModelConfigError for bfloat16 on a GPU that cannot multiply such matrices."""
+    import torch
+
+    if dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    raise ModelConfigError(
+        f"model.dtype='bfloat16' is not supported by {device} ({torch.cuda.get_device_name(device)}, compute "
+        f"capability {capability}; it needs 8.0 or more); use model.dtype = 'float32'."
+    )

@@ -23,8 +23,12 @@ def memory_limit(device: "torch.device", processes_on_node: int = 1) -> int:
 
         free, _ = torch.cuda.mem_get_info(device)
         return int(DEVICE_SHARE * (free + torch.cuda.memory_reserved(device)))
-    available = _kilobytes(_MEMINFO, "MemAvailable") * 1024
-    return _kilobytes(_STATUS, "VmRSS") * 1024 + int(HOST_SHARE * available / processes_on_node)
+    return _kilobytes(_STATUS, "VmRSS") * 1024 + int(HOST_SHARE * available_memory() / processes_on_node)
+
+
+def available_memory() -> int:
+    """Return the bytes of host memory that new allocations can use."""
+    return _kilobytes(_MEMINFO, "MemAvailable") * 1024
 
 
 def peak_memory_of(call: Callable[[], object], device: "torch.device") -> int:

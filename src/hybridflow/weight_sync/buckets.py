@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.weight_sync.fingerprint import fingerprint
+from hybridflow.weight_sync.fingerprint import Fingerprints
 
 ALIGNMENT = 64
 """Alignment in bytes of each tensor in a packed bucket."""
@@ -86,6 +86,7 @@ def fill_buckets(
     source = iter(weights)
     for planned in plan:
         gathered: dict[str, Tensor] = {}
+        fingerprints = Fingerprints()
         for spec in planned:
             name, tensor = next(source, ("", None))
             if tensor is None or spec_of(name, tensor) != spec:
@@ -94,8 +95,9 @@ def fill_buckets(
                     f"the weights to send do not match the announcement: expected {spec}, got {found}."
                 )
             gathered[name] = tensor
-        fingerprints = {name: fingerprint(tensor) for name, tensor in gathered.items()} if with_fingerprints else {}
-        yield Bucket(gathered, fingerprints, version)
+            if with_fingerprints:
+                fingerprints.add(name, tensor)
+        yield Bucket(gathered, fingerprints.read(), version)
 
 
 def packed_size(specs: Iterable[WeightSpec]) -> int:

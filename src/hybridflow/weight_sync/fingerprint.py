@@ -6,6 +6,7 @@ always changes the checksum. Mixing is not linear, so changes of several words, 
 by chance, with probability 2**-64.
 """
 
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.kernels import serves_words, sum_words
+from hybridflow.runtime import SideStream
 
 BLOCK = 1024
 """Words per block. Blocks share a table of constants, which fits into the L1 cache."""
@@ -23,6 +25,45 @@ PART = 2**22
 
 def fingerprint(tensor: Tensor) -> int:
     """Return the checksum of a tensor on any device; equal bytes give equal checksums."""
+    return Fingerprints({"": tensor}).read()[""]
+
+
+class Fingerprints:
+    """The checksums of tensors by name. On a GPU they are computed while the host continues, until `read`.
+
+    They run on a side stream, beside the gathering of the next tensors, and come to the host together.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self._sums: dict[str, int | Tensor] = {}
+        for name, tensor in (tensors or {}).items():
+            self.add(name, tensor)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Start to compute the checksum of a tensor; all tensors are on one device."""
+        stream = _stream_of(tensor.device)
+        with stream():
+            self._sums[name] = _sum_of(tensor)
+        stream.keep(tensor)
+
+    def read(self) -> dict[str, int]:
+        """Return the checksums; they are read from a device in one transfer."""
+        pending = {name: found for name, found in self._sums.items() if isinstance(found, Tensor)}
+        if pending:
+            sums = list(pending.values())
+            with _stream_of(sums[0].device)():
+                numbers = torch.stack(sums).tolist()
+            self._sums |= {name: number % 2**64 for name, number in zip(pending, numbers, strict=True)}
+        return {name: found for name, found in self._sums.items() if isinstance(found, int)}
+
+
+@cache
+def _stream_of(device: torch.device) -> SideStream:
+    return SideStream(device)
+
+
+def _sum_of(tensor: Tensor) -> int | Tensor:
+    """Return a checksum, or on a device its signed value without dimensions, which is not awaited."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words, rest = flat[: len(flat) // 8 * 8].view(torch.int64), flat[len(flat) // 8 * 8 :]
     if len(rest):
@@ -36,7 +77,7 @@ def fingerprint(tensor: Tensor) -> int:
     if len(tail := words[num_blocks * BLOCK :]):
         sums.append(_sums(tail[None], _odd(BLOCK, flat.device)[: len(tail)]))
     of_blocks = torch.cat(sums)
-    return int(_mixed(of_blocks, _odd(len(of_blocks), flat.device)).sum()) % 2**64
+    return _mixed(of_blocks, _odd(len(of_blocks), flat.device)).sum()
 
 
 def _mixed(words: Tensor, constants: Tensor) -> Tensor:

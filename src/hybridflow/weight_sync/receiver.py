@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.errors import WeightSyncError
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, spec_of
-from hybridflow.weight_sync.fingerprint import fingerprint
+from hybridflow.weight_sync.fingerprint import Fingerprints
 from hybridflow.weight_sync.probe import Probe, ProbeCheck
 
 
@@ -106,6 +106,7 @@ class WeightReceiver:
                 f"received weights of version {bucket.version} ('{next(iter(bucket.weights), '')}', ...), but expected "
                 f"version {self._version}."
             )
+        fingerprints = Fingerprints(bucket.weights).read()
         for name, tensor in bucket.weights.items():
             if self._expected.get(name) != spec_of(name, tensor):
                 raise WeightSyncError(
@@ -114,7 +115,7 @@ class WeightReceiver:
                 )
             if name in self._fingerprints:
                 raise WeightSyncError(f"weight '{name}' was received twice.")
-            if (found := fingerprint(tensor)) != bucket.fingerprints[name]:
+            if (found := fingerprints[name]) != bucket.fingerprints[name]:
                 raise WeightSyncError(
                     f"weight '{name}' changed in transit: its fingerprint is {found:016x}, but "
                     f"{bucket.fingerprints[name]:016x} on the trainer."

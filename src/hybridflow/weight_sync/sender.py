@@ -7,10 +7,15 @@ import torch
 from torch import Size, Tensor
 
 from hybridflow.config import Config
+from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import naming_out_of_memory, own_device
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.weight_sync.probe import Probe, probe_sequences
+
+SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
+"""What to change if there is no memory for the gathered weights."""
 
 
 class HasWeights(Protocol):
@@ -74,7 +79,8 @@ class WeightSender:
 
     def send(self) -> tuple[Sent, Any]:
         """Gather the next bucket, start to send it, and return the message for `WeightReceiver.receive`."""
-        bucket = next(self._buckets)
+        with naming_out_of_memory("a weight sync", own_device(), SMALLER_BUCKETS, WeightSyncError):
+            bucket = next(self._buckets)
         return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:

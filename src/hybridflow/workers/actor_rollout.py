@@ -75,7 +75,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
         self.sync_weights()
         try:
             if self._shares_weights:
-                with self.engine.on_device():  # the rollout engine uses the trainer's weights
+                with self.engine.on_device(with_optimizer=False):  # the rollout engine uses the trainer's weights
                     yield
             else:
                 yield
@@ -84,7 +84,8 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
 
     def _share_weights(self) -> None:
         if self._version != self.engine.num_updates:
-            load_weights(self.rollout, self.engine.weights(), version=self.engine.num_updates)
+            with self.engine.on_device(with_optimizer=False):  # so that these are the trainer's own tensors
+                load_weights(self.rollout, self.engine.weights(), version=self.engine.num_updates)
             self._version = self.engine.num_updates
 
     def _sleep(self) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hybridflow.checkpoint import (
     BackgroundSave,
     SavedFile,
-    copy_state,
+    StateCopy,
     describe_state,
     load_state,
     read_state_into,
@@ -21,10 +21,17 @@ from hybridflow.checkpoint import (
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.engines import TorchEngine, TrainEngine
+from hybridflow.runtime import naming_out_of_memory, own_device
 from hybridflow.workers.measured import MeasuredWorker
 
 TO_REPLICAS = make_nd_compute_dataproto_dispatch_fn(name="TO_REPLICAS")
 """Dispatch mode that splits rows over the data-parallel replicas; the ranks of one replica get the same rows."""
+
+LESS_MEMORY_AT_START = (
+    "use more ranks (controller.num_workers), set memory.offload = {role = 'idle' or 'host'} or lora.rank, a smaller "
+    "rollout.gpu_memory_utilization, or a smaller model"
+)
+"""What to change if a model does not fit."""
 
 ADAPTED_ROLES = ("actor_rollout", "actor")
 """Roles whose models train adapters if lora.rank is set."""
@@ -41,6 +48,7 @@ class ModelWorker(MeasuredWorker):
     engine: TrainEngine
     _save: BackgroundSave[list[SavedFile]] | None = None
     _save_group: dist.ProcessGroup | None = None
+    _copy_state: StateCopy | None = None
 
     def build_engine(
         self,
@@ -51,18 +59,19 @@ class ModelWorker(MeasuredWorker):
         total_updates: int = 1,
     ) -> TrainEngine:
         """Build the engine of this role; all other code of the workers uses only the `TrainEngine` Protocol."""
-        return TorchEngine(
-            path,
-            head,
-            model=config.model,
-            memory=config.memory,
-            optimizer=optimizer,
-            total_updates=total_updates,
-            parallel=config.parallel,
-            offload=config.memory.offload.get(self.role),
-            lora=config.lora if self.role in ADAPTED_ROLES else None,
-            seed=config.trainer.seed,
-        )
+        with naming_out_of_memory(f"the start of {self.role}, loading '{path}'", own_device(), LESS_MEMORY_AT_START):
+            return TorchEngine(
+                path,
+                head,
+                model=config.model,
+                memory=config.memory,
+                optimizer=optimizer,
+                total_updates=total_updates,
+                parallel=config.parallel,
+                offload=config.memory.offload.get(self.role),
+                lora=config.lora if self.role in ADAPTED_ROLES else None,
+                seed=config.trainer.seed,
+            )
 
     @register(Dispatch.ONE_TO_ALL)
     def find_token_budget(self, prompt_len: int, response_len: int) -> int:
@@ -87,7 +96,9 @@ class ModelWorker(MeasuredWorker):
         if not in_background:
             return self._write(Path(directory), state, None)
         group = self._group_for_saves() if self.engine.is_sharded else None
-        self._save = BackgroundSave(partial(self._write, Path(directory), copy_state(state), group))
+        if self._save is not None or self._copy_state is None:  # a pending save still reads its copy
+            self._copy_state = StateCopy()
+        self._save = BackgroundSave(partial(self._write, Path(directory), self._copy_state(state), group))
         return []
 
     def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:

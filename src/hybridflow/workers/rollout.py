@@ -9,7 +9,7 @@ from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer, stop_token_ids
 from hybridflow.errors import RolloutError
 from hybridflow.models import DTYPES, build_with_placeholders
-from hybridflow.runtime import own_device
+from hybridflow.runtime import own_device, require_dtype
 from hybridflow.weight_sync import WeightReceiver, build_transport
 from hybridflow.workers.generating import GeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
@@ -26,8 +26,9 @@ class RolloutWorker(GeneratingWorker):
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)
         model = None
         if config.rollout.backend == "embedded":
-            dtype = DTYPES[config.model.dtype]
-            model = build_with_placeholders(config.model.path, "policy", dtype, own_device())
+            dtype, device = DTYPES[config.model.dtype], own_device()
+            require_dtype(dtype, device)
+            model = build_with_placeholders(config.model.path, "policy", dtype, device)
         in_group = self.has_collectives and self.world_size > 1
         self.rollout = build_rollout_engine(config, self.tokenizer, model, in_group=in_group)
         self.weight_receiver = WeightReceiver(

@@ -98,7 +98,8 @@ class MemoryConfig(Section):
     offload: dict[RoleName, OffloadName] = Field(
         default={},
         description="Roles with offload to host memory, as in {critic = 'idle'}. idle: weights and optimizer state, "
-        "between calls (no effect on a CPU); host: always, with gradients, and the optimizer steps on the CPU.",
+        "between calls; forward passes and weight sync bring only the weights back (no effect on a CPU); host: "
+        "always, with gradients, and the optimizer steps on the CPU.",
     )
 
 

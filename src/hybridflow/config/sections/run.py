@@ -34,8 +34,8 @@ class TrainerConfig(Section):
     )
     save_in_background: bool = Field(
         default=False,
-        description="Write a checkpoint from a copy of the state while the next step runs: faster, but the state is in "
-        "memory twice until it is written. A crash during the write loses that checkpoint only.",
+        description="Write a checkpoint from a copy of the state while the next step runs: faster, but the host "
+        "holds a copy of the state (pinned, with a GPU). A crash during the write loses that checkpoint only.",
     )
     keep_checkpoints: Positive = Field(
         default=2, description="Number of newest checkpoints to keep; older ones are deleted."

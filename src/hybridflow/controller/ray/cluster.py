@@ -13,6 +13,7 @@ from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
 from hybridflow.observability import get_logger
+from hybridflow.runtime import require_visible_devices
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -69,8 +70,12 @@ class Connection:
         self._local.start()
 
     def has_gpus(self) -> bool:
-        """Return whether the cluster has GPUs; for a local cluster that is not started, whether this machine has."""
+        """Return whether the cluster has GPUs; for a local cluster that is not started, whether this machine has.
+
+        Raises ConfigError if CUDA_VISIBLE_DEVICES names GPUs that this machine does not have.
+        """
         if not self._address and not ray.is_initialized():
+            require_visible_devices()
             return bool(self._num_gpus or torch.cuda.device_count())
         self.open([])
         return ray.cluster_resources().get("GPU", 0) > 0

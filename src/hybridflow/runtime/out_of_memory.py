@@ -1,0 +1,79 @@
+"""PyTorch's errors of too little memory, as errors that say what was done, who holds the memory, and the fix."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hybridflow.errors import HybridFlowError, ModelConfigError, ModelError
+from hybridflow.runtime.memory_limit import available_memory
+
+if TYPE_CHECKING:
+    import torch
+
+LESS_MEMORY = (
+    "set a smaller memory.max_tokens_per_micro_batch, model.gradient_checkpointing = true, or memory.offload for roles "
+    "that can wait"
+)
+"""What to change if training runs out of memory."""
+
+NOTABLE_BYTES = 2**30
+"""Memory of other processes that an error mentions; the CUDA context of one process takes about half of it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether PyTorch reports too little memory, of a device or of the host."""
+    import torch
+
+    # PyTorch has no exception type for host memory.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory(
+    error: BaseException,
+    doing: str,
+    device: "torch.device",
+    fix: str = LESS_MEMORY,
+    kind: type[HybridFlowError] = ModelError,
+) -> HybridFlowError:
+    """Return an error of class `kind` for one that `is_out_of_memory`; `doing`: what needed the memory."""
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    return kind(f"out of memory in {doing}: {text}; {describe_memory(device)}; {fix}.")
+
+
+@contextmanager
+def naming_out_of_memory(
+    doing: str, device: "torch.device", fix: str = LESS_MEMORY, kind: type[HybridFlowError] = ModelError
+) -> Iterator[None]:
+    """Raise `out_of_memory` instead of an error of PyTorch that means too little memory."""
+    try:
+        yield
+    except HybridFlowError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(error, doing, device, fix, kind) from error
+        raise
+
+
+def describe_memory(device: "torch.device") -> str:
+    """Return free and total memory of a GPU, and who holds the rest; for other devices the host's free memory."""
+    import torch
+
+    if device.type != "cuda":
+        try:
+            return f"the host has {_gib(available_memory())} GiB available"
+        except ModelConfigError:  # not Linux
+            return "how much memory the host has is unknown"
+    free, total = torch.cuda.mem_get_info(device)
+    held, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    text = (
+        f"{device} has {_gib(free)} of {_gib(total)} GiB free, this process holds {_gib(held)} GiB "
+        f"({_gib(used)} GiB in tensors)"
+    )
+    if (others := total - free - held) < NOTABLE_BYTES:
+        return text
+    return f"{text}, other processes and libraries {_gib(others)} GiB (stop other runs on this GPU; see nvidia-smi)"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"

@@ -1,0 +1,56 @@
+"""Copies of states for background saves; `tests/engines/test_gpu.py` makes them from a GPU.
+
+`test_sharded_state` writes copies of the shards of several ranks.
+"""
+
+import pytest
+import torch
+
+from hybridflow.checkpoint import StateCopy, background, copy_state, save_state
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Treat the tensors of this test as those of a device."""
+    monkeypatch.setattr(background, "_is_on_host", lambda tensor: False)
+
+
+def state_of(offset=0.0):
+    whole = torch.arange(12.0) + offset
+    return {
+        "num_updates": 2,
+        "model": {"a": whole[:6].view(2, 3), "b": whole[6:].view(3, 2).T, "c": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": [({"step": torch.tensor(3.0)}, torch.zeros(0))],
+    }
+
+
+def test_a_copy_from_a_device_has_the_same_bytes_on_disk(on_a_device, tmp_path):
+    state = state_of()
+    copy = copy_state(state)
+    for directory, saved in (("state", state), ("copy", copy)):
+        (tmp_path / directory).mkdir()
+        save_state(saved, tmp_path / directory / "actor")
+    for name in ("actor.safetensors", "actor.json"):
+        assert (tmp_path / "state" / name).read_bytes() == (tmp_path / "copy" / name).read_bytes()
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_copy_does_not_change_with_its_state(place, request):
+    if place == "device":
+        request.getfixturevalue("on_a_device")
+    state = state_of()
+    copy = copy_state(state)
+    state["model"]["a"].zero_()
+    state["optimizer"][0][0]["step"].add_(1)
+    assert copy["model"]["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert copy["optimizer"][0][0]["step"].item() == 3
+    assert copy["optimizer"][0][1].shape == (0,)
+
+
+def test_the_memory_of_a_copy_is_reused_by_the_next_one(on_a_device):
+    copy_of = StateCopy()
+    first, second = copy_of(state_of()), copy_of(state_of(1.0))
+    assert first["model"]["a"].data_ptr() == second["model"]["a"].data_ptr()
+    assert second["model"]["b"].tolist() == [[7, 9, 11], [8, 10, 12]]
+    larger = copy_of(state_of() | {"more": torch.ones(5)})
+    assert larger["more"].tolist() == [1] * 5

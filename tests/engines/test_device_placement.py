@@ -1,0 +1,175 @@
+"""The whole life of an engine on a simulated device: every tensor is where it should be, and the numbers are the CPU's.
+
+The device raises as a GPU does if an operation gets a tensor of the host; see `fixtures.simulated_device`.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fixtures.simulated_device import META, MixedDevicesError
+from hybridflow.checkpoint import StateCopy, describe_state, load_state, read_state_into, save_state
+from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
+from hybridflow.weight_sync import fill_buckets, plan_buckets, spec_of
+
+
+@pytest.fixture
+def device(simulated_device):
+    return simulated_device
+
+
+@pytest.fixture
+def rows(rollout_rows):
+    return rollout_rows([3, 3, 5, 2], [4, 6, 1, 3])
+
+
+def loss(outputs, part):
+    return -sum(values.sum() for values in outputs.values()) / 40, {}
+
+
+def build(path, head="policy", dtype="float64", *, learns=True, rank=0, **options):
+    memory = {"max_tokens_per_micro_batch": 16, **options.pop("memory", {})}
+    return TorchEngine(
+        str(path),
+        head,
+        model=ModelConfig(path=str(path), dtype=dtype, **options.pop("model", {})),
+        memory=MemoryConfig(**memory),
+        optimizer=OptimizerConfig(lr=1e-3) if learns else None,
+        lora=LoRAConfig(rank=rank),
+        **options,
+    )
+
+
+def tensors_of(engine):
+    """Return every tensor of an engine by name: weights, buffers, masters, optimizer state."""
+    found = {**dict(engine.model.named_parameters()), **dict(engine.model.named_buffers())}
+    found |= {f"master {name}": parameter for name, parameter in engine.parameters.items()}
+    if engine.optimizer_config:
+        for number, moments in enumerate(engine.optimizer.state.values()):
+            found |= {f"{key} {number}": value for key, value in moments.items()}
+    return found
+
+
+def require_on_device(engine):
+    assert {name: str(tensor.device) for name, tensor in tensors_of(engine).items() if tensor.device != META} == {}
+
+
+LIVES = {
+    "a policy": {},
+    "padded rows": {"memory": {"packing": False}},
+    "prompts computed for each row": {"memory": {"share_prompts": False}},
+    "recomputed activations": {"model": {"gradient_checkpointing": True}},
+    "adapters": {"rank": 2},
+    "bfloat16": {"dtype": "bfloat16"},
+    "a critic": {"head": "value"},
+    "a reference": {"learns": False},
+    "offload": {"offload": "idle"},
+    "offload in bfloat16": {"offload": "idle", "dtype": "bfloat16"},
+}
+
+
+def live(engine, rows, directory):
+    """Run every method of an engine, save and restore it, and return its numbers."""
+    is_policy, learns = engine.head == "policy", engine.optimizer_config is not None
+    more = {"with_entropy": True, "with_sum_squared_probs": True, "top_k": 2} if is_policy else {}
+    numbers = list(engine.forward(rows, **more).values())
+    if learns:
+        numbers += [torch.tensor(engine.update(rows, loss, with_entropy=is_policy).grad_norm) for _ in range(2)]
+    directory.mkdir()
+    save_state(StateCopy()(engine.state_dict()), directory / "actor")
+    if engine.is_sharded or not learns:
+        read_state_into(engine.state_dict(), directory / "actor")
+    engine.load_shards(describe_state(directory / "actor"), lambda state: read_state_into(state, directory / "actor"))
+    engine.load_state_dict(load_state(directory / "actor"))
+    if learns:
+        numbers.append(torch.tensor(engine.update(rows, loss).grad_norm))
+    numbers += engine.forward(rows).values()
+    return [values.double() for values in numbers]
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_an_engine_lives_on_its_device(tiny_model, rows, life, device, tmp_path):
+    options = LIVES[life]
+    engine = build(tiny_model("qwen2"), **options)
+    require_on_device(engine)
+    found = live(engine, rows, tmp_path / "device")
+    require_on_device(engine)
+    with device.off():
+        expected = live(build(tiny_model("qwen2"), **options), rows, tmp_path / "host")
+    tolerance = {"rtol": 0.02, "atol": 0.05} if "bfloat16" in life else {"rtol": 1e-5, "atol": 1e-6}
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generation_runs_on_the_device_of_the_model(tiny_model, device, temperature):
+    def tokens():
+        engine = build(tiny_model("qwen2"), learns=False)
+        rollout = EmbeddedRollout(engine.rollout_model())
+        load_weights(rollout, engine.weights(), version=1)
+        sampling = SamplingParams(5, temperature=temperature)
+        wanted = [Request(i, prompt, sampling, 2, (7, i)) for i, prompt in enumerate([[5, 9, 12, 7], [8], [3, 30]])]
+        return [completion.token_ids for completion in generate(rollout, wanted)]
+
+    found = tokens()
+    with device.off():
+        assert found == tokens()
+
+
+@pytest.mark.parametrize("offload", [None, "idle"])
+def test_weight_sync_from_a_device_has_the_fingerprints_of_the_cpu(tiny_model, device, offload):
+    def sent():
+        engine = build(tiny_model("qwen2"), dtype="float32", offload=offload)
+        with engine.on_device(with_optimizer=False):
+            weights = list(engine.weights())
+            plan = plan_buckets([spec_of(name, weight) for name, weight in weights], 4000)
+            return list(fill_buckets(plan, weights, 1))
+
+    found = sent()
+    assert {weight.device for bucket in found for weight in bucket.weights.values()} == {META}
+    with device.off():
+        assert [bucket.fingerprints for bucket in found] == [bucket.fingerprints for bucket in sent()]
+
+
+def test_fingerprints_are_read_once_for_each_bucket(tiny_model, device):
+    engine = build(tiny_model("qwen2"), dtype="float32", learns=False)
+    weights = list(engine.weights())
+    plan = plan_buckets([spec_of(name, weight) for name, weight in weights], 4000)
+    device.waits.clear()
+    assert len(list(fill_buckets(plan, weights, 1))) == len(plan) < len(weights)
+    assert dict(device.waits) == {"aten._to_copy.default": len(plan)}
+
+
+def test_an_offloaded_engine_keeps_only_small_tensors_on_the_device(tiny_model, rows, device):
+    engine = build(tiny_model("qwen2"), dtype="bfloat16", offload="idle")
+    engine.update(rows, loss)
+    sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in tensors_of(engine).items()}
+    assert max(sizes.values()) <= 4 * 8  # step counts, and rotary frequencies
+    assert sum(size == 0 for size in sizes.values()) == 4 * len(engine.parameters)
+    with engine.on_device(with_optimizer=False):
+        there = {name for name, tensor in tensors_of(engine).items() if tensor.untyped_storage().nbytes()}
+        assert there - {name for name, size in sizes.items() if size} == {n for n, _ in engine.model.named_parameters()}
+
+
+def test_a_tensor_of_the_host_in_a_computation_is_found(tiny_model, rows, device, monkeypatch):
+    engine = build(tiny_model("qwen2"))
+    arrange = engine._arrange
+
+    def with_positions_of_the_host(part):
+        model_input = arrange(part)
+        return replace(model_input, position_ids=model_input.position_ids.cpu())
+
+    monkeypatch.setattr(engine, "_arrange", with_positions_of_the_host)
+    with pytest.raises(MixedDevicesError, match=r"expects all tensors on one device, but got .* on meta.* on cpu"):
+        engine.forward(rows)
+
+
+def test_a_moment_restored_on_the_host_is_found(tiny_model, rows, device, monkeypatch):
+    engine = build(tiny_model("qwen2"))
+    engine.update(rows, loss)
+    engine.optimizer.state[engine.parameters["model.norm.weight"]]["step"] = torch.tensor(1.0)
+    with pytest.raises((MixedDevicesError, RuntimeError), match="device"):
+        engine.update(rows, loss)
