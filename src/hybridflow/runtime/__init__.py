@@ -18,7 +18,7 @@ from hybridflow.runtime.random_state import (
     seed_random_state,
     unchanged_random_state,
 )
-from hybridflow.runtime.random_streams import derive_seed, uniform
+from hybridflow.runtime.random_streams import derive_seed, uniform, uniform_state
 from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
 from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.stop_signals import StopRequest
@@ -60,6 +60,7 @@ __all__ = [
     "sort_metadata",
     "unchanged_random_state",
     "uniform",
+    "uniform_state",
     "use_own_device",
     "write_bytes_atomically",
     "write_text_atomically",
