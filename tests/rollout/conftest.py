@@ -17,17 +17,21 @@ def build_embedded(directory: Path, dtype: str = "float64", **options) -> "Rollo
     return EmbeddedRollout(load_causal_lm(directory, DTYPES[dtype]), **options)
 
 
+def build_paged(directory: Path, dtype: str = "float64", **options) -> "RolloutEngine":
+    return build_embedded(directory, dtype, paged=True, **options)
+
+
 def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEngine":
     from fixtures.vllm_engines import lend_engine
 
     return lend_engine(directory, dtype="float32" if dtype == "float64" else dtype, **options)  # vLLM has no float64
 
 
-ENGINES = {"embedded": build_embedded, "vllm": build_vllm}
+ENGINES = {"embedded": build_embedded, "paged": build_paged, "vllm": build_vllm}
 """Every implementation of RolloutEngine, by name: (directory, dtype, max_running_sequences=...) -> engine."""
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(params=["embedded", "paged", pytest.param("vllm", marks=pytest.mark.vllm)])
 def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
     """Return the builder of each implementation in turn."""
     return ENGINES[request.param]

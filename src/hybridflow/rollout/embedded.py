@@ -1,11 +1,10 @@
 """The embedded rollout engine: generation with the trainer's own model and weights, in its process.
 
-Requests wait until there is room. Sequences with equal sampling parameters (except their lengths) decode as a batch.
+Requests wait until there is room. Running sequences decode on a CPU in `DecodingBatches`, elsewhere in `PagedDecoding`.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,11 +13,14 @@ from transformers import PreTrainedModel
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import forward_of, placeholder
 from hybridflow.models.kv_cache import PrefillPlan
-from hybridflow.rollout.base import Completion, Request, SamplingParams, SleepingPart
-from hybridflow.rollout.decoding_batch import DecodingBatch
+from hybridflow.rollout.base import Completion, Request, SleepingPart
+from hybridflow.rollout.decoding import Decoding
+from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.loading import Loading, require_announced
+from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
+from hybridflow.runtime import free_cached_memory
 
 
 class EmbeddedRollout:
@@ -26,6 +28,8 @@ class EmbeddedRollout:
 
     `shares_model`: the model is the trainer's own, so its weights are never freed here. With `pack_weights`, a CPU
     generates from a copy of the weights in the memory order of its matrix products, which exists while sequences run.
+    `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. Then
+    `kv_cache_bytes` is the memory of keys and values; 0: the share `memory_share` of the free memory (1 GiB on a CPU).
     """
 
     def __init__(
@@ -36,6 +40,9 @@ class EmbeddedRollout:
         pack_weights: bool = True,
         shares_model: bool = True,
         tokenizer: Decoder | None = None,
+        kv_cache_bytes: int = 0,
+        memory_share: float = 0.5,
+        paged: bool | None = None,
     ) -> None:
         if max_running_sequences < 1:
             raise RolloutConfigError(
@@ -43,7 +50,9 @@ class EmbeddedRollout:
             )
         self.model = model
         self._forward = forward_of(model)
-        self._pack_weights = pack_weights
+        self._paged = model.device.type != "cpu" if paged is None else paged
+        self._memory = {"kv_cache_bytes": kv_cache_bytes, "memory_share": memory_share}
+        self._pack_weights = pack_weights and not self._paged
         self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
         self._stop_strings = StopStrings(tokenizer)
@@ -52,7 +61,7 @@ class EmbeddedRollout:
         self._loaded: dict[str, Tensor] = {}
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
-        self._running: list[DecodingBatch] = []
+        self._running = self._new_decoding()
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
@@ -89,7 +98,7 @@ class EmbeddedRollout:
                 self._forward.pack_weights()
                 self._is_packed = True
             self._admit()
-            self._finish([done for batch in self._running for done in batch.advance(self.version)])
+            self._finish(self._running.advance(self.version))
         except BaseException:
             self._restart_requests()
             raise
@@ -104,7 +113,7 @@ class EmbeddedRollout:
         if request_id not in self._unfinished:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
         try:
-            stopped = [done for batch in self._running for done in batch.abort(request_id)]
+            stopped = self._running.abort(request_id)
             for request in self._waiting:
                 if request.request_id == request_id:
                     stopped += [Completion(request_id, i, finish_reason="abort") for i in range(request.group_size)]
@@ -130,6 +139,7 @@ class EmbeddedRollout:
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
         self._is_packed = False
+        self._running.use_new_weights()
         self.version = version
 
     def abandon_loading(self) -> None:
@@ -167,20 +177,21 @@ class EmbeddedRollout:
         self._is_packed = False
         self.version = None
 
+    def _new_decoding(self) -> Decoding:
+        """Return the way to decode on this device, without memory for sequences."""
+        if not self._paged:
+            return DecodingBatches(self._forward, self.model.device, self.model.dtype, self._stop_strings)
+        return PagedDecoding(
+            self._forward,
+            self.model,
+            max_running_sequences=self.max_running_sequences,
+            stop_strings=self._stop_strings,
+            **self._memory,
+        )
+
     def _admit(self) -> None:
-        """Start waiting requests that fit, in order; requests with equal sampling, except length, share a batch."""
-        room = self.max_running_sequences - sum(batch.num_running for batch in self._running)
-        admitted: dict[SamplingParams, list[Request]] = {}  # by sampling parameters, without the length
-        while self._waiting and self._waiting[0].group_size <= room:
-            request = self._waiting.popleft()
-            room -= request.group_size
-            admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
-        for sampling, requests in admitted.items():
-            batch = next((batch for batch in self._running if batch.sampling == sampling), None)
-            if batch is None:
-                batch = DecodingBatch(self._forward, self.model.device, self.model.dtype, sampling, self._stop_strings)
-                self._running.append(batch)
-            batch.admit(requests)
+        """Start waiting requests that fit, in order."""
+        self._running.admit(self._waiting, self.max_running_sequences - self._running.num_running)
 
     def _finish(self, completions: list[Completion]) -> None:
         """Record the completions of one step or of an abort."""
@@ -193,21 +204,24 @@ class EmbeddedRollout:
         for request_id in {completion.request_id for completion in completions}:
             if self._unfinished[request_id].is_complete():
                 del self._unfinished[request_id]
-        self._running = [batch for batch in self._running if batch.num_running]
         if not self._unfinished:
-            self._forward.drop_packed_weights()
-            self._is_packed = False
+            self._free()
+
+    def _free(self) -> None:
+        """Free the memory of running sequences."""
+        self._running = self._new_decoding()
+        self._forward.drop_packed_weights()
+        self._is_packed = False
+        free_cached_memory()
 
     def _restart_requests(self) -> None:
         """Stop all sequences after an error and queue every unfinished request again.
 
         Its tokens will be the same, since noise depends only on request, index and position.
         """
-        self._running = []
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
         self._waiting = deque(progress.request for progress in self._unfinished.values())
-        self._forward.drop_packed_weights()
-        self._is_packed = False
+        self._free()
 
 
 class _Progress:

@@ -7,7 +7,7 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
-from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
+from hybridflow.runtime.device import free_cached_memory, free_device_memory, own_device, use_own_device
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
@@ -35,6 +35,7 @@ __all__ = [
     "derive_seed",
     "did_you_mean",
     "free_cached_memory",
+    "free_device_memory",
     "fsync_path",
     "group_store",
     "keep_freed_memory",
