@@ -54,7 +54,9 @@ def test_decoding_in_pages_equals_attention_over_whole_sequences():
     rows = [cache.table.take(pages_of(length + new)) for length in prompts]
     rows[0], rows[3] = rows[0] + [0, 0], rows[3] + [0]
     tables = torch.tensor([row + [0] * (3 - len(row)) for row in rows], dtype=torch.int32)
-    slots = [int(tables[i, n // PAGE_SIZE]) * PAGE_SIZE + n % PAGE_SIZE for i, p in enumerate(prompts) for n in range(p)]
+    slots = [
+        int(tables[i, n // PAGE_SIZE]) * PAGE_SIZE + n % PAGE_SIZE for i, p in enumerate(prompts) for n in range(p)
+    ]
     packed = [torch.cat([x[i][:, :, :p] for x, p in zip(whole, prompts, strict=True)], dim=2) for i in range(3)]
     plan = PagedPrefillPlan(cache, prompts, torch.arange(sum(prompts)), torch.tensor(slots))
     out = plan.attend(0, *packed, SCALING)
@@ -88,6 +90,8 @@ def test_a_group_shares_the_whole_pages_of_its_prompt():
     plan = PagedDecodePlan(cache, tables, torch.tensor([length] * 2), torch.ones(2, dtype=torch.bool))
     out = plan.attend(0, *each, SCALING)
     for row in range(2):
-        sequence = [torch.cat([x, y[:, :, row : row + 1]], dim=2) for x, y in zip((query, key, value), new, strict=True)]
+        sequence = [
+            torch.cat([x, y[:, :, row : row + 1]], dim=2) for x, y in zip((query, key, value), new, strict=True)
+        ]
         expected = PackedPlan.from_lengths([length + 1]).attend(0, *sequence, SCALING)[0, -1]
         torch.testing.assert_close(out[row, 0], expected)

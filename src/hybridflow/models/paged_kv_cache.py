@@ -91,8 +91,8 @@ class PagedPrefillPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Write the keys and values of one layer, and compute its attention."""
-        copies = (x[0].transpose(0, 1)[self._tokens] for x in (key, value))
-        append_to_pages(*copies, self._cache.keys[layer], self._cache.values[layer], self._slots)
+        new_key, new_value = (x[0].transpose(0, 1)[self._tokens] for x in (key, value))
+        append_to_pages(new_key, new_value, self._cache.keys[layer], self._cache.values[layer], self._slots)
         return self._packed.attend(layer, query, key, value, scaling)
 
 

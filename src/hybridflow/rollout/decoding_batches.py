@@ -14,9 +14,7 @@ from hybridflow.rollout.stop_strings import StopStrings
 class DecodingBatches:
     """Running sequences, where those with equal sampling parameters, except their lengths, are one batch."""
 
-    def __init__(
-        self, forward: Forward, device: torch.device, dtype: torch.dtype, stop_strings: StopStrings
-    ) -> None:
+    def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, stop_strings: StopStrings) -> None:
         self._forward, self._device, self._dtype, self._stop_strings = forward, device, dtype, stop_strings
         self._batches: list[DecodingBatch] = []
 

@@ -1,8 +1,8 @@
 """The state of decoding rows in buffers of fixed address, and one step on it that never waits for the host.
 
-    tokens ──> forward (keys and values into pages) ──> logits ──> noise, sampling ──> emitted[step]
-       ^                                                               │
-       └────────── next tokens, lengths, which rows still run <────────┘
+tokens ──> forward (keys and values into pages) ──> logits ──> noise, sampling ──> emitted[step]
+   ^                                                               │
+   └────────── next tokens, lengths, which rows still run <────────┘
 """
 
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ from hybridflow.rollout.stop_strings import StopStrings
 from hybridflow.runtime import free_device_memory, uniform_state
 
 READ_EVERY = 8
-"""Steps between two reads of the device; a row that stops takes part in the steps until the next one, without effect."""
+"""Steps between two reads of the device; a row that stops stays in the steps until then, and emits nothing."""
 
 SMALLEST_TABLE = 8
 """The smallest number of pages per row that a step has; larger ones are powers of two."""
@@ -128,7 +128,7 @@ class PagedDecoding:
             return []
         emitted, log_probs = self._state.read(len(self._versions), len(self._rows))
         counts = (emitted != NO_TOKEN).sum(0)
-        is_finite = np.isfinite(np.where(emitted == NO_TOKEN, 0.0, log_probs)).all(0)
+        is_finite: np.ndarray = (np.isfinite(log_probs) | (emitted == NO_TOKEN)).all(axis=0)
         done, ended = [], []
         for place, row in enumerate(self._rows):
             if row is None:

@@ -1,5 +1,6 @@
 """The counter-based random numbers of `random_streams` as tensors on any device, with the same bits."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,6 @@ def _shifted(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def _signed(word: int) -> int:
+def _signed(word: np.uint64) -> int:
     """Return the int64 with the bits of a uint64."""
-    return int(word) - (1 << 64) if int(word) >> 63 else int(word)
+    return int(word.view(np.int64))
