@@ -310,7 +310,7 @@ BREAKABLE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", BREAKABLE, ids=lambda place: f"{place[0].__name__}.{place[1]}")
-@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("call", [0, 2])
 @pytest.mark.parametrize("then", ["go on", "abort"])
 def test_after_an_error_in_a_paged_step_requests_get_equal_tokens(tiny_model, monkeypatch, place, call, then):
     sampling = [SamplingParams(n, temperature=t) for n, t in ((2, 1.0), (25, 0.5), (40, 1.0), (70, 0.5), (3, 1.0))]

@@ -4,14 +4,13 @@ A page holds the keys (or values) of `page_size` consecutive tokens of one row, 
 table lists its pages in the order of its tokens.
 """
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from hybridflow.kernels.triton_support import runs_triton
+
 LARGEST_DIM = 256
+"""Largest head dimension of the Triton kernel."""
 
 
 def append_to_pages(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -37,21 +36,11 @@ def paged_attention(
     heads; tables (rows, pages per row) int32; counts (rows,) int64, from 1 to the tokens of a whole table. Entries of
     a table after the row's last page, and places after its last token, are not used. No gradient.
     """
-    if runs_triton(query) and keys.shape == values.shape:
+    if runs_triton(query) and keys.shape == values.shape and query.shape[-1] <= LARGEST_DIM:
         from hybridflow.kernels.triton_paged_attention import attend
 
         return attend(query, keys, values, tables, counts, scaling)
     return _by_gathering(query, keys, values, tables, counts, scaling)
-
-
-def runs_triton(x: Tensor) -> bool:
-    """Whether the Triton kernels run for heads like `x` (..., dim): on a CUDA device with Triton, except float64."""
-    return x.is_cuda and x.dtype in TRITON_DTYPES and x.shape[-1] <= LARGEST_DIM and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _by_gathering(
