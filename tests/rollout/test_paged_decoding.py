@@ -1,6 +1,8 @@
 """Decoding in pages on the CPU, without graphs: equal tokens, memory by real lengths, and few reads of the device."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -98,7 +100,7 @@ class Recorded:
             self.engine.step()
             decoding = self.engine._running
             self.num_restarts += max(0, len(self.engine._waiting) - before)
-            if decoding._cache is not None:
+            if decoding is not None:
                 self.used.append(decoding._cache.table.count - decoding._cache.table.num_free)
                 self.shapes.append(decoding._shape)
             done += self.engine.finished()
@@ -112,7 +114,22 @@ def test_memory_follows_the_real_lengths(tiny_model):
     # 69 tokens are 2 shared pages and the third page of each row; the 28th new token begins a fourth one.
     pages_by_step = [2 + 3 * (-(-min(69 + 8 * (1 + step // 8), 129) // PAGE_SIZE) - 2) for step in range(59)]
     assert recorded.used == pages_by_step
-    assert engine._running._cache is None  # the trainer's memory again
+    assert engine._running is None
+
+
+def test_memory_is_freed_when_no_sequence_runs(tiny_model):
+    engine = paged(long_model(tiny_model))
+    engine.submit(Request(0, [5], SamplingParams(9), 3))
+    engine.step()
+    keys = weakref.ref(engine._running._cache.keys[0])
+    gc.disable()  # no cycle may keep the memory
+    try:
+        while engine.has_unfinished():
+            assert keys() is not None
+            engine.step()
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("num_pages", [22, 30])
@@ -388,7 +405,6 @@ def test_paged_tokens_do_not_depend_on_the_read_interval(tiny_model):
             stop_strings=engine._stop_strings,
             read_every=n,
         )
-        engine._running = engine._new_decoding()
         found = generate(engine, wanted)
         assert tokens_of(found) == tokens_of(expected)
         assert np.allclose(*([x for c in done for x in c.log_probs] for done in (found, expected)), rtol=1e-10)

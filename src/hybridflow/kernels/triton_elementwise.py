@@ -4,6 +4,9 @@ A decoding step on a GPU is bound by memory and by the number of its kernels; Py
 eight kernels each. The formulas and the rounding are those of `hybridflow.kernels.elementwise`.
 """
 
+# PyTorch for CUDA brings Triton, PyTorch for CPUs does not.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 import torch
 import triton
 import triton.language as tl

@@ -4,6 +4,9 @@ A row's keys are split into parts of SPLIT tokens, whatever the other rows are; 
 merged in order. So the result of a row depends on the row alone. Products accumulate in float32.
 """
 
+# PyTorch for CUDA brings Triton, PyTorch for CPUs does not.
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 import torch
 import triton
 import triton.language as tl

@@ -50,9 +50,9 @@ class EmbeddedRollout:
             )
         self.model = model
         self._forward = forward_of(model)
-        self._paged = model.device.type != "cpu" if paged is None else paged
+        self._paged = paged
         self._memory = {"kv_cache_bytes": kv_cache_bytes, "memory_share": memory_share}
-        self._pack_weights = pack_weights and not self._paged
+        self._pack_weights = pack_weights
         self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
         self._stop_strings = StopStrings(tokenizer)
@@ -61,7 +61,7 @@ class EmbeddedRollout:
         self._loaded: dict[str, Tensor] = {}
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
-        self._running = self._new_decoding()
+        self._running: Decoding | None = None  # while there are unfinished requests, from the first step on
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
@@ -94,10 +94,11 @@ class EmbeddedRollout:
         if self.version is None:
             raise RolloutError("the engine has no weights to generate with; load them first.")
         try:
-            if self._pack_weights and not self._is_packed:
+            self._running = self._running or self._new_decoding()
+            if self._pack_weights and not self._is_packed and not self._is_paged():
                 self._forward.pack_weights()
                 self._is_packed = True
-            self._admit()
+            self._admit(self._running)
             self._finish(self._running.advance(self.version))
         except BaseException:
             self._restart_requests()
@@ -113,7 +114,7 @@ class EmbeddedRollout:
         if request_id not in self._unfinished:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
         try:
-            stopped = self._running.abort(request_id)
+            stopped = self._running.abort(request_id) if self._running else []
             for request in self._waiting:
                 if request.request_id == request_id:
                     stopped += [Completion(request_id, i, finish_reason="abort") for i in range(request.group_size)]
@@ -139,7 +140,8 @@ class EmbeddedRollout:
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
         self._is_packed = False
-        self._running.use_new_weights()
+        if self._running:
+            self._running.use_new_weights()
         self.version = version
 
     def abandon_loading(self) -> None:
@@ -177,9 +179,13 @@ class EmbeddedRollout:
         self._is_packed = False
         self.version = None
 
+    def _is_paged(self) -> bool:
+        """Whether keys and values are in pages: on the device of the weights, which an idle trainer may offload."""
+        return self.model.device.type != "cpu" if self._paged is None else self._paged
+
     def _new_decoding(self) -> Decoding:
-        """Return the way to decode on this device, without memory for sequences."""
-        if not self._paged:
+        """Return the way to decode on the device of the weights, without memory for sequences."""
+        if not self._is_paged():
             return DecodingBatches(self._forward, self.model.device, self.model.dtype, self._stop_strings)
         return PagedDecoding(
             self._forward,
@@ -189,9 +195,9 @@ class EmbeddedRollout:
             **self._memory,
         )
 
-    def _admit(self) -> None:
+    def _admit(self, running: Decoding) -> None:
         """Start waiting requests that fit, in order."""
-        self._running.admit(self._waiting, self.max_running_sequences - self._running.num_running)
+        running.admit(self._waiting, self.max_running_sequences - running.num_running)
 
     def _finish(self, completions: list[Completion]) -> None:
         """Record the completions of one step or of an abort."""
@@ -209,7 +215,7 @@ class EmbeddedRollout:
 
     def _free(self) -> None:
         """Free the memory of running sequences."""
-        self._running = self._new_decoding()
+        self._running = None
         self._forward.drop_packed_weights()
         self._is_packed = False
         free_cached_memory()

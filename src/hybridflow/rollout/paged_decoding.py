@@ -281,6 +281,7 @@ class PagedDecoding:
         longest = _power_of_two(max(pages_of(final_length(row.request)) for row in rows))
         if self._state.widen(stop_ids=max(map(len, stops)), tables=longest):
             self._graphs.clear()
+        # In the order of the rows, which are listed by request and index.
         states = [uniform_state(*request.noise_key, np.arange(len(group))) for request, group in groups.values()]
         samplings, offsets = [row.request.sampling for row in rows], [row.request.resume_offset for row in rows]
         self._state.write(
@@ -301,25 +302,24 @@ class PagedDecoding:
     def _prefill(self, groups: Sequence[tuple[Request, Sequence[RunningRow]]]) -> None:
         """Write keys and values of prompts: whole pages once for a group, the rest of the prompt for each row."""
         assert self._cache is not None
-        ids: list[int] = []
-        lengths: list[int] = []
-        copies: list[tuple[int, int]] = []  # index of a packed token, slot
-        for request, rows in groups:
-            if not (length := len(request.prompt_ids) - 1):
-                continue
-            for row in rows:
-                begin = shared_pages(request) * PAGE_SIZE if row.index else 0
-                slots = (row.pages[n // PAGE_SIZE] * PAGE_SIZE + n % PAGE_SIZE for n in range(begin, length))
-                copies += zip(range(len(ids) + begin, len(ids) + length), slots, strict=True)
-            ids += request.prompt_ids[:length]
-            lengths.append(length)
-        if not ids:
+        groups = [(request, rows) for request, rows in groups if len(request.prompt_ids) > 1]
+        if not groups:
             return
-        where = torch.tensor(copies, device=self._device).T
+        lengths = [len(request.prompt_ids) - 1 for request, _ in groups]
+        tokens, slots = [], []  # of copies of packed tokens
+        for first, length, (request, rows) in zip(np.cumsum([0, *lengths]), lengths, groups, strict=False):
+            for row in rows:
+                places = np.arange(shared_pages(request) * PAGE_SIZE if row.index else 0, length)
+                tokens.append(first + places)
+                slots.append(np.array(row.pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
+        ids = np.concatenate([np.array(request.prompt_ids[:-1]) for request, _ in groups])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
+        ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
         self._forward(
-            torch.tensor([ids], device=self._device),
-            position_ids=torch.cat([torch.arange(length) for length in lengths]).to(self._device)[None],
-            attention_plan=PagedPrefillPlan(self._cache, lengths, where[0], where[1]),
+            ids[None],
+            position_ids=positions[None],
+            attention_plan=PagedPrefillPlan(self._cache, lengths, tokens, slots),
             logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
         )
 

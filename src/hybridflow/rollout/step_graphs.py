@@ -40,6 +40,8 @@ class StepGraphs:
         return sum(graph is not None for graph in self._graphs.values())
 
     def clear(self) -> None:
-        """Forget all graphs."""
+        """Forget all graphs, after the last one has ended."""
+        if self.num_captured:
+            torch.cuda.synchronize()
         self._graphs.clear()
         self._pool = None
