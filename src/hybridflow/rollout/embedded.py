@@ -200,10 +200,14 @@ class EmbeddedRollout:
         running.admit(self._waiting, self.max_running_sequences - running.num_running)
 
     def _finish(self, completions: list[Completion]) -> None:
-        """Record the completions of one step or of an abort."""
+        """Record the completions of one step or of an abort.
+
+        A sequence that was finished before its request restarted is ignored; with new weights it may end last.
+        """
+        completions = [completion for completion in completions if completion.request_id in self._unfinished]
         for completion in sorted(completions, key=lambda c: (self._unfinished[c.request_id].order, c.index)):
             progress = self._unfinished[completion.request_id]
-            if completion.index in progress.finished:  # finished before its request was restarted
+            if completion.index in progress.finished:
                 continue
             self._finished[completion.request_id, completion.index] = completion
             progress.finished.add(completion.index)
