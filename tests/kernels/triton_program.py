@@ -8,8 +8,17 @@ import sys
 import torch
 from torch import Tensor
 
-from hybridflow.kernels import rms_norm, rotary, silu_mul, triton_elementwise, triton_paged_attention, use_kernels
+from hybridflow.kernels import (
+    rms_norm,
+    rotary,
+    silu_mul,
+    triton_elementwise,
+    triton_paged_attention,
+    triton_vocabulary_blocks,
+    use_kernels,
+)
 from hybridflow.kernels.paged_attention import _by_gathering
+from hybridflow.kernels.vocabulary_blocks import block_sums
 
 PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
 COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]
@@ -76,12 +85,25 @@ def check_elementwise(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(triton_elementwise.multiply_gated(gates, up), silu_mul(gates, up), **close)
 
 
+def check_sums(dtype: torch.dtype) -> None:
+    logits, temperatures = normal(3, 150, dtype=dtype), torch.tensor([1.0, 0.7, 2.0], dtype=torch.float64)
+    logits[1, 32:64] = -torch.inf
+    found = triton_vocabulary_blocks.sums_of_blocks(logits, temperatures, 32)
+    torch.testing.assert_close(found, block_sums(logits, temperatures, 32), rtol=1e-5, atol=1e-6)
+    assert (float(found[0][1, 1]), float(found[1][1, 1])) == (-torch.inf, 0.0)
+    for bad in (torch.nan, torch.inf):
+        logits[2, 140] = bad
+        _, sums = triton_vocabulary_blocks.sums_of_blocks(logits, temperatures, 32)
+        assert sums.isfinite().sum(-1).tolist() == [5, 5, 4]
+
+
 def interpret() -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):  # the interpreter cannot multiply bfloat16
         for heads, kv_heads, dim in HEADS:
             check_attention(dtype, heads, kv_heads, dim, tolerance)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
         check_elementwise(dtype, tolerance)
+        check_sums(dtype)
 
 
 def compile_for_h100() -> None:
@@ -109,6 +131,9 @@ def compile_for_h100() -> None:
         places = {"slots": "*i64", "key_stride": "i32", "value_stride": "i32", "size": "i32"}
         build(triton_paged_attention._append, new | places, BLOCK=128)
         norm = {"x": kind, "weight": kind, "out": kind, "width": "i32", "epsilon": "fp32"}
+        logits = {"logits": kind, "temperatures": "*fp32", "largest": "*fp32", "sums": "*fp64"}
+        logits |= {"row_stride": "i32", "vocabulary": "i32"}
+        build(triton_vocabulary_blocks._sums_of_blocks, logits, SIZE=512)
         build(triton_elementwise._norm, norm, BLOCK=1024)
         turn = {"x": kind, "cos": "*fp32", "sin": "*fp32", "out": kind}
         turn |= dict.fromkeys(("token_stride", "head_stride", "half"), "i32")

@@ -266,7 +266,7 @@ def test_a_step_can_be_captured_as_a_deterministic_cuda_graph():
     state.widen(stop_ids=3, tables=16)
     cache = PagedKVCache(like, 20, 2)
     with Operations() as operations:
-        for kinds in (SamplingKinds(), SamplingKinds(greedy=True, tempered=True, restricted=True)):
+        for kinds in (SamplingKinds(), SamplingKinds(greedy=True, restricted=True)):
             decode_step(forward, cache, state, StepShape(16, 8, kinds))
     assert operations.names & UNFIT == set()
     assert operations.from_host == set()

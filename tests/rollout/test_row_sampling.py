@@ -10,7 +10,7 @@ from hybridflow.rollout.sampling import sample_tokens
 from hybridflow.runtime import uniform
 
 ALMOST_ONE = 1 - 2.0**-53
-ALL = SamplingKinds(greedy=True, tempered=True, restricted=True)
+ALL = SamplingKinds(greedy=True, restricted=True)
 SAMPLINGS = [
     SamplingParams(1),
     SamplingParams(1, temperature=0.7),
@@ -35,7 +35,6 @@ def plain(samplings: list[SamplingParams]) -> SamplingKinds:
     """Return the kinds that these rows need."""
     return SamplingKinds(
         greedy=any(sampling.temperature == 0 for sampling in samplings),
-        tempered=any(sampling.temperature not in (0, 1) for sampling in samplings),
         restricted=any(sampling.top_k or sampling.top_p < 1 for sampling in samplings),
     )
 

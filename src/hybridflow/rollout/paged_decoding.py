@@ -245,7 +245,6 @@ class PagedDecoding:
         samplings = {row.request.sampling for row in rows}
         kinds = SamplingKinds(
             greedy=any(sampling.temperature == 0 for sampling in samplings),
-            tempered=any(sampling.temperature not in (0, 1) for sampling in samplings),
             restricted=any(bool(sampling.top_k) or sampling.top_p < 1 for sampling in samplings),
         )
         pages = _power_of_two(max(len(row.pages) for row in rows))

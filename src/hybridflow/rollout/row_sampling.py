@@ -4,10 +4,14 @@ The operations have fixed shapes and deterministic CUDA kernels (PyTorch's float
 they can be part of a CUDA graph. A token is found in two levels: its block of the vocabulary, then the token.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from hybridflow.kernels.vocabulary_blocks import block_sums
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,6 @@ class SamplingKinds:
     """The kinds of sampling among the rows; work that no row needs is left out."""
 
     greedy: bool = False
-    tempered: bool = False
     restricted: bool = False
 
 
@@ -34,33 +37,32 @@ def sample_rows(logits: Tensor, uniforms: Tensor, rules: RowRules, kinds: Sampli
     logits: (rows, vocabulary). uniforms: (rows,) float64 in [0, 1). Returns tokens (rows,) int64 and log_probs (rows,)
     float32, or float64 for float64 logits; a log-prob is not finite if the row's logits are not.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    if kinds.tempered or kinds.greedy:
-        temperatures = rules.temperatures.masked_fill(rules.temperatures == 0, 1.0)
-        wide = wide / temperatures[:, None].to(wide.dtype)
-    top = wide.amax(-1, keepdim=True)
-    weights = (wide - top).exp()
+    temperatures = rules.temperatures.masked_fill(rules.temperatures == 0, 1.0)
     if kinds.restricted:
-        weights = weights.masked_fill(~_kept(wide, weights, rules), 0.0)
-    tokens, total = _draw(weights, uniforms)
-    if kinds.greedy:
-        tokens = torch.where(rules.temperatures == 0, wide.argmax(-1), tokens)
-    chosen = (wide.gather(-1, tokens[:, None]) - top).squeeze(-1)
-    return tokens, (chosen.double() - total.log()).to(wide.dtype)
-
-
-def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token of each row of weights (rows, vocabulary), proportional to probabilities, and their sums."""
-    blocks = _blocks(weights)
-    sums = blocks.sum(-1, dtype=torch.float64)
+        logits = logits.masked_fill(~_kept(_tempered(logits, temperatures), rules), -torch.inf)
+    size = _block_size(logits.shape[1])
+    largest, sums = block_sums(logits, temperatures, size)
+    top = largest.amax(-1, keepdim=True)
+    sums = sums * (largest - top).exp()
     cumulative = sums @ _triangle(sums)
     total = cumulative[:, -1:]
     threshold = uniforms[:, None] * total
     block = _first_over(sums, cumulative, threshold)
-    within = blocks.gather(1, block[:, :, None].expand(-1, -1, blocks.shape[2])).squeeze(1).double()
+    ids = block * size + torch.arange(size, device=logits.device)
+    exists = ids < logits.shape[1]
+    weights = _tempered(logits.gather(1, ids * exists), temperatures) - top
+    weights = weights.exp().double() * exists
     before = (cumulative - sums).gather(1, block)
-    token = _first_over(within, within @ _triangle(within), threshold - before)
-    return (block * blocks.shape[2] + token).squeeze(1), total.squeeze(1)
+    tokens = block * size + _first_over(weights, weights @ _triangle(weights), threshold - before)
+    if kinds.greedy:
+        tokens = torch.where(rules.temperatures[:, None] == 0, logits.argmax(-1, keepdim=True), tokens)
+    chosen = _tempered(logits.gather(1, tokens), temperatures) - top
+    return tokens.squeeze(1), (chosen.double() - total.log()).squeeze(1).to(chosen.dtype)
+
+
+def _tempered(logits: Tensor, temperatures: Tensor) -> Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide / temperatures[:, None].to(wide.dtype)
 
 
 def _first_over(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tensor:
@@ -72,16 +74,15 @@ def _first_over(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tenso
     return torch.minimum(first, last)
 
 
-def _kept(wide: Tensor, weights: Tensor, rules: RowRules) -> Tensor:
+def _kept(wide: Tensor, rules: RowRules) -> Tensor:
     """Return where a token is among the top k and in their nucleus (Holtzman et al., 2020), (rows, vocabulary).
 
     Of equal probabilities the one with the lower token id ranks first.
     """
-    ids = wide.sort(dim=-1, descending=True, stable=True).indices
+    wide, ids = wide.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(wide.shape[-1], device=wide.device)
     keep = (rank < rules.top_k[:, None]) | (rules.top_k[:, None] == 0)
-    ordered = weights.gather(-1, ids).double() * keep
-    probabilities = ordered / ordered.sum(-1, keepdim=True)
+    probabilities = wide.double().masked_fill(~keep, -torch.inf).softmax(-1)
     before = _cumulative(probabilities) - probabilities  # the mass before a token: the first is always kept
     keep &= (before < rules.top_p[:, None]) | (rules.top_p[:, None] == 1)
     return keep.gather(-1, ids.argsort(-1))
@@ -89,16 +90,16 @@ def _kept(wide: Tensor, weights: Tensor, rules: RowRules) -> Tensor:
 
 def _cumulative(x: Tensor) -> Tensor:
     """Return cumulative sums of x (rows, n) float64."""
-    blocks = _blocks(x)
+    size = _block_size(x.shape[1])
+    blocks = pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
     within = blocks @ _triangle(blocks)
     sums = within[:, :, -1]
     return (within + (sums @ _triangle(sums) - sums)[:, :, None]).flatten(1)[:, : x.shape[1]]
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """Return x (rows, n) in about sqrt(n) blocks of equal size, (rows, blocks, size), padded with zeros."""
-    size = max(1, round(x.shape[1] ** 0.5))
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+def _block_size(count: int) -> int:
+    """Return the power of two next to the square root of the number of tokens."""
+    return 1 << round(math.log2(count) / 2)
 
 
 def _triangle(x: Tensor) -> Tensor:
