@@ -129,14 +129,15 @@ class PagedDecoding:
         emitted, log_probs = self._state.read(len(self._versions), len(self._rows))
         counts = (emitted != NO_TOKEN).sum(0)
         is_finite: np.ndarray = (np.isfinite(log_probs) | (emitted == NO_TOKEN)).all(axis=0)
+        columns = zip(self._rows, *(x.tolist() for x in (emitted.T, log_probs.T, counts, is_finite)), strict=True)
         done, ended = [], []
-        for place, row in enumerate(self._rows):
+        for place, (row, tokens, values, count, finite) in enumerate(columns):
             if row is None:
                 continue
-            steps = slice(row.since, row.since + int(counts[place]))
-            row.extend(emitted[steps, place].tolist(), log_probs[steps, place].tolist(), self._versions[steps])
-            row.since, row.is_finite = 0, row.is_finite and bool(is_finite[place])
-            reason = row.end(int(counts[place]), self._stop_strings)
+            steps = slice(row.since, row.since + count)
+            row.extend(tokens[steps], values[steps], self._versions[steps])
+            row.since, row.is_finite = 0, row.is_finite and finite
+            reason = row.end(count, self._stop_strings)
             if row.is_finite and reason:
                 done.append(row.completion(reason))
                 ended.append(place)
