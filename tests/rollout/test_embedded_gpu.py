@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from hybridflow.errors import RolloutConfigError
 from hybridflow.models import PackedPlan, load_causal_lm
 from hybridflow.models.forward import FusedForward
 from hybridflow.models.paged_kv_cache import PAGE_SIZE
@@ -165,6 +166,21 @@ def test_preempted_requests_get_equal_tokens(tiny_model, gpu):
     page_bytes = PAGE_SIZE * 3 * 2 * 2 * 32 * 4
     small = build(directory, gpu, kv_cache_bytes=(32 + 24) * page_bytes)
     assert tokens_of(serve(small, wanted)) == tokens_of(serve(build(directory, gpu), wanted))
+
+
+def test_lack_of_device_memory_is_an_error_that_names_the_keys(tiny_model, gpu):
+    if gpu.type == "cpu":
+        pytest.skip("a limit of memory per process needs a CUDA device")
+    engine, wanted = build(tiny_model("qwen2", **SIZES), gpu), requests()
+    torch.cuda.empty_cache()
+    used = torch.cuda.memory_reserved() + 2**26
+    torch.cuda.set_per_process_memory_fraction(used / torch.cuda.get_device_properties(gpu).total_memory)
+    try:
+        with pytest.raises(RolloutConfigError, match=r"do not fit .* lower rollout\.kv_cache_bytes=0"):
+            generate(engine, wanted)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(generate(engine, wanted)) == 32
 
 
 def test_steps_run_with_deterministic_kernels_only(tiny_model, gpu):

@@ -155,6 +155,21 @@ def test_group_that_memory_never_holds_is_an_error(tiny_model):
     assert len(generate(engine, [Request(3, [5] * 40, SamplingParams(56), 4)])) == 4
 
 
+def test_lack_of_device_memory_is_an_error_and_leaves_the_engine_idle(tiny_model, monkeypatch):
+    engine, wanted = paged(long_model(tiny_model), kv_cache_bytes=2**30), [Request(0, [5], SamplingParams(3))]
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hybridflow.rollout.paged_decoding.PagedKVCache.__init__", fails)
+        message = r"34603008 bytes of keys and values do not fit .* lower rollout\.kv_cache_bytes=1073741824"
+        with pytest.raises(RolloutConfigError, match=message):
+            generate(engine, wanted)
+    assert not engine.has_unfinished()
+    assert len(generate(engine, wanted)) == 1
+
+
 def test_larger_request_gets_a_larger_cache_when_nothing_runs(tiny_model):
     engine, directory = paged(long_model(tiny_model), max_running_sequences=2), long_model(tiny_model)
     small, large = Request(0, [5], SamplingParams(3)), Request(1, [5] * 100, SamplingParams(90), 2)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hybridflow.kernels.triton_support import runs_triton
 
-LARGEST_DIM = 256
-"""Largest head dimension of the Triton kernel."""
+LARGEST_HEAD_BYTES = 512
+"""Largest size of one head's key in the Triton kernel, whose blocks must fit into shared memory."""
 
 
 def append_to_pages(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -36,7 +36,8 @@ def paged_attention(
     heads; tables (rows, pages per row) int32; counts (rows,) int64, from 1 to the tokens of a whole table. Entries of
     a table after the row's last page, and places after its last token, are not used. No gradient.
     """
-    if runs_triton(query) and keys.shape == values.shape and query.shape[-1] <= LARGEST_DIM:
+    is_small = keys.shape == values.shape and query.shape[-1] * query.element_size() <= LARGEST_HEAD_BYTES
+    if is_small and runs_triton(query):
         from hybridflow.kernels.triton_paged_attention import attend
 
         return attend(query, keys, values, tables, counts, scaling)

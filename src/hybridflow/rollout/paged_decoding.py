@@ -197,7 +197,14 @@ class PagedDecoding:
                 f"rollout.kv_cache_bytes={self._kv_cache_bytes} (0: rollout.gpu_memory_utilization="
                 f"{self._memory_share} of the free memory), or lower data.max_response_length."
             )
-        self._cache = PagedKVCache(like, num_pages, num_scratch)
+        try:
+            self._cache = PagedKVCache(like, num_pages, num_scratch)
+        except torch.OutOfMemoryError as error:
+            raise RolloutConfigError(
+                f"{(num_pages + num_scratch) * page_bytes} bytes of keys and values do not fit into the free memory of "
+                f"{self._device}; lower rollout.kv_cache_bytes={self._kv_cache_bytes} (0: "
+                f"rollout.gpu_memory_utilization={self._memory_share}), or use memory.offload to free the trainer's."
+            ) from error
 
     def _extend_tables(self, waiting: deque[Request]) -> bool:
         """Give rows the pages of their steps until the next read, taken from the newest request if there are too few.
