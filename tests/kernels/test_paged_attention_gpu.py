@@ -5,7 +5,8 @@ import torch
 
 from hybridflow.kernels import rms_norm, rotary, silu_mul
 from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
-from hybridflow.kernels.triton_support import runs_triton
+from hybridflow.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
+from hybridflow.kernels.vocabulary_blocks import block_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -42,14 +43,29 @@ def test_attention_equals_float64(gpu, dtype, heads, kv_heads, dim):
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @torch.no_grad()
-def test_elementwise_kernels_equal_float64(gpu, dtype):
-    close = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
+def test_elementwise_kernels_of_generation_equal_float64(gpu, dtype):
     x, weight = normal(70, 896, dtype=dtype, device=gpu), normal(896, dtype=dtype, device=gpu)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), rms_norm(x.double(), weight.double(), 1e-6), **close)
     heads, angles = x.view(70, 14, 64)[:, 3:9], normal(70, 32, dtype=torch.float32, device=gpu)
-    cos, sin = angles.cos(), angles.sin()
-    torch.testing.assert_close(
-        rotary(heads, cos, sin).double(), rotary(heads.double(), cos.double(), sin.double()), **close
-    )
     gates, up = normal(70, 4864, dtype=dtype, device=gpu), normal(4864, 70, dtype=dtype, device=gpu).T
-    torch.testing.assert_close(silu_mul(gates, up).double(), silu_mul(gates.double(), up.double()), **close)
+
+    def compute(kind: torch.dtype) -> list[torch.Tensor]:
+        angle_kind = torch.float64 if kind == torch.float64 else torch.float32
+        return [
+            rms_norm(x.to(kind), weight.to(kind), 1e-6),
+            rotary(heads.to(kind), angles.to(angle_kind).cos(), angles.to(angle_kind).sin()),
+            silu_mul(gates.to(kind), up.to(kind)),
+        ]
+
+    assert not runs_triton_elementwise(x)  # in training
+    with generation_kernels():
+        assert runs_triton_elementwise(x) == (gpu.type == "cuda")
+        found = compute(dtype)
+    for ours, exact in zip(found, compute(torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@torch.no_grad()
+def test_sums_of_blocks_equal_float64(gpu):
+    logits, temperatures = normal(9, 5000, dtype=torch.bfloat16, device=gpu), torch.linspace(0.5, 2, 9).double().to(gpu)
+    found, exact = (block_sums(x, temperatures, 64) for x in (logits, logits.double()))
+    torch.testing.assert_close([x.double() for x in found], list(exact), rtol=1e-5, atol=1e-6)

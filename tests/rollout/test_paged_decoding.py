@@ -66,6 +66,14 @@ def test_tokens_equal_those_of_decoding_in_batches(tiny_model, max_running_seque
         assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-10, abs=1e-12)
 
 
+def test_families_without_a_fused_pass_decode_in_pages_without_graphs(tiny_model):
+    directory = tiny_model("mistral", max_position_embeddings=256, sliding_window=None)
+    engine, wanted = paged(directory), mixed_requests()[:6]
+    assert not engine._forward.is_capturable
+    expected = generate(EmbeddedRollout(load_causal_lm(directory, torch.float64)), wanted)
+    assert tokens_of(generate(engine, wanted)) == tokens_of(expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_in_low_precision_stay_close(tiny_model, dtype):
     engine, wanted = paged(long_model(tiny_model), dtype), mixed_requests()[:8]

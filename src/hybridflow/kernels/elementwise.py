@@ -6,7 +6,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from hybridflow.kernels.library import call, serves
-from hybridflow.kernels.triton_support import runs_triton
+from hybridflow.kernels.triton_support import runs_triton_elementwise
 
 ROW_CHUNKS = 64
 """Number of partial sums of the gradient of a norm's weight; fixed, so that results do not depend on threads."""
@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return weight * x / sqrt(mean(x^2) + epsilon) over the last axis (Zhang and Sennrich, 2019); x (..., width)."""
     if serves(x) and weight.dtype == x.dtype and weight.shape == x.shape[-1:]:
         return _RMSNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _normed(x, weight, epsilon)[1]
-    if runs_triton(x) and weight.dtype == x.dtype and x.shape[-1] <= WIDEST:
+    if runs_triton_elementwise(x) and weight.dtype == x.dtype and x.shape[-1] <= WIDEST:
         from hybridflow.kernels.triton_elementwise import norm
 
         return norm(x, weight, epsilon)
@@ -33,7 +33,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if serves(x) and cos.dtype == sin.dtype == torch.float32:
         return _Rotary.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin, 1.0)
-    if runs_triton(x) and cos.dtype == sin.dtype == torch.float32:
+    if runs_triton_elementwise(x) and cos.dtype == sin.dtype == torch.float32:
         from hybridflow.kernels.triton_elementwise import rotate
 
         return rotate(x, cos, sin)
@@ -46,7 +46,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer, 2020)."""
     if serves(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         return _SiluMul.apply(gate, up) if torch.is_grad_enabled() else _gated(gate, up)
-    if runs_triton(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
+    if runs_triton_elementwise(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         from hybridflow.kernels.triton_elementwise import multiply_gated
 
         return multiply_gated(gate, up)

@@ -1,5 +1,8 @@
 """The one decision where Triton kernels run: on CUDA devices, without gradient, where Triton is installed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 
@@ -7,6 +10,20 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_is_generating = ContextVar("_is_generating", default=False)
+
+
+@contextmanager
+def generation_kernels() -> Iterator[None]:
+    """Use Triton kernels for elementwise operations within the context, which is for generation.
+
+    Training does not use them, so that its passes with and without gradient have the same bits.
+    """
+    token = _is_generating.set(True)
+    try:
+        yield
+    finally:
+        _is_generating.reset(token)
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -14,9 +31,14 @@ def runs_triton(x: Tensor) -> bool:
 
     Not within torch.compile, which makes its own kernels from PyTorch's operations.
     """
-    if not x.is_cuda or x.dtype not in DTYPES or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    return _has_triton()
+    return x.is_cuda and x.dtype in DTYPES and _has_triton()
+
+
+def runs_triton_elementwise(x: Tensor) -> bool:
+    """Whether Triton kernels compute elementwise operations on `x`: where they run, in `generation_kernels()`."""
+    return runs_triton(x) and _is_generating.get()
 
 
 @cache

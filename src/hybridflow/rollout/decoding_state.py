@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybridflow.kernels.triton_support import generation_kernels
 from hybridflow.models import Forward
 from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
 from hybridflow.rollout.row_sampling import RowRules, SamplingKinds, sample_rows
@@ -98,7 +99,8 @@ def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, sha
     rows = {name: buffer[: shape.rows] for name, buffer in state.rows.items()}
     running = rows["running"]
     plan = PagedDecodePlan(cache, rows["tables"][:, : shape.pages], rows["lengths"], running)
-    logits = forward.decode(rows["tokens"], plan)
+    with generation_kernels():
+        logits = forward.decode(rows["tokens"], plan)
     rules = RowRules(rows["temperatures"], rows["top_k"], rows["top_p"])
     tokens, log_probs = sample_rows(logits, uniform_after(rows["noise"], rows["positions"]), rules, shape.kinds)
     state.emitted[:, : shape.rows].index_copy_(0, state.step, tokens.masked_fill(~running, NO_TOKEN)[None])

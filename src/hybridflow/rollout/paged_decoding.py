@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hybridflow.errors import RolloutConfigError
+from hybridflow.kernels.triton_support import generation_kernels
 from hybridflow.models import Forward
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
@@ -323,12 +324,13 @@ class PagedDecoding:
         positions = np.concatenate([np.arange(length) for length in lengths])
         columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
         ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
-        self._forward(
-            ids[None],
-            position_ids=positions[None],
-            attention_plan=PagedPrefillPlan(self._cache, lengths, tokens, slots),
-            logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
-        )
+        with generation_kernels():
+            self._forward(
+                ids[None],
+                position_ids=positions[None],
+                attention_plan=PagedPrefillPlan(self._cache, lengths, tokens, slots),
+                logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
+            )
 
 
 def row_sizes(max_running_sequences: int) -> list[int]:
