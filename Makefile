@@ -6,6 +6,9 @@ STAMP := .venv/.setup-stamp
 VLLM := 0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.setup-stamp-$(VLLM)
+# Triton for the test of its kernels without a GPU. It is not installed into .venv: torch would load it at every start.
+TRITON := 3.5.0
+TRITON_STAMP := .triton/.setup-stamp-$(TRITON)
 # Each peer of a benchmark has its own environment; the name of the stamp has its version.
 TRL := 1.16.0
 VERL := 0.9.1
@@ -74,7 +77,13 @@ types: $(STAMP)
 fast-tests: $(STAMP)
 	$(BIN)/python $(PYTEST) -m 'not slow and not gpu and not vllm' $(ARGS)
 
-test-slow: $(STAMP) ## the slow CPU tests: whole runs on Ray, killed processes, every layout of an engine, smoke runs
+.triton: $(TRITON_STAMP) ## install Triton into .triton, for the test of its kernels without a GPU
+
+$(TRITON_STAMP): $(STAMP)
+	$(BIN)/python $(INSTALL) --no-deps --target .triton triton==$(TRITON)
+	touch $@
+
+test-slow: $(STAMP) $(TRITON_STAMP) ## the slow CPU tests: whole runs on Ray, killed processes, every layout of an engine, smoke runs
 	$(BIN)/python $(PYTEST) -m 'slow and not gpu and not vllm' $(ARGS)
 
 test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment

@@ -17,17 +17,28 @@ def build_embedded(directory: Path, dtype: str = "float64", **options) -> "Rollo
     return EmbeddedRollout(load_causal_lm(directory, DTYPES[dtype]), **options)
 
 
+def build_paged(directory: Path, dtype: str = "float64", **options) -> "RolloutEngine":
+    return build_embedded(directory, dtype, paged=True, **options)
+
+
 def build_vllm(directory: Path, dtype: str = "float32", **options) -> "RolloutEngine":
     from fixtures.vllm_engines import lend_engine
 
     return lend_engine(directory, dtype="float32" if dtype == "float64" else dtype, **options)  # vLLM has no float64
 
 
-ENGINES = {"embedded": build_embedded, "vllm": build_vllm, "vllm_async": partial(build_vllm, asynchronous=True)}
+ENGINES = {
+    "embedded": build_embedded,
+    "paged": build_paged,
+    "vllm": build_vllm,
+    "vllm_async": partial(build_vllm, asynchronous=True),
+}
 """Every implementation of RolloutEngine, by name: (directory, dtype, max_running_sequences=...) -> engine."""
 
 
-@pytest.fixture(params=["embedded", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm_async"))])
+@pytest.fixture(
+    params=["embedded", "paged", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm_async"))]
+)
 def build_rollout(request: pytest.FixtureRequest) -> "Callable[..., RolloutEngine]":
     """Return the builder of each implementation in turn."""
     return ENGINES[request.param]

@@ -103,7 +103,7 @@ def by_name(completions: list[Completion]) -> dict[tuple[int, int], Completion]:
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("build_rollout", ["embedded"], indirect=True)
+@pytest.mark.parametrize("build_rollout", ["embedded", "paged"], indirect=True)
 def test_tokens_and_log_probs_equal_recomputation_of_single_sequences(
     build_rollout, tiny_model, use_float64_throughout, sampling, tied
 ):
@@ -471,12 +471,13 @@ def test_aborting_all_requests_leaves_the_engine_idle(build_rollout, tiny_model)
 
 
 def test_abort_keeps_finished_sequences_of_a_group(build_rollout, tiny_model):
-    sampling = SamplingParams(8, stop_token_ids=tuple(range(0, 40, 3)))
+    sampling = SamplingParams(30, stop_token_ids=tuple(range(0, 40, 8)))
     engine = build_rollout(tiny_model())
     engine.submit(Request(0, [5, 6], sampling, 8))
-    engine.step()
-    engine.step()
-    done = engine.finished()
+    done = []
+    while not done:
+        engine.step()
+        done = engine.finished()
     engine.abort(0)
     stopped = engine.finished()
     assert done

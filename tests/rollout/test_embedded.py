@@ -288,6 +288,29 @@ def test_regenerated_tokens_carry_the_new_version(tiny_model):
     assert (completion.token_ids, completion.versions) == (expected.token_ids, [7] * 4)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_repeated_sequence_may_outlive_its_request_after_new_weights(tiny_model, paged):
+    engine, other = (EmbeddedRollout(load_causal_lm(tiny_model(seed=seed)), paged=paged) for seed in (0, 1))
+    sampling = SamplingParams(50, stop_token_ids=tuple(range(0, 40, 8)))
+    for key in range(1000):  # the first response ends first with the old weights, and last with the new ones
+        request = Request(0, [5, 6], sampling, 2, (key,))
+        before, after = ([len(c.token_ids) for c in generate(e, [request])] for e in (engine, other))
+        if before[0] + 8 < before[1] and after[1] + 8 < after[0]:
+            break
+    engine.submit(request)
+    while not (done := engine.finished()):
+        engine.step()
+    assert [c.index for c in done] == [0]
+    engine._running.advance = breaks_at(engine._running.advance, 0)
+    with pytest.raises(Broken):
+        engine.step()
+    load_weights(engine, other.model.named_parameters(), version=1)
+    engine.submit(Request(1, [7], SamplingParams(60)))
+    while engine.has_unfinished():
+        engine.step()
+    assert sorted((c.request_id, c.index) for c in engine.finished()) == [(0, 1), (1, 0)]
+
+
 @pytest.mark.parametrize("key", [(1.5,), ("a",), (None,), ()])
 def test_invalid_noise_key_is_an_error_on_submission(tiny_model, key):
     engine = EmbeddedRollout(load_causal_lm(tiny_model()))

@@ -4,8 +4,9 @@ import shutil
 import pytest
 import torch
 
-from hybridflow.errors import FieldError, WorkerError
+from hybridflow.errors import FieldError, RolloutConfigError, WorkerError
 from hybridflow.protocol import DataProto
+from hybridflow.rollout import EmbeddedRollout
 from hybridflow.workers import ActorRolloutWorker
 
 GROUPS = ["rollout.group_size=2", "actor.optimizer.lr=1e-2"]
@@ -71,6 +72,16 @@ def test_sampling_log_probs_equal_those_of_the_trainer(group):
     rows = actor.generate_sequences(FOUR)
     computed = actor.compute_log_probs(rows).batch["old_log_probs"]
     torch.testing.assert_close(computed, rows.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+def test_generation_as_on_a_gpu_gives_the_same_tokens(group, monkeypatch):
+    expected = group(ActorRolloutWorker, *GROUPS).generate_sequences(FOUR)
+    monkeypatch.setattr(EmbeddedRollout, "_is_paged", lambda self: True)
+    rows = group(ActorRolloutWorker, *GROUPS).generate_sequences(FOUR)
+    assert torch.equal(rows.batch["responses"], expected.batch["responses"])
+    torch.testing.assert_close(rows.batch["rollout_log_probs"], expected.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+    with pytest.raises(RolloutConfigError, match=r"raise rollout\.kv_cache_bytes=4096 "):
+        group(ActorRolloutWorker, *GROUPS, "rollout.kv_cache_bytes=4096").generate_sequences(FOUR)
 
 
 def test_sampling_noise_depends_on_key_and_group_not_on_the_batch(group):

@@ -6,15 +6,22 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from hybridflow.kernels.library import call, serves
+from hybridflow.kernels.triton_support import runs_triton_elementwise
 
 ROW_CHUNKS = 64
 """Number of partial sums of the gradient of a norm's weight; fixed, so that results do not depend on threads."""
+WIDEST = 1 << 14
+"""Largest width of the Triton kernel of the norm, which holds a row in the registers of one program."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return weight * x / sqrt(mean(x^2) + epsilon) over the last axis (Zhang and Sennrich, 2019); x (..., width)."""
     if serves(x) and weight.dtype == x.dtype and weight.shape == x.shape[-1:]:
         return _RMSNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _normed(x, weight, epsilon)[1]
+    if runs_triton_elementwise(x) and weight.dtype == x.dtype and x.shape[-1] <= WIDEST:
+        from hybridflow.kernels.triton_elementwise import norm
+
+        return norm(x, weight, epsilon)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
@@ -26,6 +33,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if serves(x) and cos.dtype == sin.dtype == torch.float32:
         return _Rotary.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin, 1.0)
+    if runs_triton_elementwise(x) and cos.dtype == sin.dtype == torch.float32:
+        from hybridflow.kernels.triton_elementwise import rotate
+
+        return rotate(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -35,6 +46,10 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer, 2020)."""
     if serves(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
         return _SiluMul.apply(gate, up) if torch.is_grad_enabled() else _gated(gate, up)
+    if runs_triton_elementwise(gate) and gate.dtype == up.dtype and gate.shape == up.shape:
+        from hybridflow.kernels.triton_elementwise import multiply_gated
+
+        return multiply_gated(gate, up)
     return silu(gate) * up
 
 

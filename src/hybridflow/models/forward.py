@@ -22,6 +22,7 @@ from hybridflow.kernels import Decoder, rms_norm, rotary, silu_mul
 from hybridflow.models.attention import AttentionPlan
 from hybridflow.models.decoder import decoder_of
 from hybridflow.models.kv_cache import DecodePlan
+from hybridflow.models.paged_kv_cache import PagedDecodePlan
 from hybridflow.models.parameters import local
 from hybridflow.models.support import FUSED_FAMILIES, has_angles_of_length
 from hybridflow.models.tensor_parallel import TensorRanks, VocabularyRanks
@@ -35,6 +36,9 @@ MAX_LOGITS = 1 << 28
 
 class Forward(Protocol):
     """The forward pass as engines call it."""
+
+    is_capturable: bool
+    """Whether the host reads no value from a GPU in `decode` with a PagedDecodePlan: it can be a CUDA graph."""
 
     @property
     def vocabulary(self) -> VocabularyRanks | None:
@@ -72,7 +76,7 @@ class Forward(Protocol):
         """
         ...
 
-    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+    def decode(self, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
         """Append tokens (rows,) to the rows of the plan, and compute the logits (rows, vocabulary) of the next tokens.
 
         The keys and values of the tokens are added to the plan's cache. No gradient.
@@ -114,6 +118,7 @@ class OwnForward:
     """The forward pass of the model's code, for any family that `load_causal_lm` accepts."""
 
     vocabulary = None
+    is_capturable = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -153,7 +158,7 @@ class OwnForward:
         logits = self(input_ids, logits_to_keep=kept, **arguments)
         return read(logits[0] if is_packed else logits[rows, offsets - first], slice(None))
 
-    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+    def decode(self, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
         """Compute the logits that follow one more token per row."""
         return _decode(self, tokens, plan)
 
@@ -176,6 +181,8 @@ class FusedForward:
 
     In a sharded model it replaces the `forward` of the modules.
     """
+
+    is_capturable = True
 
     def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
         self.model, self.max_logits, self._tensor = model, MAX_LOGITS, tensor
@@ -214,9 +221,9 @@ class FusedForward:
         """Free the compiled decoder."""
         self._decoder = None
 
-    def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
+    def decode(self, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
         """Compute the logits that follow one more token per row, with the compiled decoder if there is one."""
-        if self._decoder is None:
+        if self._decoder is None or not isinstance(plan, DecodePlan):
             return _decode(self, tokens, plan)
         cache, angles = plan.cache, self._angles_up_to(plan.longest)
         return self._decoder(tokens, plan.ends, plan.longest, cache.keys, cache.values, *angles)
@@ -351,6 +358,8 @@ class FusedForward:
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin at these positions, (tokens, head_dim / 2) each."""
+        if positions.device.type != "cpu":  # the size of a table would be a read by the host
+            return _angles(self._body, positions, self._angle_dtype)
         cos, sin = self._angles_up_to(int(positions.max()))
         return cos[positions], sin[positions]
 
@@ -358,12 +367,15 @@ class FusedForward:
         """Return cos and sin (at least position + 1, head_dim / 2) from a table that grows as needed."""
         if self._angles is None or len(self._angles[0]) <= position:
             size = 1 << position.bit_length()
-            dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-            self._angles = _angles(self._body, torch.arange(size, device=self.model.device), dtype)
+            self._angles = _angles(self._body, torch.arange(size, device=self.model.device), self._angle_dtype)
         return self._angles
 
+    @property
+    def _angle_dtype(self) -> torch.dtype:
+        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
 
-def _decode(forward: Forward, tokens: Tensor, plan: DecodePlan) -> Tensor:
+
+def _decode(forward: Forward, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
     """Decode by the forward pass of a batch with one token per row."""
     return forward(tokens[:, None], position_ids=plan.ends[:, None], attention_plan=plan)[:, -1]
 

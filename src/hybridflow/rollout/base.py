@@ -88,8 +88,9 @@ class RolloutEngine(Protocol):
     def step(self) -> None:
         """Admit waiting requests, then advance every running sequence by one token.
 
-        Raises RolloutError if the model's logits are not finite. After any error, unfinished requests restart from
-        their prompts and get the same tokens as without the error.
+        Raises RolloutError if the model's logits are not finite. An engine that does not wait for each token reports
+        this, and sequences that stop, up to a few steps later; sequences that reach `max_new_tokens` at once. After any
+        error, unfinished requests restart from their prompts and get the same tokens as without the error.
         """
         ...
 

@@ -62,7 +62,7 @@ class DecodingBatch:
     def admit(self, requests: Sequence[Request]) -> None:
         """Compute each prompt once and add a row for every sequence of its group."""
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
-        for requests_of_pass in _split_by_prompt_tokens(requests):
+        for requests_of_pass in split_by_prompt_tokens(requests):
             self._prefill(requests_of_pass, capacity=longest)
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
         device = self._counts.device
@@ -192,7 +192,7 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _split_by_prompt_tokens(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def split_by_prompt_tokens(requests: Sequence[Request]) -> Iterator[list[Request]]:
     """Yield consecutive requests of at most PREFILL_TOKENS prompt tokens together."""
     part: list[Request] = []
     used = 0

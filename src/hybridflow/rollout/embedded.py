@@ -1,11 +1,10 @@
 """The embedded rollout engine: generation with the trainer's own model and weights, in its process.
 
-Requests wait until there is room. Sequences with equal sampling parameters (except their lengths) decode as a batch.
+Requests wait until there is room. Running sequences decode on a CPU in `DecodingBatches`, elsewhere in `PagedDecoding`.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,12 +13,14 @@ from transformers import PreTrainedModel
 from hybridflow.errors import RolloutConfigError, RolloutError
 from hybridflow.models import forward_of, placeholder
 from hybridflow.models.kv_cache import PrefillPlan
-from hybridflow.rollout.base import Completion, Request, SamplingParams, SleepingPart
-from hybridflow.rollout.decoding_batch import DecodingBatch
+from hybridflow.rollout.base import Completion, Request, SleepingPart
+from hybridflow.rollout.decoding import Decoding
+from hybridflow.rollout.decoding_batches import DecodingBatches
 from hybridflow.rollout.loading import Loading, require_announced
+from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.runtime import naming_out_of_memory
+from hybridflow.runtime import free_cached_memory, naming_out_of_memory
 
 LESS_MEMORY = (
     "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
@@ -32,6 +33,8 @@ class EmbeddedRollout:
 
     `shares_model`: the model is the trainer's own, so its weights are never freed here. With `pack_weights`, a CPU
     generates from a copy of the weights in the memory order of its matrix products, which exists while sequences run.
+    `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. Then
+    `kv_cache_bytes` is the memory of keys and values; 0: the share `memory_share` of the free memory (1 GiB on a CPU).
     """
 
     def __init__(
@@ -42,6 +45,9 @@ class EmbeddedRollout:
         pack_weights: bool = True,
         shares_model: bool = True,
         tokenizer: Decoder | None = None,
+        kv_cache_bytes: int = 0,
+        memory_share: float = 0.5,
+        paged: bool | None = None,
     ) -> None:
         if max_running_sequences < 1:
             raise RolloutConfigError(
@@ -49,6 +55,8 @@ class EmbeddedRollout:
             )
         self.model = model
         self._forward = forward_of(model)
+        self._paged = paged
+        self._memory = {"kv_cache_bytes": kv_cache_bytes, "memory_share": memory_share}
         self._pack_weights = pack_weights
         self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
@@ -58,7 +66,7 @@ class EmbeddedRollout:
         self._loaded: dict[str, Tensor] = {}
         self.max_running_sequences = max_running_sequences
         self._waiting: deque[Request] = deque()
-        self._running: list[DecodingBatch] = []
+        self._running: Decoding | None = None  # while there are unfinished requests, from the first step on
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
         self._unfinished: dict[int, _Progress] = {}  # in the order of submission
         self._num_submitted = 0
@@ -91,12 +99,13 @@ class EmbeddedRollout:
         if self.version is None:
             raise RolloutError("the engine has no weights to generate with; load them first.")
         try:
-            if self._pack_weights and not self._is_packed:
+            self._running = self._running or self._new_decoding()
+            if self._pack_weights and not self._is_packed and not self._is_paged():
                 self._forward.pack_weights()
                 self._is_packed = True
             with naming_out_of_memory("generation", self.model.device, LESS_MEMORY, RolloutError):
-                self._admit()
-                self._finish([done for batch in self._running for done in batch.advance(self.version)])
+                self._admit(self._running)
+                self._finish(self._running.advance(self.version))
         except BaseException:
             self._restart_requests()
             raise
@@ -111,7 +120,7 @@ class EmbeddedRollout:
         if request_id not in self._unfinished:
             raise RolloutError(f"request {request_id} is neither waiting nor running; it cannot be aborted.")
         try:
-            stopped = [done for batch in self._running for done in batch.abort(request_id)]
+            stopped = self._running.abort(request_id) if self._running else []
             for request in self._waiting:
                 if request.request_id == request_id:
                     stopped += [Completion(request_id, i, finish_reason="abort") for i in range(request.group_size)]
@@ -137,6 +146,8 @@ class EmbeddedRollout:
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
         self._is_packed = False
+        if self._running:
+            self._running.use_new_weights()
         self.version = version
 
     def abandon_loading(self) -> None:
@@ -174,47 +185,59 @@ class EmbeddedRollout:
         self._is_packed = False
         self.version = None
 
-    def _admit(self) -> None:
-        """Start waiting requests that fit, in order; requests with equal sampling, except length, share a batch."""
-        room = self.max_running_sequences - sum(batch.num_running for batch in self._running)
-        admitted: dict[SamplingParams, list[Request]] = {}  # by sampling parameters, without the length
-        while self._waiting and self._waiting[0].group_size <= room:
-            request = self._waiting.popleft()
-            room -= request.group_size
-            admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
-        for sampling, requests in admitted.items():
-            batch = next((batch for batch in self._running if batch.sampling == sampling), None)
-            if batch is None:
-                batch = DecodingBatch(self._forward, self.model.device, self.model.dtype, sampling, self._stop_strings)
-                self._running.append(batch)
-            batch.admit(requests)
+    def _is_paged(self) -> bool:
+        """Whether keys and values are in pages: on the device of the weights, which an idle trainer may offload."""
+        return self.model.device.type != "cpu" if self._paged is None else self._paged
+
+    def _new_decoding(self) -> Decoding:
+        """Return the way to decode on the device of the weights, without memory for sequences."""
+        if not self._is_paged():
+            return DecodingBatches(self._forward, self.model.device, self.model.dtype, self._stop_strings)
+        return PagedDecoding(
+            self._forward,
+            self.model,
+            max_running_sequences=self.max_running_sequences,
+            stop_strings=self._stop_strings,
+            **self._memory,
+        )
+
+    def _admit(self, running: Decoding) -> None:
+        """Start waiting requests that fit, in order."""
+        running.admit(self._waiting, self.max_running_sequences - running.num_running)
 
     def _finish(self, completions: list[Completion]) -> None:
-        """Record the completions of one step or of an abort."""
+        """Record the completions of one step or of an abort.
+
+        A sequence that was finished before its request restarted is ignored; with new weights it may end last.
+        """
+        completions = [completion for completion in completions if completion.request_id in self._unfinished]
         for completion in sorted(completions, key=lambda c: (self._unfinished[c.request_id].order, c.index)):
             progress = self._unfinished[completion.request_id]
-            if completion.index in progress.finished:  # finished before its request was restarted
+            if completion.index in progress.finished:
                 continue
             self._finished[completion.request_id, completion.index] = completion
             progress.finished.add(completion.index)
         for request_id in {completion.request_id for completion in completions}:
             if self._unfinished[request_id].is_complete():
                 del self._unfinished[request_id]
-        self._running = [batch for batch in self._running if batch.num_running]
         if not self._unfinished:
-            self._forward.drop_packed_weights()
-            self._is_packed = False
+            self._free()
+
+    def _free(self) -> None:
+        """Free the memory of running sequences."""
+        self._running = None
+        self._forward.drop_packed_weights()
+        self._is_packed = False
+        free_cached_memory()
 
     def _restart_requests(self) -> None:
         """Stop all sequences after an error and queue every unfinished request again.
 
         Its tokens will be the same, since noise depends only on request, index and position.
         """
-        self._running = []
         self._unfinished = {key: progress for key, progress in self._unfinished.items() if not progress.is_complete()}
         self._waiting = deque(progress.request for progress in self._unfinished.values())
-        self._forward.drop_packed_weights()
-        self._is_packed = False
+        self._free()
 
 
 class _Progress:

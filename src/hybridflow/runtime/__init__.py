@@ -9,6 +9,7 @@ from hybridflow.runtime.allocator import (
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
 from hybridflow.runtime.device import (
     free_cached_memory,
+    free_device_memory,
     own_device,
     require_dtype,
     require_visible_devices,
@@ -26,7 +27,7 @@ from hybridflow.runtime.random_state import (
     seed_random_state,
     unchanged_random_state,
 )
-from hybridflow.runtime.random_streams import derive_seed, uniform
+from hybridflow.runtime.random_streams import derive_seed, uniform, uniform_state
 from hybridflow.runtime.rendezvous import group_store, new_store_name, open_store, provide_stores
 from hybridflow.runtime.safetensors_header import sort_metadata
 from hybridflow.runtime.side_stream import SideStream
@@ -47,6 +48,7 @@ __all__ = [
     "describe_memory",
     "did_you_mean",
     "free_cached_memory",
+    "free_device_memory",
     "fsync_path",
     "group_store",
     "is_out_of_memory",
@@ -77,6 +79,7 @@ __all__ = [
     "sort_metadata",
     "unchanged_random_state",
     "uniform",
+    "uniform_state",
     "use_own_device",
     "write_bytes_atomically",
     "write_text_atomically",

@@ -17,6 +17,14 @@ def free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def free_device_memory(device: "torch.device") -> int:
+    """Return the memory of a CUDA device that is free, in bytes, after releasing what PyTorch caches."""
+    import torch
+
+    free_cached_memory()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def use_own_device() -> None:
     """Make `own_device` the current CUDA device; without it, PyTorch takes the device with the index LOCAL_RANK.
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from hybridflow.errors import AlgorithmError
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
 _UNIFORM_DOMAIN = 0x756E69666F726D00
 _SEED_DOMAIN = 0x7365656400000000
@@ -30,6 +30,14 @@ def uniform(*keys: int | np.ndarray) -> np.ndarray:
     return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
+def uniform_state(*keys: int | np.ndarray) -> np.ndarray:
+    """Return the uint64 state of `uniform` after these keys, when exactly one more key follows.
+
+    `hybridflow.runtime.random_tensors.uniform_after` adds the last key on any device.
+    """
+    return _mixed_bits(_UNIFORM_DOMAIN, keys, more=1)
+
+
 def derive_seed(*keys: int) -> int:
     """Return a seed in [0, 2**63) for a separate generator, independent of `uniform` with the same keys."""
     bits = _mixed_bits(_SEED_DOMAIN, keys)
@@ -40,20 +48,21 @@ def derive_seed(*keys: int) -> int:
     return int(bits) >> 1
 
 
-def _mixed_bits(domain: int, keys: tuple[Any, ...]) -> np.ndarray:
+def _mixed_bits(domain: int, keys: tuple[Any, ...], *, more: int = 0) -> np.ndarray:
+    """Return the state after these keys, of which `more` are still to follow."""
     if not keys:
         raise AlgorithmError("no key was given; give at least one integer key, for example uniform(seed, step).")
-    state = np.asarray(domain + len(keys), dtype=np.uint64)
+    state = np.asarray(domain + len(keys) + more, dtype=np.uint64)
     with np.errstate(over="ignore"):  # arithmetic is modulo 2**64
         state = _mix(state)
         for position, key in enumerate(keys):
-            state = _mix(state ^ _mix(_as_uint64(position, key) + _GOLDEN))
+            state = _mix(state ^ _mix(_as_uint64(position, key) + GOLDEN))
     return state
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * _MULTIPLIER_1
-    x = (x ^ (x >> np.uint64(27))) * _MULTIPLIER_2
+    x = (x ^ (x >> np.uint64(30))) * MULTIPLIER_1
+    x = (x ^ (x >> np.uint64(27))) * MULTIPLIER_2
     return np.asarray(x ^ (x >> np.uint64(31)))
 
 

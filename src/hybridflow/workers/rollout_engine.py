@@ -31,6 +31,8 @@ def build_rollout_engine(
             pack_weights=rollout.pack_weights,
             shares_model=shares_model,
             tokenizer=tokenizer,
+            kv_cache_bytes=rollout.kv_cache_bytes,
+            memory_share=rollout.gpu_memory_utilization,
         )
     from hybridflow.rollout.vllm import VLLMRollout
 

@@ -43,12 +43,14 @@ class RolloutConfig(Section):
         "data.max_response_length.",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="vllm: share of GPU memory used during generation, weights included."
+        default=0.5,
+        description="vllm: share of GPU memory used during generation, weights included. embedded, on a GPU: share of "
+        "the memory that is free when generation starts, for keys and values.",
     )
     kv_cache_bytes: NonNegative = Field(
         default=0,
-        description="vllm: memory of the KV cache on each rank, in bytes; 0: what gpu_memory_utilization leaves (1 GiB "
-        "on a CPU).",
+        description="Memory of the KV cache on each rank, in bytes; 0: what gpu_memory_utilization leaves (vllm on a "
+        "CPU: 1 GiB). embedded on a CPU takes what its sequences need.",
     )
     enforce_eager: bool = Field(
         default=False,

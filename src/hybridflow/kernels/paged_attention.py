@@ -1,0 +1,59 @@
+"""Attention of one new token per row to keys and values in pages: a Triton kernel on a GPU, else PyTorch.
+
+A page holds the keys (or values) of `page_size` consecutive tokens of one row, (page_size, kv_heads, dim); a row's
+table lists its pages in the order of its tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridflow.kernels.triton_support import runs_triton
+
+LARGEST_HEAD_BYTES = 512
+"""Largest size of one head's key in the Triton kernel, whose blocks must fit into shared memory."""
+
+
+def append_to_pages(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write keys and values (tokens, kv_heads, dim) into pages (pages, page_size, kv_heads, dim).
+
+    slots: (tokens,) int64, distinct; token i goes to place `slots[i] % page_size` of page `slots[i] // page_size`.
+    """
+    if runs_triton(key) and key.shape == value.shape:
+        from hybridflow.kernels.triton_paged_attention import append
+
+        append(key, value, keys, values, slots)
+        return
+    keys.flatten(0, 1).index_copy_(0, slots, key)
+    values.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counts: Tensor, scaling: float
+) -> Tensor:
+    """Compute the attention of each row's query to the row's first `counts` tokens, (rows, heads, value_dim).
+
+    query (rows, heads, dim); keys and values (pages, page_size, kv_heads, dim or value_dim), where kv_heads divides
+    heads; tables (rows, pages per row) int32; counts (rows,) int64, from 1 to the tokens of a whole table. Entries of
+    a table after the row's last page, and places after its last token, are not used. No gradient.
+    """
+    is_small = keys.shape == values.shape and query.shape[-1] * query.element_size() <= LARGEST_HEAD_BYTES
+    if is_small and runs_triton(query):
+        from hybridflow.kernels.triton_paged_attention import attend
+
+        return attend(query, keys, values, tables, counts, scaling)
+    return _by_gathering(query, keys, values, tables, counts, scaling)
+
+
+def _by_gathering(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counts: Tensor, scaling: float
+) -> Tensor:
+    """Copy the pages of each row side by side, and attend by two matrix products in float32 or float64."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    rows, heads, _ = query.shape
+    key, value = (x[tables.long()].flatten(1, 2).transpose(1, 2).to(dtype) for x in (keys, values))
+    kv_heads, longest = key.shape[1:3]  # key (rows, kv_heads, longest, dim)
+    unseen = torch.arange(longest, device=counts.device) >= counts[:, None]
+    grouped = (query.to(dtype) * scaling).reshape(rows, kv_heads, heads // kv_heads, -1)
+    weights = (grouped @ key.mT).masked_fill(unseen[:, None, None], -torch.inf).softmax(-1)
+    value = value.masked_fill(unseen[:, None, :, None], 0.0)  # unused places may hold NaN
+    return (weights @ value).flatten(1, 2).to(query.dtype)

@@ -1,0 +1,120 @@
+"""Keys and values in pages, so that memory follows the real lengths of sequences, and the plans that use them.
+
+The host assigns pages; the device reads each row's pages from a table. Responses of a group share the whole pages of
+their prompt.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
+from hybridflow.models.attention import PackedPlan
+from hybridflow.models.kv_cache import PrefillPlan
+
+PAGE_SIZE = 32
+"""Tokens in a page."""
+
+
+def pages_of(tokens: int) -> int:
+    """Return the number of pages that hold this many tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+class PageTable:
+    """The free and used pages, on the host; several sequences may use one page."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.count = count
+        self._free = list(range(first + count - 1, first - 1, -1))
+        self._users: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """The number of pages without a user."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` free pages, each with one user; at most `num_free`."""
+        pages = [self._free.pop() for _ in range(count)]
+        self._users.update(dict.fromkeys(pages, 1))
+        return pages
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """Add one user to each page, and return the pages."""
+        for page in pages:
+            self._users[page] += 1
+        return list(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove one user of each page; a page without users is free."""
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                self._free.append(page)
+
+
+class PagedKVCache:
+    """Keys and values by layer, (pages, PAGE_SIZE, kv_heads, dim), of the shapes and dtype of `like`.
+
+    `like` is a plan that has computed at least one token. The first `num_scratch` pages are written by rows that do
+    not run, and never read by others.
+    """
+
+    def __init__(self, like: PrefillPlan, num_pages: int, num_scratch: int) -> None:
+        def allocated(x: Tensor) -> Tensor:
+            return x.new_empty(num_scratch + num_pages, PAGE_SIZE, *x.shape[1:])
+
+        layers = range(len(like.keys))
+        self.keys = [allocated(like.keys[layer]) for layer in layers]
+        self.values = [allocated(like.values[layer]) for layer in layers]
+        self.table = PageTable(num_scratch, num_pages)
+
+    @staticmethod
+    def page_bytes(like: PrefillPlan) -> int:
+        """Return the memory of one page in all layers, in bytes."""
+        tensors = (*like.keys.values(), *like.values.values())
+        return PAGE_SIZE * sum(x[0].numel() * x.element_size() for x in tensors)
+
+
+class PagedPrefillPlan:
+    """Packed causal attention over prompts that writes their keys and values into pages.
+
+    Token `tokens[i]` of the packed prompts goes to slot `slots[i]` (page * PAGE_SIZE + place), (copies,) int64 each.
+    """
+
+    def __init__(self, cache: PagedKVCache, lengths: Sequence[int], tokens: Tensor, slots: Tensor) -> None:
+        self._cache, self._tokens, self._slots = cache, tokens, slots
+        self._packed = PackedPlan.from_lengths(lengths)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Write the keys and values of one layer, and compute its attention."""
+        new_key, new_value = (x[0].transpose(0, 1)[self._tokens] for x in (key, value))
+        append_to_pages(new_key, new_value, self._cache.keys[layer], self._cache.values[layer], self._slots)
+        return self._packed.attend(layer, query, key, value, scaling)
+
+
+class PagedDecodePlan:
+    """Attention of one new token in each row, to all tokens of its row.
+
+    tables: (rows, pages) int32; ends: (rows,) int64, the numbers of tokens before the new one; running: (rows,) bool.
+    Rows that do not run write to scratch pages, and their outputs are unused. All shapes are fixed, and no value is
+    read by the host.
+    """
+
+    def __init__(self, cache: PagedKVCache, tables: Tensor, ends: Tensor, running: Tensor) -> None:
+        self._cache, self._tables = cache, tables
+        self.ends = ends * running
+        self._counts = self.ends + 1
+        page = tables.gather(1, self.ends[:, None] // PAGE_SIZE).squeeze(1)
+        slot = page * PAGE_SIZE + self.ends % PAGE_SIZE
+        self._slots = torch.where(running, slot, torch.arange(len(ends), device=ends.device))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Write the new keys and values of one layer, and compute its attention."""
+        query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        append_to_pages(key, value, keys, values, self._slots)
+        return paged_attention(query, keys, values, self._tables, self._counts, scaling).unsqueeze(1)

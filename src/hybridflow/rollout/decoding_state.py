@@ -1,0 +1,125 @@
+"""The state of decoding rows in buffers of fixed address, and one step on it that never waits for the host.
+
+tokens ──> forward (keys and values into pages) ──> logits ──> noise, sampling ──> emitted[step]
+   ^                                                               │
+   └────────── next tokens, lengths, which rows still run <────────┘
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hybridflow.kernels.triton_support import generation_kernels
+from hybridflow.models import Forward
+from hybridflow.models.paged_kv_cache import PagedDecodePlan, PagedKVCache
+from hybridflow.rollout.row_sampling import RowRules, SamplingKinds, sample_rows
+from hybridflow.runtime.random_tensors import uniform_after
+
+NO_TOKEN = -1
+"""What a row that does not run emits."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The fixed shapes of a step: its first `rows` rows, with `pages` pages each, and the kinds of sampling."""
+
+    rows: int
+    pages: int
+    kinds: SamplingKinds
+
+
+class DecodingState:
+    """Device buffers of up to `max_rows` rows, and of what they emit in up to `num_steps` steps.
+
+    Rows by name, (max_rows, ...): the last `tokens`, of which keys and values are not computed yet; `lengths` before
+    it; the `positions` of the next token in the response, and where the response `ends`; whether the row is `running`;
+    the state of its `noise`; its sampling parameters, `stop_ids` (padded with NO_TOKEN) and page `tables`.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int, num_steps: int, log_prob_dtype: torch.dtype) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+        self.rows = {name: zeros() for name in ("tokens", "lengths", "positions", "ends", "noise", "top_k")}
+        self.rows |= {name: zeros(dtype=torch.float64) for name in ("temperatures", "top_p")}
+        self.rows |= {"running": zeros(dtype=torch.bool), "stop_ids": zeros(0), "tables": zeros(1, dtype=torch.int32)}
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.emitted = torch.full((num_steps, max_rows), NO_TOKEN, device=device)
+        self.log_probs = torch.zeros(num_steps, max_rows, dtype=log_prob_dtype, device=device)
+
+    def widen(self, *, stop_ids: int, tables: int) -> bool:
+        """Give rows at least these numbers of stop ids and pages; return whether buffers have moved."""
+        moved = False
+        for name, width in (("stop_ids", stop_ids), ("tables", tables)):
+            if (old := self.rows[name]).shape[1] < width:
+                self.rows[name], moved = pad(old, (0, width - old.shape[1]), value=_filling(name)), True
+        return moved
+
+    def write(self, places: Sequence[int], **values: Any) -> None:
+        """Set named values of rows, one for each place; of `stop_ids` and `tables` a sequence for each place."""
+        device = self.step.device
+        index = torch.tensor(places, dtype=torch.int64, device=device)
+        for name, value in values.items():
+            buffer = self.rows[name]
+            if buffer.dim() == 2:
+                value = _padded(value, buffer.shape[1], _filling(name))
+            self.rows[name][index] = torch.as_tensor(value, dtype=buffer.dtype).to(device)
+
+    def write_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """Set entries of the tables: (place, column, page) each."""
+        place, column, page = torch.tensor(entries, dtype=torch.int64, device=self.step.device).T
+        self.rows["tables"][place, column] = page.to(torch.int32)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy rows to other places; the old places stop running."""
+        where = torch.tensor([sources, targets], dtype=torch.int64, device=self.step.device)
+        for buffer in self.rows.values():
+            buffer[where[1]] = buffer[where[0]]
+        self.stop(sources)
+
+    def stop(self, places: Sequence[int]) -> None:
+        """End rows from the host."""
+        self.write(places, running=[False] * len(places))
+
+    def read(self, num_steps: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the device; return and clear what was emitted: tokens and log-probs (num_steps, num_rows)."""
+        emitted, log_probs = (x[:num_steps, :num_rows].to("cpu", copy=True) for x in (self.emitted, self.log_probs))
+        self.emitted.fill_(NO_TOKEN)
+        self.step.zero_()
+        return emitted.numpy(), log_probs.numpy()
+
+
+def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, shape: StepShape) -> None:
+    """Add one token to every running row among the first ones. No value is read by the host."""
+    rows = {name: buffer[: shape.rows] for name, buffer in state.rows.items()}
+    running = rows["running"]
+    plan = PagedDecodePlan(cache, rows["tables"][:, : shape.pages], rows["lengths"], running)
+    with generation_kernels():
+        logits = forward.decode(rows["tokens"], plan)
+    rules = RowRules(rows["temperatures"], rows["top_k"], rows["top_p"])
+    tokens, log_probs = sample_rows(logits, uniform_after(rows["noise"], rows["positions"]), rules, shape.kinds)
+    state.emitted[:, : shape.rows].index_copy_(0, state.step, tokens.masked_fill(~running, NO_TOKEN)[None])
+    state.log_probs[:, : shape.rows].index_copy_(0, state.step, log_probs[None])
+    state.step += 1
+    rows["tokens"].copy_(torch.where(running, tokens, rows["tokens"]))
+    rows["lengths"] += running
+    rows["positions"] += running
+    has_stopped = (tokens[:, None] == rows["stop_ids"]).any(1)
+    running &= ~has_stopped & (rows["positions"] < rows["ends"])
+
+
+def _filling(name: str) -> int:
+    return NO_TOKEN if name == "stop_ids" else 0
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int, filling: int) -> np.ndarray:
+    """Return rows of different lengths, filled up on the right."""
+    padded = np.full((len(rows), width), filling)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded

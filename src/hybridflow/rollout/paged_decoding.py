@@ -1,0 +1,344 @@
+"""Decoding on a GPU: all sequences in one step of fixed shapes, with keys and values in pages.
+
+The host does not wait for single tokens. It knows how long each row can be at most, assigns pages a few steps ahead,
+and reads what the rows emitted every few steps.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hybridflow.errors import RolloutConfigError
+from hybridflow.kernels.triton_support import generation_kernels
+from hybridflow.models import Forward
+from hybridflow.models.kv_cache import PrefillPlan
+from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
+from hybridflow.rollout.base import Completion, Request, not_finite
+from hybridflow.rollout.decoding_batch import split_by_prompt_tokens
+from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
+from hybridflow.rollout.row_sampling import SamplingKinds
+from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
+from hybridflow.rollout.step_graphs import StepGraphs
+from hybridflow.rollout.stop_strings import StopStrings
+from hybridflow.runtime import free_device_memory, uniform_state
+
+READ_EVERY = 8
+"""Steps between two reads of the device; a row that stops stays in the steps until then, and emits nothing."""
+
+SMALLEST_TABLE = 8
+"""The smallest number of pages per row that a step has; larger ones are powers of two."""
+
+HOST_MEMORY = 2**30
+"""Memory of keys and values on a CPU, in bytes."""
+
+
+class PagedDecoding:
+    """All running sequences of an engine; memory is allocated with the first request and freed with the object.
+
+    `kv_cache_bytes` bounds the memory of keys and values; 0: the share `memory_share` of the memory that is free. On a
+    CUDA device with a fused forward pass, steps are CUDA graphs. A request is admitted as a whole. If pages run out,
+    the request that was admitted last waits again and restarts; its tokens will be the same.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        model: PreTrainedModel,
+        *,
+        max_running_sequences: int,
+        stop_strings: StopStrings,
+        kv_cache_bytes: int = 0,
+        memory_share: float = 0.5,
+        read_every: int = READ_EVERY,
+    ) -> None:
+        self._forward, self._device, self._stop_strings = forward, model.device, stop_strings
+        self._kv_cache_bytes, self._memory_share, self._read_every = kv_cache_bytes, memory_share, read_every
+        self._sizes = row_sizes(max_running_sequences)
+        log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
+        self._state = DecodingState(self._device, self._sizes[-1], read_every, log_prob_dtype)
+        self._graphs = StepGraphs(captures=self._device.type == "cuda" and forward.is_capturable)
+        self._cache: PagedKVCache | None = None
+        self._rows: list[RunningRow | None] = []  # by place in the device's buffers; the last one runs
+        self._num_admitted = 0
+        self._is_full = False  # pages were missing since the last read
+        self._versions: list[int] = []  # of the steps since the last read
+        self._due = 0  # the step after the last read at which a row reaches its limit
+        self._shape = StepShape(1, SMALLEST_TABLE, SamplingKinds())
+
+    @property
+    def num_running(self) -> int:
+        """The number of sequences that run, as far as the host knows."""
+        return sum(row is not None for row in self._rows)
+
+    def admit(self, waiting: deque[Request], room: int) -> None:
+        """Start requests from the left of `waiting`; after a read, first give running rows pages for their next steps.
+
+        If a request loses its pages, no other is started in the same call.
+        """
+        is_after_read = not self._versions
+        if is_after_read:
+            self._is_full = self._extend_tables(waiting)
+        admitted: list[tuple[int, RunningRow]] = []
+        while not self._is_full and waiting and waiting[0].group_size <= room:
+            if not self._has_pages(waiting):
+                self._is_full = True
+                break
+            request = waiting.popleft()
+            room -= request.group_size
+            admitted += self._reserve(request)
+        if admitted:
+            self._start(admitted)
+        if admitted or is_after_read:
+            self._plan_steps()
+
+    def advance(self, version: int) -> list[Completion]:
+        """Run one step; every few steps, and when a row reaches its limit, return the rows that have ended.
+
+        Raises RolloutError if a row's logits were not finite.
+        """
+        if not self._rows:
+            return []
+        cache, state, shape = self._cache, self._state, self._shape
+        assert cache is not None
+        self._graphs.run(shape, lambda: decode_step(self._forward, cache, state, shape))
+        self._versions.append(version)
+        if len(self._versions) < min(self._read_every, self._due):
+            return []
+        done = self._read()
+        for row in self._rows:
+            if row and not row.is_finite:
+                raise not_finite(row.request.request_id)
+        return done
+
+    def abort(self, request_id: int) -> list[Completion]:
+        """End the rows of a request with their tokens so far; rows of any request may have ended before."""
+        done = self._read()
+        places = [place for place, row in enumerate(self._rows) if row and row.request.request_id == request_id]
+        return done + [row.completion("abort") for row in self._remove(places)]
+
+    def use_new_weights(self) -> None:
+        """Capture steps again, since the addresses of the weights may have changed."""
+        self._graphs.clear()
+
+    def _read(self) -> list[Completion]:
+        """Take what the rows have emitted since the last read; remove and return those that have ended."""
+        if not self._versions:
+            return []
+        emitted, log_probs = self._state.read(len(self._versions), len(self._rows))
+        counts = (emitted != NO_TOKEN).sum(0)
+        is_finite: np.ndarray = (np.isfinite(log_probs) | (emitted == NO_TOKEN)).all(axis=0)
+        columns = zip(self._rows, *(x.tolist() for x in (emitted.T, log_probs.T, counts, is_finite)), strict=True)
+        done, ended = [], []
+        for place, (row, tokens, values, count, finite) in enumerate(columns):
+            if row is None:
+                continue
+            steps = slice(row.since, row.since + count)
+            row.extend(tokens[steps], values[steps], self._versions[steps])
+            row.since, row.is_finite = 0, row.is_finite and finite
+            reason = row.end(count, self._stop_strings)
+            if row.is_finite and reason:
+                done.append(row.completion(reason))
+                ended.append(place)
+        self._versions = []
+        self._remove(ended)
+        return done
+
+    def _remove(self, places: list[int]) -> list[RunningRow]:
+        """Free the places and the pages of rows, and return the rows."""
+        rows = [row for place in places if (row := self._rows[place])]
+        for place, row in zip(places, rows, strict=True):
+            self._pages.release(row.pages)
+            self._rows[place] = None
+        while self._rows and self._rows[-1] is None:
+            self._rows.pop()
+        if places:
+            self._state.stop(places)
+        return rows
+
+    # ------------------------------------------------------------------------------------ pages and places
+
+    @property
+    def _pages(self) -> PageTable:
+        assert self._cache is not None
+        return self._cache.table
+
+    def _has_pages(self, waiting: deque[Request]) -> bool:
+        """Return whether the next request fits and leaves a free page for each running row that grows.
+
+        Raises RolloutConfigError if it never fits.
+        """
+        request = waiting[0]
+        if not self._rows:
+            if self._cache is None or most_pages(request) > self._pages.count:
+                self._allocate(waiting)
+            return True
+        needed = shared_pages(request) + request.group_size * first_pages(request, self._read_every)
+        growing = sum(row.missing_pages(row.remaining) > 0 for row in self._rows if row)
+        return most_pages(request) <= self._pages.count and needed + growing <= self._pages.num_free
+
+    def _allocate(self, waiting: deque[Request]) -> None:
+        """Allocate pages for as many of the longest waiting sequence as may run, but at most what memory allows."""
+        self._graphs.clear()
+        self._cache = None
+        like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        self._forward(zero, position_ids=zero, attention_plan=like)
+        page_bytes, num_scratch = PagedKVCache.page_bytes(like), pages_of(self._sizes[-1])
+        free = HOST_MEMORY if self._device.type == "cpu" else int(self._memory_share * free_device_memory(self._device))
+        budget = self._kv_cache_bytes or free
+        request, needed = waiting[0], most_pages(waiting[0])
+        wanted = self._sizes[-1] * max(pages_of(final_length(request)) for request in waiting)
+        num_pages = min(max(wanted, needed), budget // page_bytes - num_scratch)
+        if num_pages < needed:
+            raise RolloutConfigError(
+                f"request {request.request_id}: {request.group_size} sequences of up to {final_length(request)} tokens "
+                f"need {(needed + num_scratch) * page_bytes} bytes of keys and values, but {budget} are allowed; raise "
+                f"rollout.kv_cache_bytes={self._kv_cache_bytes} (0: rollout.gpu_memory_utilization="
+                f"{self._memory_share} of the free memory), or lower data.max_response_length."
+            )
+        try:
+            self._cache = PagedKVCache(like, num_pages, num_scratch)
+        except torch.OutOfMemoryError as error:
+            raise RolloutConfigError(
+                f"{(num_pages + num_scratch) * page_bytes} bytes of keys and values do not fit into the free memory of "
+                f"{self._device}; lower rollout.kv_cache_bytes={self._kv_cache_bytes} (0: "
+                f"rollout.gpu_memory_utilization={self._memory_share}), or use memory.offload to free the trainer's."
+            ) from error
+
+    def _extend_tables(self, waiting: deque[Request]) -> bool:
+        """Give rows the pages of their steps until the next read, taken from the newest request if there are too few.
+
+        One request alone always has enough. Returns whether a request lost its pages.
+        """
+        num_waiting = len(waiting)
+        while sum(row.missing_pages(self._read_every) for row in self._rows if row) > (
+            self._pages.num_free if self._rows else 0
+        ):
+            newest = max((row for row in self._rows if row), key=lambda row: row.order).request
+            self._remove([place for place, row in enumerate(self._rows) if row and row.request is newest])
+            waiting.appendleft(newest)
+        self._close_gaps()
+        entries: list[tuple[int, int, int]] = []  # place, column, page
+        for place, row in enumerate(self._rows):
+            if row and (missing := row.missing_pages(self._read_every)):
+                first, pages = len(row.pages), self._pages.take(missing)
+                entries += [(place, first + i, page) for i, page in enumerate(pages)]
+                row.pages += pages
+        if entries:
+            self._state.write_pages(entries)
+        return len(waiting) > num_waiting
+
+    def _close_gaps(self) -> None:
+        """Move the last rows into free places if the step then has a smaller size."""
+        num_running = self.num_running
+        if not self._rows or self._size(num_running) == self._size(len(self._rows)):
+            return
+        sources = [place for place in range(num_running, len(self._rows)) if self._rows[place]]
+        targets = [place for place in range(num_running) if self._rows[place] is None]
+        for source, target in zip(sources, targets, strict=True):
+            self._rows[target] = self._rows[source]
+        del self._rows[num_running:]
+        if sources:
+            self._state.move(sources, targets)
+
+    def _size(self, num_rows: int) -> int:
+        return next(size for size in self._sizes if size >= num_rows)
+
+    def _plan_steps(self) -> None:
+        """Set the shape of the steps until the next read or admission, and when a row reaches its limit."""
+        rows = [row for row in self._rows if row]
+        if not rows:
+            return
+        samplings = {row.request.sampling for row in rows}
+        kinds = SamplingKinds(
+            greedy=any(sampling.temperature == 0 for sampling in samplings),
+            restricted=any(bool(sampling.top_k) or sampling.top_p < 1 for sampling in samplings),
+        )
+        pages = _power_of_two(max(len(row.pages) for row in rows))
+        self._shape = StepShape(self._size(len(self._rows)), pages, kinds)
+        self._due = min(row.since + row.remaining for row in rows)
+
+    # ------------------------------------------------------------------------------------ new rows
+
+    def _reserve(self, request: Request) -> list[tuple[int, RunningRow]]:
+        """Give a request its places and pages; the first row of a group writes the shared pages."""
+        num_own, shared = first_pages(request, self._read_every), self._pages.take(shared_pages(request))
+        places = [place for place, row in enumerate(self._rows) if row is None][: request.group_size]
+        places += range(len(self._rows), len(self._rows) + request.group_size - len(places))
+        self._rows += [None] * (places[-1] + 1 - len(self._rows))
+        reserved = []
+        for index, place in enumerate(places):
+            pages = [*(self._pages.share(shared) if index else shared), *self._pages.take(num_own)]
+            self._num_admitted += 1
+            row = RunningRow(request, index, self._num_admitted, len(self._versions), pages)
+            self._rows[place] = row
+            reserved.append((place, row))
+        return reserved
+
+    def _start(self, admitted: Sequence[tuple[int, RunningRow]]) -> None:
+        """Compute the prompts, except their last tokens, and write the rows of the device."""
+        rows = [row for _, row in admitted]
+        groups = {row.request.request_id: (row.request, []) for row in rows}
+        for row in rows:
+            groups[row.request.request_id][1].append(row)
+        for requests in split_by_prompt_tokens([request for request, _ in groups.values()]):
+            self._prefill([groups[request.request_id] for request in requests])
+        stops = [row.request.sampling.stop_token_ids for row in rows]
+        longest = _power_of_two(max(pages_of(final_length(row.request)) for row in rows))
+        if self._state.widen(stop_ids=max(map(len, stops)), tables=longest):
+            self._graphs.clear()
+        # In the order of the rows, which are listed by request and index.
+        states = [uniform_state(*request.noise_key, np.arange(len(group))) for request, group in groups.values()]
+        samplings, offsets = [row.request.sampling for row in rows], [row.request.resume_offset for row in rows]
+        self._state.write(
+            [place for place, _ in admitted],
+            tokens=[row.request.prompt_ids[-1] for row in rows],
+            lengths=[len(row.request.prompt_ids) - 1 for row in rows],
+            positions=offsets,
+            ends=[offset + sampling.max_new_tokens for offset, sampling in zip(offsets, samplings, strict=True)],
+            running=[True] * len(rows),
+            noise=np.concatenate(states).view(np.int64),
+            temperatures=[sampling.temperature for sampling in samplings],
+            top_k=[sampling.top_k if sampling.temperature else 0 for sampling in samplings],
+            top_p=[sampling.top_p if sampling.temperature else 1.0 for sampling in samplings],
+            stop_ids=stops,
+            tables=[row.pages for row in rows],
+        )
+
+    def _prefill(self, groups: Sequence[tuple[Request, Sequence[RunningRow]]]) -> None:
+        """Write keys and values of prompts: whole pages once for a group, the rest of the prompt for each row."""
+        assert self._cache is not None
+        groups = [(request, rows) for request, rows in groups if len(request.prompt_ids) > 1]
+        if not groups:
+            return
+        lengths = [len(request.prompt_ids) - 1 for request, _ in groups]
+        tokens, slots = [], []  # of copies of packed tokens
+        for first, length, (request, rows) in zip(np.cumsum([0, *lengths]), lengths, groups, strict=False):
+            for row in rows:
+                places = np.arange(shared_pages(request) * PAGE_SIZE if row.index else 0, length)
+                tokens.append(first + places)
+                slots.append(np.array(row.pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
+        ids = np.concatenate([np.array(request.prompt_ids[:-1]) for request, _ in groups])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
+        ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
+        with generation_kernels():
+            self._forward(
+                ids[None],
+                position_ids=positions[None],
+                attention_plan=PagedPrefillPlan(self._cache, lengths, tokens, slots),
+                logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
+            )
+
+
+def row_sizes(max_running_sequences: int) -> list[int]:
+    """Return the numbers of rows that steps have: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ... up to the largest."""
+    powers = [1 << n for n in range(max_running_sequences.bit_length())]
+    sizes = {*powers, *(3 * power // 2 for power in powers if power >= 16), max_running_sequences}
+    return sorted(size for size in sizes if size <= max_running_sequences)
+
+
+def _power_of_two(pages: int) -> int:
+    return max(SMALLEST_TABLE, 1 << (pages - 1).bit_length())

@@ -1,0 +1,145 @@
+"""Checks the Triton kernels without a GPU: `interpret` computes with them on the CPU, `compile` builds them for H100.
+
+Needs Triton on PYTHONPATH; Triton reads TRITON_INTERPRET when a kernel is defined, so each mode is a process.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from hybridflow.kernels import (
+    rms_norm,
+    rotary,
+    silu_mul,
+    triton_elementwise,
+    triton_paged_attention,
+    triton_vocabulary_blocks,
+    use_kernels,
+)
+from hybridflow.kernels.paged_attention import _by_gathering
+from hybridflow.kernels.vocabulary_blocks import block_sums
+
+PAGE_SIZE, NUM_PAGES, UNUSED = 32, 60, 7
+COUNTS = [1, 31, 32, 33, 256, 257, 600, 511]
+HEADS = [(4, 2, 16), (14, 2, 64), (3, 3, 20), (8, 1, 128)]
+GENERATOR = torch.Generator().manual_seed(0)
+use_kernels(False)
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64).to(dtype)
+
+
+def tables_of(counts: list[int]) -> Tensor:
+    """Return tables of random pages, the last of each row its own; unused entries name a page of NaN."""
+    tables = torch.full((len(counts), 20), UNUSED, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        pages = 8 + torch.randperm(32, generator=GENERATOR)[: -(-count // PAGE_SIZE)]
+        tables[row, : len(pages)] = pages.int()
+        tables[row, len(pages) - 1] = 40 + row
+    return tables
+
+
+def check_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, tolerance: float) -> None:
+    keys, values = (normal(NUM_PAGES, PAGE_SIZE, kv_heads, dim, dtype=dtype) for _ in range(2))
+    keys[UNUSED], values[UNUSED] = torch.nan, torch.nan
+    counts, tables = torch.tensor(COUNTS), tables_of(COUNTS)
+    joined = normal(len(counts), heads + 2 * kv_heads, dim, dtype=dtype)  # heads that are not contiguous
+    query, key, value = joined.split([heads, kv_heads, kv_heads], dim=1)
+    last = counts - 1
+    slots = tables.gather(1, last[:, None] // PAGE_SIZE).squeeze(1).long() * PAGE_SIZE + last % PAGE_SIZE
+    for row, count in enumerate(COUNTS):  # places after the last token are not read
+        page = int(tables[row, (count - 1) // PAGE_SIZE])
+        keys[page, (count - 1) % PAGE_SIZE + 1 :] = torch.nan
+        values[page, (count - 1) % PAGE_SIZE + 1 :] = torch.nan
+    expected_keys, expected_values = keys.clone(), values.clone()
+    triton_paged_attention.append(key, value, keys, values, slots)
+    expected_keys.flatten(0, 1).index_copy_(0, slots, key)
+    expected_values.flatten(0, 1).index_copy_(0, slots, value)
+    torch.testing.assert_close((keys, values), (expected_keys, expected_values), rtol=0, atol=0, equal_nan=True)
+    scaling = dim**-0.5
+    out = triton_paged_attention.attend(query, keys, values, tables, counts, scaling)
+    exact = _by_gathering(query.double(), keys.double(), values.double(), tables, counts, scaling)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+    # A row's result depends neither on other rows nor on the width of its table.
+    alone = triton_paged_attention.attend(query[6:7], keys, values, tables[6:7], counts[6:7], scaling)
+    wider = triton_paged_attention.attend(query, keys, values, torch.cat([tables, tables], 1), counts, scaling)
+    assert torch.equal(alone[0], out[6])
+    assert torch.equal(wider, out)
+
+
+@torch.no_grad()
+def check_elementwise(dtype: torch.dtype, tolerance: float) -> None:
+    close = {"rtol": tolerance, "atol": tolerance}
+    x, weight = normal(5, 3, 40, dtype=dtype), normal(40, dtype=dtype)
+    torch.testing.assert_close(triton_elementwise.norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6), **close)
+    angles = normal(5, 20, dtype=torch.float32)
+    part = normal(5, 7, 40, dtype=dtype)[:, 2:5]
+    for heads in (x, part):
+        turned = triton_elementwise.rotate(heads, angles.cos(), angles.sin())
+        torch.testing.assert_close(turned, rotary(heads, angles.cos(), angles.sin()), **close)
+        assert turned.is_contiguous()
+    gates, up = normal(3, 1500, dtype=dtype), normal(3, 1500, dtype=dtype)
+    torch.testing.assert_close(triton_elementwise.multiply_gated(gates, up), silu_mul(gates, up), **close)
+
+
+def check_sums(dtype: torch.dtype) -> None:
+    logits, temperatures = normal(3, 150, dtype=dtype), torch.tensor([1.0, 0.7, 2.0], dtype=torch.float64)
+    logits[1, 32:64] = -torch.inf
+    found = triton_vocabulary_blocks.sums_of_blocks(logits, temperatures, 32)
+    torch.testing.assert_close(found, block_sums(logits, temperatures, 32), rtol=1e-5, atol=1e-6)
+    assert (float(found[0][1, 1]), float(found[1][1, 1])) == (-torch.inf, 0.0)
+    for bad in (torch.nan, torch.inf):
+        logits[2, 140] = bad
+        _, sums = triton_vocabulary_blocks.sums_of_blocks(logits, temperatures, 32)
+        assert sums.isfinite().sum(-1).tolist() == [5, 5, 4]
+
+
+def interpret() -> None:
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 2e-3)):  # the interpreter cannot multiply bfloat16
+        for heads, kv_heads, dim in HEADS:
+            check_attention(dtype, heads, kv_heads, dim, tolerance)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
+        check_elementwise(dtype, tolerance)
+        check_sums(dtype)
+
+
+def compile_for_h100() -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def build(kernel, signature: dict[str, str], **constants: int) -> str:
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
+        assembly = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+        assert assembly["cubin"]
+        return assembly["ptx"]
+
+    sizes = {"NUM_PARTS": 4, "DIM": 64, "PADDED_DIM": 64, "SPLIT": triton_paged_attention.SPLIT}
+    for kind in ("*bf16", "*fp32"):
+        heads = {"query": kind, "keys": kind, "values": kind, "tables": "*i32", "counts": "*i64"}
+        parts = {"partial": "*fp32", "normalizers": "*fp32"}
+        strides = {"query_stride": "i32", "table_stride": "i32", "scaling": "fp32"}
+        groups = {"KV_HEADS": 2, "GROUP": 7, "PADDED_GROUP": 16, "PAGE_SIZE": 32, "BLOCK": triton_paged_attention.BLOCK}
+        attend = triton_paged_attention._attend_to_part
+        ptx = build(attend, heads | parts | strides, **groups, **sizes)
+        assert ("mma.sync" in ptx) == (kind == "*bf16")  # tensor cores
+        build(triton_paged_attention._merge_parts, parts | {"counts": "*i64", "out": kind}, HEADS=14, **sizes)
+        new = dict.fromkeys(("key", "value", "keys", "values"), kind)
+        places = {"slots": "*i64", "key_stride": "i32", "value_stride": "i32", "size": "i32"}
+        build(triton_paged_attention._append, new | places, BLOCK=128)
+        norm = {"x": kind, "weight": kind, "out": kind, "width": "i32", "epsilon": "fp32"}
+        logits = {"logits": kind, "temperatures": "*fp32", "largest": "*fp32", "sums": "*fp64"}
+        logits |= {"row_stride": "i32", "vocabulary": "i32"}
+        build(triton_vocabulary_blocks._sums_of_blocks, logits, SIZE=512)
+        build(triton_elementwise._norm, norm, BLOCK=1024)
+        turn = {"x": kind, "cos": "*fp32", "sin": "*fp32", "out": kind}
+        turn |= dict.fromkeys(("token_stride", "head_stride", "half"), "i32")
+        build(triton_elementwise._rotate, turn, BLOCK=32)
+        build(triton_elementwise._multiply_gated, {"gates": kind, "up": kind, "out": kind, "size": "i32"}, BLOCK=1024)
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_for_h100}[sys.argv[1]]()
