@@ -21,8 +21,10 @@ from hybridflow.algorithms import (
 )
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
+from hybridflow.engines.device_copy import rows_to_device, wait_for_copies
 from hybridflow.engines.engine_state import description_of, require_fitting_state, require_same_adapters
 from hybridflow.engines.gradient_norm import clip_gradients
+from hybridflow.engines.loss_shares import LossShare, add_up
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
 from hybridflow.engines.non_finite_rows import find_non_finite_rows
@@ -58,7 +60,6 @@ from hybridflow.models import (
     sequence_costs,
     without_adapters,
 )
-from hybridflow.observability.metric_names import find_metric
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import own_device
 
@@ -69,12 +70,6 @@ DEFAULT_BUDGET = 16384
 
 MAX_LISTED_ROWS = 8
 """Number of rows that the report of a rejected step lists."""
-
-
-def join_parts(name: str, one: float, other: float) -> float:
-    """Combine a metric of two parts of a mini-batch: their sum, or their maximum if that is the metric's reduction."""
-    metric = find_metric(name)
-    return max(one, other) if metric and metric.reduction == "max" else one + other
 
 
 class TorchEngine:
@@ -180,20 +175,24 @@ class TorchEngine:
         temperature: float = 1.0,
     ) -> Outputs:
         """Compute outputs of every row; see `TrainEngine`."""
-        results: Outputs = {}
+        parts: list[tuple[Tensor, Outputs]] = []
         with torch.no_grad(), self.on_device(), self._step_guard():
             for indices in self._micro_batches(rows):
                 model_input = self._arrange(self._part(rows, indices))
                 outputs = self._compute(
                     model_input, with_entropy, temperature, with_sum_squared_probs, top_k, top_k_below
                 )
-                for name, values in outputs.items() if len(indices) else ():
-                    if name not in results:
-                        shape = (*rows.batch["response_mask"].shape, *values.shape[2:])
-                        results[name] = values.new_zeros(shape, device="cpu")
-                    results[name][indices] = values.cpu()
+                if len(indices):  # the host reads them when all micro-batches are under way
+                    parts.append((indices, {name: x.to("cpu", non_blocking=True) for name, x in outputs.items()}))
             if isinstance(self.model, FSDPModule):
                 self.model.reshard()  # as a backward pass does
+            wait_for_copies(self.device)
+        results: Outputs = {}
+        for indices, outputs in parts:
+            for name, values in outputs.items():
+                if name not in results:
+                    results[name] = values.new_zeros(*rows.batch["response_mask"].shape, *values.shape[2:])
+                results[name][indices] = values
         return results
 
     def update(
@@ -209,17 +208,10 @@ class TorchEngine:
         self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
     ) -> UpdateResult:
         assert self.optimizer_config is not None
-        loss, metrics = 0.0, {}
-        counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
         self.optimizer.zero_grad(set_to_none=True)  # gradients of an update that failed
         with self._step_guard():
-            for indices in self._micro_batches(rows):
-                part = self._part(rows, indices)
-                share, extra, model_input = self._learn(part, loss_function, with_entropy, temperature)
-                loss += share
-                for name, value in extra.items():
-                    metrics[name] = join_parts(name, metrics.get(name, 0.0), value)
-                counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
+            shares, inputs = self._accumulate(rows, loss_function, with_entropy, temperature)
+            loss, metrics = add_up(shares)
             (summed_loss,) = self.ranks.sum_floats([loss])
             # A rank without rows in this mini-batch contributes 0 to each metric.
             names = [name for names_of_rank in self.ranks.gather(list(metrics)) for name in names_of_rank]
@@ -239,7 +231,23 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.master.cast()
         self.num_updates += 1
-        return UpdateResult(loss, norm, lr, metrics, **counts)
+        counts = ("num_tokens", "num_computed_tokens", "num_padding_tokens")
+        totals = {name: sum(getattr(model_input, name) for model_input in inputs) for name in counts}
+        return UpdateResult(loss, norm, lr, metrics, **totals)
+
+    def _accumulate(
+        self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
+    ) -> tuple[list[LossShare], list[ModelInput]]:
+        """Add the gradients of all micro-batches, and return their shares of the loss and their inputs.
+
+        The host does not wait for the device, so that it prepares a micro-batch while the device computes another.
+        """
+        shares, inputs = [], []
+        for indices in self._micro_batches(rows):
+            share, model_input = self._learn(self._part(rows, indices), loss_function, with_entropy, temperature)
+            shares.append(share)
+            inputs.append(model_input)
+        return shares, inputs
 
     def on_device(self) -> AbstractContextManager[None]:
         """Keep weights and optimizer state on the device inside the context."""
@@ -402,12 +410,13 @@ class TorchEngine:
             )
 
     def _part(self, rows: DataProto, indices: Tensor) -> DataProto | None:
-        """Select rows and move them to the engine's device; None if there are no rows."""
-        return rows.select_idxs(indices).to(self.device) if len(indices) else None
+        """Select rows, in host memory; None if there are no rows."""
+        return rows.select_idxs(indices) if len(indices) else None
 
     def _arrange(self, rows: DataProto | None) -> ModelInput:
+        """Return the model input of some rows, in host memory, where its shapes are known without waiting."""
         if rows is None:
-            return idle_input(2 * self.ranks.sequence, self.device)
+            return idle_input(2 * self.ranks.sequence)
         if self.memory.packing:
             arranged = pack(rows, share_prompts=self.memory.share_prompts, compiled=self._has_compiled_attention())
         else:
@@ -421,17 +430,17 @@ class TorchEngine:
 
     def _learn(
         self, part: DataProto | None, loss_function: LossFunction, with_entropy: bool, temperature: float
-    ) -> tuple[float, dict[str, float], ModelInput]:
-        """Add the gradient of some rows; return their share of the loss, their metrics, and the model input."""
+    ) -> tuple[LossShare, ModelInput]:
+        """Add the gradient of some rows; return their share of the loss, and the model input."""
         model_input = self._arrange(part)
         with self._training_mode():
             outputs = self._compute(model_input, with_entropy, temperature)
             if part is None:
                 share, extra = torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0, {}
             else:
-                share, extra = loss_function(outputs, part)
+                share, extra = loss_function(outputs, rows_to_device(part, self.device))
             share.backward()
-        return share.item(), extra, model_input
+        return LossShare(share.detach(), extra), model_input
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
@@ -452,9 +461,10 @@ class TorchEngine:
         top_k_below: int | None = None,
     ) -> Outputs:
         if self.ranks.sequence == 1:
-            mine, to_rows = inputs, inputs.to_rows
+            mine = inputs.to(self.device)
+            to_rows = mine.to_rows
         else:
-            shard = sequence_shard_of(inputs, self.ranks.group(SEQUENCE))
+            shard = sequence_shard_of(inputs, self.ranks.group(SEQUENCE)).to(self.device)
             mine, to_rows = shard.input, shard.to_rows
         settings = {"temperature": temperature or 1.0, "shared": self.model_forward.vocabulary}
 

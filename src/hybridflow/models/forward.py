@@ -146,12 +146,13 @@ class OwnForward:
         """Apply `read` once to the logits of the tokens at `positions`."""
         arguments = {"position_ids": position_ids, "attention_plan": attention_plan}
         columns = input_ids.shape[1]
+        if len(input_ids) == 1:  # packed
+            return read(self(input_ids, logits_to_keep=positions, **arguments)[0], slice(None))
         rows, offsets = positions // columns, positions % columns
         first = int(offsets.min()) if len(offsets) else columns - 1
-        is_packed = len(input_ids) == 1
-        kept = positions if is_packed else torch.arange(first, columns, device=positions.device)
+        kept = torch.arange(first, columns, device=positions.device)
         logits = self(input_ids, logits_to_keep=kept, **arguments)
-        return read(logits[0] if is_packed else logits[rows, offsets - first], slice(None))
+        return read(logits[rows, offsets - first], slice(None))
 
     def decode(self, tokens: Tensor, plan: DecodePlan) -> Tensor:
         """Compute the logits that follow one more token per row."""
@@ -351,15 +352,21 @@ class FusedForward:
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin at these positions, (tokens, head_dim / 2) each."""
+        if positions.device.type != "cpu":  # the host would wait for the device to know the longest position
+            return _angles(self._body, positions, self._angle_dtype)
         cos, sin = self._angles_up_to(int(positions.max()))
         return cos[positions], sin[positions]
+
+    @property
+    def _angle_dtype(self) -> torch.dtype:
+        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin (at least position + 1, head_dim / 2) from a table that grows as needed."""
         if self._angles is None or len(self._angles[0]) <= position:
             size = 1 << position.bit_length()
-            dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
-            self._angles = _angles(self._body, torch.arange(size, device=self.model.device), dtype)
+            positions = torch.arange(size, device=self.model.device)
+            self._angles = _angles(self._body, positions, self._angle_dtype)
         return self._angles
 
 
