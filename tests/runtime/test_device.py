@@ -1,9 +1,11 @@
 """The device of a process, with PyTorch's answers for a machine with GPUs."""
 
+import contextlib
+
 import pytest
 import torch
 
-from hybridflow.runtime import own_device, use_own_device
+from hybridflow.runtime import gpu_has_bfloat16, own_device, preferred_dtype, use_own_device
 
 
 @pytest.fixture
@@ -32,3 +34,17 @@ def test_without_a_gpu_no_device_is_made_current(gpus):
     chosen = gpus(0)
     use_own_device()
     assert (chosen, own_device()) == ([], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_the_preferred_dtype_is_bfloat16_where_the_gpu_has_it(gpus, monkeypatch, has_bfloat16):
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    assert gpu_has_bfloat16() is has_bfloat16
+    assert preferred_dtype() == ("bfloat16" if has_bfloat16 else "float32")
+
+
+def test_the_preferred_dtype_of_a_cpu_is_float32(gpus):
+    gpus(0)
+    assert (gpu_has_bfloat16(), preferred_dtype()) == (None, "float32")

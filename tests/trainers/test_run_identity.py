@@ -44,7 +44,7 @@ def test_every_difference_of_the_algorithm_is_listed(model):
     path = model()
     now = identity(path, "algorithm.norm_by_std=false", "algorithm.kl_in_loss=true", "model.dtype=bfloat16")
     with pytest.raises(CheckpointError) as caught:
-        continues(identity(path), now)
+        continues(identity(path, "model.dtype=float32"), now)
     assert str(caught.value) == (
         "'runs/a/checkpoints/step_000020' belongs to another run: model.dtype was 'float32' and is 'bfloat16'; "
         "algorithm.norm_by_std was True and is False; algorithm.kl_in_loss was False and is True. "

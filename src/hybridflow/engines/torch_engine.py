@@ -61,7 +61,7 @@ from hybridflow.models import (
     without_adapters,
 )
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import own_device
+from hybridflow.runtime import own_device, preferred_dtype
 
 Head = Literal["policy", "value"]
 
@@ -106,7 +106,7 @@ class TorchEngine:
             join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
         self.ranks = Ranks(parallel or ParallelConfig(), self.device, needs_mesh=needs_mesh)
         self._step_guard = StepGuard(self.ranks)
-        self.compute_dtype, self.path = DTYPES[model.dtype], path
+        self.compute_dtype, self.path = DTYPES[preferred_dtype() if model.dtype == "auto" else model.dtype], path
         self.lora = lora if lora and lora.rank else None
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
         learning_dtype = torch.float32 if learns_in_float32 else self.compute_dtype

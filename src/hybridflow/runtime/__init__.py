@@ -7,9 +7,16 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
-from hybridflow.runtime.device import free_cached_memory, own_device, use_own_device
+from hybridflow.runtime.device import (
+    free_cached_memory,
+    gpu_has_bfloat16,
+    own_device,
+    preferred_dtype,
+    use_own_device,
+)
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
+from hybridflow.runtime.matmul_precision import use_full_float32
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
 from hybridflow.runtime.random_state import (
@@ -36,6 +43,7 @@ __all__ = [
     "did_you_mean",
     "free_cached_memory",
     "fsync_path",
+    "gpu_has_bfloat16",
     "group_store",
     "keep_freed_memory",
     "load_user_function",
@@ -48,6 +56,7 @@ __all__ = [
     "paused_collector",
     "peak_flops",
     "peak_memory_of",
+    "preferred_dtype",
     "provide_stores",
     "relax_garbage_collector",
     "require_arguments",
@@ -60,6 +69,7 @@ __all__ = [
     "sort_metadata",
     "unchanged_random_state",
     "uniform",
+    "use_full_float32",
     "use_own_device",
     "write_bytes_atomically",
     "write_text_atomically",

@@ -1,7 +1,7 @@
 """The device that a process computes on."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -37,3 +37,19 @@ def own_device() -> "torch.device":
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def gpu_has_bfloat16() -> bool | None:
+    """Return whether the CUDA device of this process computes in bfloat16, not emulated; None without a device."""
+    import torch
+
+    device = own_device()
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def preferred_dtype() -> Literal["bfloat16", "float32"]:
+    """Return the fastest compute dtype of this process's device: bfloat16 on a GPU that has it, otherwise float32."""
+    return "bfloat16" if gpu_has_bfloat16() else "float32"

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hybridflow.config.sections.base import CountOrAuto, NonNegative, Positive, RoleName, Section
 
-DTypeName = Literal["float32", "bfloat16", "float64"]
+DTypeName = Literal["auto", "bfloat16", "float32", "float64"]
 OffloadName = Literal["idle", "host"]
 TeacherLossName = Literal["none", "reverse_kl", "forward_kl"]
 
@@ -18,8 +18,9 @@ class ModelConfig(Section):
         default="", description="Local Hugging Face directory of the policy: config.json, safetensors, tokenizer."
     )
     dtype: DTypeName = Field(
-        default="float32",
-        description="Compute dtype. Parameters and optimizer state stay float32 (float64 with float64).",
+        default="auto",
+        description="Compute dtype. auto: bfloat16 on GPUs that have it, otherwise float32; chosen at the first start, "
+        "then kept by the run. Parameters and optimizer state stay float32 (float64 with float64).",
     )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, slower."
