@@ -61,7 +61,7 @@ from hybridflow.models import (
     without_adapters,
 )
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import own_device, preferred_dtype
+from hybridflow.runtime import can_compile_for_gpu, own_device, preferred_dtype
 
 Head = Literal["policy", "value"]
 
@@ -113,7 +113,7 @@ class TorchEngine:
         # With adapters, the base weights are frozen and keep the compute dtype.
         dtype = self.compute_dtype if self.lora else learning_dtype
         self._build_model(path, dtype, learning_dtype, on_host=offload == "host")
-        if model.compile:
+        if self._compiles(model.compile):
             self.model_forward.compile()
         if self.lora:
             fill_adapters(self.model, seed, self.device)
@@ -157,6 +157,13 @@ class TorchEngine:
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
             if not isinstance(self.model_forward, FusedForward):
                 self._require_own_forward()
+
+    def _compiles(self, compile: bool | Literal["auto"]) -> bool:
+        """Return whether to compile the layers: as configured, or with "auto" where it is supported and faster."""
+        if compile != "auto":
+            return compile
+        is_supported = isinstance(self.model_forward, FusedForward) and self.ranks.tensor == 1
+        return is_supported and self.device.type == "cuda" and can_compile_for_gpu()
 
     def _offload_if(self, idle: bool) -> None:
         """If `idle`, keep weights and optimizer state on the device only inside `with self.on_device():`."""

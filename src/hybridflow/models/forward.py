@@ -32,6 +32,9 @@ ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
 MAX_LOGITS = 1 << 28
 """Largest number of logits in memory at once; these and their gradient take half a GiB each in bfloat16."""
 
+COMPILATIONS = 64
+"""Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
+
 
 class Forward(Protocol):
     """The forward pass as engines call it."""
@@ -202,7 +205,17 @@ class FusedForward:
         return self._tensor.vocabulary(self._head.out_features)
 
     def compile(self) -> None:
-        """Compile the parts of a layer before and after attention (torch.compile), for any number of tokens."""
+        """Compile the parts of a layer before and after attention (torch.compile), for any number of tokens.
+
+        One compilation serves all layers and all models of a process with the same kind of layer.
+        """
+        import torch._dynamo.config
+        import torch._inductor.config
+
+        # Roles of one process that differ in dtype, adapters or gradients share these functions, and its limit of 8.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
+        # No choice of a kernel by its measured time, on which rounding would depend.
+        torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
         self._open = torch.compile(self._open_layer, dynamic=True)
         self._close = torch.compile(self._close_layer, dynamic=True)
 
@@ -261,7 +274,7 @@ class FusedForward:
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
         packed = None if torch.is_grad_enabled() else self._decoder
-        hidden = self._embed(input_ids).flatten(0, 1)
+        hidden = self._embed(input_ids.flatten())  # no view, so that the first layer is compiled as the others are
         for index, layer in enumerate(self._layers):
             arguments = (hidden, cos, sin, plan, batch)
             hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)

@@ -7,6 +7,7 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
+from hybridflow.runtime.compilations import can_compile_for_gpu, take_compilations
 from hybridflow.runtime.device import (
     free_cached_memory,
     gpu_has_bfloat16,
@@ -37,6 +38,7 @@ __all__ = [
     "Interrupts",
     "StopRequest",
     "bound_shape_caches",
+    "can_compile_for_gpu",
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
@@ -67,6 +69,7 @@ __all__ = [
     "set_deterministic",
     "set_num_threads",
     "sort_metadata",
+    "take_compilations",
     "unchanged_random_state",
     "uniform",
     "use_full_float32",

@@ -25,10 +25,11 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, slower."
     )
-    compile: bool = Field(
-        default=False,
-        description="Train with layers compiled by torch.compile instead of controller.compiled_kernels (generation "
-        "keeps those). The first step takes up to a minute longer; rounding changes.",
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Train with layers compiled by torch.compile, once for all numbers of tokens, instead of "
+        "controller.compiled_kernels (generation keeps those). The first step takes up to a minute longer; rounding "
+        "changes. auto: on a GPU, for Llama, Qwen2 and Qwen3 with parallel.tensor = 1.",
     )
 
 
