@@ -24,6 +24,7 @@ from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
 from hybridflow.engines.device_copy import rows_to_device, wait_for_copies
 from hybridflow.engines.engine_state import description_of, require_fitting_state, require_same_adapters
 from hybridflow.engines.gradient_norm import clip_gradients
+from hybridflow.engines.gradient_reduction import GradientReduction, fits_unsharded
 from hybridflow.engines.loss_shares import LossShare, add_up
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
@@ -135,6 +136,8 @@ class TorchEngine:
         self.master = MasterParameters(self.model, self.compute_dtype if has_masters else learning_dtype)
         self.parameters = {name: p for name, p in self.master.by_name.items() if p.requires_grad}
         self.optimizer = build_adamw(self.parameters, optimizer)
+        fits = fits_unsharded(self.parameters.values(), self.ranks, self.device)
+        self.reduction = GradientReduction(self.model, self.is_sharded and offload != "host" and fits)
         self._offload_if(offload == "idle")
 
     def _build_model(self, path: str, dtype: torch.dtype, learning_dtype: torch.dtype, *, on_host: bool) -> None:
@@ -250,7 +253,7 @@ class TorchEngine:
         The host does not wait for the device, so that it prepares a micro-batch while the device computes another.
         """
         shares, inputs = [], []
-        for indices in self._micro_batches(rows):
+        for indices in self.reduction.of_micro_batches(self._micro_batches(rows)):
             share, model_input = self._learn(self._part(rows, indices), loss_function, with_entropy, temperature)
             shares.append(share)
             inputs.append(model_input)

@@ -48,7 +48,8 @@ def run_updates(
     """Run one optimizer step for each mini-batch of `batch.meta_info["mini_batches"]`.
 
     Returns `meta_info["metrics"]`: `figures` as `<name>/<figure>`, and the metrics of the loss, combined over the steps
-    by `mean_metrics`; and the number of graphs that torch.compile compiled since the last update. `rows_of` adds columns to the rows of a mini-batch before its step.
+    by `mean_metrics`; and the number of graphs that torch.compile compiled since the last update. `rows_of` adds
+    columns to the rows of a mini-batch before its step.
     """
     steps = []
     with engine.on_device():
