@@ -39,7 +39,7 @@ from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
-from hybridflow.kernels import serves
+from hybridflow.kernels import fused_log_probs, serves
 from hybridflow.models import (
     DTYPES,
     FusedForward,
@@ -114,6 +114,7 @@ class TorchEngine:
         # With adapters, the base weights are frozen and keep the compute dtype.
         dtype = self.compute_dtype if self.lora else learning_dtype
         self._build_model(path, dtype, learning_dtype, on_host=offload == "host")
+        self._fuses_log_probs = self.device.type == "cuda" and bool(model.compile) and can_compile_for_gpu()
         if self._compiles(model.compile):
             self.model_forward.compile()
         if self.lora:
@@ -478,6 +479,15 @@ class TorchEngine:
             mine, to_rows = shard.input, shard.to_rows
         settings = {"temperature": temperature or 1.0, "shared": self.model_forward.vocabulary}
 
+        def of_labels(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            """Return log-probs, and entropies if wanted."""
+            if self._fuses_log_probs and settings["shared"] is None and len(logits):
+                results = fused_log_probs(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
+                return tuple(result for result in results if result is not None)
+            if with_entropy:
+                return log_probs_and_entropy_from_logits(logits, labels, **settings)
+            return (log_probs_from_logits(logits, labels, **settings),)
+
         def read(logits: Tensor, which: slice) -> Sequence[Tensor]:
             if self.head == "value":
                 return (logits.flatten().to(torch.promote_types(logits.dtype, torch.float32)),)
@@ -487,9 +497,7 @@ class TorchEngine:
                 more.append(candidate_log_probs_from_logits(logits, mine.candidates[which], **settings))
             if top_k:
                 more += top_log_probs_from_logits(logits, top_k, below=top_k_below, **settings)
-            if with_entropy:
-                return *log_probs_and_entropy_from_logits(logits, labels, **settings), *more
-            return log_probs_from_logits(logits, labels, **settings), *more
+            return *of_labels(logits, labels), *more
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
         results = self.model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)

@@ -31,6 +31,9 @@ ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
 
 MAX_LOGITS = 1 << 28
 """Largest number of logits in memory at once; these and their gradient take half a GiB each in bfloat16."""
+MEMORY_PER_LOGIT = 64
+"""On a GPU, bytes of its memory for each of the logits in memory at once, if that allows more than MAX_LOGITS: with
+their gradient they take 1/16 of the memory in bfloat16. Logits beyond it are computed twice."""
 
 COMPILATIONS = 64
 """Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
@@ -113,6 +116,13 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
     return OwnForward(model)
 
 
+def max_logits_on(device: torch.device) -> int:
+    """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
+    if device.type != "cuda":
+        return MAX_LOGITS
+    return max(MAX_LOGITS, torch.cuda.get_device_properties(device).total_memory // MEMORY_PER_LOGIT)
+
+
 class OwnForward:
     """The forward pass of the model's code, for any family that `load_causal_lm` accepts."""
 
@@ -182,7 +192,7 @@ class FusedForward:
     """
 
     def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
-        self.model, self.max_logits, self._tensor = model, MAX_LOGITS, tensor
+        self.model, self.max_logits, self._tensor = model, max_logits_on(model.device), tensor
         self._body: Any = model.model
         self._head: Any = model.lm_head if _is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
