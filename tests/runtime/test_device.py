@@ -1,7 +1,5 @@
 """The device of a process, with PyTorch's answers for a machine with GPUs."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -36,13 +34,14 @@ def test_without_a_gpu_no_device_is_made_current(gpus):
     assert (chosen, own_device()) == ([], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_the_preferred_dtype_is_bfloat16_where_the_gpu_has_it(gpus, monkeypatch, has_bfloat16):
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 0), "float32"), ((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
+)
+def test_the_preferred_dtype_is_bfloat16_where_the_gpu_has_it(gpus, monkeypatch, capability, dtype):
     gpus(1)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
-    assert gpu_has_bfloat16() is has_bfloat16
-    assert preferred_dtype() == ("bfloat16" if has_bfloat16 else "float32")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gpu_has_bfloat16() is (dtype == "bfloat16")
+    assert preferred_dtype() == dtype
 
 
 def test_the_preferred_dtype_of_a_cpu_is_float32(gpus):

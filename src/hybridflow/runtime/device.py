@@ -40,14 +40,14 @@ def own_device() -> "torch.device":
 
 
 def gpu_has_bfloat16() -> bool | None:
-    """Return whether the CUDA device of this process computes in bfloat16, not emulated; None without a device."""
+    """Return whether the CUDA device of this process computes in bfloat16; None without a device."""
     import torch
 
     device = own_device()
     if device.type != "cuda":
         return None
-    with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # It reads properties only: making the device current would take memory of it in a driver that does not compute.
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def preferred_dtype() -> Literal["bfloat16", "float32"]:
