@@ -49,7 +49,7 @@ def test_fused_values_and_gradients_equal_softmax_in_float64(temperature, with_e
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_arithmetic_is_float32_and_the_gradient_has_the_dtype_of_the_logits(dtype):
+def test_arithmetic_is_float32_and_gradients_have_the_dtype_of_logits(dtype):
     logits, labels, weights = example(dtype)
     log_probs, entropies, log_normalizer = _forward(logits, labels, 1.0, True)
     gradient = _backward(logits, labels, log_normalizer, entropies, *weights.float(), 1.0)

@@ -52,6 +52,13 @@ def test_every_difference_of_the_algorithm_is_listed(model):
     )
 
 
+def test_the_dtype_auto_continues_a_run_of_any_dtype(model, caplog):
+    path = model()
+    for dtype in ("float32", "bfloat16"):
+        continues(identity(path, f"model.dtype={dtype}"), identity(path))
+    assert not caplog.records
+
+
 def test_a_model_may_move_but_not_change(model):
     before = identity(model("here"))
     continues(before, identity(model("there")))

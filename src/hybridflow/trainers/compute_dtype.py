@@ -41,7 +41,7 @@ def _recorded_dtype(config: Config) -> DTypeName | None:
     starts = read_starts(directory)
     last = starts[-1] if starts and isinstance(starts[-1], dict) else {}
     recorded = dict(last.get("config") or {}).get("model.dtype")
-    return recorded if recorded in get_args(DTypeName) and recorded != "auto" else None
+    return recorded if recorded in get_args(DTypeName) else None
 
 
 def _gpus_have_bfloat16(config: Config) -> bool | None:

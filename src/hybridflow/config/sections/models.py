@@ -6,7 +6,7 @@ from pydantic import Field
 
 from hybridflow.config.sections.base import CountOrAuto, NonNegative, Positive, RoleName, Section
 
-DTypeName = Literal["auto", "bfloat16", "float32", "float64"]
+DTypeName = Literal["float32", "bfloat16", "float64"]
 OffloadName = Literal["idle", "host"]
 TeacherLossName = Literal["none", "reverse_kl", "forward_kl"]
 
@@ -17,7 +17,7 @@ class ModelConfig(Section):
     path: str = Field(
         default="", description="Local Hugging Face directory of the policy: config.json, safetensors, tokenizer."
     )
-    dtype: DTypeName = Field(
+    dtype: DTypeName | Literal["auto"] = Field(
         default="auto",
         description="Compute dtype. auto: bfloat16 on GPUs that have it, otherwise float32; chosen at the first start, "
         "then kept by the run. Parameters and optimizer state stay float32 (float64 with float64).",
