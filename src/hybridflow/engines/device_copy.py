@@ -15,7 +15,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def rows_to_device(rows: DataProto, device: torch.device) -> DataProto:
     """Return the rows with their tensors on the device, copied by `to_device`; numpy columns stay on the CPU."""
-    if device.type != "cuda" or rows.batch is None:
+    if device.type == "cpu" or rows.batch is None:
         return rows.to(device)
     batch = rows.batch.apply(lambda column: to_device(column, device), device=device)
     return type(rows)(batch, rows.non_tensor_batch, rows.meta_info, rows.auto_padding)  # pyright: ignore
