@@ -58,4 +58,4 @@ def test_the_markdown_reference_has_one_row_for_every_key():
     assert [name.strip("`") for name, *_ in cells] == list(leaf_keys())
     assert all(len(row) == 4 and all(row) for row in cells)
     assert ["`actor.clip_ratio_dual`", 'number > 1 or "none"', "`3.0`"] in [row[:3] for row in cells]
-    assert ["`model.dtype`", '"float32" or "bfloat16" or "float64"', '`"float32"`'] in [row[:3] for row in cells]
+    assert ["`model.dtype`", '"float32" or "bfloat16" or "float64" or "auto"', '`"auto"`'] in [row[:3] for row in cells]

@@ -24,7 +24,7 @@ def build_engine() -> "Callable[..., TorchEngine]":
         packing: bool = True,
         share_prompts: bool = True,
         gradient_checkpointing: bool = False,
-        compile: bool = False,
+        compile: Any = False,
         learns: bool = True,
         total_updates: int = 1,
         **optimizer: Any,

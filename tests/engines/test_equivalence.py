@@ -16,6 +16,7 @@ from fixtures.flex_on_cpu import share_prompts_by_flex
 from hybridflow.config import Config
 from hybridflow.engines import TorchEngine
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import take_compilations
 from hybridflow.workers.losses import actor_loss, critic_loss
 
 TOLERANCE = 1e-10
@@ -221,7 +222,28 @@ def test_compiled_layers_give_the_same_training(engine_of, rows):
     """Compile once; micro-batches of other sizes do not recompile."""
     reference = train(engine_of("policy", packing=False), "token-mean", rows)
     compiled = engine_of("policy", max_tokens=24, compile=True)
+    compiled._fuses_log_probs = True  # as on a GPU
     assert relative_error(train(compiled, "token-mean", rows), reference) <= TOLERANCE
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled.max_tokens = 40
         assert compiled.update(rows, loss_of("policy", "token-mean", rows), with_entropy=True).grad_norm > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+def test_all_layers_and_batches_share_the_compilations_of_the_first_step(tiny_model, build_engine, rollout_rows):
+    """Two functions of a layer are compiled, each with and without gradient."""
+    torch._dynamo.reset()
+    take_compilations()
+    policy, critic = (
+        build_engine(tiny_model("qwen3", num_hidden_layers=4), head, max_tokens=40, compile=True)
+        for head in ("policy", "value")
+    )
+    counts = []
+    for prompt_lens, response_lens in [([3, 1, 5, 2], [4, 6, 1, 3]), ([7, 7, 2], [4, 6, 9]), ([2, 4], [3, 1])]:
+        rows = rollout_rows(prompt_lens, response_lens)
+        for engine in (policy, critic):
+            engine.forward(rows)
+            engine.update(rows, lambda outputs, part: (sum(x.sum() for x in outputs.values()) / 40, {}))
+            counts.append(take_compilations())
+    assert counts == [4, 0, 0, 0, 0, 0]

@@ -75,7 +75,7 @@ def test_compiled_layers_give_the_same_results(tiny_model, rows):
         TorchEngine(
             str(path),
             "policy",
-            model=ModelConfig(path=str(path), compile=compile),
+            model=ModelConfig(path=str(path), dtype="float32", compile=compile),
             memory=MemoryConfig(max_tokens_per_micro_batch=64),
             optimizer=OptimizerConfig(lr=1e-3),
         )

@@ -50,6 +50,15 @@ LAYOUTS = {
 }
 """Row of the table -> number of ranks, and options of the layout. The first is the reference for the others."""
 
+ONCE_PER_UPDATE = {
+    "once, data 2": (2, {"max_tokens": 10}),
+    "once, data 2, activations recomputed": (2, {"max_tokens": 10, "checkpointing": True}),
+    "once, sequence 2": (2, {"sequence": 2, "max_tokens": 10}),
+    "once, data 4": (4, {}),
+    "once, lora": (2, {"lora": 3}),
+}
+"""Layouts in which gradients are summed over the ranks once per update."""
+
 REFERENCE = next(iter(LAYOUTS))
 
 FAMILIES = {
@@ -105,6 +114,10 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
     cases["lora alone"] = 1, adapted
     cases["lora data"] = 2, adapted
     cases["lora sequence"] = 2, {**adapted, "sequence": 2}
+    for name, (ranks, options) in ONCE_PER_UPDATE.items():
+        cases[name] = ranks, {"model": qwen2, "rows": rows, "once_per_update": True, **options}
+    for option in ("prefetch", "compile"):
+        cases[option] = 2, {"model": qwen2, "rows": rows, option: True}
     cases["lora bfloat16"] = 2, {**adapted, "dtype": "bfloat16"}
     return cases
 
@@ -195,6 +208,28 @@ def test_adapters_give_the_same_training_on_two_ranks(results, axis):
 def test_adapters_of_bfloat16_weights_train_on_two_ranks(results):
     norms, exact = results["lora bfloat16"].grad_norms, results["lora alone"].grad_norms
     assert norms == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ONCE_PER_UPDATE)
+def test_gradients_summed_once_per_update_give_the_same_training(results, layout):
+    reference = results["lora alone" if "lora" in layout else f"{REFERENCE} policy"]
+    errors = errors_of(results[layout], reference)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_one_reduction_per_update_and_layer_replaces_one_per_micro_batch(results):
+    (of_all,) = results["data 2, packed, 10 tokens policy"].reductions
+    (of_last,) = results["once, data 2"].reductions
+    assert of_last == 3  # two layers, and the weights outside of layers
+    assert of_all > 3
+    assert of_all % 3 == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+@pytest.mark.parametrize("option", ["prefetch", "compile"])
+def test_prefetched_and_compiled_layers_give_the_same_training(results, option):
+    errors = errors_of(results[option], results[f"{REFERENCE} policy"])
+    assert max(errors.values()) <= TOLERANCE, errors
 
 
 def test_documentation_has_table_of_layouts(results):

@@ -54,6 +54,18 @@ def test_resumed_bfloat16_run_equals_uninterrupted_run(tiny, task, tmp_path, hyb
     assert all(whole[name] == resumed[name] for name in names)
 
 
+def test_a_run_begun_in_the_dtype_of_a_gpu_continues_on_a_cpu(tiny, task, tmp_path, hybridflow, monkeypatch):
+    command = [*tiny.commands(task)["grpo"], "trainer.total_steps=2"]
+    assert hybridflow(*command, "model.dtype=bfloat16", f"trainer.run_dir={tmp_path}/whole").status == 0
+    with monkeypatch.context() as patched:
+        patched.setattr("hybridflow.trainers.compute_dtype.gpu_has_bfloat16", lambda: True)
+        hybridflow(*command, f"trainer.run_dir={tmp_path}/auto", "--stop-after", "1")
+    assert 'dtype = "bfloat16"' in (tmp_path / "auto" / "config.toml").read_text()
+    assert hybridflow(*command, f"trainer.run_dir={tmp_path}/auto").status == 0
+    whole, auto = (tiny.results_of(tmp_path / name, 2) for name in ("whole", "auto"))
+    assert all(whole[name] == auto[name] for name in ("actor.safetensors", "actor.json", "metrics", "samples"))
+
+
 def test_lost_steps_after_a_checkpoint_are_recomputed_identically(tiny, task, tmp_path, hybridflow):
     command = ["train", task / "rl.toml", "trainer.save_every=2", "trainer.keep_checkpoints=9"]
     assert hybridflow(*command, f"trainer.run_dir={tmp_path}/run").status == 0

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -5,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridflow.algorithms import log_probs_and_entropy_from_logits
 from hybridflow.kernels import use_kernels
 from hybridflow.models import PackedPlan, PaddedPlan, forward_of, load_causal_lm, load_value_model
-from hybridflow.models.forward import FusedForward, OwnForward
+from hybridflow.models.forward import MAX_LOGITS, FusedForward, OwnForward, max_logits_on
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 
 LENGTHS = [5, 9, 9, 2]
@@ -296,3 +298,13 @@ def test_embedding_subclass_is_called_and_not_packed(tiny_model):
     with torch.no_grad():
         forward.pack_weights()
         torch.testing.assert_close(decoded(forward), decoded(OwnForward(model)))
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_bytes", "expected"),
+    [("cpu", 0, MAX_LOGITS), ("cuda", 80 * 2**30, 80 * 2**30 // 64), ("cuda", 8 * 2**30, MAX_LOGITS)],
+)
+def test_a_large_gpu_holds_more_logits_at_once(monkeypatch, device, memory_bytes, expected):
+    properties = SimpleNamespace(total_memory=memory_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert max_logits_on(torch.device(device)) == expected

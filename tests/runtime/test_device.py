@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.errors import ConfigError, ModelConfigError
-from hybridflow.runtime import own_device, require_dtype, use_own_device
+from hybridflow.runtime import gpu_has_bfloat16, own_device, preferred_dtype, require_dtype, use_own_device
 
 
 @pytest.fixture
@@ -81,3 +81,18 @@ def test_bfloat16_on_a_gpu_without_it_is_an_error(monkeypatch):
         require_dtype(torch.bfloat16, device)
     require_dtype(torch.float32, device)
     require_dtype(torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 0), "float32"), ((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
+)
+def test_the_preferred_dtype_is_bfloat16_where_the_gpu_has_it(gpus, monkeypatch, capability, dtype):
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gpu_has_bfloat16() is (dtype == "bfloat16")
+    assert preferred_dtype() == dtype
+
+
+def test_the_preferred_dtype_of_a_cpu_is_float32(gpus):
+    gpus(0)
+    assert (gpu_has_bfloat16(), preferred_dtype()) == (None, "float32")

@@ -44,12 +44,19 @@ def test_every_difference_of_the_algorithm_is_listed(model):
     path = model()
     now = identity(path, "algorithm.norm_by_std=false", "algorithm.kl_in_loss=true", "model.dtype=bfloat16")
     with pytest.raises(CheckpointError) as caught:
-        continues(identity(path), now)
+        continues(identity(path, "model.dtype=float32"), now)
     assert str(caught.value) == (
         "'runs/a/checkpoints/step_000020' belongs to another run: model.dtype was 'float32' and is 'bfloat16'; "
         "algorithm.norm_by_std was True and is False; algorithm.kl_in_loss was False and is True. "
         "Change it back to continue, or choose another trainer.run_dir."
     )
+
+
+def test_the_dtype_auto_continues_a_run_of_any_dtype(model, caplog):
+    path = model()
+    for dtype in ("float32", "bfloat16"):
+        continues(identity(path, f"model.dtype={dtype}"), identity(path))
+    assert not caplog.records
 
 
 def test_a_model_may_move_but_not_change(model):

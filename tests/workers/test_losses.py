@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms import POLICY_LOSSES
 from hybridflow.config import Config
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import actor_columns, actor_loss, critic_loss, sft_loss
@@ -126,7 +127,7 @@ def test_a_part_without_counted_tokens_has_loss_zero_and_gradient_zero():
     assert loss.item() == 0
     assert outputs["log_probs"].grad is not None
     assert not outputs["log_probs"].grad.any()
-    assert set(metrics.values()) == {0.0}
+    assert {value.item() for value in metrics.values()} == {0.0}
 
 
 def test_masked_values_do_not_change_loss_or_gradient():
@@ -189,3 +190,19 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_mini_batch():
     loss, metrics = sft_loss(num_tokens=12)({"log_probs": LOG_PROBS}, rows)
     assert loss.item() == pytest.approx((1 + 2 + 3) / 12)
     assert metrics == {}
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_no_policy_loss_reads_the_device(name):
+    needs = {"decoupled-ppo": {"old_log_probs_from": "rollout"}}.get(name, {})
+    mode = "seq-mean-token-mean" if name == "gspo" else "token-mean"
+    settings = config(
+        {"policy_loss": name, "entropy_coef": 0.1, "loss_aggregation": mode, **needs}, {"kl_in_loss": True}
+    )
+    rows, outputs = policy_rows(), policy_outputs()
+    rows.batch["selected_tokens"] = MASK
+    outputs = {column: values.detach().to("meta").requires_grad_() for column, values in outputs.items()}
+    loss, metrics = actor_loss(settings, 0.25, num_tokens=3, num_sequences=2)(outputs, rows.to("meta"))
+    loss.backward()
+    assert {value.device.type for value in (loss, *metrics.values())} == {"meta"}
+    assert {value.ndim for value in (loss, *metrics.values())} == {0}

@@ -6,6 +6,7 @@ import torch
 from hybridflow.engines import UpdateResult
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import take_compilations
 from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, mean_metrics, mini_batches_of, run_updates
 
 
@@ -93,6 +94,7 @@ class Learner(OneRank):
 
 def test_run_updates_steps_once_per_mini_batch_and_averages_metrics():
     rows = batch([1, 2, 3], [[1, 3], [2]])
+    take_compilations()  # of other tests
     done = run_updates(Learner(), rows, lambda step: step.num_tokens, "actor")
     assert done.meta_info["metrics"] == {
         "actor/loss": 1.5,
@@ -102,6 +104,7 @@ def test_run_updates_steps_once_per_mini_batch_and_averages_metrics():
         "actor/shared_prompts": 0.25,
         "actor/policy_loss": (4 + 2) / 2,
         "actor/rows": (4 + 2) / 2,
+        "perf/actor_compilations": 0,
     }
     assert next(iter(done.meta_info["metrics"])) == "actor/loss"
 
@@ -121,6 +124,22 @@ def test_run_updates_reports_requested_figures_and_uses_rows_of():
     metrics = done.meta_info["metrics"]
     assert list(metrics) == [
         *("dpo/grad_norm", "dpo/lr", "dpo/padding_computed"),
-        *("actor/policy_loss", "actor/rows"),
+        *("actor/policy_loss", "actor/rows", "perf/dpo_compilations"),
     ]
     assert metrics["actor/rows"] == 6
+
+
+def test_run_updates_reports_the_graphs_compiled_since_the_last_update():
+    class Compiling(Learner):
+        def update(self, rows, loss_function, **options):
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+            return super().update(rows, loss_function, **options)
+
+    torch._dynamo.reset()
+    take_compilations()
+    rows = batch([1, 2, 3], [[1, 3], [2]])
+    counts = [
+        run_updates(engine, rows, lambda step: step.num_tokens, "sft").meta_info["metrics"]["perf/sft_compilations"]
+        for engine in (Compiling(), Learner())
+    ]
+    assert counts == [1, 0]

@@ -16,6 +16,7 @@ from hybridflow.config.sections.learning import (
     OptimizerConfig,
 )
 from hybridflow.config.sections.models import (
+    DTypeName,
     LoRAConfig,
     MemoryConfig,
     ModelConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "Config",
     "ControllerConfig",
     "CriticConfig",
+    "DTypeName",
     "DataConfig",
     "LoRAConfig",
     "MemoryConfig",

@@ -371,7 +371,7 @@ def _lora(config: Config) -> Iterator[str]:
             f"lora.rank={config.lora.rank} is not supported with parallel.tensor={config.parallel.tensor}; use "
             "parallel.tensor = 1, which also shards weights over all ranks"
         )
-    if config.model.compile and config.parallel.tensor > 1:
+    if config.model.compile is True and config.parallel.tensor > 1:
         yield (
             f"model.compile=true is not supported with parallel.tensor={config.parallel.tensor}; use compile = false "
             "or tensor = 1"

@@ -3,7 +3,7 @@
 Workers depend on this Protocol only; sharding, precision and micro-batches are internal to the engine.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,11 +20,12 @@ A policy also has columns (rows, response_len, k): `candidate_log_probs` of the 
 the rows have it; with `top_k`, the k most likely tokens `top_ids` and their `top_log_probs` (`top_k_below` limits them
 to smaller token ids)."""
 
-LossFunction = Callable[[Outputs, DataProto], tuple[Tensor, dict[str, float]]]
+LossFunction = Callable[[Outputs, DataProto], tuple[Tensor, Mapping[str, Tensor | float]]]
 """(outputs, rows of a micro-batch) -> the micro-batch's share of the loss (a scalar), and its metrics.
 
 Both are already divided by the global count, so they are summed over micro-batches; metrics whose reduction is "max"
-are combined by their maximum."""
+are combined by their maximum. Metrics are tensors of one number, which the engine reads once per update: a function
+that reads a tensor itself makes the host wait for the device in every micro-batch."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def find_non_finite_rows(
     def learn(index: int | None) -> tuple[float, bool]:
         """Return the loss of a row, and whether the gradient, summed over the ranks' rows, is finite."""
         part = None if index is None else engine._part(rows, torch.tensor([index]))
-        loss, *_ = engine._learn(part, loss_function, with_entropy, temperature)
+        share, _ = engine._learn(part, loss_function, with_entropy, temperature)
+        loss = float(share.loss)
         gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
         finite = all(bool(local(gradient).isfinite().all()) for gradient in gradients)
         engine.optimizer.zero_grad(set_to_none=True)

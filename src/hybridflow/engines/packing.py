@@ -3,11 +3,12 @@
 It knows the layout of a rollout batch (prompt columns, then response columns), not the computation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from hybridflow.engines.device_copy import to_device
 from hybridflow.errors import BatchError
 from hybridflow.models import AttentionName, PackedPlan, PaddedPlan, SharedPromptPlan, WholePlan, sharing_pays
 from hybridflow.protocol import DataProto
@@ -19,7 +20,8 @@ class ModelInput:
 
     `positions` indexes the flattened (batch * seq) hidden states that predict a response token, in row order;
     `labels` (num_response_tokens,) are these tokens, `candidates` (num_response_tokens, k) other tokens with requested
-    log-probs; `response_mask` (rows, response_len) marks their positions in the rows.
+    log-probs; `response_mask` (rows, response_len) marks their positions in the rows, and `places`
+    (num_response_tokens,) are these positions in the flattened mask.
     """
 
     input_ids: Tensor
@@ -28,6 +30,7 @@ class ModelInput:
     positions: Tensor
     labels: Tensor
     response_mask: Tensor
+    places: Tensor
     num_tokens: int
     num_padding_tokens: int = 0
     candidates: Tensor | None = None
@@ -39,9 +42,13 @@ class ModelInput:
 
     def to_rows(self, values: Tensor) -> Tensor:
         """Scatter (num_response_tokens, ...) to (rows, response_len, ...), zero where the mask is 0; differentiable."""
-        mask = self.response_mask
-        rows = values.new_zeros(*mask.shape, *values.shape[1:])
-        return rows.masked_scatter(mask.view(*mask.shape, *[1] * (values.ndim - 1)).expand_as(rows), values)
+        shape = self.response_mask.shape
+        return values.new_zeros(shape.numel(), *values.shape[1:]).index_copy(0, self.places, values).unflatten(0, shape)
+
+    def to(self, device: torch.device) -> "ModelInput":
+        """Return the input with its tensors on the device; the host does not wait for the copies."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: to_device(x, device) for name, x in tensors.items()})
 
 
 def sequence_lengths(batch: DataProto) -> Tensor:
@@ -69,6 +76,7 @@ def pack(batch: DataProto, *, share_prompts: bool = True, attention: AttentionNa
         positions=_predictors(starts, position_ids, response_mask),
         labels=_responses(ids, response_mask)[response_mask],
         response_mask=response_mask,
+        places=_places(response_mask),
         num_tokens=int(is_real.sum()),
     )
 
@@ -89,21 +97,23 @@ def pad(batch: DataProto) -> ModelInput:
         positions=_predictors(starts, position_ids, response_mask),
         labels=_responses(ids, response_mask)[response_mask],
         response_mask=response_mask,
+        places=_places(response_mask),
         num_tokens=int(lengths.sum()),
         num_padding_tokens=input_ids.numel() - int(lengths.sum()),
     )
 
 
-def idle_input(num_tokens: int, device: torch.device) -> ModelInput:
+def idle_input(num_tokens: int) -> ModelInput:
     """Make dummy input for a rank without rows in a micro-batch; its tokens are excluded from all counts."""
-    zeros = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    zeros = torch.zeros(1, num_tokens, dtype=torch.int64)
     return ModelInput(
         input_ids=zeros,
-        position_ids=torch.arange(num_tokens, device=device)[None],
+        position_ids=torch.arange(num_tokens)[None],
         plan=PackedPlan.from_lengths([num_tokens]),
         positions=zeros[0, :1],
         labels=zeros[0, :1],
-        response_mask=torch.ones(1, 1, dtype=torch.bool, device=device),
+        response_mask=torch.ones(1, 1, dtype=torch.bool),
+        places=zeros[0, :1],
         num_tokens=0,
         num_padding_tokens=num_tokens,
     )
@@ -187,3 +197,8 @@ def _responses(column: Tensor, response_mask: Tensor) -> Tensor:
 def _predictors(starts: Tensor, position_ids: Tensor, response_mask: Tensor) -> Tensor:
     """Return the index of the hidden state before each counted response token; row r begins at starts[r]."""
     return (starts[:, None] + _responses(position_ids, response_mask) - 1)[response_mask]
+
+
+def _places(response_mask: Tensor) -> Tensor:
+    """Return the positions of the counted response tokens in the flattened mask, in row order."""
+    return response_mask.flatten().nonzero().flatten()

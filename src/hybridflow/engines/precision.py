@@ -29,8 +29,9 @@ class MasterParameters:
     @torch.no_grad()
     def cast(self) -> None:
         """Copy the masters to the model's parameters."""
-        for master, parameter in self._pairs:
-            parameter.copy_(master)
+        if self._pairs:
+            masters, parameters = zip(*self._pairs, strict=True)
+            torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:

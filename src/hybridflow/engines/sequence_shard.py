@@ -2,27 +2,33 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybridflow.engines.device_copy import to_device
 from hybridflow.engines.packing import ModelInput
 from hybridflow.models import GatherTokens, UlyssesPlan
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """A rank's shard: `input` of its model, and `is_mine`, the mask of the response tokens that it predicts."""
+    """A rank's shard: `input` of its model, and `mine`, the indices of the response tokens that it predicts."""
 
     whole: ModelInput
     input: ModelInput
-    is_mine: Tensor
+    mine: Tensor
     group: dist.ProcessGroup
 
     def to_rows(self, values: Tensor) -> Tensor:
         """Gather values of the response tokens of all ranks to (rows, response_len), equal on all ranks."""
-        indices = self.is_mine.nonzero().flatten()
-        return self.whole.to_rows(GatherTokens.apply(values, indices, len(self.is_mine), self.group))
+        return self.whole.to_rows(GatherTokens.apply(values, self.mine, len(self.whole.labels), self.group))
+
+    def to(self, device: torch.device) -> "SequenceShard":
+        """Return the shard with its tensors on the device; the host does not wait for the copies."""
+        whole, mine = self.whole.to(device), to_device(self.mine, device)
+        return replace(self, whole=whole, input=self.input.to(device), mine=mine)
 
 
 def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceShard:
@@ -43,4 +49,4 @@ def sequence_shard_of(whole: ModelInput, group: dist.ProcessGroup) -> SequenceSh
         labels=whole.labels[is_mine],
         candidates=None if whole.candidates is None else whole.candidates[is_mine],
     )
-    return SequenceShard(whole, mine, is_mine, group)
+    return SequenceShard(whole, mine, is_mine.nonzero().flatten(), group)

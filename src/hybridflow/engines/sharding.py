@@ -1,6 +1,7 @@
 """FSDP2: sharded parameters, gradients and optimizer state, gathered layer by layer (Zhao et al., 2023)."""
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,12 +50,26 @@ def shard_model(
             # gloo ignores the divide factor of a mean, so the reduction is a sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    if device.type == "cuda":
+        prefetch_layers(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device="cpu" if on_host else device)
     with torch.no_grad():
         for name, buffer in buffers.items():
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, buffer.to(device))
+
+
+def prefetch_layers(model: PreTrainedModel) -> None:
+    """Gather the weights of each layer in the forward pass while the layer before computes.
+
+    By default the host asks for them when it reaches the layer, which is late if it is not far ahead of the device. In
+    the backward pass FSDP2 does so by itself. One more layer is gathered at a time.
+    """
+    for module, following in pairwise([model, *layers_of(model)]):
+        assert isinstance(module, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        module.set_modules_to_forward_prefetch([following])
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -86,8 +86,9 @@ def _try(engine: "TorchEngine", rows: DataProto) -> None:
             engine._compute(engine._arrange(engine._part(rows, torch.arange(len(rows)))), False, 1.0)
         return
 
-    def loss(outputs: Outputs, part: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: Outputs, part: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         return torch.stack([values.float().mean() for values in outputs.values()]).sum(), {}
 
-    engine._learn(engine._part(rows, torch.arange(len(rows))), loss, with_entropy, 1.0)
+    with engine.reduction.of_no_last_micro_batch():
+        engine._learn(engine._part(rows, torch.arange(len(rows))), loss, with_entropy, 1.0)
     engine.optimizer.zero_grad(set_to_none=True)

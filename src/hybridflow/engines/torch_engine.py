@@ -21,8 +21,11 @@ from hybridflow.algorithms import (
 )
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OffloadName, OptimizerConfig, ParallelConfig
 from hybridflow.engines.base import LossFunction, Outputs, UpdateResult
+from hybridflow.engines.device_copy import rows_to_device, wait_for_copies
 from hybridflow.engines.engine_state import description_of, require_fitting_state, require_same_adapters
 from hybridflow.engines.gradient_norm import clip_gradients
+from hybridflow.engines.gradient_reduction import GradientReduction, fits_unsharded
+from hybridflow.engines.loss_shares import LossShare, add_up
 from hybridflow.engines.lost_step import StepGuard
 from hybridflow.engines.micro_batches import agree_on_micro_batches, plan_micro_batches, spread_micro_batches
 from hybridflow.engines.non_finite_rows import find_non_finite_rows
@@ -36,6 +39,7 @@ from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
+from hybridflow.kernels import fused_log_probs
 from hybridflow.models import (
     DTYPES,
     AttentionCase,
@@ -60,9 +64,8 @@ from hybridflow.models import (
     sequence_costs,
     without_adapters,
 )
-from hybridflow.observability.metric_names import find_metric
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import naming_out_of_memory, own_device, require_dtype
+from hybridflow.runtime import can_compile_for_gpu, naming_out_of_memory, own_device, preferred_dtype, require_dtype
 
 Head = Literal["policy", "value"]
 
@@ -74,12 +77,6 @@ PARTIAL_STEP = "an optimizer step, which may be applied in part (restart from th
 
 MAX_LISTED_ROWS = 8
 """Number of rows that the report of a rejected step lists."""
-
-
-def join_parts(name: str, one: float, other: float) -> float:
-    """Combine a metric of two parts of a mini-batch: their sum, or their maximum if that is the metric's reduction."""
-    metric = find_metric(name)
-    return max(one, other) if metric and metric.reduction == "max" else one + other
 
 
 class TorchEngine:
@@ -116,7 +113,7 @@ class TorchEngine:
             join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
         self.ranks = Ranks(parallel or ParallelConfig(), self.device, needs_mesh=needs_mesh)
         self._step_guard = StepGuard(self.ranks, self.device)
-        self.compute_dtype, self.path = DTYPES[model.dtype], path
+        self.compute_dtype, self.path = DTYPES[preferred_dtype() if model.dtype == "auto" else model.dtype], path
         require_dtype(self.compute_dtype, self.device)
         self.lora = lora if lora and lora.rank else None
         learns_in_float32 = optimizer is not None and self.compute_dtype == torch.bfloat16
@@ -124,7 +121,8 @@ class TorchEngine:
         # With adapters, the base weights are frozen and keep the compute dtype.
         dtype = self.compute_dtype if self.lora else learning_dtype
         self._build_model(path, dtype, learning_dtype, on_host=offload == "host")
-        if model.compile:
+        self._fuses_log_probs = self.device.type == "cuda" and bool(model.compile) and can_compile_for_gpu()
+        if self._compiles(model.compile):
             self.model_forward.compile()
         if self.lora:
             fill_adapters(self.model, seed, self.device)
@@ -148,6 +146,8 @@ class TorchEngine:
         self.master = MasterParameters(self.model, self.compute_dtype if has_masters else learning_dtype)
         self.parameters = {name: p for name, p in self.master.by_name.items() if p.requires_grad}
         self.optimizer = build_adamw(self.parameters, optimizer)
+        fits = fits_unsharded(self.parameters.values(), self.ranks, self.device)
+        self.reduction = GradientReduction(self.model, self.is_sharded and offload != "host" and fits)
         if is_idle:
             self._start_offload()
 
@@ -171,6 +171,13 @@ class TorchEngine:
             self.model_forward = forward_of(self.model, is_sharded=True, tensor=tensor)
             if not isinstance(self.model_forward, FusedForward):
                 self._require_own_forward()
+
+    def _compiles(self, compile: bool | Literal["auto"]) -> bool:
+        """Return whether to compile the layers: as configured, or with "auto" where it is supported and faster."""
+        if compile != "auto":
+            return compile
+        is_supported = isinstance(self.model_forward, FusedForward) and self.ranks.tensor == 1
+        return is_supported and self.device.type == "cuda" and can_compile_for_gpu()
 
     def _start_offload(self) -> None:
         """Keep weights and optimizer state on the device only inside `with self.on_device():` from now on."""
@@ -196,20 +203,24 @@ class TorchEngine:
         temperature: float = 1.0,
     ) -> Outputs:
         """Compute outputs of every row; see `TrainEngine`."""
-        results: Outputs = {}
+        parts: list[tuple[Tensor, Outputs]] = []
         with torch.no_grad(), self.on_device(with_optimizer=False), self._step_guard("a forward pass"):
             for indices in self._micro_batches(rows):
                 model_input = self._arrange(self._part(rows, indices))
                 outputs = self._compute(
                     model_input, with_entropy, temperature, with_sum_squared_probs, top_k, top_k_below
                 )
-                for name, values in outputs.items() if len(indices) else ():
-                    if name not in results:
-                        shape = (*rows.batch["response_mask"].shape, *values.shape[2:])
-                        results[name] = values.new_zeros(shape, device="cpu")
-                    results[name][indices] = values.cpu()
+                if len(indices):  # the host reads them when all micro-batches are under way
+                    parts.append((indices, {name: x.to("cpu", non_blocking=True) for name, x in outputs.items()}))
             if isinstance(self.model, FSDPModule):
                 self.model.reshard()  # as a backward pass does
+            wait_for_copies(self.device)
+        results: Outputs = {}
+        for indices, outputs in parts:
+            for name, values in outputs.items():
+                if name not in results:
+                    results[name] = values.new_zeros(*rows.batch["response_mask"].shape, *values.shape[2:])
+                results[name][indices] = values
         return results
 
     def update(
@@ -225,17 +236,10 @@ class TorchEngine:
         self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
     ) -> UpdateResult:
         assert self.optimizer_config is not None
-        loss, metrics = 0.0, {}
-        counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
         self.optimizer.zero_grad(set_to_none=True)  # gradients of an update that failed
         with self._step_guard():
-            for indices in self._micro_batches(rows):
-                part = self._part(rows, indices)
-                share, extra, model_input = self._learn(part, loss_function, with_entropy, temperature)
-                loss += share
-                for name, value in extra.items():
-                    metrics[name] = join_parts(name, metrics.get(name, 0.0), value)
-                counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
+            shares, counts = self._accumulate(rows, loss_function, with_entropy, temperature)
+            loss, metrics = add_up(shares)
             (summed_loss,) = self.ranks.sum_floats([loss])
             # A rank without rows in this mini-batch contributes 0 to each metric.
             names = [name for names_of_rank in self.ranks.gather(list(metrics)) for name in names_of_rank]
@@ -256,6 +260,21 @@ class TorchEngine:
         self.master.cast()
         self.num_updates += 1
         return UpdateResult(loss, norm, lr, metrics, **counts)
+
+    def _accumulate(
+        self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
+    ) -> tuple[list[LossShare], dict[str, int]]:
+        """Add the gradients of all micro-batches, and return their shares of the loss and their numbers of tokens.
+
+        The host does not wait for the device, so that it prepares a micro-batch while the device computes another.
+        """
+        shares: list[LossShare] = []
+        counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
+        for indices in self.reduction.of_micro_batches(self._micro_batches(rows)):
+            share, model_input = self._learn(self._part(rows, indices), loss_function, with_entropy, temperature)
+            shares.append(share)
+            counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
+        return shares, counts
 
     def on_device(self, *, with_optimizer: bool = True) -> AbstractContextManager[None]:
         """Keep the weights on the device inside the context, and the optimizer state if `with_optimizer`."""
@@ -431,12 +450,13 @@ class TorchEngine:
             )
 
     def _part(self, rows: DataProto, indices: Tensor) -> DataProto | None:
-        """Select rows and move them to the engine's device; None if there are no rows."""
-        return rows.select_idxs(indices).to(self.device) if len(indices) else None
+        """Select rows, in host memory; None if there are no rows."""
+        return rows.select_idxs(indices) if len(indices) else None
 
     def _arrange(self, rows: DataProto | None) -> ModelInput:
+        """Return the model input of some rows, in host memory, where its shapes are known without waiting."""
         if rows is None:
-            return idle_input(2 * self.ranks.sequence, self.device)
+            return idle_input(2 * self.ranks.sequence)
         if self.memory.packing:
             arranged = pack(rows, share_prompts=self.memory.share_prompts, attention=self._shared_attention())
         else:
@@ -452,17 +472,17 @@ class TorchEngine:
 
     def _learn(
         self, part: DataProto | None, loss_function: LossFunction, with_entropy: bool, temperature: float
-    ) -> tuple[float, dict[str, float], ModelInput]:
-        """Add the gradient of some rows; return their share of the loss, their metrics, and the model input."""
+    ) -> tuple[LossShare, ModelInput]:
+        """Add the gradient of some rows; return their share of the loss, and the model input."""
         model_input = self._arrange(part)
         with self._training_mode():
             outputs = self._compute(model_input, with_entropy, temperature)
             if part is None:
                 share, extra = torch.stack([output.sum() for output in outputs.values()]).sum() * 0.0, {}
             else:
-                share, extra = loss_function(outputs, part)
+                share, extra = loss_function(outputs, rows_to_device(part, self.device))
             share.backward()
-        return share.item(), extra, model_input
+        return LossShare(share.detach(), extra), model_input
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
@@ -483,11 +503,21 @@ class TorchEngine:
         top_k_below: int | None = None,
     ) -> Outputs:
         if self.ranks.sequence == 1:
-            mine, to_rows = inputs, inputs.to_rows
+            mine = inputs.to(self.device)
+            to_rows = mine.to_rows
         else:
-            shard = sequence_shard_of(inputs, self.ranks.group(SEQUENCE))
+            shard = sequence_shard_of(inputs, self.ranks.group(SEQUENCE)).to(self.device)
             mine, to_rows = shard.input, shard.to_rows
         settings = {"temperature": temperature or 1.0, "shared": self.model_forward.vocabulary}
+
+        def of_labels(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            """Return log-probs, and entropies if wanted."""
+            if self._fuses_log_probs and settings["shared"] is None and len(logits):
+                results = fused_log_probs(logits, labels, temperature=temperature or 1.0, with_entropy=with_entropy)
+                return tuple(result for result in results if result is not None)
+            if with_entropy:
+                return log_probs_and_entropy_from_logits(logits, labels, **settings)
+            return (log_probs_from_logits(logits, labels, **settings),)
 
         def read(logits: Tensor, which: slice) -> Sequence[Tensor]:
             if self.head == "value":
@@ -498,9 +528,7 @@ class TorchEngine:
                 more.append(candidate_log_probs_from_logits(logits, mine.candidates[which], **settings))
             if top_k:
                 more += top_log_probs_from_logits(logits, top_k, below=top_k_below, **settings)
-            if with_entropy:
-                return *log_probs_and_entropy_from_logits(logits, labels, **settings), *more
-            return log_probs_from_logits(logits, labels, **settings), *more
+            return *of_labels(logits, labels), *more
 
         arguments = {"position_ids": mine.position_ids, "attention_plan": mine.plan}
         results = self.model_forward.read_logits(mine.input_ids, mine.positions, read, **arguments)

@@ -1,12 +1,13 @@
 """Fused CPU kernels, compiled on first use with the machine's C compiler; PyTorch computes the same without them.
 
 They operate on tensors and do not know models: the parts of a decoder that are worth fusing, forward and backward. On a
-CUDA device, generation uses Triton kernels for some of them.
+CUDA device, generation uses Triton kernels for some of them; `fused_log_probs` is for training there, by torch.compile.
 """
 
 from hybridflow.kernels.attention import append_and_attend, causal_attention
 from hybridflow.kernels.decoder import Decoder, DecoderLayer
 from hybridflow.kernels.elementwise import rms_norm, rotary, silu_mul
+from hybridflow.kernels.fused_log_probs import fused_log_probs
 from hybridflow.kernels.library import serves, serves_words, use_kernels
 from hybridflow.kernels.linear import PackedLinear
 from hybridflow.kernels.sampling import draw
@@ -19,6 +20,7 @@ __all__ = [
     "append_and_attend",
     "causal_attention",
     "draw",
+    "fused_log_probs",
     "rms_norm",
     "rotary",
     "serves",

@@ -32,6 +32,12 @@ ReadLogits = Callable[[Tensor, slice], Sequence[Tensor]]
 
 MAX_LOGITS = 1 << 28
 """Largest number of logits in memory at once; these and their gradient take half a GiB each in bfloat16."""
+MEMORY_PER_LOGIT = 64
+"""On a GPU, bytes of its memory for each of the logits in memory at once, if that allows more than MAX_LOGITS: with
+their gradient they take 1/16 of the memory in bfloat16. Logits beyond it are computed twice."""
+
+COMPILATIONS = 64
+"""Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
 
 
 class Forward(Protocol):
@@ -114,6 +120,13 @@ def forward_of(model: PreTrainedModel, *, is_sharded: bool = False, tensor: Tens
     return OwnForward(model)
 
 
+def max_logits_on(device: torch.device) -> int:
+    """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
+    if device.type != "cuda":
+        return MAX_LOGITS
+    return max(MAX_LOGITS, torch.cuda.get_device_properties(device).total_memory // MEMORY_PER_LOGIT)
+
+
 class OwnForward:
     """The forward pass of the model's code, for any family that `load_causal_lm` accepts."""
 
@@ -151,12 +164,13 @@ class OwnForward:
         """Apply `read` once to the logits of the tokens at `positions`."""
         arguments = {"position_ids": position_ids, "attention_plan": attention_plan}
         columns = input_ids.shape[1]
+        if len(input_ids) == 1:  # packed
+            return read(self(input_ids, logits_to_keep=positions, **arguments)[0], slice(None))
         rows, offsets = positions // columns, positions % columns
         first = int(offsets.min()) if len(offsets) else columns - 1
-        is_packed = len(input_ids) == 1
-        kept = positions if is_packed else torch.arange(first, columns, device=positions.device)
+        kept = torch.arange(first, columns, device=positions.device)
         logits = self(input_ids, logits_to_keep=kept, **arguments)
-        return read(logits[0] if is_packed else logits[rows, offsets - first], slice(None))
+        return read(logits[rows, offsets - first], slice(None))
 
     def decode(self, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:
         """Compute the logits that follow one more token per row."""
@@ -185,7 +199,7 @@ class FusedForward:
     is_capturable = True
 
     def __init__(self, model: PreTrainedModel, *, is_sharded: bool = False, tensor: TensorRanks | None = None) -> None:
-        self.model, self.max_logits, self._tensor = model, MAX_LOGITS, tensor
+        self.model, self.max_logits, self._tensor = model, max_logits_on(model.device), tensor
         self._body: Any = model.model
         self._head: Any = model.lm_head if _is_causal_lm(model) else model.score
         self._epsilon: float = model.config.rms_norm_eps
@@ -208,7 +222,17 @@ class FusedForward:
         return self._tensor.vocabulary(self._head.out_features)
 
     def compile(self) -> None:
-        """Compile the parts of a layer before and after attention (torch.compile), for any number of tokens."""
+        """Compile the parts of a layer before and after attention (torch.compile), for any number of tokens.
+
+        One compilation serves all layers and all models of a process with the same kind of layer.
+        """
+        import torch._dynamo.config
+        import torch._inductor.config
+
+        # Roles of one process that differ in dtype, adapters or gradients share these functions, and its limit of 8.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
+        # No choice of a kernel by its measured time, on which rounding would depend.
+        torch._inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
         self._open = torch.compile(self._open_layer, dynamic=True)
         self._close = torch.compile(self._close_layer, dynamic=True)
 
@@ -267,7 +291,7 @@ class FusedForward:
         batch, tokens = input_ids.shape
         cos, sin = self._cos_sin(position_ids.expand(batch, tokens).flatten())
         packed = None if torch.is_grad_enabled() else self._decoder
-        hidden = self._embed(input_ids).flatten(0, 1)
+        hidden = self._embed(input_ids.flatten())  # no view, so that the first layer is compiled as the others are
         for index, layer in enumerate(self._layers):
             arguments = (hidden, cos, sin, plan, batch)
             hidden = _packed_layer(packed, index, *arguments) if packed else layer(*arguments)
@@ -358,10 +382,14 @@ class FusedForward:
 
     def _cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin at these positions, (tokens, head_dim / 2) each."""
-        if positions.device.type != "cpu":  # the size of a table would be a read by the host
+        if positions.device.type != "cpu":  # the host would wait for the device to know the longest position
             return _angles(self._body, positions, self._angle_dtype)
         cos, sin = self._angles_up_to(int(positions.max()))
         return cos[positions], sin[positions]
+
+    @property
+    def _angle_dtype(self) -> torch.dtype:
+        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
 
     def _angles_up_to(self, position: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin (at least position + 1, head_dim / 2) from a table that grows as needed."""
@@ -369,10 +397,6 @@ class FusedForward:
             size = 1 << position.bit_length()
             self._angles = _angles(self._body, torch.arange(size, device=self.model.device), self._angle_dtype)
         return self._angles
-
-    @property
-    def _angle_dtype(self) -> torch.dtype:
-        return torch.float64 if self.model.dtype == torch.float64 else torch.float32
 
 
 def _decode(forward: Forward, tokens: Tensor, plan: DecodePlan | PagedDecodePlan) -> Tensor:

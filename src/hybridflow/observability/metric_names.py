@@ -109,6 +109,11 @@ METRICS: dict[str, Metric] = {
     "perf/<stage>_tokens_per_s": Metric(
         "Tokens processed per second of a stage: response tokens for gen, all tokens for the others.", "sum"
     ),
+    "perf/<role>_compilations": Metric(
+        "Graphs that torch.compile compiled in a role's processes since its last update: 0 after the first steps, as "
+        "one graph serves all numbers of tokens; 0 without model.compile.",
+        "max",
+    ),
     "mfu/<role>": Metric(
         "Model FLOPs utilization of a role's update (mfu/gen: of generation): model FLOPs, attention included and a "
         "prompt counted once for its group, as a share of the matrix-product peak of the role's ranks together, each "

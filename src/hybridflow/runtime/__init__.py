@@ -7,10 +7,13 @@ from hybridflow.runtime.allocator import (
     relax_garbage_collector,
 )
 from hybridflow.runtime.atomic_files import fsync_path, write_bytes_atomically, write_text_atomically
+from hybridflow.runtime.compilations import can_compile_for_gpu, take_compilations
 from hybridflow.runtime.device import (
     free_cached_memory,
     free_device_memory,
+    gpu_has_bfloat16,
     own_device,
+    preferred_dtype,
     require_dtype,
     require_visible_devices,
     use_own_device,
@@ -18,6 +21,7 @@ from hybridflow.runtime.device import (
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
 from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
+from hybridflow.runtime.matmul_precision import use_full_float32
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
 from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
@@ -42,6 +46,7 @@ __all__ = [
     "SideStream",
     "StopRequest",
     "bound_shape_caches",
+    "can_compile_for_gpu",
     "capture_random_state",
     "count_physical_cores",
     "derive_seed",
@@ -50,6 +55,7 @@ __all__ = [
     "free_cached_memory",
     "free_device_memory",
     "fsync_path",
+    "gpu_has_bfloat16",
     "group_store",
     "is_out_of_memory",
     "keep_freed_memory",
@@ -65,6 +71,7 @@ __all__ = [
     "paused_collector",
     "peak_flops",
     "peak_memory_of",
+    "preferred_dtype",
     "provide_stores",
     "relax_garbage_collector",
     "require_arguments",
@@ -77,9 +84,11 @@ __all__ = [
     "set_deterministic",
     "set_num_threads",
     "sort_metadata",
+    "take_compilations",
     "unchanged_random_state",
     "uniform",
     "uniform_state",
+    "use_full_float32",
     "use_own_device",
     "write_bytes_atomically",
     "write_text_atomically",

@@ -1,7 +1,7 @@
 """The device that a process computes on."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hybridflow.errors import ConfigError, ModelConfigError
 
@@ -87,3 +87,19 @@ def require_dtype(dtype: "torch.dtype", device: "torch.device") -> None:
         f"model.dtype='bfloat16' is not supported by {device} ({torch.cuda.get_device_name(device)}, compute "
         f"capability {capability}; it needs 8.0 or more); use model.dtype = 'float32'."
     )
+
+
+def gpu_has_bfloat16() -> bool | None:
+    """Return whether the CUDA device of this process computes in bfloat16; None without a device."""
+    import torch
+
+    device = own_device()
+    if device.type != "cuda":
+        return None
+    # It reads properties only: making the device current would take memory of it in a driver that does not compute.
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def preferred_dtype() -> Literal["bfloat16", "float32"]:
+    """Return the fastest compute dtype of this process's device: bfloat16 on a GPU that has it, otherwise float32."""
+    return "bfloat16" if gpu_has_bfloat16() else "float32"

@@ -10,6 +10,7 @@ from hybridflow.models import decoder_shape
 from hybridflow.observability import get_logger
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
+from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_files,
@@ -28,6 +29,7 @@ logger = get_logger(__name__)
 def build_trainer(config: Config) -> PPOTrainer:
     """Build the trainer of `hybridflow train`; see `build_run`."""
     require_files(config, "data.train_files")
+    config = settle_dtype(config)
     require_rollout_engine(config)
     require_same_tokenizer(config)
 

@@ -13,6 +13,7 @@ from hybridflow.data.parquet_rows import Row
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
+from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
@@ -86,7 +87,7 @@ def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> 
     """Check the configuration, prepare this process, and return the configuration without training."""
     require_files(config, *file_keys)
     require_rollout_engine(config)
-    config = _without_learning(config)
+    config = settle_dtype(_without_learning(config), resumes=False)
     _require_base(config, checkpoint)
     prepare_driver_process(config)
     return config

@@ -9,6 +9,7 @@ from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
+from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline import OfflineTrainer
 from hybridflow.trainers.preconditions import require_files, require_room
@@ -22,6 +23,7 @@ Examples = SFTDataset | PreferenceDataset
 def build_sft_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow sft`; see `build_run`."""
     require_files(config, "data.train_files")
+    config = settle_dtype(config)
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
         data = config.data
@@ -41,6 +43,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
     require_files(config, "data.train_files", reference=True)
+    config = settle_dtype(config)
     reference = None
     if not config.actor_is_reference:
         reference = ClassWithInitArgs(ReferenceWorker, config=config, temperature=1.0)
@@ -54,6 +57,7 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
     require_files(config, "data.train_files")
+    config = settle_dtype(config)
     if config.lora.rank:
         raise ConfigError(
             f"lora.rank={config.lora.rank} is not supported by `hybridflow reward-model`, which trains its new head "

@@ -17,6 +17,7 @@ from hybridflow.runtime import (
     seed_random_state,
     set_deterministic,
     set_num_threads,
+    use_full_float32,
 )
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.preconditions import require_one_rank
@@ -116,5 +117,6 @@ def prepare_driver_process(config: Config) -> None:
     bound_shape_caches()
     set_num_threads(config.controller.threads)
     use_kernels(config.controller.compiled_kernels)
+    use_full_float32()
     set_deterministic(config.trainer.deterministic)
     seed_random_state(config.trainer.seed)

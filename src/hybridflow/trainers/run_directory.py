@@ -26,6 +26,19 @@ WRITTEN = (*LOGS, "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
 _NUM_SHOWN = 10
 
 
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """Return the starts in `run.json` of a run directory, oldest first; raises CheckpointError if it is damaged."""
+    file = directory / "run.json"
+    try:
+        require_plain_file(file)
+        starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
+        if not isinstance(starts, list):
+            raise TypeError(f"starts is a {type(starts).__name__}, not a list")
+        return starts
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
+
+
 class RunDirectory:
     """`config.toml, run.json, metrics.jsonl, samples.jsonl, trace/, checkpoints/` of one run.
 
@@ -149,17 +162,7 @@ class RunDirectory:
 
     def starts(self) -> list[dict[str, Any]]:
         """Return the starts in `run.json`: time, step, configuration, versions and hardware of each."""
-        file = self.path / "run.json"
-        try:
-            require_plain_file(file)
-            starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
-            if not isinstance(starts, list):
-                raise TypeError(f"starts is a {type(starts).__name__}, not a list")
-            return starts
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"'{file}' is damaged ({error}); move it out of the directory to continue."
-            ) from error
+        return read_starts(self.path)
 
     def _record_start(self) -> None:
         """Write the configuration to `config.toml`, and add this start to `run.json`."""

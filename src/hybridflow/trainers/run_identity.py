@@ -43,7 +43,10 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
 
 
 def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
-    """Raise CheckpointConfigError, with all differences, if the checkpoint belongs to another run."""
+    """Raise CheckpointConfigError, with all differences, if the checkpoint belongs to another run.
+
+    model.dtype = "auto" stands for the recorded dtype (`settle_dtype`).
+    """
     before = checkpoint.info
     if before.get("kind") != identity["kind"]:
         made_by = f"made by `hybridflow {before['kind']}`" if "kind" in before else "not made by a training run"
@@ -54,7 +57,7 @@ def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:
     changes = {
         key: f"{key} was {before['config'][key]!r} and is {value!r}"
         for key, value in identity["config"].items()
-        if key in before["config"] and before["config"][key] != value
+        if key in before["config"] and before["config"][key] != value and (key, value) != ("model.dtype", "auto")
     }
     fixed = FIXED_SECTIONS[identity["kind"]]
     if before["config"].get("lora.rank", 0) == identity["config"]["lora.rank"] == 0:

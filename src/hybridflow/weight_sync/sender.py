@@ -9,7 +9,7 @@ from torch import Size, Tensor
 from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import naming_out_of_memory, own_device
+from hybridflow.runtime import naming_out_of_memory, own_device, preferred_dtype
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.weight_sync.probe import Probe, probe_sequences
@@ -54,7 +54,8 @@ class WeightSender:
     def __init__(
         self, engine: HasWeights, config: Config, build_transport: Callable[[], WeightTransport] | None
     ) -> None:
-        self._engine, self._config, self._build_transport = engine, config, build_transport
+        self._engine, self._build_transport = engine, build_transport
+        self._config = config.with_dtype(preferred_dtype())
         self._transport: WeightTransport | None = None
         self._store = ""
         self._buckets: Iterator[Bucket] = iter(())

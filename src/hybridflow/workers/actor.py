@@ -27,7 +27,7 @@ class ActorWorker(ModelWorker):
     role = "actor_rollout"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)

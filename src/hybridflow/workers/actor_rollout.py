@@ -22,6 +22,7 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
         super().__init__(config, total_updates)
+        config = self.config
         is_embedded = config.rollout.backend == "embedded"
         self._shares_weights = is_embedded and self.engine.shares_weights
         self.rollout = build_rollout_engine(

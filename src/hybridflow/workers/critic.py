@@ -16,7 +16,7 @@ class CriticWorker(ModelWorker):
     role = "critic"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         self.config = config
         self.engine = self.build_engine(
             config, config.critic.model_path or config.model.path, "value", config.critic.optimizer, total_updates

@@ -3,8 +3,6 @@
 Each returns the share of this part of a mini-batch in the loss, and metrics that add up over the parts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -41,7 +39,7 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
     names = {"old_log_probs", *function.columns}
     max_response_length = config.data.max_response_length
 
-    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, mask = outputs["log_probs"], _column(rows, "response_mask")
         columns = {name: _column(rows, name) for name in names if name != "old_log_probs" or not config.is_on_policy}
         if config.is_on_policy:
@@ -65,7 +63,7 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
             )
 
         total = policy_share = share(token_losses, config.actor.loss_aggregation)
-        metrics: dict[str, Any] = {
+        metrics = {
             "actor/policy_loss": policy_share,
             "actor/clipfrac": share(policy.clipped.to(log_probs.dtype)),
             "actor/clipfrac_dual": share(policy.clipped_dual.to(log_probs.dtype)),
@@ -97,7 +95,7 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
             kl = share(token_kl, config.actor.loss_aggregation)
             total = total + config.teacher.coef * kl
             metrics["actor/teacher_loss"] = kl
-        return total, {name: float(value.detach()) for name, value in metrics.items()}
+        return total, {name: value.detach() for name, value in metrics.items()}
 
     return loss
 
@@ -105,7 +103,7 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunction:
     """Return the clipped value loss, divided by the global counts of the mini-batch."""
 
-    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         mask = _column(rows, "response_mask")
         value = clipped_value_loss(
             new_values=outputs["values"],
@@ -121,7 +119,7 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunc
         }
         clipped = aggregate_loss(value.clipped.to(value.token_losses.dtype), mask, "token-mean", **counts)
         total = aggregate_loss(value.token_losses, mask, config.critic.loss_aggregation, **counts)
-        return total, {"critic/clipfrac": float(clipped)}
+        return total, {"critic/clipfrac": clipped}
 
     return loss
 
@@ -129,7 +127,7 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFunc
 def sft_loss(num_tokens: int) -> LossFunction:
     """Return the cross-entropy of the response tokens, averaged over the tokens of the whole mini-batch."""
 
-    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         mask = _column(rows, "response_mask")
         total = aggregate_loss(
             -outputs["log_probs"], mask, "token-mean", num_tokens=num_tokens, num_sequences=len(rows)
@@ -145,7 +143,7 @@ def slope_loss(output: str) -> LossFunction:
     Its gradient equals that of a loss whose derivatives by the row sums are `loss_slopes`.
     """
 
-    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, float]]:
+    def loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         sums = torch.where(_column(rows, "response_mask"), outputs[output], 0.0).sum(-1)
         return (_column(rows, "loss_slopes") * sums).sum(), {}
 

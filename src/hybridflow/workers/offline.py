@@ -16,7 +16,7 @@ class OfflinePolicyWorker(ModelWorker):
     role = "actor"
 
     def __init__(self, config: Config, total_updates: int = 1) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         self.engine = self.build_engine(config, config.model.path, "policy", config.offline.optimizer, total_updates)
 
     @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids"), writes=(), rows="one")

@@ -14,7 +14,7 @@ class ReferenceWorker(ModelWorker):
     role = "reference"
 
     def __init__(self, config: Config, temperature: float | None = None) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         self.config = config
         self.temperature = config.rollout.temperature if temperature is None else temperature
         path = config.reference.model_path or config.model.path

@@ -32,7 +32,7 @@ class RewardModelWorker(ModelWorker):
     role = "reward"
 
     def __init__(self, config: Config) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         path = config.reward.model_path
         with StoredModel(path) as stored:
             head = stored.name_of("score.weight")

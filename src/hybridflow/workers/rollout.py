@@ -20,7 +20,7 @@ class RolloutWorker(GeneratingWorker):
     """A worker that generates with the weights of the last weight sync."""
 
     def __init__(self, config: Config) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         self.config = config
         self.tokenizer = load_tokenizer(config.model.path)
         self.stop_ids = stop_token_ids(self.tokenizer, config.model.path)

@@ -22,7 +22,7 @@ class TeacherWorker(ModelWorker):
     role = "teacher"
 
     def __init__(self, config: Config) -> None:
-        prepare_worker_process(self, config)
+        config = prepare_worker_process(self, config)
         self.config = config
         self.engine = self.build_engine(config, config.teacher.model_path, "policy")
         self.num_tokens = vocabulary_size(config.model.path)  # a larger model of the family may have more, as padding

@@ -13,6 +13,7 @@ import torch
 from hybridflow.engines import LossFunction, TrainEngine, UpdateResult
 from hybridflow.errors import BatchError
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import take_compilations
 
 Figure = Literal["loss", "grad_norm", "lr", "padding_computed", "shared_prompts"]
 
@@ -47,7 +48,8 @@ def run_updates(
     """Run one optimizer step for each mini-batch of `batch.meta_info["mini_batches"]`.
 
     Returns `meta_info["metrics"]`: `figures` as `<name>/<figure>`, and the metrics of the loss, combined over the steps
-    by `mean_metrics`. `rows_of` adds columns to the rows of a mini-batch before its step.
+    by `mean_metrics`; and the number of graphs that torch.compile compiled since the last update. `rows_of` adds
+    columns to the rows of a mini-batch before its step.
     """
     steps = []
     with engine.on_device():
@@ -56,7 +58,8 @@ def run_updates(
             result = engine.update(rows, loss_of(mini_batch), with_entropy=with_entropy, temperature=temperature)
             values = _figures_of(result)
             steps.append({f"{name}/{figure}": values[figure] for figure in figures} | result.metrics)
-    return DataProto(meta_info={"metrics": mean_metrics(steps)})
+    metrics = mean_metrics(steps) | {f"perf/{name}_compilations": take_compilations()}
+    return DataProto(meta_info={"metrics": metrics})
 
 
 def _figures_of(result: UpdateResult) -> dict[Figure, float]:

@@ -5,6 +5,7 @@ from hybridflow.config.sections.data import DataConfig, RewardConfig
 from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, OfflineConfig
 from hybridflow.config.sections.models import (
+    DTypeName,
     LoRAConfig,
     MemoryConfig,
     ModelConfig,
@@ -35,6 +36,12 @@ class Config(Section):
     controller: ControllerConfig = ControllerConfig()
     placement: PlacementConfig = PlacementConfig()
     offline: OfflineConfig = OfflineConfig()
+
+    def with_dtype(self, dtype: DTypeName) -> "Config":
+        """Return the configuration with `dtype` in place of model.dtype = "auto"; any other dtype stays."""
+        if self.model.dtype != "auto":
+            return self
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
     @property
     def extra_columns(self) -> frozenset[str]:

@@ -17,17 +17,19 @@ class ModelConfig(Section):
     path: str = Field(
         default="", description="Local Hugging Face directory of the policy: config.json, safetensors, tokenizer."
     )
-    dtype: DTypeName = Field(
-        default="float32",
-        description="Compute dtype. Parameters and optimizer state stay float32 (float64 with float64).",
+    dtype: DTypeName | Literal["auto"] = Field(
+        default="auto",
+        description="Compute dtype. auto: bfloat16 on GPUs that have it, otherwise float32; chosen at the first start, "
+        "then kept by the run. Parameters and optimizer state stay float32 (float64 with float64).",
     )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, slower."
     )
-    compile: bool = Field(
-        default=False,
-        description="Train with layers compiled by torch.compile instead of controller.compiled_kernels (generation "
-        "keeps those). The first step takes up to a minute longer; rounding changes.",
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Train with layers compiled by torch.compile, once for all numbers of tokens, instead of "
+        "controller.compiled_kernels (generation keeps those). The first step takes up to a minute longer; rounding "
+        "changes. auto: on a GPU, for Llama, Qwen2 and Qwen3 with parallel.tensor = 1.",
     )
 
 

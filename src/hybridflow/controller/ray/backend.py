@@ -98,6 +98,10 @@ class RayBackend:
         """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""
         return self._connection.has_gpus()
 
+    def gpus_have_bfloat16(self) -> bool | None:
+        """Return whether all GPUs of the cluster compute in bfloat16, None without GPUs; connects as `has_gpus`."""
+        return self._connection.gpus_have_bfloat16()
+
     def spawn(
         self, classes: Mapping[str, ClassWithInitArgs], resource_pool: ResourcePool, detached_as: str = ""
     ) -> dict[str, list[RayWorker]]:

@@ -13,9 +13,14 @@ from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
 from hybridflow.observability import get_logger
-from hybridflow.runtime import require_visible_devices
+from hybridflow.runtime import gpu_has_bfloat16, require_visible_devices
 
 CONNECT_TIMEOUT_S = 5.0
+
+KIND = "accelerator_type:"
+"""Prefix of the resource by which Ray reports the kind of a node's GPUs."""
+KINDS_WITHOUT_BFLOAT16 = ("K80", "P4", "P100", "T4", "V100")
+"""The kinds that Ray names whose compute capability is below 8.0."""
 
 logger = get_logger(__name__)
 
@@ -79,6 +84,14 @@ class Connection:
             return bool(self._num_gpus or torch.cuda.device_count())
         self.open([])
         return ray.cluster_resources().get("GPU", 0) > 0
+
+    def gpus_have_bfloat16(self) -> bool | None:
+        """Return whether all GPUs compute in bfloat16, by their kinds as Ray reports them; None without GPUs."""
+        if not self.has_gpus():
+            return None
+        if not ray.is_initialized():  # the GPUs of this machine
+            return gpu_has_bfloat16()
+        return not any(f"{KIND}{kind}" in ray.cluster_resources() for kind in KINDS_WITHOUT_BFLOAT16)
 
     @property
     def ends_with_us(self) -> bool:

@@ -1,0 +1,25 @@
+import pytest
+import torch
+
+from hybridflow.engines.device_copy import rows_to_device, to_device, wait_for_copies
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_pinned_copy_has_the_contents_though_its_source_is_changed(gpu):
+    expected, copies = [], []
+    for index in range(20):
+        source = torch.full((1 << 16,), index)
+        expected.append(index)
+        copies.append(to_device(source.clone() if gpu.type == "cpu" else source, gpu))
+        source.fill_(-1)  # the copy is made from pinned memory of its own
+    assert [int(copy.unique()) for copy in copies] == expected
+
+
+def test_rows_arrive_on_the_device_with_their_contents(rollout_rows, gpu):
+    rows = rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
+    moved = rows_to_device(rows, gpu)
+    assert {column.device.type for column in moved.batch.values()} == {gpu.type}
+    back = {name: column.to("cpu", non_blocking=True) for name, column in moved.batch.items()}
+    wait_for_copies(gpu)
+    assert all(torch.equal(column, back[name]) for name, column in rows.batch.items())

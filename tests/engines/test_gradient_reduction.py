@@ -1,0 +1,54 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hybridflow.engines import gradient_reduction
+from hybridflow.engines.gradient_reduction import GradientReduction, fits_unsharded
+
+GPU = torch.device("cuda", 0)
+
+
+class TwoRanks:
+    """Two ranks whose other one has the answer `other_fits`."""
+
+    def __init__(self, other_fits=True, tensor=1):
+        self.other_fits, self.tensor = other_fits, tensor
+
+    def count_all(self, flag):
+        return int(flag) + int(not self.other_fits)
+
+
+def parameters(num_bytes):
+    """Return parameters whose float32 gradients take this many bytes, and one that is not trained."""
+    return [nn.Parameter(torch.empty(num_bytes // 4, device="meta")), torch.empty(10**9, device="meta")]
+
+
+@pytest.fixture(autouse=True)
+def a_gpu_of_80_gib(monkeypatch):
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(gradient_reduction.torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(2**30, True), (10 * 2**30, True), (10 * 2**30 + 4, False)])
+def test_unsharded_gradients_fit_if_they_take_an_eighth_of_the_memory(num_bytes, fits):
+    assert fits_unsharded(parameters(num_bytes), TwoRanks(), GPU) is fits
+
+
+def test_all_ranks_decide_alike():
+    assert fits_unsharded(parameters(4), TwoRanks(other_fits=False), GPU) is False
+
+
+def test_tensor_parallel_ranks_have_a_part_of_the_gradients():
+    assert fits_unsharded(parameters(20 * 2**30), TwoRanks(tensor=2), GPU) is True
+
+
+def test_a_cpu_sums_after_each_micro_batch():
+    assert fits_unsharded(parameters(4), TwoRanks(), torch.device("cpu")) is False
+
+
+@pytest.mark.parametrize("is_once_per_update", [True, False])
+def test_all_micro_batches_are_yielded_in_order(is_once_per_update):
+    reduction = GradientReduction(nn.Linear(1, 1), is_once_per_update)
+    assert list(reduction.of_micro_batches("abc")) == ["a", "b", "c"]

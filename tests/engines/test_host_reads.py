@@ -1,0 +1,124 @@
+"""The micro-batch loop does not wait for the device: it runs on the meta device, where every read of a tensor raises.
+
+A read by the host, `nonzero`, indexing with a mask and a copy to the host raise there, in the forward and the backward
+pass. Only a model without a fused forward pass and with memory.packing=false reads one number per micro-batch.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hybridflow.config import Config, LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine
+from hybridflow.workers.losses import actor_loss, critic_loss, sft_loss, slope_loss
+
+META = torch.device("meta")
+SETTINGS = {"actor": {"entropy_coef": 0.01, "epochs": 2}, "algorithm": {"kl_in_loss": True}}
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises for an operation on tensors of the host and of the device, unless it is a copy; counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.ndim]
+        if len({x.device for x in tensors}) > 1 and "copy" not in str(func):
+            raise AssertionError(f"{func} has tensors on {[str(x.device) for x in tensors]}")
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def rows(rollout_rows):
+    batch = rollout_rows([3, 1, 5, 2, 4, 3], [4, 6, 1, 3, 6, 0])
+    mask = batch.batch["response_mask"]
+    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns"):
+        batch.batch[name] = torch.zeros(mask.shape)
+    batch.batch["loss_slopes"] = torch.ones(len(mask))
+    return batch
+
+
+@pytest.fixture
+def build_on_meta(tiny_model, monkeypatch):
+    """Return a function that builds an engine on the meta device."""
+    monkeypatch.setattr("hybridflow.engines.torch_engine.own_device", lambda: META)
+
+    def build(family="qwen3", head="policy", *, packing=True, gradient_checkpointing=False, dtype="bfloat16", lora=0):
+        path = str(tiny_model(family, **{"sliding_window": None} if family == "mistral" else {}))
+        return TorchEngine(
+            path,
+            head,
+            model=ModelConfig(path=path, dtype=dtype, gradient_checkpointing=gradient_checkpointing),
+            memory=MemoryConfig(max_tokens_per_micro_batch=16, packing=packing),
+            optimizer=OptimizerConfig(),
+            lora=LoRAConfig(rank=lora),
+        )
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": False},
+        {"gradient_checkpointing": True},
+        {"dtype": "float32"},
+        {"lora": 2},
+        {"family": "mistral"},
+        {"family": "mistral", "gradient_checkpointing": True},
+        {"head": "value"},
+    ],
+    ids=str,
+)
+def test_the_host_reads_no_tensor_between_micro_batches(build_on_meta, rows, options):
+    engine = build_on_meta(**options)
+    of_policy = engine.head == "policy"
+    loss = (actor_loss if of_policy else critic_loss)(
+        *([Config(**SETTINGS), 0.05] if of_policy else [Config()]), num_tokens=20, num_sequences=5
+    )
+    with OneDevice() as operations:
+        shares, inputs = engine._accumulate(rows, loss, of_policy, 0.7)
+    assert operations.count > 1000
+    assert len(shares) == len(inputs) > 1
+    values = [value for share in shares for value in (share.loss, *share.metrics.values())]
+    assert {value.device for value in values} == {META}
+    assert all(parameter.grad.device == META for parameter in engine.parameters.values())
+    assert all(model_input.input_ids.device.type == "cpu" for model_input in inputs)  # no activation is kept
+
+
+@pytest.mark.parametrize("loss", [sft_loss(20), slope_loss("log_probs")], ids=["sft", "dpo"])
+def test_the_losses_of_offline_training_read_no_tensor(build_on_meta, rows, loss):
+    shares, _ = build_on_meta()._accumulate(rows, loss, False, 1.0)
+    assert len(shares) > 1
+
+
+def test_outputs_without_gradient_are_computed_without_a_read(build_on_meta, rows):
+    engine = build_on_meta()
+    rows.batch["candidate_ids"] = torch.zeros(*rows.batch["response_mask"].shape, 3, dtype=torch.int64)
+    with torch.no_grad():
+        for indices in engine._micro_batches(rows):
+            model_input = engine._arrange(engine._part(rows, indices))
+            outputs = engine._compute(model_input, True, 0.7, True, 4, 30)
+            assert {values.device for values in outputs.values()} == {META}
+            assert outputs["top_ids"].shape == (*model_input.response_mask.shape, 4)
+
+
+def test_a_tensor_left_on_the_host_is_found(build_on_meta, rows):
+    left = torch.ones(rows.batch["response_mask"].shape[1])
+
+    def loss(outputs, part):
+        return outputs["log_probs"].index_select(1, left.long().cumsum(0) - 1).sum(), {}
+
+    with pytest.raises(AssertionError, match=r"index_select.* has tensors on"), OneDevice():
+        build_on_meta()._accumulate(rows, loss, False, 1.0)
+
+
+def test_a_loss_that_reads_a_tensor_is_found(build_on_meta, rows):
+    def loss(outputs, part):
+        return outputs["log_probs"].sum(), {"actor/loss": outputs["log_probs"].sum().item()}
+
+    with pytest.raises(RuntimeError, match="meta"):
+        build_on_meta()._accumulate(rows, loss, False, 1.0)

@@ -1,0 +1,147 @@
+"""The training step on a CUDA device: dtype, compilation, host reads, and FSDP2 in a group of one rank on NCCL."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine, torch_engine
+from hybridflow.engines.device_copy import wait_for_copies
+from hybridflow.engines.process_group import join_alone
+from hybridflow.engines.ranks import Ranks
+from hybridflow.runtime import measure_peak_flops, take_compilations
+from hybridflow.workers.losses import actor_loss
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu"), pytest.mark.filterwarnings("ignore")]
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 4096}
+LENGTHS = [([3, 1, 5, 2], [4, 6, 1, 3]), ([7, 7, 2], [4, 6, 9]), ([2, 4, 4, 6, 1], [3, 1, 8, 2, 2])]
+
+
+def build(path, **options):
+    model = {"path": str(path), **options}
+    memory = MemoryConfig(max_tokens_per_micro_batch=24)
+    return TorchEngine(
+        str(path), "policy", model=ModelConfig(**model), memory=memory, optimizer=OptimizerConfig(lr=1e-4)
+    )
+
+
+def with_columns(rows):
+    mask = rows.batch["response_mask"]
+    generator = torch.Generator().manual_seed(1)
+    for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"):
+        rows.batch[name] = torch.randn(mask.shape, generator=generator) - 5 * name.endswith("probs")
+    return rows
+
+
+def loss():
+    config = Config(actor={"entropy_coef": 0.01, "epochs": 2}, algorithm={"kl_in_loss": True})
+    return actor_loss(config, 0.05, num_tokens=40, num_sequences=9)
+
+
+def set_sync_debug_mode(device, mode):
+    """Make operations that wait for the GPU an error, or allow them again."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_auto_computes_in_bfloat16_on_a_gpu_and_keeps_float32_weights(tiny_model, gpu):
+    engine = build(tiny_model("qwen2"))
+    assert engine.compute_dtype == (torch.bfloat16 if gpu.type == "cuda" else torch.float32)
+    assert {parameter.dtype for parameter in engine.parameters.values()} == {torch.float32}
+
+
+def test_no_graph_is_compiled_after_the_first_steps(tiny_model, rollout_rows, gpu):
+    torch._dynamo.reset()
+    take_compilations()
+    engine, counts = build(tiny_model("qwen3", **SIZES)), []
+    for prompt_lens, response_lens in [*LENGTHS, *LENGTHS[::-1]]:
+        rows = with_columns(rollout_rows(prompt_lens, response_lens))
+        engine.forward(rows, with_entropy=True)
+        engine.update(rows, loss(), with_entropy=True)
+        counts.append(take_compilations())
+    assert counts[len(LENGTHS) :] == [0] * len(LENGTHS), counts
+    if gpu.type == "cuda":
+        assert sum(counts) > 0
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_host_does_not_wait_for_the_device_between_micro_batches(tiny_model, rollout_rows, gpu, packing):
+    engine = build(tiny_model("qwen3", **SIZES), compile=False)
+    engine.memory = engine.memory.model_copy(update={"packing": packing})
+    rows = with_columns(rollout_rows(*LENGTHS[0]))
+    expected = engine.update(rows, loss(), with_entropy=True).metrics.keys()  # warms up
+    set_sync_debug_mode(gpu, "error")
+    try:
+        shares, inputs = engine._accumulate(rows, loss(), True, 0.7)
+    finally:
+        set_sync_debug_mode(gpu, "default")
+    assert len(shares) == len(inputs) > 1
+    assert all(share.metrics.keys() == expected for share in shares)
+    assert {share.loss.device.type for share in shares} == {gpu.type}
+    engine.optimizer.zero_grad(set_to_none=True)
+
+
+def test_the_host_waits_once_for_the_outputs_without_gradient(tiny_model, rollout_rows, monkeypatch, gpu):
+    engine, waits = build(tiny_model("qwen3", **SIZES), compile=False), []
+    rows = rollout_rows(*LENGTHS[0])
+    expected = engine.forward(rows, with_entropy=True)  # warms up
+
+    def wait(device):
+        set_sync_debug_mode(gpu, "default")
+        waits.append(device)
+        wait_for_copies(device)
+
+    monkeypatch.setattr(torch_engine, "wait_for_copies", wait)
+    set_sync_debug_mode(gpu, "error")
+    try:
+        outputs = engine.forward(rows, with_entropy=True)
+    finally:
+        set_sync_debug_mode(gpu, "default")
+    assert len(waits) == 1
+    assert all(torch.equal(values, expected[name]) for name, values in outputs.items())
+
+
+@pytest.mark.parametrize("compile", [False, "auto"])
+@pytest.mark.parametrize("is_once_per_update", [True, False])
+def test_fsdp_in_a_group_of_one_trains_as_one_process(
+    tiny_model, rollout_rows, monkeypatch, gpu, compile, is_once_per_update
+):
+    path, rows = tiny_model("qwen3", **SIZES), with_columns(rollout_rows(*LENGTHS[0]))
+    alone = build(path, dtype="float32", compile=False)
+    expected = [alone.update(rows, loss(), with_entropy=True) for _ in range(3)]
+    join_alone()
+    assert gpu.type == "cpu" or "nccl" in str(dist.get_backend_config())
+    monkeypatch.setattr(torch_engine, "Ranks", lambda parallel, device, **_: Ranks(parallel, device, needs_mesh=True))
+    sharded = build(path, dtype="float32", compile=compile)
+    assert sharded.is_sharded
+    assert sharded.reduction.is_once_per_update == (gpu.type == "cuda")  # a small model
+    sharded.reduction.is_once_per_update = is_once_per_update
+    results = [sharded.update(rows, loss(), with_entropy=True) for _ in range(3)]
+    assert [r.loss for r in results] == pytest.approx([r.loss for r in expected], rel=1e-3)
+    assert [r.grad_norm for r in results] == pytest.approx([r.grad_norm for r in expected], rel=1e-3)
+
+
+def test_an_out_of_memory_error_leaves_the_next_update_unchanged(tiny_model, rollout_rows):
+    rows, calls = with_columns(rollout_rows(*LENGTHS[0])), []
+
+    def fails(outputs, part):
+        calls.append(part)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return loss()(outputs, part)
+
+    path = tiny_model("qwen3", **SIZES)
+    engine, untouched = build(path, compile=False), build(path, compile=False)
+    with pytest.raises(Exception, match="out of memory in a step, nothing was applied"):
+        engine.update(rows, fails, with_entropy=True)
+    ours, theirs = (e.update(rows, loss(), with_entropy=True) for e in (engine, untouched))
+    assert (ours.loss, ours.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-5)
+
+
+def test_the_matrix_product_peak_of_the_compute_dtype_is_measured(gpu):
+    size = 4096 if gpu.type == "cuda" else 256
+    fast, slow = (measure_peak_flops(dtype, size, 2, device=gpu) for dtype in (torch.bfloat16, torch.float32))
+    assert min(fast, slow) > 0
+    if gpu.type == "cuda":
+        assert fast > 2 * slow  # float32 products are not computed in TF32
