@@ -1,8 +1,8 @@
 """Fixtures for all tests: shape checks, tiny models and batches, and recorded results of TRL's GRPO.
 
 `--shapes=on` (the default where beartype is installed) checks every jaxtyping signature of `hybridflow.algorithms` on
-each call. Production runs have no such checks. `inspect.unwrap(function)` returns the unchecked function; tests of a function's own checks
-use it.
+each call. Production runs have no such checks. `inspect.unwrap(function)` returns the unchecked function; tests of a
+function's own checks use it.
 """
 
 import contextlib

@@ -3,8 +3,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import pytest
-
 from hybridflow.observability import log_memory, memory_bytes
 
 
