@@ -21,7 +21,7 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-grpo_step bench-mfu bench-rewards
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-rewards
 .PHONY: bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
 
 help: ## show this list
@@ -96,8 +96,8 @@ test-gpu: $(INSTALLED) ## the tests that need a GPU; PART=engines: those of one 
 smoke: $(STAMP) ## every benchmark at tiny size without peers, two at a time; one alone: make bench-NAME ARGS=--smoke
 	$(BIN)/python -m pytest -n 2 --dist load -m slow tests/benchmarks $(ARGS)
 
-bench-mfu: $(STAMP) ## MFU of a training step of a model of 1.5B parameters on a GPU; ARGS="--help" for more
-	$(BIN)/python benchmarks/mfu.py $(ARGS)
+bench-gpu: $(INSTALLED) ## one GPU: updates, generation, a GRPO step, memory; ARGS="--part mfu": one part
+	$(PROGRAM) benchmarks/gpu.py $(ARGS)
 
 bench-trace_share: $(STAMP) ## share of the trace in the step time of a run: ARGS=runs/NAME
 	$(BIN)/python benchmarks/trace_share.py $(ARGS)
