@@ -45,3 +45,17 @@ def test_a_missing_model_is_an_error_of_one_line(capsys):
 def test_float64_has_no_estimate(tiny_model, capsys):
     assert main(["memory", f"model.path={tiny_model()}", "data.train_files=['a']", "model.dtype=float64"]) == 2
     assert "model.dtype=float64 has no memory estimate; use float32 or bfloat16." in capsys.readouterr().err
+
+
+def test_a_model_without_an_estimate_is_named(tiny_model, capsys, caplog):
+    path = tiny_model("mistral", sliding_window=None)
+    assert main(["memory", f"model.path={path}", "data.train_files=['a']"]) == 0
+    assert f"actor_rollout: '{path}' has no estimate; expected a Llama, Qwen2 or Qwen3 model" in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_reward_model_is_counted_with_its_single_output(tiny_model, lines_of):
+    lines = lines_of(f"reward.model_path={tiny_model('qwen2', hidden_size=1024, intermediate_size=2048)}")
+    logits = lines[""].index("logits")
+    assert float(lines["reward"][logits]) == 0
+    assert float(lines["reward"][-1]) > 0

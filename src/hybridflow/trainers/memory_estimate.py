@@ -15,12 +15,17 @@ from hybridflow.models import (
     model_sizes,
     training_memory,
 )
+from hybridflow.observability import get_logger
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.model_directories import require_model_directory
 from hybridflow.trainers.program import role_classes
 
 GENERATION = "generation"
 LEARNING = (Role.ActorRollout, Role.Critic)
+VALUE_HEADS = (Role.Critic, Role.Reward)
+"""Roles whose models have one output per token or sequence."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class RoleEstimate:
 def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> list[RoleEstimate]:
     """Return the estimate of each role with a model, and of generation by the embedded engine in the actor's process.
 
-    A role whose model has no fused forward pass, such as a reward model, is left out. Raises ConfigError for float64
+    A role whose model has no fused forward pass is left out, with a warning. Raises ConfigError for float64
     and for ranks that the parallel sizes do not divide, and ModelError for a model that cannot be read.
     """
     if config.model.dtype == "float64":
@@ -48,8 +53,10 @@ def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> li
             continue
         key, path = _model_of(config, role)
         require_model_directory(key, path)
-        sizes = None if role is Role.Reward else model_sizes(path, "value" if role is Role.Critic else "policy")
-        if sizes is not None:
+        sizes = model_sizes(path, "value" if role in VALUE_HEADS else "policy")
+        if sizes is None:
+            logger.warning("%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model", role.value, path)
+        else:
             estimates += _estimates_of(config, role, sizes, device)
     return estimates
 
