@@ -165,7 +165,7 @@ def _step(args: argparse.Namespace) -> list[Row]:
                 )
                 side.ask()
                 medians[system] = median(side.ask()["seconds"] for _ in range(args.repeats))
-    if not has_trl:
+    if not has_trl and not args.smoke:
         print("\nTRL is not measured: .bench/trl does not exist; `make bench-grpo_step` creates it.")
     ours, peer = medians["hybridflow"], medians.get("trl")
     print(f"\na GRPO step on {own_device()}; goal: {STEP_GOAL:g} times as fast as TRL")
