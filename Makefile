@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-stamp
+# An environment that the command line names, as in `make test-gpu BIN=/usr/bin`, is there: nothing is installed.
+INSTALLED := $(if $(filter command,$(firstword $(origin BIN))),,$(STAMP))
+PROGRAM = $(or $(wildcard $(BIN)/python),$(BIN)/python3)
 # hybridflow with vLLM's CPU build, in a separate environment: vLLM pins versions of shared dependencies.
 VLLM := 0.32.0
 VLLM_BIN := .venv-vllm/bin
@@ -21,7 +24,7 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-grpo_step bench-mfu bench-rewards
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-rewards
 .PHONY: bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
 
 help: ## show this list
@@ -89,15 +92,21 @@ test-slow: $(STAMP) $(TRITON_STAMP) ## the slow CPU tests: whole runs on Ray, ki
 test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment
 	$(VLLM_BIN)/python $(PYTEST) -m vllm $(ARGS)
 
-test-gpu: $(STAMP) ## the tests that need a GPU, then bench-mfu
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python benchmarks/mfu.py $(ARGS)
+# Files are named one by one, so that no test file that imports Ray is read. PART is a folder of tests/.
+GPU_TESTS := $(sort $(wildcard tests/*/test_gpu.py tests/*/test_*_gpu.py))
+GPU_PARTS := $(sort $(foreach path,$(GPU_TESTS),$(word 2,$(subst /, ,$(path)))))
+CHOSEN = $(if $(PART),$(filter tests/$(PART)/%,$(GPU_TESTS)),$(GPU_TESTS))
+test-gpu bench-gpu: export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+test-gpu: $(INSTALLED) ## the tests that need a GPU; PART=engines: those of one package; BIN=DIR: with the Python there
+	$(if $(CHOSEN),,$(error PART=$(PART) has no GPU tests: expected one of $(GPU_PARTS)))
+	$(PROGRAM) -m pytest -m gpu --timeout 240 $(ARGS) $(CHOSEN)
 
 smoke: $(STAMP) ## every benchmark at tiny size without peers, two at a time; one alone: make bench-NAME ARGS=--smoke
 	$(BIN)/python -m pytest -n 2 --dist load -m slow tests/benchmarks $(ARGS)
 
-bench-mfu: $(STAMP) ## MFU of a training step of a model of 1.5B parameters on a GPU; ARGS="--help" for more
-	$(BIN)/python benchmarks/mfu.py $(ARGS)
+bench-gpu: $(INSTALLED) ## one GPU: updates, generation, a GRPO step, memory; ARGS="--part mfu": one part
+	$(PROGRAM) benchmarks/gpu.py $(ARGS)
 
 bench-trace_share: $(STAMP) ## share of the trace in the step time of a run: ARGS=runs/NAME
 	$(BIN)/python benchmarks/trace_share.py $(ARGS)

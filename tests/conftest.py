@@ -1,11 +1,12 @@
 """Fixtures for all tests: shape checks, tiny models and batches, and recorded results of TRL's GRPO.
 
-`--shapes=on` (the default) checks every jaxtyping signature of `hybridflow.algorithms` on each call. Production
-runs have no such checks. `inspect.unwrap(function)` returns the unchecked function; tests of a function's own checks
-use it.
+`--shapes=on` (the default where beartype is installed) checks every jaxtyping signature of `hybridflow.algorithms` on
+each call. Production runs have no such checks. `inspect.unwrap(function)` returns the unchecked function; tests of a
+function's own checks use it.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -37,18 +38,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shapes",
         choices=("on", "off"),
-        default="on",
-        help=f"check the tensor shapes in signatures of {CHECKED_PACKAGE} (default: on)",
+        default=None,
+        help=f"check the tensor shapes in signatures of {CHECKED_PACKAGE} (default: on if beartype is installed)",
     )
     parser.addoption(
         "--rehearse", action="store_true", help="run tests that need a GPU on the CPU, to check the tests themselves"
     )
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Report that shapes are not checked because beartype is missing."""
+    chosen = config.getoption("--shapes")
+    return [] if chosen or _has_beartype() else ["shapes are not checked: beartype is not installed"]
+
+
+def _has_beartype() -> bool:
+    return importlib.util.find_spec("beartype") is not None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Threads do not speed up tiny tensors, and on a busy machine their synchronization makes them ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if config.getoption("--shapes") == "off":
+    if (config.getoption("--shapes") or ("on" if _has_beartype() else "off")) == "off":
         return
     loaded = {name for name in sys.modules if name.startswith(f"{CHECKED_PACKAGE}.")}
     if loaded - {f"{CHECKED_PACKAGE}.declarations"}:  # read by the configuration; has no tensors

@@ -29,6 +29,8 @@ def measure(trainer: PPOTrainer) -> dict[str, Any]:
     """Return the seconds of one step and of its parts. Raises RuntimeError unless each response has the full length."""
     start = time.perf_counter()
     trainer.train_step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     metrics, wanted = trainer.metrics, trainer.config.data.max_response_length
     if not metrics["response_length/min"] == metrics["response_length/max"] == wanted:

@@ -13,7 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 from support.counting import require_lengths
-from support.grpo_task import ENDLESS_STEPS, GROUP_SIZE, NEW_TOKENS, PROMPT_LEN, PROMPTS_PER_STEP, score
+from support.grpo_task import ENDLESS_STEPS, SIZES, score
 from support.serve import Channel, peak_resident_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -29,20 +29,22 @@ class WatchedTrainer(GRPOTrainer):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = super()._generate(*args, **kwargs)
+        self.watched.pop("training_began", None)
         self.watched["generation_s"] = time.perf_counter() - start
         return result
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super()._prepare_inputs(*args, **kwargs)
-        self.watched |= {"inputs": inputs, "training_began": time.perf_counter()}
+        self.watched["inputs"] = inputs  # of one part of the update
+        self.watched.setdefault("training_began", time.perf_counter())
         return inputs
 
 
 class OnRequest(TrainerCallback):
     """A callback that waits for a request before each step and replies after it; training ends with the requests."""
 
-    def __init__(self, channel: Channel, watched: dict[str, Any]) -> None:
-        self.channel, self.watched = channel, watched
+    def __init__(self, channel: Channel, watched: dict[str, Any], sizes: dict[str, int]) -> None:
+        self.channel, self.watched, self.sizes = channel, watched, sizes
         self.requests: Iterator[dict[str, Any]] = channel.requests()
         self.start = 0.0
 
@@ -52,16 +54,18 @@ class OnRequest(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         end = time.perf_counter()
-        inputs = self.watched["inputs"]
-        num_rows = PROMPTS_PER_STEP * GROUP_SIZE
-        require_lengths(inputs["prompt_mask"].sum(-1).tolist(), [PROMPT_LEN] * num_rows)
-        require_lengths(inputs["completion_mask"].sum(-1).tolist(), [NEW_TOKENS] * num_rows)
+        inputs, parts = self.watched["inputs"], self.sizes["accumulation"]
+        num_rows = self.sizes["prompts_per_step"] * self.sizes["group_size"] // parts
+        require_lengths(inputs["prompt_mask"].sum(-1).tolist(), [self.sizes["prompt_len"]] * num_rows)
+        require_lengths(inputs["completion_mask"].sum(-1).tolist(), [self.sizes["new_tokens"]] * num_rows)
         self.channel.reply(
             seconds=end - self.start,
             generation_s=self.watched["generation_s"],
             training_s=end - self.watched["training_began"],
-            num_tokens=int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()),
+            num_tokens=parts * int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()),
             peak_resident_bytes=peak_resident_bytes(),
         )
 
@@ -76,20 +80,21 @@ def main() -> None:
     torch.set_num_threads(channel.options["threads"])
     path = channel.options["path"]
     prompts = json.loads(Path(channel.options["prompts"]).read_text())
-    num_rows = PROMPTS_PER_STEP * GROUP_SIZE
+    sizes = channel.options.get("sizes", SIZES)
+    num_rows = sizes["prompts_per_step"] * sizes["group_size"]
     trainer = WatchedTrainer(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir="trl",
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             bf16=channel.options["dtype"] == "bfloat16",
-            per_device_train_batch_size=num_rows,
-            gradient_accumulation_steps=1,
+            per_device_train_batch_size=num_rows // sizes["accumulation"],
+            gradient_accumulation_steps=sizes["accumulation"],
             gradient_checkpointing=False,
-            num_generations=GROUP_SIZE,
+            num_generations=sizes["group_size"],
             num_iterations=1,
-            generation_kwargs={"min_new_tokens": NEW_TOKENS, "top_k": 0},
+            generation_kwargs={"min_new_tokens": sizes["new_tokens"], "top_k": 0},
             max_steps=ENDLESS_STEPS,
             logging_steps=1,
             report_to=[],
@@ -101,7 +106,7 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=AutoTokenizer.from_pretrained(path),
     )
-    trainer.add_callback(OnRequest(channel, trainer.watched))
+    trainer.add_callback(OnRequest(channel, trainer.watched, sizes))
     channel.ready(torch.get_num_threads(), trl=trl.__version__, torch=torch.__version__)
     trainer.train()
 

@@ -11,6 +11,14 @@ GROUP_SIZE = 8
 PROMPT_LEN = 6
 NEW_TOKENS = 32
 """Exact length of each response."""
+SIZES = {
+    "prompts_per_step": PROMPTS_PER_STEP,
+    "group_size": GROUP_SIZE,
+    "prompt_len": PROMPT_LEN,
+    "new_tokens": NEW_TOKENS,
+    "accumulation": 1,
+}
+"""The sizes of a step; `accumulation`: parts into which TRL splits its update."""
 LEARNING_RATE = 1e-4
 NUM_PROMPTS = 512
 """Prompts in the training data, which is repeated."""

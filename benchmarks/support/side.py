@@ -115,9 +115,8 @@ def _variables(system: str, threads: int) -> dict[str, str]:
     """Return the parent's environment variables, those that make sides comparable, and those that stop downloads."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            (str(BENCHMARKS), str(ROOT / "src"))
-        ),  # the measured commit, not an installed one
+        # The measured commit, not an installed one; then packages that the machine has elsewhere.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(BENCHMARKS), str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

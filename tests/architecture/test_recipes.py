@@ -10,13 +10,18 @@ from hybridflow.config import leaf_keys, load_config
 from hybridflow.config.render import toml_value
 
 DIRECTORY = Path(__file__).parents[2] / "recipes"
-RECIPES = sorted([*DIRECTORY.glob("*.toml"), *DIRECTORY.glob("rlhf/*.toml")])
+RECIPES = sorted([*DIRECTORY.glob("*.toml"), *DIRECTORY.glob("rlhf/*.toml"), DIRECTORY / "gpu/one_gpu.toml"])
 OVERLAYS = sorted((DIRECTORY / "algorithms").glob("*.toml"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipe_loads(recipe):
     load_config(recipe)
+
+
+def test_recipe_of_eight_gpus_loads_on_top_of_that_of_one():
+    config = load_config([DIRECTORY / "gpu/one_gpu.toml", DIRECTORY / "gpu/eight_gpus.toml"])
+    assert (config.controller.backend, config.controller.num_workers) == ("ray", 8)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda overlay: overlay.name)

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-TARGET = re.compile(r"^([\w-]+):.*\n\t\$\(BIN\)/python benchmarks/(\w+)\.py \$\(ARGS\)$", re.MULTILINE)
+TARGET = re.compile(r"^([\w-]+):.*\n\t\$\((?:BIN\)/python|PROGRAM\)) benchmarks/(\w+)\.py \$\(ARGS\)$", re.MULTILINE)
 WITHOUT_PREFIX = {"learn", "rlhf", "soak"}
 
 

@@ -1,12 +1,18 @@
 """The engine on a CUDA device: results equal those on the CPU, and offloaded memory is not on the device."""
 
 import gc
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from hybridflow.checkpoint import load_state, save_state
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
-from hybridflow.engines import TorchEngine
+from hybridflow.engines import TorchEngine, token_budget
+from hybridflow.engines.process_group import join_alone
+from hybridflow.models import mfu, training_flops
+from hybridflow.runtime import peak_flops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -17,12 +23,12 @@ def loss(outputs, part):
     return -outputs["log_probs"].sum() / 40, {}
 
 
-def build(path, dtype="float32", **options):
+def build(path, dtype="float32", *, max_tokens=64, **options):
     return TorchEngine(
         str(path),
         "policy",
         model=ModelConfig(path=str(path), dtype=dtype),
-        memory=MemoryConfig(max_tokens_per_micro_batch=64),
+        memory=MemoryConfig(max_tokens_per_micro_batch=max_tokens),
         optimizer=OptimizerConfig(lr=1e-3),
         **options,
     )
@@ -83,3 +89,47 @@ def test_compiled_layers_give_the_same_results(tiny_model, rows):
     ]
     norms = [[engine.update(rows, loss).grad_norm for _ in range(3)] for engine in engines]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_a_resumed_engine_makes_the_same_next_update(tiny_model, rows, tmp_path):
+    path = tiny_model("qwen2")
+    uninterrupted = build(path, "bfloat16")
+    for _ in range(2):
+        uninterrupted.update(rows, loss)
+    save_state(uninterrupted.state_dict(), tmp_path / "state")
+    resumed = build(path, "bfloat16")
+    resumed.load_state_dict(load_state(tmp_path / "state"))
+    norms = [engine.update(rows, loss).grad_norm for engine in (uninterrupted, resumed)]
+    assert norms[0] == norms[1]
+    for name, parameter in uninterrupted.parameters.items():
+        torch.testing.assert_close(resumed.parameters[name], parameter, rtol=0, atol=0)
+
+
+def test_a_group_of_one_sums_on_the_device(gpu):
+    is_first = not dist.is_initialized()
+    join_alone()
+    try:
+        values = torch.arange(4.0, device=gpu)
+        dist.all_reduce(values)
+        assert values.tolist() == [0, 1, 2, 3]
+        assert dist.get_backend(dist.group.WORLD) == ("nccl" if gpu.type == "cuda" else "gloo")
+    finally:
+        if is_first:
+            dist.destroy_process_group()
+
+
+def test_mfu_of_an_update_is_a_share_of_the_peak_of_the_device(tiny_model, gpu):
+    sizes = SIZES | {"max_position_embeddings": 1024}
+    tokens = 16384 if gpu.type == "cuda" else 512
+    engine = build(tiny_model("qwen2", **sizes), "bfloat16", max_tokens=tokens)
+    rows = token_budget._rows(tokens // 256, 8, 248)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.update(rows, loss)  # returns the gradient's norm, so that the device has finished
+        seconds.append(time.perf_counter() - start)
+    peak = peak_flops(torch.bfloat16)
+    share = mfu(training_flops(engine.shape, [256] * len(rows)), min(seconds), peak)
+    assert 0 < share < 1
+    if gpu.type == "cuda":
+        assert peak > 1e13  # a CPU computes less than that

@@ -1,8 +1,4 @@
-"""Configurations of published models, built without weights: names, sizes, sharding, FLOPs and rotary scaling.
-
-The configurations are the relevant keys of the models' published `config.json`, and the parameter counts those of
-their cards.
-"""
+"""Configurations of published models, built without weights: names, sizes, sharding, FLOPs and rotary scaling."""
 
 import json
 import math
@@ -10,6 +6,7 @@ import math
 import pytest
 import torch
 
+from fixtures.published_models import MODELS
 from hybridflow.engines.sharding import layers_of
 from hybridflow.errors import ModelConfigError
 from hybridflow.models import (
@@ -21,53 +18,6 @@ from hybridflow.models import (
     require_tensor_parallel,
 )
 from hybridflow.models.tensor_parallel import placement_of
-
-QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-QWEN3 |= {"head_dim": 128, "vocab_size": 151936, "num_key_value_heads": 8, "max_position_embeddings": 40960}
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "rms_norm_eps": 1e-5}
-LLAMA |= {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
-
-
-def sizes(layers: int, hidden: int, intermediate: int, *, tied: bool, heads: int = 0, kv_heads: int = 0) -> dict:
-    found = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
-    found |= {"num_attention_heads": heads} if heads else {}
-    return found | ({"num_key_value_heads": kv_heads} if kv_heads else {}) | {"tie_word_embeddings": tied}
-
-
-MODELS = {
-    # name: configuration, number of parameters, tensor parallel sizes that divide its heads
-    "Qwen2.5-0.5B": (
-        QWEN2 | {"vocab_size": 151936} | sizes(24, 896, 4864, heads=14, kv_heads=2, tied=True),
-        494_032_768,
-        (2,),
-    ),
-    "Qwen2.5-1.5B": (
-        QWEN2 | {"vocab_size": 151936} | sizes(28, 1536, 8960, heads=12, kv_heads=2, tied=True),
-        1_543_714_304,
-        (2,),
-    ),
-    "Qwen2.5-7B": (
-        QWEN2 | {"vocab_size": 152064} | sizes(28, 3584, 18944, heads=28, kv_heads=4, tied=False),
-        7_615_616_512,
-        (2, 4),
-    ),
-    "Qwen3-0.6B": (QWEN3 | sizes(28, 1024, 3072, heads=16, tied=True), 596_049_920, (2, 4, 8)),
-    "Qwen3-4B": (QWEN3 | sizes(36, 2560, 9728, heads=32, tied=True), 4_022_468_096, (2, 4, 8)),
-    "Qwen3-8B": (QWEN3 | sizes(36, 4096, 12288, heads=32, tied=False), 8_190_735_360, (2, 4, 8)),
-    "Llama-3.2-1B": (
-        LLAMA | sizes(16, 2048, 8192, tied=True) | {"head_dim": 64, "rope_scaling": LLAMA3_ROPE | {"factor": 32.0}},
-        1_235_814_400,
-        (2, 4, 8),
-    ),
-    "Llama-3.1-8B": (
-        LLAMA | sizes(32, 4096, 14336, tied=False) | {"rope_scaling": LLAMA3_ROPE | {"factor": 8.0}},
-        8_030_261_248,
-        (2, 4, 8),
-    ),
-}
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -26,3 +26,10 @@ def test_other_paths_are_missing_model_directories(path, tmp_path, monkeypatch):
 def test_directory_with_a_configuration_is_accepted(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     require_model_directory("model.path", str(tmp_path))
+
+
+def test_a_missing_directory_of_models_is_not_a_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelConfigError, match=r"is not a model directory: config\.json not found") as error:
+        require_model_directory("model.path", "models/Qwen2.5-0.5B-Instruct")
+    assert "hf download" not in str(error.value)

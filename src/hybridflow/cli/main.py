@@ -62,6 +62,9 @@ COMMANDS = {
         "hybridflow.cli.export", "save a checkpoint as a Hugging Face model", "export runs/countdown/grpo exported/"
     ),
     "graph": Command("hybridflow.cli.graph", "show the dataflow of a recipe", "graph recipes/countdown_ppo.toml"),
+    "memory": Command(
+        "hybridflow.cli.memory", "estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"
+    ),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),

@@ -23,6 +23,14 @@ from hybridflow.models.lora import (
     plain_name,
     without_adapters,
 )
+from hybridflow.models.memory import (
+    MemoryLayout,
+    RankMemory,
+    forward_memory,
+    generation_memory,
+    training_memory,
+)
+from hybridflow.models.model_sizes import ModelSizes, model_sizes
 from hybridflow.models.sequence_parallel import GatherTokens, UlyssesPlan
 from hybridflow.models.sharded_loading import (
     StoredModel,
@@ -45,8 +53,11 @@ __all__ = [
     "Forward",
     "FusedForward",
     "GatherTokens",
+    "MemoryLayout",
+    "ModelSizes",
     "PackedPlan",
     "PaddedPlan",
+    "RankMemory",
     "ReadLogits",
     "SharedPromptPlan",
     "StoredModel",
@@ -62,8 +73,10 @@ __all__ = [
     "fill_adapters",
     "flops_per_token",
     "forward_flops",
+    "forward_memory",
     "forward_of",
     "generation_flops",
+    "generation_memory",
     "is_adapter",
     "load_causal_lm",
     "load_shards",
@@ -71,6 +84,7 @@ __all__ = [
     "merged_weight",
     "merged_weights",
     "mfu",
+    "model_sizes",
     "parameters_on_meta",
     "placeholder",
     "plain_name",
@@ -79,6 +93,7 @@ __all__ = [
     "sequence_costs",
     "sharing_pays",
     "training_flops",
+    "training_memory",
     "vocabulary_size",
     "without_adapters",
 ]

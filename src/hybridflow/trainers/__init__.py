@@ -7,6 +7,7 @@ with paused_collector():
     from hybridflow.trainers.build_generation import build_generator, build_validator
     from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
     from hybridflow.trainers.generation import TextGenerator
+    from hybridflow.trainers.memory_estimate import estimate_memory, need_of_pools
     from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
     from hybridflow.trainers.offline import OfflineTrainer
     from hybridflow.trainers.ppo import PPO
@@ -33,8 +34,10 @@ __all__ = [
     "build_sft_trainer",
     "build_trainer",
     "build_validator",
+    "estimate_memory",
     "fit",
     "majority_at_k",
+    "need_of_pools",
     "pass_at_k",
     "placement_notes",
     "run_on_placeholders",

@@ -1,0 +1,40 @@
+"""Estimate the memory of a run on each rank, without its weights and without a device.
+
+One line per role, in GiB, while it works, and the largest need of each pool, in which one role works and the others
+keep what is resident. The estimate is for GPUs unless --device cpu. With memory.max_tokens_per_micro_batch = "auto"
+it is the least: a micro-batch of one sequence. docs/gpu.md describes the formula.
+"""
+
+import argparse
+from dataclasses import asdict
+
+from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a recipe with its overrides, and the device."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="device of the ranks (default: gpu)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the estimate."""
+    config = config_of(args)
+    from hybridflow.trainers import estimate_memory, need_of_pools
+
+    estimates = estimate_memory(config, args.device)
+    if not estimates:
+        return 0  # each role was reported
+    lines = [["", "ranks", *asdict(estimates[0].memory), "total"]]
+    for estimate in estimates:
+        parts = [*asdict(estimate.memory).values(), estimate.memory.total]
+        lines.append([estimate.name, str(estimate.ranks), *(f"{part / GIB:.2f}" for part in parts)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *cells]))
+    for pool, need in need_of_pools(estimates).items():
+        print(f"pool {pool}: {need / GIB:.2f} GiB on each rank")
+    return 0

@@ -1,0 +1,294 @@
+"""The memory of one rank, computed from the sizes of a decoder: weights, optimizer, activations, logits, KV cache.
+
+The formula describes the fused forward pass (Llama, Qwen2, Qwen3), and counts what autograd keeps for the backward
+pass. Its parts are those of the moment of the largest need: a backward pass of the head or of a layer, in an update
+whose gradients and moments exist already. It leaves out what is not a tensor: the CUDA context, workspaces of libraries
+and fragments of the allocator.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from hybridflow.models.attention import SHORT
+from hybridflow.models.forward import MAX_LOGITS
+from hybridflow.models.model_sizes import ModelSizes
+
+Kernels = Literal["compiled", "eager", "cpu"]
+"""compiled: layers of torch.compile on a GPU; eager: PyTorch's operations on a GPU; cpu: the fused kernels of a CPU."""
+
+SLICE = 8192
+"""Vocabulary entries of which log-probs are computed in float32 at a time (hybridflow.algorithms)."""
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """How ranks hold and compute a model; names as in the configuration.
+
+    `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2).
+    `longest`: tokens of the longest sequence, on which the attention of a CPU depends.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    data: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    gradient_checkpointing: bool = False
+    offload: Literal["none", "idle", "host"] = "none"
+    lora_rank: int = 0
+    lora_targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    kernels: Kernels = "compiled"
+    longest: int = SHORT
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which each parameter is sharded by FSDP2."""
+        return self.data * self.sequence
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the moment of its largest need, by what they hold; `total` is their sum.
+
+    `working`: weights gathered from other ranks, their gradients, and intermediate results of one layer.
+    """
+
+    weights: int = 0
+    masters: int = 0
+    gradients: int = 0
+    moments: int = 0
+    activations: int = 0
+    logits: int = 0
+    keys_and_values: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(asdict(self).values())
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay between calls: weights, masters and the optimizer's moments."""
+        return self.weights + self.masters + self.moments
+
+
+def training_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, response_tokens: int = 0) -> RankMemory:
+    """Return the memory of an update with micro-batches of `tokens` per rank, `response_tokens` of which have logits.
+
+    `tokens` is memory.max_tokens_per_micro_batch; `response_tokens` 0: all of them.
+    """
+    b, shape, counted = layout.width, sizes.shape, response_tokens or tokens
+    hidden = tokens * shape.hidden_size * b
+    layer = tokens * _layer_bytes(sizes, layout)
+    saved = shape.num_layers * (hidden if layout.gradient_checkpointing else layer) + tokens * _rotary_bytes(sizes)
+    recomputed = layer if layout.gradient_checkpointing else 0
+    in_backward = tokens * (shape.hidden_size + 2 * shape.intermediate_size // layout.tensor) * b
+    gathered = _gathered(sizes, layout)
+    outer = 2 * counted * shape.hidden_size * b
+    head = _Head.of(sizes, layout, counted)
+    kept_head_gradient = 0 if sizes.head else head.weight_gradient
+    moments = [
+        RankMemory(activations=saved + outer, logits=head.logits, working=gathered.forward + head.slices_forward),
+        RankMemory(
+            activations=saved + outer,
+            logits=2 * head.logits,
+            working=gathered.forward + head.slices_backward + head.accumulated,
+        ),
+        RankMemory(
+            activations=saved + outer,
+            logits=head.logits,
+            working=gathered.forward + head.weight_gradient + head.accumulated,
+        ),
+        RankMemory(activations=saved + recomputed, working=gathered.backward + in_backward + kept_head_gradient),
+    ]
+    return _largest(_held(sizes, layout, learns=True), moments)
+
+
+def forward_memory(sizes: ModelSizes, layout: MemoryLayout, tokens: int, response_tokens: int = 0) -> RankMemory:
+    """Return the memory of a pass without gradient, of a model without an optimizer: log-probs and their entropies."""
+    counted, gathered = response_tokens or tokens, _gathered(sizes, layout).forward
+    hidden = sizes.shape.hidden_size * layout.width
+    head, rotary = _Head.of(sizes, layout, counted), tokens * _rotary_bytes(sizes)
+    moments = [
+        RankMemory(activations=rotary + counted * hidden, logits=head.logits, working=gathered + head.slices_forward),
+        RankMemory(activations=rotary + tokens * hidden, working=gathered + _pass_through_layer(sizes, layout, tokens)),
+    ]
+    return _largest(_held(sizes, layout, learns=False), moments)
+
+
+def generation_memory(
+    sizes: ModelSizes, layout: MemoryLayout, cached_tokens: int, sequences: int, *, prompt_tokens: int = 0
+) -> RankMemory:
+    """Return the memory of the embedded engine besides the trainer's weights, which it shares.
+
+    `cached_tokens`: tokens of all sequences together, at their ends. `sequences`: those that run at the same time.
+    `prompt_tokens`: those of one pass over prompts. On a CPU the engine has a copy of the weights.
+    """
+    shape, b = sizes.shape, layout.width
+    sampling = 2 * sequences * shape.vocab_size * 4
+    return RankMemory(
+        weights=sizes.parameters * b if layout.kernels == "cpu" else 0,
+        keys_and_values=2 * shape.num_layers * sizes.kv_size * b * cached_tokens,
+        logits=sequences * shape.vocab_size * b,
+        working=max(sampling, _pass_through_layer(sizes, layout, prompt_tokens)),
+    )
+
+
+def _pass_through_layer(sizes: ModelSizes, layout: MemoryLayout, tokens: int) -> int:
+    """Return the bytes of the intermediate results of one layer without gradient, besides its input."""
+    shape = sizes.shape
+    sharded = 2 * (shape.attention_size + sizes.kv_size) + 3 * shape.intermediate_size
+    return tokens * layout.width * (2 * shape.hidden_size + sharded // layout.tensor)
+
+
+def _largest(held: RankMemory, moments: Sequence[RankMemory]) -> RankMemory:
+    """Return what is held all the time together with the largest of several moments."""
+    largest = max(moments, key=lambda moment: moment.total)
+    return replace(held, activations=largest.activations, logits=largest.logits, working=largest.working)
+
+
+def _held(sizes: ModelSizes, layout: MemoryLayout, *, learns: bool) -> RankMemory:
+    """Return weights, masters, gradients and moments of one rank; with offload="host" the host has all of them."""
+    b, parameters = layout.width, -(-_per_tensor_rank(sizes, layout) // layout.shards)
+    if layout.offload == "host":
+        return RankMemory()
+    if layout.lora_rank:
+        adapters = -(-_adapter_parameters(sizes, layout) // (layout.shards * layout.tensor))
+        held = RankMemory(weights=parameters * b + adapters * 4)
+        return replace(held, gradients=4 * adapters, moments=8 * adapters) if learns else held
+    if not learns:
+        return RankMemory(weights=parameters * b)
+    has_masters = layout.dtype == "bfloat16" and layout.shards * layout.tensor == 1
+    return RankMemory(
+        weights=parameters * (b if has_masters else 4),
+        masters=4 * parameters if has_masters else 0,
+        gradients=4 * parameters,
+        moments=8 * parameters,
+    )
+
+
+def _per_tensor_rank(sizes: ModelSizes, layout: MemoryLayout) -> int:
+    """Return the parameters that one tensor parallel rank has: its share of the matrices; norms are small."""
+    return -(-sizes.parameters // layout.tensor)
+
+
+def _adapter_parameters(sizes: ModelSizes, layout: MemoryLayout) -> int:
+    widths = _target_widths(sizes)
+    return sizes.shape.num_layers * layout.lora_rank * sum(sum(widths[name]) for name in layout.lora_targets)
+
+
+def _target_widths(sizes: ModelSizes) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of the linear layers of a decoder layer."""
+    shape = sizes.shape
+    hidden, heads, kv, mlp = shape.hidden_size, shape.attention_size, sizes.kv_size, shape.intermediate_size
+    return {
+        "q_proj": (hidden, heads),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (heads, hidden),
+        "gate_proj": (hidden, mlp),
+        "up_proj": (hidden, mlp),
+        "down_proj": (mlp, hidden),
+    }
+
+
+def _rotary_bytes(sizes: ModelSizes) -> int:
+    """Return the bytes of cos and sin of one token, in float32."""
+    return 4 * sizes.shape.attention_size // sizes.shape.num_heads
+
+
+def _layer_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
+    """Return the bytes that autograd keeps of one token in one layer.
+
+    Two norms keep their input and their output, attention its queries, keys, values and output, the MLP gate, up and
+    their product; each norm one float32 per token, attention one per head.
+    """
+    shape, b, tensor = sizes.shape, layout.width, layout.tensor
+    hidden, heads, kv = shape.hidden_size, shape.attention_size // tensor, sizes.kv_size // tensor
+    mlp, num_heads = shape.intermediate_size // tensor, shape.num_heads // tensor
+    norms, attention, gated = 4 * hidden * b, (2 * heads + 2 * kv) * b, 3 * mlp * b
+    if sizes.normalizes_heads:
+        attention += (heads + kv) * b + 4 * (num_heads + shape.num_key_value_heads // tensor)
+    if layout.sequence > 1:
+        attention += heads * b  # the output before and after the exchange
+    if layout.kernels == "cpu" and b == 2 and layout.longest > SHORT:
+        attention += (2 * heads + 2 * kv) * b + heads * b  # PyTorch's attention in float32, and its output cast
+    if layout.kernels == "eager":
+        gated += mlp * b
+        norms += 2 * hidden * (b if b == 4 else 4)
+        if sizes.normalizes_heads:
+            attention += (heads + kv) * 4
+    if layout.lora_rank:
+        norms, gated = norms - 2 * hidden * b, gated - mlp * b  # inputs of frozen weights are not kept
+        norms += _adapter_bytes(sizes, layout)
+    return norms + attention + gated + 4 * (num_heads + 2)
+
+
+def _adapter_bytes(sizes: ModelSizes, layout: MemoryLayout) -> int:
+    """Return the bytes that the adapters of one layer keep of one token: their inputs, and results of the rank's width.
+
+    Adapters compute in float32, each with a copy of its input, unless FSDP2 casts them to the compute dtype.
+    """
+    widths, b = _target_widths(sizes), layout.width
+    is_cast = b < 4 and layout.shards * layout.tensor == 1
+    inputs = {name: widths[name][0] for name in layout.lora_targets}
+    if not is_cast:  # shared between the projections, and by the attention that made it
+        same = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+        inputs = {same.get(name, name): width for name, width in inputs.items() if name != "o_proj"}
+    return (4 if is_cast else b) * (sum(inputs.values()) + layout.lora_rank * len(layout.lora_targets))
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Bytes of weights gathered by FSDP2 in a forward pass, and with their gradients in a backward pass."""
+
+    forward: int
+    backward: int
+
+
+def _gathered(sizes: ModelSizes, layout: MemoryLayout) -> _Gathered:
+    """Return the weights of two layers, of the embedding and the head; in the backward pass gradients of a layer too.
+
+    The next layer is gathered while one computes. Gradients are reduced in float32.
+    """
+    layer, b = sizes.layer // layout.tensor, layout.width
+    largest = sizes.shape.hidden_size * sizes.shape.intermediate_size // layout.tensor * b
+    if layout.shards * layout.tensor == 1 and layout.offload != "host":
+        return _Gathered(0, largest)
+    outer = (sizes.embedding + sizes.head) // layout.tensor * b
+    return _Gathered(outer + 2 * layer * b, outer + 2 * layer * b + layer * (b + 4))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Bytes of the head: the logits that are in memory at once, and what is computed from them.
+
+    `accumulated`: the weight's gradient of the parts before, if the logits are computed in parts.
+    """
+
+    logits: int
+    slices_forward: int
+    slices_backward: int
+    weight_gradient: int
+    accumulated: int
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, layout: MemoryLayout, counted: int) -> "_Head":
+        b, entries = layout.width, -(-sizes.shape.vocab_size // layout.tensor)
+        tokens = min(counted, max(1, MAX_LOGITS // entries))
+        in_slices, is_cast = entries > SLICE, b < 4
+        one = tokens * min(entries, SLICE) * 4
+        gradient = 0 if layout.lora_rank else entries * sizes.shape.hidden_size * b
+        return cls(
+            logits=tokens * entries * b,
+            slices_forward=one * (2 + is_cast),
+            slices_backward=one * (2 * in_slices + (1 if in_slices else 2) * is_cast),
+            weight_gradient=gradient,
+            accumulated=gradient if tokens < counted else 0,
+        )

@@ -1,0 +1,127 @@
+"""The estimated memory of each role of a run on one rank, from the configurations of the run and of its models."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hybridflow.config import Config
+from hybridflow.controller import Role
+from hybridflow.errors import ConfigError
+from hybridflow.models import (
+    MemoryLayout,
+    ModelSizes,
+    RankMemory,
+    forward_memory,
+    generation_memory,
+    model_sizes,
+    training_memory,
+)
+from hybridflow.observability import get_logger
+from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
+from hybridflow.trainers.model_directories import require_model_directory
+from hybridflow.trainers.program import role_classes
+
+GENERATION = "generation"
+LEARNING = (Role.ActorRollout, Role.Critic)
+VALUE_HEADS = (Role.Critic, Role.Reward)
+"""Roles whose models have one output per token or sequence."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RoleEstimate:
+    """The need of one role on a rank while it works; `resident` bytes of it stay while other roles work."""
+
+    name: str
+    pool: str
+    ranks: int
+    memory: RankMemory
+    resident: int
+
+
+def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> list[RoleEstimate]:
+    """Return the estimate of each role with a model, and of generation by the embedded engine in the actor's process.
+
+    A role whose model has no fused forward pass is left out, with a warning. Raises ConfigError for float64
+    and for ranks that the parallel sizes do not divide, and ModelError for a model that cannot be read.
+    """
+    if config.model.dtype == "float64":
+        raise ConfigError("model.dtype=float64 has no memory estimate; use float32 or bfloat16.")
+    estimates = []
+    for role in role_classes(config):
+        if not traits_of(role).has_sharded_model(config):
+            continue
+        key, path = _model_of(config, role)
+        require_model_directory(key, path)
+        sizes = model_sizes(path, "value" if role in VALUE_HEADS else "policy")
+        if sizes is None:
+            logger.warning("%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model", role.value, path)
+        else:
+            estimates += _estimates_of(config, role, sizes, device)
+    return estimates
+
+
+def need_of_pools(estimates: list[RoleEstimate]) -> dict[str, int]:
+    """Return the largest need of a rank of each pool: one role works, and the others keep what is resident."""
+    needs: dict[str, int] = {}
+    for working in estimates:
+        others = [e for e in estimates if e.pool == working.pool and e is not working]
+        need = working.memory.total + sum(other.resident for other in others)
+        needs[working.pool] = max(needs.get(working.pool, 0), need)
+    return needs
+
+
+def _model_of(config: Config, role: Role) -> tuple[str, str]:
+    """Return the key and the directory of a role's model."""
+    paths = {
+        Role.Critic: ("critic.model_path", config.critic.model_path),
+        Role.RefPolicy: ("reference.model_path", config.reference.model_path),
+        Role.Teacher: ("teacher.model_path", config.teacher.model_path),
+        Role.Reward: ("reward.model_path", config.reward.model_path),
+    }
+    key, path = paths.get(role, ("", ""))
+    return (key, path) if path else ("model.path", config.model.path)
+
+
+def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) -> list[RoleEstimate]:
+    pool, longest = pool_of(config, role), config.data.max_prompt_length + config.data.max_response_length
+    ranks = sum(pools_of(config)[pool])
+    mesh = meshes_of(config, [role.value])[role.value].get("default")
+    if mesh is None:
+        raise ConfigError(
+            f"parallel.tensor={config.parallel.tensor} times parallel.sequence={config.parallel.sequence} does not "
+            f"divide the {ranks} ranks of pool '{pool}'; change one of them."
+        )
+    offload: Any = dict(config.memory.offload).get(role.value, "none")  # pyright: ignore
+    layout = MemoryLayout(
+        dtype="float32" if config.model.dtype == "float32" else "bfloat16",
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        offload=offload,
+        lora_rank=config.lora.rank if role is Role.ActorRollout else 0,
+        lora_targets=config.lora.targets,
+        kernels="cpu" if device == "cpu" else "compiled" if config.model.compile else "eager",
+        longest=longest,
+        **mesh,
+    )
+    budget = config.memory.max_tokens_per_micro_batch
+    tokens = max(longest, 0 if budget == "auto" else budget)
+    compute = training_memory if role in LEARNING else forward_memory
+    memory = compute(sizes, layout, tokens)
+    waits_on_host = offload == "idle" and device == "gpu"
+    resident = 0 if waits_on_host else memory.resident
+    found = [RoleEstimate(role.value, pool, ranks, memory, resident)]
+    if role is Role.ActorRollout and config.rollout.backend == "embedded" and not config.has_rollout_pool:
+        found.append(RoleEstimate(GENERATION, pool, ranks, _generation(config, sizes, layout, ranks), 0))
+    return found
+
+
+def _generation(config: Config, sizes: ModelSizes, layout: MemoryLayout, ranks: int) -> RankMemory:
+    """Return the memory of generation on a rank; a sharded actor needs a copy of the weights for it."""
+    data = config.data
+    of_rank = -(-data.train_batch_size * config.rollout.group_size // ranks)
+    running = min(of_rank, config.rollout.max_running_sequences)
+    cached = running * (data.max_prompt_length + data.max_response_length)
+    memory = generation_memory(sizes, layout, cached, running)
+    shares = ranks == 1 and layout.offload != "host" and not layout.lora_rank
+    copy = RankMemory(weights=0 if shares else sizes.parameters * layout.width)
+    return RankMemory(**{name: value + getattr(copy, name) for name, value in vars(memory).items()})

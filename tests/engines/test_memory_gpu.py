@@ -1,0 +1,95 @@
+"""Memory on a CUDA device: the token budget that is found fits, and the memory formula is within 15% of peaks."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from fixtures.peak_memory import peak_bytes, resident_bytes
+from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.engines import TorchEngine, token_budget
+from hybridflow.models import MemoryLayout, forward_memory, model_sizes, training_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu"), pytest.mark.filterwarnings("ignore")]  # torch.compile's
+
+PROMPT_LEN = 8
+
+
+@pytest.fixture
+def path(tiny_model, gpu):
+    """Return a model of 150M parameters, or of 3M in a rehearsal."""
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 32000}
+    small = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    return tiny_model("qwen2", **(large if gpu.type == "cuda" else small), **heads, max_position_embeddings=2048)
+
+
+def build(path, tokens, *, learns=True, **model):
+    return TorchEngine(
+        str(path),
+        "policy",
+        model=ModelConfig(path=str(path), **model),
+        memory=MemoryConfig(max_tokens_per_micro_batch=tokens),
+        optimizer=OptimizerConfig() if learns else None,
+    )
+
+
+def rows_of(tokens, length):
+    return token_budget._rows(tokens // length, PROMPT_LEN, length - PROMPT_LEN)
+
+
+def loss(outputs, part):
+    return -outputs["log_probs"].mean(), {}
+
+
+def peak_of(engine, call):
+    """Return the peak of a call, with what the engine holds."""
+    if engine.device.type == "cpu":
+        return resident_bytes(engine) + peak_bytes(call)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return resident_bytes(engine) + torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_formula_is_within_15_percent_of_an_update(path, gpu, compiled, recomputes):
+    on_cuda, length = gpu.type == "cuda", 256
+    dtype, tokens = ("bfloat16", 8192) if on_cuda else ("float32", 512)
+    engine = build(path, tokens, dtype=dtype, compile=compiled, gradient_checkpointing=recomputes)
+    rows = rows_of(2 * tokens, length)
+
+    def update():
+        engine.update(rows, loss, with_entropy=True)
+
+    update()  # the moments exist from the second update on
+    kernels = "compiled" if compiled else "eager" if on_cuda else "cpu"
+    layout = MemoryLayout(dtype=dtype, gradient_checkpointing=recomputes, kernels=kernels)
+    estimate = training_memory(model_sizes(path), layout, tokens, tokens // length * (length - PROMPT_LEN))
+    assert estimate.total == pytest.approx(peak_of(engine, update), rel=0.15), asdict(estimate)
+
+
+def test_memory_formula_is_within_15_percent_of_log_probs(path, gpu):
+    on_cuda, length = gpu.type == "cuda", 256
+    dtype, tokens = ("bfloat16", 8192) if on_cuda else ("float32", 512)
+    engine = build(path, tokens, learns=False, dtype=dtype, compile=False)
+    rows = rows_of(2 * tokens, length)
+    layout = MemoryLayout(dtype=dtype, kernels="eager" if on_cuda else "cpu")
+    estimate = forward_memory(model_sizes(path), layout, tokens, tokens // length * (length - PROMPT_LEN))
+    peak = peak_of(engine, lambda: engine.forward(rows, with_entropy=True))
+    assert estimate.total == pytest.approx(peak, rel=0.15), asdict(estimate)
+
+
+def test_an_update_at_the_found_budget_stays_within_memory(path, gpu, monkeypatch):
+    engine = build(path, 1000, dtype="bfloat16", compile=False)
+    limit = resident_bytes(engine) + (6 * 2**30 if gpu.type == "cuda" else 64 * 2**20)  # which a small model reaches
+    monkeypatch.setattr(token_budget, "memory_limit", lambda *_: limit)
+    monkeypatch.setattr(token_budget, "peak_memory_of", lambda call, device: peak_of(engine, call))
+    length = 256
+    engine.max_tokens = engine.find_token_budget(PROMPT_LEN, length - PROMPT_LEN, 1)
+    assert length <= engine.max_tokens < token_budget.LARGEST
+    rows = rows_of(2 * engine.max_tokens, length)
+    for _ in range(2):
+        peak = peak_of(engine, lambda: engine.update(rows, loss, with_entropy=True))
+    assert peak <= 1.05 * limit

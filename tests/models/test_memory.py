@@ -1,0 +1,249 @@
+"""The memory formula against peaks measured on the CPU, and against hand counts."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
+from hybridflow.models import (
+    DecoderShape,
+    MemoryLayout,
+    ModelSizes,
+    forward_memory,
+    generation_memory,
+    memory,
+    model_sizes,
+    training_memory,
+)
+
+PROGRAM = Path(__file__).parents[1] / "fixtures/memory_of_rank.py"
+TOKENS, PROMPT_LEN = 1024, 8
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+HAND = ModelSizes(DecoderShape(2, 8, 16, 4, 2, 100), layer=500, embedding=800, head=0)
+BF16 = MemoryLayout(dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def directory_of(tiny_model):
+    return lambda family="qwen2", vocab_size=512: tiny_model(family, **SIZES, vocab_size=vocab_size)
+
+
+def loss(outputs, part):
+    return -outputs["log_probs"].mean(), {}
+
+
+def measured(directory, length, *, learns=True, **model):
+    """Return the bytes of an engine, and of its peak in an update or a forward pass on two micro-batches."""
+    from fixtures.peak_memory import peak_bytes, resident_bytes
+    from hybridflow.engines import TorchEngine
+    from hybridflow.engines.token_budget import _rows
+
+    lora = LoRAConfig(rank=model.pop("lora_rank", 0))
+    engine = TorchEngine(
+        str(directory),
+        "policy",
+        model=ModelConfig(path=str(directory), **model),
+        memory=MemoryConfig(max_tokens_per_micro_batch=TOKENS),
+        optimizer=OptimizerConfig() if learns else None,
+        lora=lora,
+    )
+    rows = _rows(2 * TOKENS // length, PROMPT_LEN, length - PROMPT_LEN)
+
+    def call():
+        if learns:
+            engine.update(rows, loss, with_entropy=True)
+        else:
+            engine.forward(rows, with_entropy=True)
+
+    call()  # the moments exist from the second update on
+    return resident_bytes(engine) + peak_bytes(call)
+
+
+def responses(length):
+    return TOKENS // length * (length - PROMPT_LEN)
+
+
+def check(estimate, bytes_measured):
+    assert estimate.total == sum(asdict(estimate).values())
+    assert estimate.total == pytest.approx(bytes_measured, rel=0.15), asdict(estimate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "vocab_size", "recomputes", "length"),
+    [
+        ("qwen2", "float32", 512, False, 256),
+        ("qwen2", "float32", 512, True, 256),
+        ("qwen2", "float32", 20000, False, 1024),
+        ("qwen2", "bfloat16", 512, False, 1024),
+        ("qwen2", "bfloat16", 512, True, 256),
+        ("qwen2", "bfloat16", 20000, True, 256),
+        ("qwen3", "float32", 512, False, 1024),
+        ("qwen3", "bfloat16", 512, False, 256),
+        ("qwen3", "bfloat16", 512, False, 1024),
+        ("qwen3", "bfloat16", 20000, False, 256),
+    ],
+)
+def test_training_memory_is_within_15_percent(directory_of, family, dtype, length, vocab_size, recomputes):
+    directory = directory_of(family, vocab_size)
+    layout = MemoryLayout(dtype=dtype, gradient_checkpointing=recomputes, kernels="cpu", longest=length)
+    peak = measured(directory, length, dtype=dtype, gradient_checkpointing=recomputes)
+    check(training_memory(model_sizes(directory), layout, TOKENS, responses(length)), peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocab_size", [512, 20000])
+def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
+    directory = directory_of(vocab_size=vocab_size)
+    peak = measured(directory, 256, learns=False, dtype=dtype)
+    check(
+        forward_memory(model_sizes(directory), MemoryLayout(dtype=dtype, kernels="cpu"), TOKENS, responses(256)), peak
+    )
+
+
+@pytest.mark.slow
+def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatch):
+    from hybridflow.models import forward
+
+    for module in (forward, memory):
+        monkeypatch.setattr(module, "MAX_LOGITS", 20000 * 256)
+    directory = directory_of(vocab_size=20000)
+    peak = measured(directory, 256, dtype="bfloat16")
+    layout = MemoryLayout(dtype="bfloat16", kernels="cpu")
+    check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_adapters_is_within_15_percent(directory_of, dtype):
+    pytest.importorskip("peft")
+    peak = measured(directory_of(), 256, dtype=dtype, lora_rank=16)
+    layout = MemoryLayout(dtype=dtype, kernels="cpu", lora_rank=16)
+    check(training_memory(model_sizes(directory_of()), layout, TOKENS, responses(256)), peak)
+
+
+@pytest.fixture
+def without_kernels():
+    """Compute with PyTorch's operations, as on a GPU."""
+    from hybridflow.kernels import use_kernels
+
+    use_kernels(False)
+    yield
+    use_kernels(True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_memory_of_the_operations_of_a_gpu_is_within_15_percent(directory_of, family, kernels):
+    """Measure in float32: in bfloat16 a CPU computes attention in float32, and a GPU does not."""
+    directory = directory_of(family)
+    peak = measured(directory, 256, dtype="float32", compile=kernels == "compiled")
+    layout = MemoryLayout(dtype="float32", kernels=kernels)
+    check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+def test_eager_norms_in_bfloat16_keep_a_float32_copy_of_their_input(directory_of):
+    peak = measured(directory_of(), 256, dtype="bfloat16")
+    layout = MemoryLayout(dtype="bfloat16", kernels="eager")
+    # A CPU computes attention in float32: queries, keys, values and output twice as wide, and the output cast.
+    attention = SIZES["num_hidden_layers"] * TOKENS * ((2 * 256 + 2 * 64) * 2 + 256 * 2)
+    estimate = training_memory(model_sizes(directory_of()), layout, TOKENS, responses(256))
+    assert estimate.total + attention == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dtype": "float32", "data": 2},
+        {"dtype": "bfloat16", "data": 2},
+        {"dtype": "bfloat16", "data": 2, "gradient_checkpointing": True},
+        {"dtype": "float32", "sequence": 2},
+        {"dtype": "float32", "tensor": 2},
+    ],
+    ids=lambda layout: "-".join(f"{name}_{value}" for name, value in layout.items()),
+)
+def test_memory_of_sharded_ranks_is_within_15_percent(directory_of, run_world, tmp_path, layout):
+    directory = directory_of(vocab_size=4000)
+    run_world(PROGRAM, 2, directory, tmp_path / "peak.json", json.dumps(layout))
+    estimate = training_memory(model_sizes(directory), MemoryLayout(kernels="cpu", **layout), TOKENS, responses(256))
+    check(estimate, json.loads((tmp_path / "peak.json").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_memory_is_within_15_percent(directory_of, dtype):
+    from fixtures.peak_memory import peak_bytes
+    from hybridflow.models import load_causal_lm
+    from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+
+    engine = EmbeddedRollout(load_causal_lm(directory_of(), dtype))
+    requests = [Request(i, [5] * 64, SamplingParams(192), 8, (0, i)) for i in range(16)]
+    layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu")
+    estimate = generation_memory(model_sizes(directory_of()), layout, 128 * 256, 128, prompt_tokens=16 * 64)
+    check(estimate, peak_bytes(lambda: generate(engine, requests)))
+
+
+def test_parts_of_a_rank_are_counted_by_hand():
+    rank = training_memory(HAND, BF16, 10)
+    parameters = 2 * 500 + 800 + 8
+    assert (rank.weights, rank.masters, rank.gradients, rank.moments) == tuple(n * parameters for n in (2, 4, 4, 8))
+    layer = 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) + 4 * (4 + 2)
+    assert rank.activations == 10 * (2 * layer + 4 * 2) + 2 * 10 * 8 * 2  # and the final norm
+    logits, logits_in_float32 = 10 * 100 * 2, 10 * 100 * 4
+    assert (rank.logits, rank.working) == (logits, 3 * logits_in_float32)  # the forward pass needs most
+
+
+def test_recomputed_layers_keep_their_inputs_and_one_layer():
+    rank = training_memory(HAND, MemoryLayout(gradient_checkpointing=True), 10, response_tokens=1)
+    layer = 2 * (4 * 8 + 2 * 8 + 2 * 4 + 3 * 16) + 4 * (4 + 2)
+    assert (rank.activations, rank.logits) == (10 * (2 * 8 * 2 + layer + 4 * 2), 0)
+    assert rank.working == 10 * (8 + 2 * 16) * 2 + 8 * 16 * 2 + 100 * 8 * 2  # gradients: values, a matrix, the head
+
+
+def test_shards_divide_weights_and_optimizer_and_drop_masters():
+    whole, rank = training_memory(HAND, BF16, 10), training_memory(HAND, MemoryLayout(data=4, sequence=2), 10)
+    assert rank.masters == 0
+    assert rank.weights == whole.masters / 8
+    assert (rank.gradients, rank.moments) == (whole.gradients / 8, whole.moments / 8)
+
+
+def test_host_offload_leaves_activations_and_gathered_layers():
+    rank = training_memory(HAND, MemoryLayout(offload="host"), 10)
+    assert rank.resident == rank.gradients == 0
+    assert rank.activations == training_memory(HAND, BF16, 10).activations
+    assert rank.working > training_memory(HAND, BF16, 10).working
+
+
+def test_keys_and_values_of_a_token_are_counted_by_hand():
+    rank = generation_memory(HAND, BF16, cached_tokens=1000, sequences=10)
+    assert rank.keys_and_values == 1000 * 2 * 2 * 4 * 2
+    assert (rank.weights, rank.logits, rank.working) == (0, 10 * 100 * 2, 10 * 100 * 8)
+
+
+def test_sizes_equal_those_of_the_model(directory_of):
+    from hybridflow.models import load_causal_lm
+
+    for family in ("qwen2", "qwen3"):
+        sizes = model_sizes(directory_of(family))
+        assert sizes.parameters == sum(p.numel() for p in load_causal_lm(directory_of(family)).parameters())
+        assert sizes.normalizes_heads == (family == "qwen3")
+
+
+def test_a_critic_has_a_head_of_one_output(directory_of):
+    sizes = model_sizes(directory_of(), "value")
+    assert (sizes.head, sizes.shape.vocab_size) == (SIZES["hidden_size"] + 1, 1)
+
+
+def test_sizes_of_a_family_without_a_fused_pass_are_unknown(tiny_model):
+    assert model_sizes(tiny_model("mistral", sliding_window=None)) is None
