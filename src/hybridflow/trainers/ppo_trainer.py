@@ -56,7 +56,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.metrics.clear()
         self.metrics["training/epoch"] = self.loader.epoch
         with timed("step", self.metrics):
-            batch = self.step(self.loader.next_batch(), self.loader.next_batch)
+            batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
         self.global_step += 1
         self.learning_signal.check(self.global_step, self.metrics)
