@@ -51,7 +51,7 @@ class PPOTrainer(PPO, BackendOwner):
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.global_step = state["global_step"]
             if self.ahead:
-                self.ahead.restore(run.checkpoint, state["pending"])
+                self.ahead.restore(run.checkpoint, state.get("pending", []))
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
