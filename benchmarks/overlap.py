@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 
 from support.arguments import parser_of, positive
+from support.errors import BenchmarkError
 from support.models import MODELS, write_config, write_tokenizer
 from support.program import run
 from support.report import Row, print_rows, print_table
@@ -53,12 +54,15 @@ SMOKE = {"devices": (2,), "steps": 4, "lags": (0, 1)}
 
 def main() -> None:
     args = arguments()
+    skipped = max(args.lags) + 1  # the first steps begin several batches, the last ones none
+    if args.steps < 2 * skipped:
+        raise BenchmarkError(f"--steps {args.steps} leaves no step to measure; use at least {2 * skipped}.")
     rows, lines = [], []
     for devices in args.devices:
         seconds = {}
         for lag in args.lags:
             with tempfile.TemporaryDirectory() as directory:
-                seconds[lag], idle, bound = measure(Path(directory), devices, lag, args.steps)
+                seconds[lag], idle, bound = measure(Path(directory), devices, lag, args.steps, skipped)
             name = f"lag_{lag}" if lag else "sync"
             ratio = seconds[0] / seconds[lag]
             lines.append((f"{devices} devices, {name}", f"{seconds[lag]:.3f}", f"{idle:.0%}", f"{ratio:.2f}"))
@@ -79,8 +83,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(directory: Path, devices: int, lag: int, steps: int) -> tuple[float, float, float]:
-    """Return the mean time of a step, the idle share of the devices, and the bound of the step time."""
+def measure(directory: Path, devices: int, lag: int, steps: int, skipped: int) -> tuple[float, float, float]:
+    """Return the mean time of a step, the idle share of the devices, and the bound of the step time.
+
+    The first and last `skipped` steps are not measured.
+    """
     config = write_task(directory, devices, lag, steps)
     prepare_driver_process(config)
     dataset = open_prompts(config, config.data.train_files, 0, "")
@@ -102,7 +109,7 @@ def measure(directory: Path, devices: int, lag: int, steps: int) -> tuple[float,
         with trainer:
             trainer.fit()
     metrics = {row["step"] - 1: row for row in read_jsonl(directory / "run" / "metrics.jsonl")}
-    measured = range(lag + 1, steps - lag)  # the first steps begin several batches, the last ones none
+    measured = range(skipped, steps - skipped + 1)
     seconds = mean(metrics[step]["timing_s/step"] for step in measured)
     sync = mean(metrics[step]["timing_s/weight_sync"] for step in measured)
     generation = [generation_s(config, step) for step in range(steps)]

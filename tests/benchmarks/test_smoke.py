@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
-ON_RAY = {"soak", "transport", "weight_sync"}
+ON_RAY = {"overlap", "soak", "transport", "weight_sync"}
 
 
 def is_figure(value):
