@@ -24,8 +24,8 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-rewards
-.PHONY: bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-overlap
+.PHONY: bench-rewards bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -138,6 +138,9 @@ bench-weight_sync: $(STAMP) $(call peers,$(VLLM_STAMP)) ## weight sync with each
 
 bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between processes against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/transport.py $(ARGS)
+
+bench-overlap: $(STAMP) ## the time of a step with each trainer.lag, on emulated devices; ARGS="--help" for more
+	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)

@@ -39,6 +39,15 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "algorithm.filter_groups=true with rollout.group_size=1 discards every group",
         ),
         (
+            ["trainer.lag=1"],
+            "trainer.lag=1 trains on samples of older weights, and no key corrects for it; set "
+            "algorithm.rollout_weights = 'token' or 'sequence'",
+        ),
+        (
+            ["trainer.lag=1", "algorithm.rollout_weights=token", "algorithm.filter_groups=true"],
+            "trainer.lag=1 begins batches before the scores of earlier ones are known, but algorithm.filter_groups",
+        ),
+        (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
         ),

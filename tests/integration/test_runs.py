@@ -44,6 +44,7 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
         ("algorithm.rollout_weights=token",),
         (f"teacher.model_path={task}/teacher", "teacher.loss=forward_kl"),
         ("algorithm.filter_groups=true",),
+        ("trainer.lag=1", "trainer.total_steps=2", "algorithm.rollout_weights=token"),
     ]
     runs = [
         ppo_run,

@@ -419,6 +419,24 @@ def _parts(config: Config) -> Iterator[str]:
         )
 
 
+def _lag(config: Config) -> Iterator[str]:
+    lag, algorithm, actor = config.trainer.lag, config.algorithm, config.actor
+    if not lag:
+        return
+    if algorithm.filter_groups:
+        yield (
+            f"trainer.lag={lag} begins batches before the scores of earlier ones are known, but "
+            "algorithm.filter_groups=true draws more prompts by the scores; use lag = 0, or filter_groups = false"
+        )
+    if not (config.corrects_rollouts or actor.loss.has_behavior_weight or actor.old_log_probs_from == "rollout"):
+        yield (
+            f"trainer.lag={lag} trains on samples of older weights, and no key corrects for it; set "
+            "algorithm.rollout_weights = 'token' or 'sequence' (importance weights, truncated, or masked with "
+            "rollout_weight_outside = 'mask'), algorithm.rollout_reject, actor.old_log_probs_from = 'rollout', or an "
+            "actor.policy_loss with such weights; or use lag = 0"
+        )
+
+
 SUBJECTS = (
     _placement,
     _backend,
@@ -441,4 +459,5 @@ SUBJECTS = (
     _tokens,
     _critic_warmup,
     _validation,
+    _lag,
 )

@@ -72,6 +72,13 @@ METRICS: dict[str, Metric] = {
     "rollout_correction/effective_share": Metric(
         "Effective sample size of the weights divided by their number: 1 if all are equal."
     ),
+    "staleness/mean": Metric(
+        "trainer.lag: optimizer steps between the weights that sampled a token and those before the update, mean."
+    ),
+    "staleness/max": Metric("trainer.lag: the same, largest.", "max"),
+    "staleness/off_policy_updates": Metric(
+        "trainer.lag: optimizer steps between the sampling weights and the last mini-batch of the step, largest.", "max"
+    ),
     "sampling/rounds": Metric("Batches of prompts that dynamic sampling generated for this step.", "max"),
     "sampling/differing_groups": Metric("Share of the sampled groups whose scores are not all equal."),
     "sampling/filled_groups": Metric(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hybridflow.config import ActorConfig, Config, CriticConfig
+from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError
@@ -21,6 +21,7 @@ from hybridflow.trainers.preconditions import (
 )
 from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.speed import Learner
+from hybridflow.trainers.stages import updates_per_step
 from hybridflow.workers.algorithm_functions import keys_without_effect
 
 logger = get_logger(__name__)
@@ -75,18 +76,32 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
             f"critic.warmup_steps={warmup_steps} leaves the actor no step of the {total_steps} of "
             f"trainer.epochs={config.trainer.epochs}; use at most {total_steps - 1}, or train for longer."
         )
-    actor_updates = (total_steps - warmup_steps) * _updates_per_step(config, config.actor)
-    classes = role_classes(config, actor_updates, total_steps * _updates_per_step(config, config.critic))
+    actor_updates = (total_steps - warmup_steps) * updates_per_step(config, config.actor)
+    classes = role_classes(config, actor_updates, total_steps * updates_per_step(config, config.critic))
     run_on_placeholders(config, classes)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
+    if lag := config.trainer.lag:
+        _report_lag(config, lag, total_steps)
     return classes
 
 
-def _updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:
-    """Return the number of optimizer steps in one training step."""
-    prompts = config.data.train_batch_size
-    return section.epochs * (prompts // (section.mini_batch_size or prompts))
+def _report_lag(config: Config, lag: int, total_steps: int) -> None:
+    """Log how old the weights of a batch are. Raises ConfigError if all batches would be sampled before training."""
+    if lag >= total_steps:
+        raise ConfigError(
+            f"trainer.lag={lag} samples all {total_steps} batches of the run with the initial weights; use a lag below "
+            f"{total_steps}, or more steps."
+        )
+    updates = updates_per_step(config, config.actor)
+    logger.info(
+        "trainer.lag=%d: a batch is sampled with weights %d optimizer steps old, and its last mini-batch is %d steps "
+        "from them%s",
+        lag,
+        lag * updates,
+        (lag + 1) * updates - 1,
+        "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",
+    )
 
 
 def _learners(config: Config) -> dict[str, Learner]:

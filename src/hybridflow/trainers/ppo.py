@@ -17,10 +17,10 @@ from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
-from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.balance import balanced_order
 from hybridflow.trainers.rl_metrics import log_prob_metrics
-from hybridflow.trainers.sampling import MorePrompts, Sampling
+from hybridflow.trainers.sampling import NextPrompts, Sampling
 from hybridflow.trainers.stages import (
     add_advantages,
     corrected_rollouts,
@@ -58,17 +58,15 @@ class PPO:
         self.shape = decoder_shape(config.model.path) if config.model.path else None
         self.global_step = 0
 
-    def step(self, prompts: DataProto, more_prompts: MorePrompts | None = None) -> DataProtoFuture:
-        """Make one step on a batch of prompts; return the batch with all columns that the step added.
-
-        `more_prompts` returns further batches of prompts for dynamic sampling.
+    def step(self, next_prompts: NextPrompts) -> DataProtoFuture:
+        """Make one step on the next batch of prompts; return the batch with all columns that the step added.
 
         Calls return futures: a call runs as soon as the columns that it reads are computed, and its results stay on
         their worker until another call or the controller reads them.
         """
         config, algorithm, sums = self.config, self.config.algorithm, None
         self.metrics |= self.sync_weights()  # no-op if generation uses the trained weights themselves
-        batch = with_row_ids(self.sample(prompts, more_prompts, self.global_step))  # generate and score
+        batch = with_row_ids(self.sample(next_prompts, self.global_step))  # generate and score
         self.metrics |= self.sample.metrics
         if config.reward.overlong_buffer:
             batch = with_overlong_penalty(batch, config)

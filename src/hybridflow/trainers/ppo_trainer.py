@@ -6,13 +6,15 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, timed
+from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.speed import Speedometer
+from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
@@ -41,11 +43,15 @@ class PPOTrainer(PPO, BackendOwner):
         self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.global_step = 0
+        self.ahead = Ahead(self.sample, config.trainer.lag, total_steps) if config.trainer.lag else None
+        self.sample = self.ahead or self.sample
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             state = restore_training(run.checkpoint, self.stateful_groups, loader)
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.global_step = state["global_step"]
+            if self.ahead:
+                self.ahead.restore(run.checkpoint, state.get("pending", []))
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
@@ -54,10 +60,14 @@ class PPOTrainer(PPO, BackendOwner):
     def train_step(self) -> list[Sample]:
         """Make one `step` on the next batch and fill `metrics`; return samples to log."""
         self.metrics.clear()
-        self.metrics["training/epoch"] = self.loader.epoch
+        self.metrics["training/epoch"] = self.global_step // len(self.loader) if self.ahead else self.loader.epoch
         with timed("step", self.metrics):
-            batch = self.step(self.loader.next_batch(), self.loader.next_batch)
+            batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
+            if self.ahead:
+                updates = updates_per_step(self.config, self.config.actor)
+                version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
+                self.metrics |= staleness_metrics(batch, version, updates)
         self.global_step += 1
         self.learning_signal.check(self.global_step, self.metrics)
         self.metrics |= self.trace_metrics()
@@ -75,7 +85,13 @@ class PPOTrainer(PPO, BackendOwner):
 
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
-        self.saver.save(self.global_step, kl_controller=self.kl_controller.state_dict())
+        pending = self.ahead.pending() if self.ahead else []
+        self.saver.save(
+            self.global_step,
+            lambda directory: save_pending(pending, directory),
+            kl_controller=self.kl_controller.state_dict(),
+            pending=describe_pending(pending),
+        )
 
     def finish_save(self) -> None:
         """Wait until a background save is complete."""

@@ -64,12 +64,13 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             by_name = {role.value: cls for role, cls in roles.items()}
             on_pool = spawn_colocated(ResourcePool(processes), by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
-    algorithm = PPO(config, groups)
+    one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
+    algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
     algorithm.sync_weights = dict  # placeholders have no weights
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()
-    batch = algorithm.step(prompts)
+    batch = algorithm.step(lambda: prompts)
     _check_policy_loss(config)
     batch_metrics(batch, config.data.max_response_length)
     lengths_of(batch)

@@ -52,6 +52,21 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
     return metrics | extra_metrics(data)
 
 
+def staleness_metrics(batch: Batch, version: int, updates: int) -> dict[str, float]:
+    """Return the number of optimizer steps between the weights that sampled a token and the current ones.
+
+    `version`: optimizer steps before this batch; `updates`: those of this batch.
+    """
+    columns = read(batch, ("rollout_versions", "response_mask")).batch
+    staleness = version - columns["rollout_versions"][columns["response_mask"]]
+    oldest = float(staleness.max())
+    return {
+        "staleness/mean": float(staleness.double().mean()),
+        "staleness/max": oldest,
+        "staleness/off_policy_updates": oldest + updates - 1,
+    }
+
+
 def _reward_rates(scores: torch.Tensor, failed: torch.Tensor, timed_out: torch.Tensor) -> dict[str, float]:
     """Return the shares of samples whose reward failed, timed out, or is 0 without a failure."""
     return {

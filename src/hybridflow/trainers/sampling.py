@@ -1,6 +1,7 @@
 """From prompts to scored responses, in one round of generation or several (dynamic sampling)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,20 @@ from hybridflow.workers.algorithm_functions import reads_column
 TRAINING_STREAM = 0
 """Second entry of the noise key of training; validation has its own."""
 
-MorePrompts = Callable[[], DataProto]
-"""A function that returns the next batch of prompts, for dynamic sampling."""
+NextPrompts = Callable[[], DataProto]
+"""A function that returns the next batch of prompts."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A batch of step `step` whose generation has begun: `group_size` rows for each prompt, without scores.
+
+    `greedy`: the greedy response to each prompt, if the advantage estimator compares with its score.
+    """
+
+    step: int
+    rollouts: DataProtoFuture
+    greedy: DataProtoFuture | None = None
 
 
 class Sampling:
@@ -26,45 +39,48 @@ class Sampling:
         self._config, self._rollout, self._rewards = config, rollout, rewards
         self.metrics: dict[str, Any] = {}
 
-    def __call__(self, prompts: DataProto, more_prompts: MorePrompts | None, step: int) -> DataProtoFuture:
+    def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
         """Return `group_size` rows for each prompt, in order, with responses and scores; `step` seeds their noise.
 
         With `algorithm.filter_groups`, return as many groups as prompts, only with differing scores (DAPO,
         https://arxiv.org/abs/2503.14476, equation 11).
         """
         self.metrics = {}
-        prompts = with_group_ids(prompts)
-        batch = self._round(prompts, step)
+        prompts = next_prompts()
+        batch = self.score(self.begin(prompts, step))
         if self._config.algorithm.filter_groups:
-            batch = self._filtered(batch, len(prompts), more_prompts, step)
+            batch = self._filtered(batch, len(prompts), next_prompts, step)
         return batch
 
-    def _round(self, prompts: DataProto, step: int) -> DataProtoFuture:
+    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun:
+        """Begin to generate with the weights that the rollout engines have now; groups count from `first_group`."""
         config = self._config
+        prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         rollouts = self._rollout.generate_sequences.remote(prompts)  # group_size rows for each prompt, in order
         batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
-        batch = batch.union(self._rewards.score.remote(batch))
-        if reads_column(config, "baseline_scores"):
-            batch = batch.union(self._baseline_scores(prompts))
-        return batch
+        if not reads_column(config, "baseline_scores"):
+            return Begun(step, batch)
+        return Begun(step, batch, prompts.union(self._rollout.generate_greedy_sequences.remote(prompts)))
 
-    def _baseline_scores(self, prompts: DataProto) -> DataProto:
-        """Return `baseline_scores`: for each row the score of the greedy response to its prompt."""
-        greedy = prompts.union(self._rollout.generate_greedy_sequences.remote(prompts))
-        scores = read(self._rewards.score.remote(greedy), ("scores",)).batch["scores"]
-        return DataProto.from_dict({"baseline_scores": scores.repeat_interleave(self._config.rollout.group_size)})
+    def score(self, begun: Begun) -> DataProtoFuture:
+        """Return the batch with scores, and `baseline_scores`: for each row that of the greedy response."""
+        batch = begun.rollouts.union(self._rewards.score.remote(begun.rollouts))
+        if begun.greedy is None:
+            return batch
+        scores = read(self._rewards.score.remote(begun.greedy), ("scores",)).batch["scores"]
+        baseline = scores.repeat_interleave(self._config.rollout.group_size)
+        return batch.union(DataProto.from_dict({"baseline_scores": baseline}))
 
     def _filtered(
-        self, batch: DataProtoFuture, num_groups: int, more_prompts: MorePrompts | None, step: int
+        self, batch: DataProtoFuture, num_groups: int, next_prompts: NextPrompts, step: int
     ) -> DataProtoFuture:
         """Sample until `num_groups` groups have differing scores or rounds run out; then fill up with others."""
-        limit = self._config.algorithm.max_sampling_rounds if more_prompts else 1
+        limit = self._config.algorithm.max_sampling_rounds
         rounds, differing = [batch], [_differing_groups(batch)]
         while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < limit:
-            assert more_prompts is not None
-            prompts = with_group_ids(more_prompts(), first=sum(map(len, differing)))
-            rounds.append(self._round(prompts, step))
+            begun = self.begin(next_prompts(), step, first_group=sum(map(len, differing)))
+            rounds.append(self.score(begun))
             differing.append(_differing_groups(rounds[-1]))
         differs = np.concatenate(differing)
         kept = np.flatnonzero(differs)[:num_groups]

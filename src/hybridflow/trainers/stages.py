@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms import apply_kl_penalty, rollout_correction
-from hybridflow.config import AlgorithmConfig, Config
+from hybridflow.config import ActorConfig, AlgorithmConfig, Config, CriticConfig
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
 from hybridflow.workers.algorithm_functions import advantage_estimator, reads_column
@@ -126,6 +126,12 @@ def add_advantages(batch: Batch, config: Config) -> DataProto:
         given["scores"] = columns["token_level_rewards"].sum(-1)
     advantages, returns = estimator(**given)
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
+
+
+def updates_per_step(config: Config, section: ActorConfig | CriticConfig) -> int:
+    """Return the number of optimizer steps in one training step."""
+    prompts = config.data.train_batch_size
+    return section.epochs * (prompts // (section.mini_batch_size or prompts))
 
 
 def mini_batch_rows(batch: Batch, mini_batch_size: int, epochs: int, seed_keys: tuple[int, ...]) -> list[list[int]]:

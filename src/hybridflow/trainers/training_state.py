@@ -1,7 +1,9 @@
 """Save and restore the state of a training run: worker groups, data position, random state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, SavedFile, save_state
@@ -31,10 +33,14 @@ class TrainingSaver:
         self._run, self._groups, self._loader, self._in_background = run, list(groups), loader, in_background
         self._open: ExitStack | None = None
         self._saved: list[SavedFile] = []
+        self._write_last: Callable[[], None] = _do_nothing
         self._step = 0
 
-    def save(self, step: int, **more: Any) -> None:
-        """Write the checkpoint of a step, or begin to; `more` is added to its state. Raises CheckpointError."""
+    def save(self, step: int, write_last: Callable[[Path], None] | None = None, **more: Any) -> None:
+        """Write the checkpoint of a step, or begin to; `more` is added to its state. Raises CheckpointError.
+
+        `write_last` writes further files into the directory, when the groups have written theirs.
+        """
         self.finish()
         with ExitStack() as stack:
             self._saved = []
@@ -44,6 +50,7 @@ class TrainingSaver:
                 self._note(group.save(str(directory), in_background=self._in_background))
             state = {"global_step": step, "loader": self._loader.state_dict(), "random": capture_random_state(), **more}
             save_state(state, directory / CONTROLLER)
+            self._write_last = partial(write_last, directory) if write_last else _do_nothing
             self._open, self._step = stack.pop_all(), step
         if not self._in_background:
             self.finish()
@@ -62,12 +69,17 @@ class TrainingSaver:
         with stack:
             for group in self._groups if self._in_background else ():
                 self._note(group.finish_save())
+            self._write_last()
         logger.debug("saved '%s'", self._run.store.path(self._step))
 
     def _note(self, files_of_ranks: Iterable[Sequence[SavedFile] | None] | None) -> None:
         """Record the files that the ranks of a group report; others are hashed by this process."""
         for files in files_of_ranks or ():
             self._saved += files or ()
+
+
+def _do_nothing() -> None:
+    """Do nothing: no further file."""
 
 
 def restore_training(checkpoint: Checkpoint, groups: Iterable[WorkerGroup], loader: BatchLoader) -> dict[str, Any]:

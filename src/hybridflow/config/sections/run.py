@@ -16,6 +16,11 @@ class TrainerConfig(Section):
     seed: NonNegative = Field(default=0, description="Seed of all random numbers of the run.")
     total_steps: NonNegative = Field(default=0, description="Training steps; 0: epochs * steps per epoch.")
     epochs: Positive = Field(default=1, description="Passes over the training data, if total_steps is 0.")
+    lag: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=0,
+        description="Sample a batch with weights that are N steps old: generation in a pool of its own then overlaps "
+        "training. 0: with the newest. N above 0 needs a correction, such as algorithm.rollout_weights.",
+    )
     val_before_train: bool = Field(
         default=True, description="Validate before the first step, if there are data.val_files."
     )

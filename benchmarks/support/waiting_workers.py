@@ -1,0 +1,149 @@
+"""Workers of real processes whose engines wait for the time that a GPU would compute, so that schedules are measured.
+
+Everything else is real: calls, batches, futures, weight syncs, rewards.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.config import Config
+from hybridflow.engines import LossFunction, Outputs, UpdateResult
+from hybridflow.protocol import DataProto
+from hybridflow.rollout import Completion, Request
+from hybridflow.runtime import uniform
+from hybridflow.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
+from hybridflow.workers import ActorWorker, RolloutWorker
+from hybridflow.workers.worker_process import prepare_worker_process
+
+STEP_S = 1e-3
+"""Seconds of a decoding step, whatever the number of sequences: decoding is bound by reading the weights."""
+TOKEN_S = 2e-4
+"""Seconds per token of an update; a forward pass takes a third."""
+MEDIAN, TAIL = 128, 8
+"""Median of the response lengths, and their 99th percentile as a multiple of it."""
+WEIGHTS = torch.Size([1 << 18])
+
+
+def response_length(noise_key: Sequence[int], index: int, longest: int) -> int:
+    """Draw a length in tokens from a log-normal distribution; it depends on the request alone."""
+    sigma = torch.tensor(float(TAIL)).log() / NormalDist().inv_cdf(0.99)
+    normal = NormalDist().inv_cdf(float(uniform(*noise_key, index).clip(1e-12, 1 - 1e-12)))
+    return max(1, min(longest, round(MEDIAN * float((sigma * normal).exp()))))
+
+
+class WaitingEngine:
+    """A train engine that waits TOKEN_S for each token of an update, and sums over ranks as a real one does."""
+
+    is_sharded = shares_weights = False
+    vocabulary_size, num_positions, max_tokens = 80, None, 0
+
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    def forward(self, rows: DataProto, **_: Any) -> Outputs:
+        time.sleep(TOKEN_S / 3 * float(rows.batch["attention_mask"].sum()))
+        zeros = torch.zeros(rows.batch["response_mask"].shape)
+        return {"log_probs": zeros, "entropies": zeros}
+
+    def update(self, rows: DataProto, loss_function: LossFunction, **_: Any) -> UpdateResult:
+        num_tokens = int(rows.batch["attention_mask"].sum())
+        time.sleep(TOKEN_S * num_tokens)
+        zeros = torch.zeros(rows.batch["response_mask"].shape)
+        _, metrics = loss_function({"log_probs": zeros, "entropies": zeros}, rows)
+        self.all_reduce_sum(0)  # ranks wait for the slowest
+        self.num_updates += 1
+        return UpdateResult(0.0, 1.0, 0.0, metrics, num_tokens, num_tokens, 0)
+
+    def on_device(self) -> Any:
+        return torch.no_grad()
+
+    def all_reduce_sum(self, value: int) -> int:
+        total = torch.tensor(value)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return int(total)
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        return [("weight", torch.full(WEIGHTS, float(self.num_updates)))]
+
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        return {"weight": WEIGHTS}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates, "weight": torch.zeros(1)}
+
+
+class WaitingActor(ActorWorker):
+    """An actor whose engine waits."""
+
+    def __init__(self, config: Config) -> None:
+        prepare_worker_process(self, config)
+        self.config, self.engine = config, WaitingEngine()
+        self.weight_sender = WeightSender(self.engine, config, lambda: build_sending_transport(config))
+
+
+class WaitingRollout:
+    """A rollout engine that waits STEP_S for each decoding step until all sequences have their lengths."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self._requests: list[Request] = []
+        self._done: list[Completion] = []
+
+    def submit(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> None:
+        sequences = [(request, index) for request in self._requests for index in range(request.group_size)]
+        lengths = [response_length(r.noise_key, index, r.sampling.max_new_tokens) for r, index in sequences]
+        time.sleep(STEP_S * max(lengths))
+        assert self.version is not None, "weights were loaded"
+        for (request, index), length in zip(sequences, lengths, strict=True):
+            versions = [self.version] * length
+            self._done.append(Completion(request.request_id, index, [1] * length, [0.0] * length, versions))
+        self._requests = []
+
+    def finished(self) -> list[Completion]:
+        done, self._done = self._done, []
+        return done
+
+    def start_loading(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.version = None
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        list(weights)
+
+    def finish_loading(self, version: int) -> None:
+        self.version = version
+
+    def abandon_loading(self) -> None:
+        self.version = None
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[0.0] * (len(sequence) - 1) for sequence in sequences]
+
+    def sleep(self) -> None: ...
+
+    def wake(self, part: str) -> None: ...
+
+
+class WaitingGenerator(RolloutWorker):
+    """A generating worker whose engine waits."""
+
+    def __init__(self, config: Config) -> None:
+        from hybridflow.data import load_tokenizer
+
+        prepare_worker_process(self, config)
+        self.config, self.tokenizer, self.stop_ids = config, load_tokenizer(config.model.path), ()
+        self.rollout = WaitingRollout()
+        transport = build_transport(config)
+        self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, transport, self.rank, self.world_size)

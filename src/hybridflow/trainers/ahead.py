@@ -1,0 +1,74 @@
+"""Sampling ahead of training: a batch is sampled with weights that are `trainer.lag` steps old.
+
+    step        0            1            2              lag = 1
+    sampled     0, 1         2            3              each with the weights before the step
+    trained     0            1            2
+
+Batches begin in order, and each is trained on once, in the same order.
+"""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from hybridflow.checkpoint import Checkpoint
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.sampling import Begun, NextPrompts, Sampling
+
+
+class Ahead:
+    """A replacement of `Sampling` that returns batch n sampled with the weights of step max(0, n - lag).
+
+    No batch of a step from `total_steps` on is begun. `metrics` are of the last call.
+    """
+
+    def __init__(self, sampling: Sampling, lag: int, total_steps: int) -> None:
+        self._sampling, self._lag, self._total_steps = sampling, lag, total_steps
+        self._begun: deque[Begun] = deque()
+        self.metrics: dict[str, Any] = {}
+
+    def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
+        """Begin every batch up to the one of step + lag, with the current weights; return the batch of `step`."""
+        first = self._begun[-1].step + 1 if self._begun else step
+        for begins in range(first, min(step + self._lag + 1, self._total_steps)):
+            self._begun.append(self._sampling.begin(next_prompts(), begins))
+        return self._sampling.score(self._begun.popleft())
+
+    def pending(self) -> list[Begun]:
+        """Return the batches that have begun and were not returned yet, in order."""
+        return list(self._begun)
+
+    def restore(self, checkpoint: Checkpoint, pending: list[dict[str, Any]]) -> None:
+        """Continue with the pending batches that `save_pending` described and wrote. Raises BatchError."""
+        self._begun = deque(
+            Begun(
+                each["step"],
+                _load(checkpoint.directory / each["rollouts"]),
+                _load(checkpoint.directory / each["greedy"]) if each["greedy"] else None,
+            )
+            for each in pending
+        )
+
+
+def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
+    """Return the files of pending batches in a checkpoint, as values that JSON can hold."""
+    return [
+        {
+            "step": begun.step,
+            "rollouts": f"batch_{begun.step:06d}.safetensors",
+            "greedy": f"batch_{begun.step:06d}_greedy.safetensors" if begun.greedy else "",
+        }
+        for begun in pending
+    ]
+
+
+def save_pending(pending: list[Begun], directory: Path) -> None:
+    """Wait until the pending batches are generated, and write them. Raises BatchError, or the errors of generation."""
+    for begun, files in zip(pending, describe_pending(pending), strict=True):
+        begun.rollouts.get().save_to_disk(directory / files["rollouts"])
+        if begun.greedy:
+            begun.greedy.get().save_to_disk(directory / files["greedy"])
+
+
+def _load(path: Path) -> DataProtoFuture:
+    return DataProtoFuture.of(DataProto.load_from_disk(path))

@@ -1,0 +1,103 @@
+"""Runs with `trainer.lag`: weights of each batch, resume in the middle of the pipeline, equality with Ray."""
+
+import logging
+
+import pytest
+
+from hybridflow.observability import read_jsonl
+
+LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
+
+
+@pytest.fixture
+def run(task, tmp_path, hybridflow):
+    """Return a function that trains with changes in the directory `name` and returns the directory."""
+
+    def train(name, *changes):
+        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
+        assert outcome.status == 0, outcome.err
+        return tmp_path / name
+
+    return train
+
+
+def test_a_batch_is_sampled_with_weights_that_are_lag_steps_old(run, caplog):
+    with caplog.at_level(logging.INFO):
+        rows = read_jsonl(run("run", *LAG, "actor.mini_batch_size=4") / "metrics.jsonl")[1:]
+    updates = 2  # 8 prompts in mini-batches of 4
+    assert [row["staleness/max"] for row in rows] == [updates * age for age in (0, 1, 2, 2, 2, 2)]
+    assert [row["staleness/mean"] for row in rows] == [updates * age for age in (0, 1, 2, 2, 2, 2)]
+    assert [row["staleness/off_policy_updates"] for row in rows] == [1, 3, 5, 5, 5, 5]
+    assert [row["training/epoch"] for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert rows[0]["rollout_correction/weight_max"] == pytest.approx(1, abs=1e-4)
+    assert rows[2]["rollout_correction/weight_max"] > 1.001
+    assert "a batch is sampled with weights 4 optimizer steps old, and its last mini-batch is 5 steps" in caplog.text
+    assert "share processes, so they run in turn" in caplog.text
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(tiny, run, tmp_path, background):
+    more = [
+        *LAG,
+        "algorithm.advantage=remax",
+        "trainer.val_every=2",
+        f"trainer.save_in_background={background}".lower(),
+    ]
+    run("whole", *more)
+    for stop in (["--stop-after", "1"], ["--stop-after", "4"], []):
+        run("resumed", *more, *stop)
+        if stop:
+            files = {path.name for path in (tmp_path / "resumed" / "checkpoints").glob(f"*{stop[1]}/batch*")}
+            begun = [f"batch_{int(stop[1]) + ahead:06d}" for ahead in (0, 1)]
+            assert files == {f"{name}{kind}.safetensors" for name in begun for kind in ("", "_greedy")}
+    whole, resumed = (tiny.results_of(tmp_path / name, 6) for name in ("whole", "resumed"))
+    names = ("actor.safetensors", "actor.json", "metrics", "samples")  # random states differ, see `uninterrupted`
+    assert all(whole[name] == resumed[name] for name in names)
+
+
+def test_resuming_with_another_lag_is_an_error(task, run, tmp_path, hybridflow):
+    run("run", *LAG, "--stop-after", "2")
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *LAG, "trainer.lag=1")
+    assert outcome.status != 0
+    assert "trainer.lag was 2 and is 1" in outcome.err
+
+
+def test_a_lag_of_all_steps_is_an_error(task, tmp_path, hybridflow):
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *LAG, "trainer.lag=6")
+    assert outcome.status != 0
+    assert "trainer.lag=6 samples all 6 batches of the run with the initial weights; use a lag below 6" in outcome.err
+
+
+POOLS = (
+    *("controller.backend=ray", "controller.cpus_per_worker=0.5"),
+    *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
+)
+
+
+def spans(run, method):
+    """Return the times of the calls of a method in training, in order."""
+    calls = [row for row in read_jsonl(run / "trace" / "calls.jsonl") if row["kind"] == "call"]
+    return [(call["start"], call["end"]) for call in calls if call["where"].endswith(f".{method}")]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_runs_with_a_lag_on_ray_equal_those_in_one_process(tiny, task, tmp_path, run_in_turn):
+    commands = []
+    for lag in (0, 1, 3):
+        for name, more in (("local", ()), ("ray", POOLS)):
+            changes = [f"trainer.lag={lag}", "algorithm.rollout_weights=token", "trainer.val_every=2", *more]
+            stops = [["--stop-after", "2"], []] if (lag, name) == (3, "ray") else [[]]
+            command = ["train", task / "rl.toml", f"trainer.run_dir={tmp_path}/{name}_{lag}", *changes]
+            commands += [[*command, *stop] for stop in stops]
+    run_in_turn(*commands, shares_cluster=True)
+    for lag in (0, 1, 3):
+        local, ray = (tiny.results_of(tmp_path / f"{name}_{lag}", 6) for name in ("local", "ray"))
+        assert ray["actor.safetensors"] == local["actor.safetensors"]
+        assert ray["samples"] == local["samples"]
+        generated = spans(tmp_path / f"ray_{lag}", "generate_sequences")
+        updates = spans(tmp_path / f"ray_{lag}", "update_actor")
+        assert len(generated) == len(updates) == 6
+        if lag < 3:  # the resumed run waited for its checkpoint
+            begins_before_the_update_ends = [generated[step + 1][0] < updates[step][1] for step in range(5)]
+            assert begins_before_the_update_ends == [lag > 0] * 5
