@@ -20,7 +20,7 @@ from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.balance import balanced_order
 from hybridflow.trainers.rl_metrics import log_prob_metrics
-from hybridflow.trainers.sampling import NextPrompts, Sampling
+from hybridflow.trainers.sampling import NextPrompts, Sampler, Sampling
 from hybridflow.trainers.stages import (
     add_advantages,
     corrected_rollouts,
@@ -48,7 +48,7 @@ class PPO:
         self.actor, self.rewards = groups[Role.ActorRollout], groups[Role.Reward]
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.sync_weights = weight_sync_of(config, self.actor, groups.get(Role.Rollout))
-        self.sample = Sampling(config, self.rollout, self.rewards)
+        self.sample: Sampler = Sampling(config, self.rollout, self.rewards)
         self.critic = groups.get(Role.Critic)
         reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy
         self.reference = groups[reference] if config.uses_reference else None

@@ -13,6 +13,7 @@ from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.sampling import Sampling
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
@@ -43,8 +44,10 @@ class PPOTrainer(PPO, BackendOwner):
         self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.global_step = 0
-        self.ahead = Ahead(self.sample, config.trainer.lag, total_steps) if config.trainer.lag else None
-        self.sample = self.ahead or self.sample
+        self.ahead: Ahead | None = None
+        if config.trainer.lag:
+            sampling = Sampling(config, self.rollout, self.rewards)
+            self.sample = self.ahead = Ahead(sampling, config.trainer.lag, total_steps)
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             state = restore_training(run.checkpoint, self.stateful_groups, loader)

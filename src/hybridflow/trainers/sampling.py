@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,16 @@ class Begun:
     step: int
     rollouts: DataProtoFuture
     greedy: DataProtoFuture | None = None
+
+
+class Sampler(Protocol):
+    """A function that returns the batch of a step; `metrics` are of the last call."""
+
+    metrics: dict[str, Any]
+
+    def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
+        """Return the rows of `step` with responses and scores."""
+        ...
 
 
 class Sampling:
