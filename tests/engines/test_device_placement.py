@@ -12,6 +12,7 @@ from fixtures.simulated_device import META, MixedDevicesError
 from hybridflow.checkpoint import StateCopy, describe_state, load_state, read_state_into, save_state
 from hybridflow.config import LoRAConfig, MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
+from hybridflow.engines.packing import ModelInput
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.weight_sync import fill_buckets, plan_buckets, spec_of
 
@@ -156,13 +157,12 @@ def test_an_offloaded_engine_keeps_only_small_tensors_on_the_device(tiny_model, 
 
 def test_a_tensor_of_the_host_in_a_computation_is_found(tiny_model, rows, device, monkeypatch):
     engine = build(tiny_model("qwen2"))
-    arrange = engine._arrange
+    move = ModelInput.to
 
-    def with_positions_of_the_host(part):
-        model_input = arrange(part)
-        return replace(model_input, position_ids=model_input.position_ids.cpu())
+    def without_positions(model_input, device):
+        return replace(move(model_input, device), position_ids=model_input.position_ids)
 
-    monkeypatch.setattr(engine, "_arrange", with_positions_of_the_host)
+    monkeypatch.setattr(ModelInput, "to", without_positions)
     with pytest.raises(MixedDevicesError, match=r"expects all tensors on one device, but got .* on meta.* on cpu"):
         engine.forward(rows)
 

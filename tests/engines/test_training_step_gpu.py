@@ -73,10 +73,10 @@ def test_the_host_does_not_wait_for_the_device_between_micro_batches(tiny_model,
     expected = engine.update(rows, loss(), with_entropy=True).metrics.keys()  # warms up
     set_sync_debug_mode(gpu, "error")
     try:
-        shares, inputs = engine._accumulate(rows, loss(), True, 0.7)
+        shares, _ = engine._accumulate(rows, loss(), True, 0.7)
     finally:
         set_sync_debug_mode(gpu, "default")
-    assert len(shares) == len(inputs) > 1
+    assert len(shares) > 1
     assert all(share.metrics.keys() == expected for share in shares)
     assert {share.loss.device.type for share in shares} == {gpu.type}
     engine.optimizer.zero_grad(set_to_none=True)
@@ -133,7 +133,7 @@ def test_an_out_of_memory_error_leaves_the_next_update_unchanged(tiny_model, rol
 
     path = tiny_model("qwen3", **SIZES)
     engine, untouched = build(path, compile=False), build(path, compile=False)
-    with pytest.raises(Exception, match="out of memory in a step, nothing was applied"):
+    with pytest.raises(Exception, match="out of memory in an update, nothing was applied"):
         engine.update(rows, fails, with_entropy=True)
     ours, theirs = (e.update(rows, loss(), with_entropy=True) for e in (engine, untouched))
     assert (ours.loss, ours.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-5)

@@ -131,8 +131,8 @@ def test_prompt_is_computed_once_and_finished_rows_are_removed(tiny_model, compi
     rows = decoded_rows(engine)
     sampling = SamplingParams(12, temperature=2.0, stop_token_ids=tuple(range(0, 40, 4)))
     completions = generate(engine, requests(sampling, group_size=16))
-    assert prompts[0] == (1, 4 + 1 + 3 + 7)
-    assert prompts[1:] == ([] if compiled else [(count, 1) for count in rows])
+    assert prompts[0] == (4 + 1 + 3 + 7,)
+    assert prompts[1:] == ([] if compiled else [(count,) for count in rows])
     assert rows == sorted(rows, reverse=True)
     lengths = [len(c.token_ids) for c in completions]
     running = [sum(length > step for length in lengths) for step in range(1, len(rows) + 1)]
@@ -146,7 +146,7 @@ def test_many_prompt_tokens_are_computed_in_several_passes(tiny_model, monkeypat
     monkeypatch.setattr("hybridflow.rollout.decoding_batch.PREFILL_TOKENS", 5)
     model = load_causal_lm(tiny_model(), torch.float64)
     lengths: list[int] = []
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[-1]))
     completions = generate(EmbeddedRollout(model), wanted)
     assert lengths[:3] == [7, 4, 4]
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]

@@ -186,7 +186,8 @@ class PagedDecoding:
         like, zero = PrefillPlan([1]), torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         self._forward(zero, position_ids=zero, attention_plan=like)
         page_bytes, num_scratch = PagedKVCache.page_bytes(like), pages_of(self._sizes[-1])
-        free = HOST_MEMORY if self._device.type == "cpu" else int(self._memory_share * free_device_memory(self._device))
+        is_cuda = self._device.type == "cuda"
+        free = int(self._memory_share * free_device_memory(self._device)) if is_cuda else HOST_MEMORY
         budget = self._kv_cache_bytes or free
         request, needed = waiting[0], most_pages(waiting[0])
         wanted = self._sizes[-1] * max(pages_of(final_length(request)) for request in waiting)
