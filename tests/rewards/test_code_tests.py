@@ -47,7 +47,7 @@ def leaves_nothing_behind(tmp_path, monkeypatch):
     files, others = len(os.listdir("/proc/self/fd")), children()
     yield
     assert list(tmp_path.glob("hybridflow-code-*")) == []
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files  # of earlier tests, some may be closed meanwhile
     assert children() <= others
 
 
