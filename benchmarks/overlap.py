@@ -158,7 +158,7 @@ def write_task(directory: Path, devices: int, lag: int, steps: int) -> Config:
     return load_config(
         None,
         [
-            f"model.path={directory}/model",
+            *(f"model.path={directory}/model", "model.dtype=float32"),
             f"data.train_files=['{directory}/train.parquet']",
             *(
                 f"data.train_batch_size={num_prompts}",

@@ -20,6 +20,12 @@ def _count_or_auto(value: object) -> object:
     return value
 
 
+def _switch_or_auto(value: object) -> object:
+    if value != "auto" and not isinstance(value, bool):
+        raise ValueError('expected true, false or "auto"')
+    return value
+
+
 def _zero_or_usable(value: float) -> float:
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(f"logits divided by it overflow; use 0 (greedy), or at least {LOWEST_TEMPERATURE}")
@@ -29,6 +35,7 @@ def _zero_or_usable(value: float) -> float:
 LOWEST_TEMPERATURE = 1e-3
 Temperature = Annotated[float, Field(ge=0), AfterValidator(_zero_or_usable)]
 CountOrAuto = BeforeValidator(_count_or_auto)
+SwitchOrAuto = BeforeValidator(_switch_or_auto)
 
 
 def named_or_user(names: Any) -> BeforeValidator:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hybridflow.config.sections.base import CountOrAuto, NonNegative, Positive, RoleName, Section
+from hybridflow.config.sections.base import CountOrAuto, NonNegative, Positive, RoleName, Section, SwitchOrAuto
 
 DTypeName = Literal["float32", "bfloat16", "float64"]
 OffloadName = Literal["idle", "host"]
@@ -17,7 +17,7 @@ class ModelConfig(Section):
     path: str = Field(
         default="", description="Local Hugging Face directory of the policy: config.json, safetensors, tokenizer."
     )
-    dtype: DTypeName | Literal["auto"] = Field(
+    dtype: Literal[DTypeName, "auto"] = Field(
         default="auto",
         description="Compute dtype. auto: bfloat16 on GPUs that have it, otherwise float32; chosen at the first start, "
         "then kept by the run. Parameters and optimizer state stay float32 (float64 with float64).",
@@ -25,7 +25,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, slower."
     )
-    compile: bool | Literal["auto"] = Field(
+    compile: Annotated[bool | Literal["auto"], SwitchOrAuto] = Field(
         default="auto",
         description="Train with layers compiled by torch.compile, once for all numbers of tokens, instead of "
         "controller.compiled_kernels (generation keeps those). The first step takes up to a minute longer; rounding "
