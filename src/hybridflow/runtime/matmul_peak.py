@@ -41,8 +41,8 @@ def measure_peak_flops(
     """Return the floating-point operations per second of the fastest square matrix product in several rounds.
 
     `size`: rows and columns of the matrices; 0: enough for the device, by default the CPU. The pauses between the
-    rounds keep a short load on the machine from lowering the result. Takes about 0.5 s. A GPU multiplies random numbers:
-    equal ones need less power, so that its clock is higher than for the products of a model.
+    rounds keep a short load on the machine from lowering the result. Takes about 0.5 s. A GPU multiplies random
+    numbers: equal ones need less power, so that its clock is higher than for the products of a model.
     """
     import torch
 
