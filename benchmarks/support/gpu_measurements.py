@@ -15,6 +15,7 @@ from hybridflow.models import (
     decoder_shape,
     generation_memory,
     load_causal_lm,
+    max_logits_on,
     mfu,
     model_sizes,
     training_flops,
@@ -62,6 +63,7 @@ def update(path: Path, sizes: dict[str, int], repeats: int, setting: dict[str, A
         gradient_checkpointing=bool(settings.get("gradient_checkpointing")),
         offload=offload or "none",
         kernels="compiled" if settings.get("compile") else "eager",
+        max_logits=max_logits_on(own_device()),
     )
     sizes_of_model = model_sizes(path)
     assert sizes_of_model is not None, "Qwen2 has a fused pass"

@@ -3,10 +3,12 @@
 `test_sharded_state` writes copies of the shards of several ranks.
 """
 
+import threading
+
 import pytest
 import torch
 
-from hybridflow.checkpoint import StateCopy, background, copy_state, save_state
+from hybridflow.checkpoint import BackgroundSave, StateCopy, background, copy_state, save_state
 
 
 @pytest.fixture
@@ -54,3 +56,14 @@ def test_the_memory_of_a_copy_is_reused_by_the_next_one(on_a_device):
     assert second["model"]["b"].tolist() == [[7, 9, 11], [8, 10, 12]]
     larger = copy_of(state_of() | {"more": torch.ones(5)})
     assert larger["more"].tolist() == [1] * 5
+
+
+def test_the_thread_of_a_save_uses_the_device_of_its_process(monkeypatch):
+    """CUDA gives a new thread the first device, on which the save of every rank would otherwise take memory."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
+    [(device, thread)] = BackgroundSave(lambda: list(chosen)).finish()
+    assert device == 3
+    assert thread != threading.get_ident()

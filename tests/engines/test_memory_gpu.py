@@ -8,7 +8,7 @@ import torch
 from fixtures.peak_memory import peak_bytes, resident_bytes
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, token_budget
-from hybridflow.models import MemoryLayout, forward_memory, model_sizes, training_memory
+from hybridflow.models import MemoryLayout, forward_memory, max_logits_on, model_sizes, training_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu"), pytest.mark.filterwarnings("ignore")]  # torch.compile's
 
@@ -65,7 +65,9 @@ def test_memory_formula_is_within_15_percent_of_an_update(path, gpu, compiled, r
 
     update()  # the moments exist from the second update on
     kernels = "compiled" if compiled else "eager" if on_cuda else "cpu"
-    layout = MemoryLayout(dtype=dtype, gradient_checkpointing=recomputes, kernels=kernels)
+    layout = MemoryLayout(
+        dtype=dtype, gradient_checkpointing=recomputes, kernels=kernels, max_logits=max_logits_on(gpu)
+    )
     estimate = training_memory(model_sizes(path), layout, tokens, tokens // length * (length - PROMPT_LEN))
     assert estimate.total == pytest.approx(peak_of(engine, update), rel=0.15), asdict(estimate)
 
@@ -75,7 +77,7 @@ def test_memory_formula_is_within_15_percent_of_log_probs(path, gpu):
     dtype, tokens = ("bfloat16", 8192) if on_cuda else ("float32", 512)
     engine = build(path, tokens, learns=False, dtype=dtype, compile=False)
     rows = rows_of(2 * tokens, length)
-    layout = MemoryLayout(dtype=dtype, kernels="eager" if on_cuda else "cpu")
+    layout = MemoryLayout(dtype=dtype, kernels="eager" if on_cuda else "cpu", max_logits=max_logits_on(gpu))
     estimate = forward_memory(model_sizes(path), layout, tokens, tokens // length * (length - PROMPT_LEN))
     peak = peak_of(engine, lambda: engine.forward(rows, with_entropy=True))
     assert estimate.total == pytest.approx(peak, rel=0.15), asdict(estimate)

@@ -266,3 +266,21 @@ def test_optimizer_state_is_awaited_before_a_load_frees_it(tiny_model, rows, mon
     arguments = {"load_state_dict": (state,), "load_shards": (state, lambda own: None)}[method]
     getattr(engine, method)(*arguments)
     assert [id(moments) for moments in awaited[0]] == [id(moments) for moments in before]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_shard_that_the_first_pass_pads_keeps_its_size_and_contents(is_trained):
+    """FSDP2 replaces shards of uneven size by a part of a longer tensor in its first pass, which changes no weight."""
+    model = nn.Linear(4, 3, bias=False)
+    expected = model.weight.detach().clone()
+    offloaded = Offload(model, model.parameters() if is_trained else [], {}, CPU)
+    with offloaded(with_optimizer=False):
+        padded = torch.zeros(4, 4)
+        padded[:3] = model.weight.detach()
+        model.weight.data = padded[:3]
+    assert padded.untyped_storage().nbytes() == 0
+    for _ in range(2):
+        with offloaded(with_optimizer=False):
+            assert padded.untyped_storage().nbytes() == 64
+            assert torch.equal(padded[:3], expected)
+            assert padded[3].tolist() == [0] * 4

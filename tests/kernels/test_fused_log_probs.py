@@ -1,6 +1,7 @@
 """The fused log-probs equal those of softmax in float64; the slow tests compile them for the CPU."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hybridflow.kernels import fused_log_probs
 from hybridflow.kernels.fused_log_probs import _backward, _forward
 from hybridflow.runtime import take_compilations
 
+fused = sys.modules[_forward.__module__]  # the package has a function of the same name
 TOKENS, ENTRIES = 6, 37
 
 
@@ -87,3 +89,18 @@ def test_compiled_log_probs_equal_the_sliced_ones_for_any_number_of_tokens():
         counts.append(take_compilations())
     assert counts[0] > 0
     assert counts[1:] == [0, 0, 0]
+
+
+def test_every_call_allows_enough_variants_of_a_compiled_pass(monkeypatch):
+    """The setting is of a thread in newer versions of torch, and on a GPU the backward pass has its own thread."""
+    monkeypatch.setattr(fused, "_compiled", lambda function: function)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    limits = []
+    logits, labels, _ = example(torch.float32)
+    leaf = logits.clone().requires_grad_()
+    log_probs, _ = fused_log_probs(leaf, labels)
+    limits.append(torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = 8
+    log_probs.sum().backward()
+    limits.append(torch._dynamo.config.recompile_limit)
+    assert limits == [fused.MAX_VARIANTS] * 2

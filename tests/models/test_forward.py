@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridflow.algorithms import log_probs_and_entropy_from_logits
 from hybridflow.kernels import use_kernels
 from hybridflow.models import PackedPlan, PaddedPlan, forward_of, load_causal_lm, load_value_model
-from hybridflow.models.forward import MAX_LOGITS, FusedForward, OwnForward, max_logits_on
+from hybridflow.models.forward import MAX_LOGITS, MOST_INDEXED, FusedForward, OwnForward, max_logits_on
 from hybridflow.models.kv_cache import DecodePlan, KVCache, PrefillPlan
 
 LENGTHS = [5, 9, 9, 2]
@@ -302,7 +302,12 @@ def test_embedding_subclass_is_called_and_not_packed(tiny_model):
 
 @pytest.mark.parametrize(
     ("device", "memory_bytes", "expected"),
-    [("cpu", 0, MAX_LOGITS), ("cuda", 80 * 2**30, 80 * 2**30 // 64), ("cuda", 8 * 2**30, MAX_LOGITS)],
+    [
+        ("cpu", 0, MAX_LOGITS),
+        ("cuda", 8 * 2**30, MAX_LOGITS),
+        ("cuda", 80 * 2**30, 80 * 2**30 // 64),
+        ("cuda", 140 * 2**30, MOST_INDEXED),
+    ],
 )
 def test_a_large_gpu_holds_more_logits_at_once(monkeypatch, device, memory_bytes, expected):
     properties = SimpleNamespace(total_memory=memory_bytes)

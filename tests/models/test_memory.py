@@ -14,7 +14,6 @@ from hybridflow.models import (
     ModelSizes,
     forward_memory,
     generation_memory,
-    memory,
     model_sizes,
     training_memory,
 )
@@ -110,11 +109,10 @@ def test_forward_memory_is_within_15_percent(directory_of, dtype, vocab_size):
 def test_memory_of_logits_in_parts_is_within_15_percent(directory_of, monkeypatch):
     from hybridflow.models import forward
 
-    for module in (forward, memory):
-        monkeypatch.setattr(module, "MAX_LOGITS", 20000 * 256)
+    monkeypatch.setattr(forward, "MAX_LOGITS", 20000 * 256)
     directory = directory_of(vocab_size=20000)
     peak = measured(directory, 256, dtype="bfloat16")
-    layout = MemoryLayout(dtype="bfloat16", kernels="cpu")
+    layout = MemoryLayout(dtype="bfloat16", kernels="cpu", max_logits=20000 * 256)
     check(training_memory(model_sizes(directory), layout, TOKENS, responses(256)), peak)
 
 
@@ -247,3 +245,10 @@ def test_a_critic_has_a_head_of_one_output(directory_of):
 
 def test_sizes_of_a_family_without_a_fused_pass_are_unknown(tiny_model):
     assert model_sizes(tiny_model("mistral", sliding_window=None)) is None
+
+
+def test_logits_of_a_layout_are_those_that_its_device_holds_at_once():
+    few, all_of_them = (
+        forward_memory(HAND, MemoryLayout(max_logits=number, kernels="eager"), 10) for number in (300, 1000)
+    )
+    assert (few.logits, all_of_them.logits) == (3 * 100 * 2, 10 * 100 * 2)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridflow.runtime import measure_peak_flops, peak_flops
+from hybridflow.runtime import matmul_peak, measure_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -30,3 +30,13 @@ def test_load_that_passes_between_rounds_does_not_lower_the_peak():
 
 def test_a_process_measures_its_peak_once():
     assert peak_flops(torch.float32) == peak_flops(torch.float32)
+
+
+def test_a_gpu_multiplies_random_numbers_and_leaves_the_generators_alone(monkeypatch):
+    meta, made = torch.device("meta"), []
+    monkeypatch.setattr(torch, "Generator", lambda device: made.append(device) or torch._C.Generator())
+    before = torch.get_rng_state()
+    assert matmul_peak._matrix(8, torch.bfloat16, meta).shape == (8, 8)
+    assert made == [meta]
+    assert torch.equal(matmul_peak._matrix(8, torch.float32, torch.device("cpu")), torch.ones(8, 8))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from hybridflow.runtime import HostMemory, SideStream
@@ -20,11 +21,14 @@ class BackgroundSave(Generic[Result]):
         self._write = write
         self._results: list[Result] = []
         self._error: BaseException | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # a new thread has the first device, whose memory CUDA would use
             self._results.append(self._write())
         except BaseException as error:  # raised by `finish`
             self._error = error

@@ -114,7 +114,7 @@ class Offload:
             if isinstance(module, FSDPModule):
                 module.reshard()  # after an error, layers may still be gathered
         for group in idle:
-            if group.is_changed:
+            if group.is_changed or not group.fits_copies():
                 group.allocate(self._device)
                 with self._stream():
                     for storage, host in group.pairs():
@@ -145,6 +145,10 @@ class _Group:
     def pairs(self) -> list[tuple[UntypedStorage, Tensor]]:
         """Return each storage and its copy on the host."""
         return [(storage, self._copies[key]) for key, storage in self._storages().items()]
+
+    def fits_copies(self) -> bool:
+        """Return whether each storage has the size of its copy: the first pass of FSDP2 pads shards of uneven size."""
+        return all(storage.nbytes() == host.nbytes for storage, host in self.pairs())
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the missing copies in one block."""

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+MAX_VARIANTS = 64
+"""Number of compiled variants of each pass: of dtype, entropy, temperature, vocabulary, and training or not. Beyond
+torch's limit of 8 the uncompiled pass would need several float32 copies of the logits."""
+
 LOWEST_LOG_PROB = -1e4
 """Stand-in for -inf, since 0 * -inf is NaN; its exponential is 0 even in float64."""
 
@@ -91,6 +95,9 @@ def _run(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the compiled function. One compilation serves any number of tokens, for one size of the vocabulary."""
     import torch._dynamo
 
+    dynamo = torch._dynamo.config
+    if dynamo.recompile_limit < MAX_VARIANTS:  # in each call: newer versions of torch have one setting per thread
+        dynamo.recompile_limit = MAX_VARIANTS
     for argument in arguments:
         if isinstance(argument, Tensor):
             torch._dynamo.maybe_mark_dynamic(argument, 0)

@@ -12,7 +12,7 @@ from hybridflow.models.flops import (
     sequence_costs,
     training_flops,
 )
-from hybridflow.models.forward import Forward, FusedForward, ReadLogits, forward_of
+from hybridflow.models.forward import Forward, FusedForward, ReadLogits, forward_of, max_logits_on
 from hybridflow.models.loading import DTYPES, load_causal_lm, load_value_model, vocabulary_size
 from hybridflow.models.lora import (
     add_adapters,
@@ -81,6 +81,7 @@ __all__ = [
     "load_causal_lm",
     "load_shards",
     "load_value_model",
+    "max_logits_on",
     "merged_weight",
     "merged_weights",
     "mfu",

@@ -35,6 +35,8 @@ MAX_LOGITS = 1 << 28
 MEMORY_PER_LOGIT = 64
 """On a GPU, bytes of its memory for each of the logits in memory at once, if that allows more than MAX_LOGITS: with
 their gradient they take 1/16 of the memory in bfloat16. Logits beyond it are computed twice."""
+MOST_INDEXED = 2**31 - 1
+"""Most elements that a kernel indexes in 32 bits. For more, compiled kernels are compiled again, and index slower."""
 
 COMPILATIONS = 64
 """Largest number of compilations of a layer by torch.compile in a process; beyond it, layers run uncompiled."""
@@ -124,7 +126,8 @@ def max_logits_on(device: torch.device) -> int:
     """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
     if device.type != "cuda":
         return MAX_LOGITS
-    return max(MAX_LOGITS, torch.cuda.get_device_properties(device).total_memory // MEMORY_PER_LOGIT)
+    by_memory = torch.cuda.get_device_properties(device).total_memory // MEMORY_PER_LOGIT
+    return min(max(MAX_LOGITS, by_memory), MOST_INDEXED)
 
 
 class OwnForward:

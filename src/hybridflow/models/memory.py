@@ -26,7 +26,8 @@ class MemoryLayout:
     """How ranks hold and compute a model; names as in the configuration.
 
     `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2).
-    `longest`: tokens of the longest sequence, on which the attention of a CPU depends.
+    `longest`: tokens of the longest sequence, on which the attention of a CPU depends. `max_logits`: logits in memory
+    at once, which depend on the memory of a GPU (`max_logits_on`).
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -39,6 +40,7 @@ class MemoryLayout:
     lora_targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     kernels: Kernels = "compiled"
     longest: int = SHORT
+    max_logits: int = MAX_LOGITS
 
     @property
     def width(self) -> int:
@@ -281,7 +283,7 @@ class _Head:
     @classmethod
     def of(cls, sizes: ModelSizes, layout: MemoryLayout, counted: int) -> "_Head":
         b, entries = layout.width, -(-sizes.shape.vocab_size // layout.tensor)
-        tokens = min(counted, max(1, MAX_LOGITS // entries))
+        tokens = min(counted, max(1, layout.max_logits // entries))
         in_slices, is_cast = entries > SLICE, b < 4
         one = tokens * min(entries, SLICE) * 4
         gradient = 0 if layout.lora_rank else entries * sizes.shape.hidden_size * b

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from hybridflow.config import Config
 from hybridflow.controller import Role
 from hybridflow.errors import ConfigError
@@ -12,10 +14,12 @@ from hybridflow.models import (
     RankMemory,
     forward_memory,
     generation_memory,
+    max_logits_on,
     model_sizes,
     training_memory,
 )
 from hybridflow.observability import get_logger
+from hybridflow.runtime import own_device
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.model_directories import require_model_directory
 from hybridflow.trainers.program import role_classes
@@ -101,6 +105,7 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) ->
         lora_targets=config.lora.targets,
         kernels="cpu" if device == "cpu" else "compiled" if config.model.compile else "eager",
         longest=longest,
+        max_logits=max_logits_on(torch.device("cpu") if device == "cpu" else own_device()),
         **mesh,
     )
     budget = config.memory.max_tokens_per_micro_batch
