@@ -14,7 +14,8 @@ def test_vllm_requests_have_seeds_only_in_deterministic_mode(tiny_model, determi
     config = load_config(
         None,
         [
-            *(f"model.path={path}", "rollout.backend=vllm", f"trainer.deterministic={deterministic}"),
+            *(f"model.path={path}", "model.dtype=float32", "rollout.backend=vllm"),
+            f"trainer.deterministic={deterministic}",
             *("rollout.enforce_eager=true", f"rollout.kv_cache_bytes={2**26}", "data.max_prompt_length=30"),
             "data.max_response_length=30",
         ],
