@@ -97,7 +97,7 @@ def _mfu(args: argparse.Namespace) -> list[Row]:
         with tempfile.TemporaryDirectory() as directory:
             write_sized_model(Path(directory), name, tiny=args.is_tiny)
             for setting in args.settings:
-                found = _in_process(args, "mfu", directory, setting=SETTINGS[setting])
+                found = _in_process(args, "mfu", name, directory, setting=SETTINGS[setting])
                 if found is None:
                     lines.append((name, setting, *["failed"] * 4))
                     continue
@@ -119,7 +119,7 @@ def _generation(args: argparse.Namespace) -> list[Row]:
     for name in args.models:
         with tempfile.TemporaryDirectory() as directory:
             write_sized_model(Path(directory), name, tiny=args.is_tiny)
-            found = {system: _in_process(args, "generation", directory, system=system) for system in systems}
+            found = {system: _in_process(args, "generation", name, directory, system=system) for system in systems}
         for system, figures in found.items():
             values = ["failed"] * 3 if figures is None else [*map(figure, figures.values())]
             lines.append((name, system, *values))
@@ -172,8 +172,13 @@ def _step(args: argparse.Namespace) -> list[Row]:
     return [Row("grpo_step_0.5B", "s", ours, peer, None, peer / ours if peer else None)]
 
 
-def _in_process(args: argparse.Namespace, part: str, directory: str, **options: Any) -> dict[str, float] | None:
-    """Return the figures of a measurement in a process of its own; None, with its error on stderr, if it failed."""
+def _in_process(
+    args: argparse.Namespace, part: str, name: str, directory: str, **options: Any
+) -> dict[str, float] | None:
+    """Return the figures of a measurement in a process of its own; None, with its error on stderr, if it failed.
+
+    The figures are also written to stderr at once: the tables come at the end, which a limit of time may cut off.
+    """
     sizes = dict((SMOKE_SIZES if args.is_tiny else SIZES)[part])
     if args.sequences:
         sizes["sequences"] = args.sequences
@@ -182,9 +187,13 @@ def _in_process(args: argparse.Namespace, part: str, directory: str, **options: 
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        print(f"{part} {options} took more than {TIMEOUT_S} s and was stopped.", file=sys.stderr)
+        print(f"{part} of {name}, {options} took more than {TIMEOUT_S} s and was stopped.", file=sys.stderr)
         return None
-    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    if done.returncode:
+        return None
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"{part} of {name}, {options}: {json.dumps(found)}", file=sys.stderr, flush=True)
+    return found
 
 
 def _measure(part: str, path: str, threads: int | None, **options: Any) -> dict[str, float]:

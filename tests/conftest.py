@@ -59,6 +59,9 @@ def _has_beartype() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     # Threads do not speed up tiny tensors, and on a busy machine their synchronization makes them ten times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.option.markexpr == "gpu" and not config.getoption("--rehearse"):
+        # A GPU machine has versions of packages, and warnings of torch.compile, that no other test meets.
+        config.addinivalue_line("filterwarnings", "default")
     if (config.getoption("--shapes") or ("on" if _has_beartype() else "off")) == "off":
         return
     loaded = {name for name in sys.modules if name.startswith(f"{CHECKED_PACKAGE}.")}

@@ -42,6 +42,24 @@ def test_an_absent_package_cannot_be_imported(module):
     assert f"import of {module} halted" in done.stderr
 
 
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--rehearse"], 1)])
+def test_a_warning_fails_a_gpu_test_in_the_rehearsal_only(tmp_path, arguments, status):
+    path = tmp_path / "test_of_a_warning.py"
+    path.write_text(
+        "import pytest, warnings\n@pytest.mark.gpu\ndef test_it():\n    warnings.warn('a split reduction')\n"
+    )
+    options = ["-c", ROOT / "pyproject.toml", "-p", "conftest", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *arguments, path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "a split reduction" in done.stdout
+
+
 def test_make_test_gpu_names_every_file_with_gpu_tests_and_installs_nothing():
     plan = make("-n", "test-gpu", ENVIRONMENT)
     assert sorted(re.findall(r"tests/\S+\.py", plan.stdout)) == GPU_TESTS

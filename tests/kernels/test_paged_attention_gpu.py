@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridflow.kernels import rms_norm, rotary, silu_mul
-from hybridflow.kernels.paged_attention import append_to_pages, paged_attention
+from hybridflow.kernels.paged_attention import LARGEST_HEAD_BYTES, append_to_pages, paged_attention
 from hybridflow.kernels.triton_support import generation_kernels, runs_triton, runs_triton_elementwise
 from hybridflow.kernels.vocabulary_blocks import block_sums
 
@@ -37,7 +37,8 @@ def test_attention_equals_float64(gpu, dtype, heads, kv_heads, dim):
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     alone = paged_attention(query[5:6], keys, values, tables[5:6], counts[5:6], dim**-0.5)
-    if gpu.type == "cuda":
+    torch.testing.assert_close(alone[0], out[5], rtol=tolerance, atol=tolerance)
+    if gpu.type == "cuda" and dim * query.element_size() <= LARGEST_HEAD_BYTES:  # cuBLAS chooses by the number of rows
         assert torch.equal(alone[0], out[5])
 
 

@@ -103,8 +103,11 @@ def decode_step(forward: Forward, cache: PagedKVCache, state: DecodingState, sha
         logits = forward.decode(rows["tokens"], plan)
     rules = RowRules(rows["temperatures"], rows["top_k"], rows["top_p"])
     tokens, log_probs = sample_rows(logits, uniform_after(rows["noise"], rows["positions"]), rules, shape.kinds)
-    state.emitted[:, : shape.rows].index_copy_(0, state.step, tokens.masked_fill(~running, NO_TOKEN)[None])
-    state.log_probs[:, : shape.rows].index_copy_(0, state.step, log_probs[None])
+    # Not by index_copy_, whose deterministic kernel on a GPU sorts the indices and copies the buffer twice.
+    is_now = torch.arange(len(state.emitted), device=state.step.device)[:, None] == state.step
+    for buffer, new in ((state.emitted, tokens.masked_fill(~running, NO_TOKEN)), (state.log_probs, log_probs)):
+        emitted = buffer[:, : shape.rows]
+        emitted.copy_(torch.where(is_now, new, emitted))
     state.step += 1
     rows["tokens"].copy_(torch.where(running, tokens, rows["tokens"]))
     rows["lengths"] += running
