@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import Checkpoint
+from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.sampling import Begun, NextPrompts, Sampling
 
@@ -63,11 +64,22 @@ def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
 
 
 def save_pending(pending: list[Begun], directory: Path) -> None:
-    """Wait until the pending batches are generated, and write them. Raises BatchError, or the errors of generation."""
+    """Wait until the pending batches are generated, and write them.
+
+    Raises CheckpointError if one cannot be written, and the errors of generation.
+    """
     for begun, files in zip(pending, describe_pending(pending), strict=True):
-        begun.rollouts.get().save_to_disk(directory / files["rollouts"])
+        _save(begun.rollouts, directory / files["rollouts"])
         if begun.greedy:
-            begun.greedy.get().save_to_disk(directory / files["greedy"])
+            _save(begun.greedy, directory / files["greedy"])
+
+
+def _save(batch: DataProtoFuture, path: Path) -> None:
+    contents = batch.get()
+    try:
+        contents.save_to_disk(path)
+    except BatchError as error:
+        raise CheckpointError(f"a batch that has begun is not saved: {error}") from error
 
 
 def _load(path: Path) -> DataProtoFuture:

@@ -1,0 +1,61 @@
+"""Batches that have begun: their order, and their files in a checkpoint."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridflow.errors import CheckpointError
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
+from hybridflow.trainers.sampling import Begun
+
+
+def batch(value):
+    return DataProtoFuture.of(DataProto.from_dict({"values": torch.tensor([value])}))
+
+
+@pytest.fixture
+def ahead():
+    """Return a function that builds `Ahead` of a sampling that records its calls."""
+
+    def build(lag, total_steps):
+        calls = []
+        sampling = SimpleNamespace(
+            begin=lambda prompts, step: calls.append(("begin", prompts, step)) or Begun(step, batch(step)),
+            score=lambda begun: calls.append(("score", begun.step)) or begun.rollouts,
+        )
+        return Ahead(sampling, lag, total_steps), calls  # pyright: ignore[reportArgumentType]
+
+    return build
+
+
+def test_each_batch_begins_once_in_order_and_lag_steps_early(ahead):
+    sample, calls = ahead(2, total_steps=4)
+    prompts = iter("abcdef")
+    values = [int(sample(lambda: next(prompts), step).get("values").batch["values"]) for step in range(4)]
+    assert values == [0, 1, 2, 3]
+    assert calls == [
+        *(("begin", "a", 0), ("begin", "b", 1), ("begin", "c", 2), ("score", 0)),
+        *(("begin", "d", 3), ("score", 1), ("score", 2), ("score", 3)),
+    ]
+    assert sample.pending() == []
+    assert next(prompts) == "e"
+
+
+def test_restored_batches_are_the_saved_ones(ahead, tmp_path):
+    sample, _ = ahead(2, total_steps=9)
+    sample(lambda: None, 0)
+    save_pending(sample.pending(), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"batch_00000{n}.safetensors" for n in (1, 2)]
+    restored, calls = ahead(2, total_steps=9)
+    restored.restore(SimpleNamespace(directory=tmp_path), describe_pending(sample.pending()))
+    assert int(restored(lambda: "p", 1).get("values").batch["values"]) == 1
+    assert calls == [("begin", "p", 3), ("score", 1)]
+
+
+def test_a_batch_that_cannot_be_written_is_a_checkpoint_error(ahead, tmp_path):
+    sample, _ = ahead(1, total_steps=9)
+    sample(lambda: None, 0)
+    with pytest.raises(CheckpointError, match=r"a batch that has begun is not saved: .*absent/batch_000001"):
+        save_pending(sample.pending(), tmp_path / "absent")
