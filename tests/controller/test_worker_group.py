@@ -159,6 +159,18 @@ def test_meshes_are_looked_up_by_name():
         group.mesh("train")
 
 
+def test_replicas_are_groups_of_the_workers_that_get_the_same_part():
+    group = make_group([4], meshes={"rollout": {"data": 2, "tensor": 2}}, name="counter")
+    first, second = group.replicas("rollout")
+    assert (first.worker_names, second.worker_names) == (["counter/0", "counter/1"], ["counter/2", "counter/3"])
+    assert second.mesh("rollout").axes == {"data": 1, "tensor": 2}
+    second.count()
+    assert group.count() == [1, 1, 2, 2]
+    assert [replica.world_size for replica in group.replicas()] == [1, 1, 1, 1]
+    with pytest.raises(DispatchError, match="has no mesh 'train'"):
+        group.replicas("train")
+
+
 def test_the_mesh_size_must_equal_the_pool_size():
     with pytest.raises(DispatchError, match=r"has 6 ranks, but .* has 4"):
         make_group([4], meshes={"default": {"data": 3, "tensor": 2}})

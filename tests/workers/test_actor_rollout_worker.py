@@ -4,8 +4,8 @@ import shutil
 import pytest
 import torch
 
-from hybridflow.errors import FieldError, RolloutConfigError, WorkerError
-from hybridflow.protocol import DataProto
+from hybridflow.errors import FieldError, RolloutConfigError, RolloutError, WorkerError
+from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.rollout import EmbeddedRollout
 from hybridflow.workers import ActorRolloutWorker
 
@@ -47,6 +47,36 @@ def test_three_ranks_generate_the_same_as_one(group):
     torch.testing.assert_close(one.batch["rollout_log_probs"], three.batch["rollout_log_probs"])
     for name in ("solution_texts", "finish_reasons"):
         assert one.non_tensor_batch[name].tolist() == three.non_tensor_batch[name].tolist()
+
+
+def test_parts_of_a_batch_hold_the_same_rows_as_the_whole_batch(group):
+    actor = group(ActorRolloutWorker, *GROUPS)
+    whole = actor.generate_sequences(FOUR)
+    actor.begin_sequences(FOUR)
+    parts = [actor.next_sequences(FOUR[start:end]) for start, end in ((0, 1), (1, 3), (3, 4))]
+    assert [len(part) for part in parts] == [2, 4, 2]
+    rows = DataProto.concat(parts)
+    assert sorted(rows.batch["group_ids"].tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    rows = rows.reorder(rows.batch["group_ids"].argsort(stable=True))
+    for name in ("responses", "response_mask", "input_ids", "attention_mask", "rollout_versions"):
+        assert torch.equal(rows.batch[name], whole.batch[name]), name
+    assert rows.non_tensor_batch["solution_texts"].tolist() == whole.non_tensor_batch["solution_texts"].tolist()
+    with pytest.raises(RolloutError, match="has 0 groups left"):
+        actor.next_sequences(FOUR[:1])
+
+
+def test_replicas_generate_parts_of_their_own(group):
+    actor = group(ActorRolloutWorker, *GROUPS, num_workers=3)
+    whole, parts = actor.generate_sequences(FOUR), []
+    engines = actor.replicas("rollout")
+    places = [FOUR[:2], FOUR[2:3], FOUR[3:]]
+    for engine, own in zip(engines, places, strict=True):
+        engine.begin_sequences(own)
+        parts.append(engine.next_sequences.remote(own))
+    rows = DataProtoFuture.concat(parts).get()
+    assert torch.equal(rows.batch["group_ids"].sort().values, torch.arange(4).repeat_interleave(2))
+    rows = rows.reorder(rows.batch["group_ids"].argsort(stable=True))
+    assert torch.equal(rows.batch["responses"], whole.batch["responses"])
 
 
 def test_three_ranks_compute_the_same_log_probs_as_one(group, rollout_rows):

@@ -82,6 +82,26 @@ class WorkerGroup:
             raise DispatchError(f"{self!r} has no mesh {name!r}; its meshes are {list(self._meshes.values())}.")
         return self._meshes[name]
 
+    def replicas(self, mesh_name: str = "default", split_axes: Sequence[str] = ("data",)) -> list[WorkerGroup]:
+        """Return a group for each replica of a mesh: the workers that get the same part of a batch.
+
+        The groups use the workers of this one, which must be shut down last. Their mesh of that name has size 1 along
+        `split_axes`; each has a default mesh besides.
+        """
+        mesh = self.mesh(mesh_name)
+        axes = {axis: 1 if axis in split_axes else size for axis, size in mesh.axes.items()}
+        part_of = mesh.part_of_rank(split_axes)
+        members = [
+            [worker for worker, own in zip(self._workers, part_of, strict=True) if own == part]
+            for part in range(mesh.num_parts(split_axes))
+        ]
+        return [
+            WorkerGroup(
+                ResourcePool([len(workers)]), self.cls_with_init, self.backend, self.name, {mesh_name: axes}, workers
+            )
+            for workers in members
+        ]
+
     def measured_parts(self, method_name: str, num_parts: int) -> MeasuredParts:
         """Return the measured speeds of the ranks in calls of a method."""
         return self._measured_parts.setdefault(method_name, MeasuredParts(num_parts))

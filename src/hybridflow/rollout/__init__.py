@@ -6,10 +6,10 @@ from hybridflow.rollout.base import (
     Request,
     RolloutEngine,
     SamplingParams,
-    generate,
     load_weights,
 )
 from hybridflow.rollout.embedded import EmbeddedRollout
+from hybridflow.rollout.running_groups import RunningGroups, generate
 
 __all__ = [
     "Completion",
@@ -17,6 +17,7 @@ __all__ = [
     "FinishReason",
     "Request",
     "RolloutEngine",
+    "RunningGroups",
     "SamplingParams",
     "generate",
     "load_weights",

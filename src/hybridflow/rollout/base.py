@@ -6,7 +6,6 @@ generated it.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -163,39 +162,9 @@ def load_weights(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], v
     engine.finish_loading(version)
 
 
-def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Serve all requests with an idle engine; return the completions by order of requests and index in the group.
-
-    The longest requests start first, so that few sequences run alone at the end. Raises RolloutError if the engine is
-    not idle, or if a request is invalid, and leaves the engine idle.
-    """
-    if engine.has_unfinished():
-        raise RolloutError(
-            "generate needs an idle engine, but requests are waiting or running; finish or abort them first."
-        )
-    done: dict[tuple[int, int], Completion] = {}
-    try:
-        for request in sorted(requests, key=_longest_first):
-            engine.submit(request)
-        while engine.has_unfinished():
-            engine.step()
-            done.update({(c.request_id, c.index): c for c in engine.finished()})
-    except BaseException:
-        for request in requests:
-            with suppress(RolloutError):  # finished, or never submitted
-                engine.abort(request.request_id)
-        engine.finished()
-        raise
-    return [done[request.request_id, index] for request in requests for index in range(request.group_size)]
-
-
 def not_finite(request_id: int) -> RolloutError:
     """Return the error of a sequence whose next token cannot be sampled."""
     return RolloutError(
         f"request {request_id}: the model's logits are not finite, so no token can be sampled: its weights have "
         "diverged; resume from an earlier checkpoint with a lower learning rate."
     )
-
-
-def _longest_first(request: Request) -> tuple[int, int]:
-    return -request.sampling.max_new_tokens, -len(request.prompt_ids)

@@ -1,6 +1,8 @@
 """Generation for workers with a rollout engine, with or without training in the same process."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,7 +12,8 @@ from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.protocol import DataProto
-from hybridflow.rollout import Request, RolloutEngine, SamplingParams, generate
+from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.workers.begun_batches import BegunBatches
 from hybridflow.workers.measured import MeasuredWorker
 from hybridflow.workers.rollout_batch import rollout_batch
 
@@ -66,7 +69,39 @@ class GeneratingWorker(MeasuredWorker):
         """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
+    @register(TO_ENGINES, reads=PROMPT_COLUMNS)
+    def begin_sequences(self, prompts: DataProto) -> DataProto:
+        """Begin to generate `rollout.group_size` responses for each prompt; `next_sequences` returns them."""
+        self._begun.begin(_noise_key(prompts), prompts, self._requests(prompts, self.config.rollout))
+        return DataProto()
+
+    @register(
+        TO_ENGINES,
+        reads=("group_ids",),
+        writes=(*ROLLOUT_COLUMNS, "group_ids"),
+        rows=lambda config: config.rollout.group_size,
+    )
+    def next_sequences(self, places: DataProto) -> DataProto:
+        """Return the responses to those prompts that finish next, as many prompts as `places` has rows.
+
+        `places`: any rows of a batch that has begun. The `group_ids` of the result name its prompts.
+        """
+        prompts, completions = self._begun.next(_noise_key(places), len(places))
+        rows = self._rollouts(prompts, completions, self.config.rollout.group_size)
+        group_ids = prompts.batch["group_ids"].repeat_interleave(self.config.rollout.group_size)
+        return rows.union(DataProto.from_dict({"group_ids": group_ids}))
+
+    @cached_property
+    def _begun(self) -> BegunBatches:
+        return BegunBatches(self.rollout, self.ready_to_generate)
+
     def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
+        requests = self._requests(prompts, settings)
+        with self.ready_to_generate():
+            completions = generate(self.rollout, requests)
+        return self._rollouts(prompts, completions, settings.group_size)
+
+    def _requests(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> list[Request]:
         sampling = SamplingParams(
             max_new_tokens=self.config.data.max_response_length,
             temperature=settings.temperature,
@@ -75,20 +110,20 @@ class GeneratingWorker(MeasuredWorker):
             stop_token_ids=self.stop_ids,
             stop_strings=self.config.rollout.stop_strings,
         )
-        noise = tuple(prompts.meta_info["noise_key"])
-        columns = prompts.batch
-        requests = [
+        noise, columns = _noise_key(prompts), prompts.batch
+        return [
             Request(i, ids[mask].tolist(), sampling, settings.group_size, (*noise, int(group)))
             for i, (ids, mask, group) in enumerate(
                 zip(columns["prompts"], columns["prompt_mask"].bool(), columns["group_ids"], strict=True)
             )
         ]
-        with self.ready_to_generate():
-            completions = generate(self.rollout, requests)
-        source = torch.arange(len(prompts)).repeat_interleave(settings.group_size)
+
+    def _rollouts(self, prompts: DataProto, completions: Sequence[Completion], group_size: int) -> DataProto:
+        """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt."""
+        source = torch.arange(len(prompts)).repeat_interleave(group_size)
         batch = rollout_batch(
-            columns["prompts"][source],
-            columns["prompt_mask"][source],
+            prompts.batch["prompts"][source],
+            prompts.batch["prompt_mask"][source],
             completions,
             pad_token_id(self.tokenizer),
             torch.float64 if self.config.model.dtype == "float64" else torch.float32,
@@ -100,3 +135,8 @@ class GeneratingWorker(MeasuredWorker):
         return DataProto.from_dict(
             batch, {"solution_texts": texts, "finish_reasons": reasons}, {"pad_token_id": pad_token_id(self.tokenizer)}
         )
+
+
+def _noise_key(prompts: DataProto) -> tuple[int, ...]:
+    """Return the noise key of a batch, which also names it."""
+    return tuple(prompts.meta_info["noise_key"])

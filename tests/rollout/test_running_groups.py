@@ -1,0 +1,86 @@
+"""Groups of several batches in one engine, read in parts as they finish."""
+
+import itertools
+
+import pytest
+
+from hybridflow.errors import RolloutError
+from hybridflow.rollout import Request, RunningGroups, SamplingParams, generate
+
+SAMPLING = SamplingParams(56, stop_token_ids=tuple(range(4)))
+REPORTED_EVERY = 8  # steps: an engine may notice later that a sequence has stopped
+
+
+def batch_of(step: int, first_id: int = 0, size: int = 5) -> list[Request]:
+    return [Request(first_id + i, [8, 9, 10 + i], SAMPLING, 2, (0, step, i)) for i in range(size)]
+
+
+@pytest.fixture
+def engine(build_rollout, tiny_model):
+    return build_rollout(tiny_model())
+
+
+def longest(group) -> int:
+    return max(len(completion.token_ids) for completion in group[1])
+
+
+def test_parts_hold_the_groups_in_the_order_in_which_they_finish(engine):
+    expected = generate(engine, batch_of(0))
+    groups = RunningGroups(engine)
+    groups.begin("a", batch_of(0))
+    parts = [groups.next("a", 2), groups.next("a", 2), groups.next("a", 1)]
+    found = [group for part in parts for group in part]
+    assert not groups
+    assert not engine.has_unfinished()
+    lengths = [longest(group) for group in found]
+    assert max(lengths) >= min(lengths) + 2 * REPORTED_EVERY
+    assert all(earlier <= later + REPORTED_EVERY for earlier, later in itertools.combinations(lengths, 2))
+    by_index = [each for _, group in sorted(found, key=lambda group: group[0]) for each in group]
+    assert [each.token_ids for each in by_index] == [each.token_ids for each in expected]
+
+
+def test_batches_run_side_by_side_and_are_read_in_any_order(engine):
+    first, second = generate(engine, batch_of(0)), generate(engine, batch_of(1))
+    groups = RunningGroups(engine)
+    groups.begin(0, batch_of(0))
+    part = groups.next(0, 1)
+    groups.begin(1, batch_of(1, first_id=5))
+    of_second = groups.next(1, 5)
+    of_first = part + groups.next(0, 4)
+    for found, expected in ((of_first, first), (of_second, second)):
+        assert [each.token_ids for _, group in sorted(found) for each in group] == [e.token_ids for e in expected]
+
+
+def test_more_groups_than_a_batch_has_are_an_error(engine):
+    groups = RunningGroups(engine)
+    groups.begin(0, batch_of(0))
+    groups.next(0, 3)
+    with pytest.raises(RolloutError, match=r"batch 0 has 2 groups left, fewer than 3\."):
+        groups.next(0, 3)
+    with pytest.raises(RolloutError, match=r"batch 1 has 0 groups left, fewer than 1\."):
+        groups.next(1, 1)
+    assert len(groups.next(0, 2)) == 2
+
+
+def test_an_invalid_request_leaves_other_batches_running(engine):
+    groups = RunningGroups(engine)
+    groups.begin(0, batch_of(0))
+    with pytest.raises(RolloutError, match="request 9 has an empty prompt"):
+        groups.begin(1, [*batch_of(1, first_id=5, size=3), Request(9, [], SAMPLING)])
+    with pytest.raises(RolloutError, match="batch 0 has begun already"):
+        groups.begin(0, batch_of(0, first_id=20))
+    assert 1 not in groups
+    assert len(groups.next(0, 5)) == 5
+    assert not engine.has_unfinished()
+
+
+def test_an_error_of_the_engine_ends_all_batches(engine, monkeypatch):
+    groups = RunningGroups(engine)
+    groups.begin(0, batch_of(0))
+    groups.begin(1, batch_of(1, first_id=5))
+    groups.next(0, 1)
+    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(RolloutError("out of memory")))
+    with pytest.raises(RolloutError, match="out of memory"):
+        groups.next(0, 4)
+    assert not groups
+    assert not engine.has_unfinished()
