@@ -224,7 +224,8 @@ def test_controller_transfers_a_small_share_of_the_data(layouts):
 def test_signal_to_the_process_group_finishes_the_step_and_saves(task, fork_server, tmp_path, number):
     command = ["-m", "hybridflow", "train", f"{task}/rl.toml", "controller.backend=ray"]
     command += ["data.val_files=[]", "trainer.epochs=100", f"trainer.run_dir={tmp_path}/run"]
-    environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02"}
+    (temporary := tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "SECONDS_FOR_EACH_REWARD": "0.02", "TMPDIR": str(temporary)}
     process = fork_server.start(command, environment=environment, merge_streams=True, new_session=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -239,6 +240,7 @@ def test_signal_to_the_process_group_finishes_the_step_and_saves(task, fork_serv
     assert "stopped after step" in output
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert checkpoint.name == f"step_{len(read_jsonl(metrics)):06d}"
+    assert list(temporary.glob("hybridflow-*")) == []
 
 
 def pids_of(driver, title):

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybridflow.errors import RewardError
@@ -255,10 +256,27 @@ runner.run([(0, {sample(tmp_path / "ready", "hang")!r})])
             time.sleep(0.05)
         assert os.listdir(temporary) != []
         run.send_signal(number)
+    wait_until_empty(temporary)
+
+
+def wait_until_empty(folder):
     deadline = time.monotonic() + 100
-    while os.listdir(temporary):
+    while os.listdir(folder):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.timeout(300)
+def test_nothing_stays_when_the_child_of_the_rank_is_killed(file, directory, temporary):
+    """As Ray kills the children of a worker that exits."""
+    runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=0)
+    runner.run([(0, sample(directory, "return"))])
+    (child,) = psutil.Process().children()
+    assert os.listdir(temporary) != []
+    child.kill()
+    assert_gone(directory)
+    wait_until_empty(temporary)
+    runner.close()
 
 
 HANGING_PROGRAM = (

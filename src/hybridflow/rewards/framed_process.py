@@ -103,7 +103,7 @@ class FramedProcess:
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""
         self.popen.terminate()
-        self.popen.send_signal(signal.SIGCONT)  # the function may have stopped its supervisor
+        self.popen.send_signal(signal.SIGCONT)  # the function may have stopped it
         try:
             self.popen.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,11 +1,12 @@
 """Supervisor of a reward process: when that process ends, no process that it has started and no temporary file stays.
 
-    rank ──starts──> supervisor ──forks──> reward process ──starts──> anything
+    rank ──starts──> relay ──forks──> supervisor ──forks──> reward process ──starts──> anything
 
 The supervisor is a child subreaper (prctl(2)): a process whose parent exits becomes its child, also after `setsid` and
 after a double fork. So every process of the function stays below it, and it kills only what is below it. It sleeps
-until the reward process ends, or until SIGTERM, which it also gets when the rank exits. It imports only the standard
-library. On a system without prctl or /proc, it kills the process group of the reward process only.
+until the reward process ends, or until SIGTERM, which it also gets when the rank exits. The relay is there because Ray
+sends SIGKILL to the children of a worker that exits: then the supervisor gets SIGTERM. Only the standard library is
+imported. On a system without prctl or /proc, the supervisor kills the process group of the reward process only.
 """
 
 import contextlib
@@ -21,14 +22,15 @@ _AWAITED = (signal.SIGCHLD, signal.SIGTERM)
 
 
 def supervise(clean_up: Callable[[], None]) -> None:
-    """Fork. Return in the child, the leader of a new session; the parent supervises it and exits as it exits.
+    """Fork a supervisor, and from it the process in which this returns, the leader of a new session.
 
-    The parent calls `clean_up`, which may raise OSError, when no process below it is left.
+    The supervisor and this process, the relay, exit as that one exits. When no process below it is left, the supervisor
+    calls `clean_up`, which may raise OSError.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    _fork_behind_relay()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
     process = os.fork()
     if process:
@@ -42,6 +44,25 @@ def supervise(clean_up: Callable[[], None]) -> None:
     if os.getppid() != supervisor:  # it exited before the line above
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+
+
+def _fork_behind_relay() -> None:
+    """Fork and return in the child; the parent passes SIGTERM on to it, and exits as it exits."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    relay, child = os.getpid(), os.fork()
+    if not child:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != relay:  # it exited before the line above
+            os._exit(1)
+        return
+    while True:
+        if signal.sigwait(_AWAITED) == signal.SIGTERM:
+            _send(child, signal.SIGTERM)
+            _send(child, signal.SIGCONT)  # the function may have stopped it
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            _exit_as(status)
 
 
 def _status_of(process: int) -> int:
