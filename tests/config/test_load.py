@@ -51,6 +51,11 @@ def test_a_section_keeps_its_own_defaults_of_unset_keys(tmp_path):
         ("model.path=", "model", "path", ""),
         (" data.train_batch_size = 16 ", "data", "train_batch_size", 16),
         ("actor.clip_ratio_dual=none", "actor", "clip_ratio_dual", None),
+        ("model.compile=true", "model", "compile", True),
+        ("model.compile=false", "model", "compile", False),
+        ("model.compile=auto", "model", "compile", "auto"),
+        ('model.compile="auto"', "model", "compile", "auto"),
+        ("memory.max_tokens_per_micro_batch=auto", "memory", "max_tokens_per_micro_batch", "auto"),
     ],
 )
 def test_an_override_is_read_as_toml_or_else_as_text(override, section, key, value):
