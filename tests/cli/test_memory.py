@@ -115,3 +115,23 @@ def test_heads_that_tensor_parallel_does_not_divide_are_an_error(tiny_model, cap
     layout = ["controller.backend=ray", "controller.num_workers=3", "parallel.tensor=3", "rollout.backend=vllm"]
     assert main(["memory", f"model.path={tiny_model()}", "data.train_files=['a']", *layout]) == 2
     assert "parallel.tensor=3 does not divide num_attention_heads=4" in capsys.readouterr().err
+
+
+def test_a_larger_gpu_holds_more_logits(tiny_model, capsys):
+    path = tiny_model("qwen2", vocab_size=32768)
+    logits = []
+    for memory in ("8", "16", "80"):
+        arguments = ["memory", "--gpu-memory", memory, f"model.path={path}", "data.train_files=['a']"]
+        assert main([*arguments, "memory.max_tokens_per_micro_batch=65536"]) == 0
+        header, actor, *_ = capsys.readouterr().out.splitlines()
+        logits.append(float(actor.split()[header.split().index("logits") + 1]))
+    assert logits[0] == logits[1] == 1  # 2^28 logits of two bytes, and their gradient
+    assert logits[2] == 5
+
+
+@pytest.mark.parametrize("memory", ["0", "-1", "nan", "inf", "80GB"])
+def test_an_invalid_memory_of_a_gpu_is_an_error(capsys, memory):
+    with pytest.raises(SystemExit) as stop:
+        main(["memory", "--gpu-memory", memory])
+    assert stop.value.code == 2
+    assert f"'{memory}' is invalid: expected GiB of one GPU, such as 80" in capsys.readouterr().err

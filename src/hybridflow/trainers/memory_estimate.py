@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from hybridflow.config import Config
 from hybridflow.controller import Role
 from hybridflow.errors import ConfigError
@@ -19,6 +17,7 @@ from hybridflow.models import (
     require_tensor_parallel,
     training_memory,
 )
+from hybridflow.models.forward import max_logits_of
 from hybridflow.models.loading import model_config
 from hybridflow.observability import get_logger
 from hybridflow.runtime import own_device
@@ -45,16 +44,22 @@ class RoleEstimate:
     resident: int
 
 
-def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> list[RoleEstimate]:
+def estimate_memory(
+    config: Config, device: Literal["gpu", "cpu"] = "gpu", gpu_memory_bytes: int = 0
+) -> list[RoleEstimate]:
     """Return the estimate of each role with a model, and of generation by the embedded engine.
 
+    A GPU of more than 16 GiB holds more logits at once. `gpu_memory_bytes`: the memory of each GPU; 0: that of this
+    process's GPU, or at most 16 GiB without one.
     A role whose model has no fused forward pass is left out, with a warning; so is generation by vLLM. Raises
     ConfigError for float64, for ranks that the parallel sizes do not divide and for a model that parallel.tensor does
     not divide, and ModelError for a model that cannot be read.
     """
     if config.model.dtype == "float64":
         raise ConfigError("model.dtype=float64 has no memory estimate; use float32 or bfloat16.")
-    estimates = []
+    estimates: list[RoleEstimate] = []
+    is_known = device == "cpu" or gpu_memory_bytes
+    max_logits = max_logits_of(gpu_memory_bytes) if is_known else max_logits_on(own_device())
     for role in role_classes(config):
         if not traits_of(role).has_sharded_model(config):
             continue
@@ -65,7 +70,7 @@ def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> li
             logger.warning("%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model", role.value, path)
         else:
             require_tensor_parallel(model_config(path), config.parallel.tensor)
-            estimates += _estimates_of(config, role, sizes, device)
+            estimates += _estimates_of(config, role, sizes, device, max_logits)
     if config.rollout.backend == "vllm":
         logger.warning(
             "generation: left out; vLLM takes rollout.gpu_memory_utilization=%s of each GPU that it generates on",
@@ -96,7 +101,9 @@ def _model_of(config: Config, role: Role) -> tuple[str, str]:
     return (key, path) if path else ("model.path", config.model.path)
 
 
-def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) -> list[RoleEstimate]:
+def _estimates_of(
+    config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int
+) -> list[RoleEstimate]:
     pool, longest = pool_of(config, role), config.data.max_prompt_length + config.data.max_response_length
     ranks = sum(pools_of(config)[pool])
     mesh = meshes_of(config, [role.value])[role.value].get("default")
@@ -115,7 +122,7 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) ->
         lora_targets=config.lora.targets,
         kernels="cpu" if device == "cpu" else "compiled" if config.model.compile else "eager",
         longest=longest,
-        max_logits=max_logits_on(torch.device("cpu") if device == "cpu" else own_device()),
+        max_logits=max_logits,
         **mesh,
     )
     budget = config.memory.max_tokens_per_micro_batch
