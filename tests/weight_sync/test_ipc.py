@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
-from hybridflow.errors import ConfigError, WeightSyncError
+from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
 from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint
 from hybridflow.weight_sync.gpu_memory import GpuHandle
 from hybridflow.weight_sync.ipc import Shared
@@ -73,6 +74,31 @@ def test_receivers_in_other_processes_keep_weights_of_a_killed_sender():
         end().receive(sent)
     del received, weights
     assert mapped_shared_memory() == []
+
+
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_an_exited_sender_is_a_lost_worker_not_a_setting(is_reaped):
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+        assert sender.stdout is not None
+        sent: Sent = pickle.load(sender.stdout)
+        sender.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, sender.pid, os.WEXITED | os.WNOWAIT)  # a zombie from now on
+        if is_reaped:
+            sender.wait()
+        with pytest.raises(LostWeightSyncError) as raised:
+            end().receive(sent)
+    assert f"process {sender.pid}, the trainer's rank 0, exited before this rollout engine had" in str(raised.value)
+    assert "use rollout.weight_sync" not in str(raised.value)
+    assert exit_code(raised.value) is ExitCode.AGAIN
+
+
+def test_a_living_sender_that_closed_its_memory_is_not_lost():
+    sender = end(0)
+    sent = sender.send(bucket())
+    sender.finish()
+    with pytest.raises(WeightSyncError, match=r"use rollout\.weight_sync = 'object_store'") as raised:
+        end().receive(sent)
+    assert not isinstance(raised.value, LostWeightSyncError)
 
 
 def test_sender_holds_only_buckets_in_flight():
