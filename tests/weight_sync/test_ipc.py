@@ -14,7 +14,7 @@ import torch
 from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
 from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
-from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint
+from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint, gpu_memory
 from hybridflow.weight_sync.gpu_memory import GpuHandle
 from hybridflow.weight_sync.ipc import Shared
 
@@ -159,3 +159,13 @@ def test_a_system_without_anonymous_files_is_an_error_at_the_start(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ConfigError, match=r"rollout.weight_sync='ipc' needs Linux"):
         Ipc(load_config(None, []))
+
+
+def test_a_copy_without_memory_is_not_an_error_of_sharing(monkeypatch):
+    def lacks_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(gpu_memory, "gpu_id", lambda device: "8f1c")
+    monkeypatch.setattr(gpu_memory, "rebuild_cuda_tensor", lacks_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu_memory.copy_gpu_memory(GpuHandle("8f1c", tuple(range(12))), torch.device("cuda", 0))
