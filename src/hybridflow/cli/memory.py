@@ -1,4 +1,4 @@
-"""Estimate the memory of a run on each rank, without its weights and without a device.
+"""Estimate the memory of a run of `hybridflow train` on each rank, without its weights and without a device.
 
 One line per role, in GiB, while it works, and the largest need of each pool, in which one role works and the others
 keep what is resident. The estimate is for GPUs unless --device cpu, and for the GPU of this machine, or one of 16 GiB
