@@ -80,6 +80,7 @@ def test_an_unknown_part_is_an_error_with_the_parts():
     assert "engines" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_gpu_make_test_gpu_says_so_once():
     done = make("test-gpu", ENVIRONMENT, "PART=observability", "ARGS=-q -n 0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode != 0

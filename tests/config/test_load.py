@@ -109,6 +109,10 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ("data.chat_template=1", "data.chat_template=1 is invalid: expected a valid boolean"),
         ("data.chat_template.x=1", "data.chat_template={'x': 1} is invalid: expected a valid boolean"),
         ("trainer.seed=true", "trainer.seed=True is invalid: expected a valid integer"),
+        (
+            "controller.gpus_per_worker=1e-6",
+            "controller.gpus_per_worker=1e-06 is invalid: expected a value greater than or equal to 0.01",
+        ),
         ("trainer.seed='1'", "trainer.seed='1' is invalid: expected a valid integer"),
         ("rollout.temperature=nan", "rollout.temperature=nan is invalid: expected a finite number"),
         ("data.val_files=a", 'data.val_files=\'a\' is invalid: expected an array, as in ["a", "b"]'),

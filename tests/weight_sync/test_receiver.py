@@ -297,7 +297,7 @@ def test_out_of_memory_of_an_engine_names_settings_and_it_recovers(path, monkeyp
     receiver = receiver_of(engine)
     with monkeypatch.context() as patch:
         patch.setattr(engine, method, lacks_memory)
-        message = r"^out of memory in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes or rollout\.gpu_mem"
+        message = r"^out of memory in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes or rollout\.gpu"
         with pytest.raises(WeightSyncError, match=message):
             sync(trainer, receiver)
     with pytest.raises(RolloutError, match="has no weights to generate with"):

@@ -101,9 +101,7 @@ def _model_of(config: Config, role: Role) -> tuple[str, str]:
     return (key, path) if path else ("model.path", config.model.path)
 
 
-def _estimates_of(
-    config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int
-) -> list[RoleEstimate]:
+def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int) -> list[RoleEstimate]:
     pool, longest = pool_of(config, role), config.data.max_prompt_length + config.data.max_response_length
     ranks = sum(pools_of(config)[pool])
     mesh = meshes_of(config, [role.value])[role.value].get("default")

@@ -57,3 +57,12 @@ def test_a_pool_without_room_on_a_gpu_names_the_key_of_its_share():
     error = str(does_not_fit("the pool", [1], {"CPU": 1.0, "GPU": 0.6}, [node]))
     assert "0.8 of 2 GPU free. Use fewer processes or a smaller share (controller.cpus_per_worker, " in error
     assert "controller.gpus_per_worker, of which each process needs all on one GPU; cpus_per_process" in error
+
+
+def test_a_share_is_a_multiple_of_the_unit_that_ray_accepts():
+    pool = RayResourcePool([1], use_gpu=True, max_colocate_count=3, cpus_per_process=1 / 3, gpus_per_process=0.7)
+    assert pool.share == {"CPU": 1.0, "GPU": 0.7}
+    assert pool.share_of_one_group == {"CPU": 0.3333, "GPU": 0.2333}
+    third = RayResourcePool([1], use_gpu=True, gpus_per_process=0.33333333)
+    assert third.share == third.share_of_one_group == {"CPU": 1.0, "GPU": 0.3333}
+    assert gpus_for([third] * 3) == 1
