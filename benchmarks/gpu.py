@@ -8,7 +8,7 @@ generation  tokens per second of 256 sequences against `generate` of transformer
 step        seconds of a GRPO step of a Llama with the sizes of 0.5B against TRL's, if the environment of
             `make bench-grpo_step` is there
 
-Each setting runs in its own process. A smoke run, or a machine without a GPU, has a tiny model.
+Each setting runs in its own process. A smoke run has a tiny model, and needs no GPU.
 """
 
 import argparse
@@ -68,7 +68,11 @@ def main() -> None:
     if args.measure:
         print(json.dumps(_measure(**json.loads(args.measure))))
         return
-    args.is_tiny = args.smoke or own_device().type != "cuda"
+    if not args.smoke and own_device().type != "cuda":
+        raise BenchmarkError(
+            "this benchmark needs a CUDA device, and torch finds none (see nvidia-smi); on a CPU, "
+            "`make bench-gpu ARGS=--smoke` checks with a tiny model that it runs."
+        )
     rows: list[Row] = []
     for part in args.part:
         rows += {"mfu": _mfu, "generation": _generation, "step": _step}[part](args)
@@ -95,7 +99,7 @@ def _mfu(args: argparse.Namespace) -> list[Row]:
     rows, lines = [], []
     for name in args.models:
         with tempfile.TemporaryDirectory() as directory:
-            write_sized_model(Path(directory), name, tiny=args.is_tiny)
+            write_sized_model(Path(directory), name, tiny=args.smoke)
             for setting in args.settings:
                 found = _in_process(args, "mfu", name, directory, setting=SETTINGS[setting])
                 if found is None:
@@ -118,7 +122,7 @@ def _generation(args: argparse.Namespace) -> list[Row]:
     systems = ("hybridflow",) if args.smoke else ("hybridflow", "transformers")
     for name in args.models:
         with tempfile.TemporaryDirectory() as directory:
-            write_sized_model(Path(directory), name, tiny=args.is_tiny)
+            write_sized_model(Path(directory), name, tiny=args.smoke)
             found = {system: _in_process(args, "generation", name, directory, system=system) for system in systems}
         for system, figures in found.items():
             values = ["failed"] * 3 if figures is None else [*map(figure, figures.values())]
@@ -134,14 +138,14 @@ def _generation(args: argparse.Namespace) -> list[Row]:
 
 
 def _step(args: argparse.Namespace) -> list[Row]:
-    sizes, threads = (SMOKE_SIZES if args.is_tiny else SIZES)["step"], args.threads or count_physical_cores()
+    sizes, threads = (SMOKE_SIZES if args.smoke else SIZES)["step"], args.threads or count_physical_cores()
     has_trl = not args.smoke and (ROOT / ENVIRONMENTS["trl"] / "bin/python").exists()
     medians = {}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "model").mkdir()
-        write_sized_model(directory / "model", "0.5B", tiny=args.is_tiny, family="Llama")
-        vocabulary = (TINY if args.is_tiny else MODELS["0.5B"])["vocab_size"]
+        write_sized_model(directory / "model", "0.5B", tiny=args.smoke, family="Llama")
+        vocabulary = (TINY if args.smoke else MODELS["0.5B"])["vocab_size"]
         write_task(directory, threads, sizes["prompts_per_step"], vocabulary=vocabulary, sizes=sizes)
         recipe = directory / "recipe.toml"
         for system in ("hybridflow", "trl") if has_trl else ("hybridflow",):
@@ -174,12 +178,12 @@ def _step(args: argparse.Namespace) -> list[Row]:
 
 def _in_process(
     args: argparse.Namespace, part: str, name: str, directory: str, **options: Any
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """Return the figures of a measurement in a process of its own; None, with its error on stderr, if it failed.
 
     The figures are also written to stderr at once: the tables come at the end, which a limit of time may cut off.
     """
-    sizes = dict((SMOKE_SIZES if args.is_tiny else SIZES)[part])
+    sizes = dict((SMOKE_SIZES if args.smoke else SIZES)[part])
     if args.sequences:
         sizes["sequences"] = args.sequences
     measurement = {"part": part, "path": directory, "sizes": sizes, "repeats": args.repeats, **options}
@@ -196,7 +200,7 @@ def _in_process(
     return found
 
 
-def _measure(part: str, path: str, threads: int | None, **options: Any) -> dict[str, float]:
+def _measure(part: str, path: str, threads: int | None, **options: Any) -> dict[str, float | None]:
     if threads:
         import torch
 

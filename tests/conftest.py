@@ -92,6 +92,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(group))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Stop with one line if all chosen tests need a GPU that this machine does not have."""
+    items, config = session.items, session.config
+    if config.getoption("--rehearse") or config.option.collectonly or not items:
+        return
+    if not all(item.get_closest_marker("gpu") for item in items) or not any(
+        "gpu" in getattr(item, "fixturenames", ()) for item in items
+    ):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"these {len(items)} tests need a CUDA device, and torch {torch.__version__} finds none (see nvidia-smi); "
+            "--rehearse runs them on the CPU, to check the tests themselves: `make test-gpu ARGS=--rehearse`."
+        )
+
+
 @dataclass(frozen=True)
 class RecordedGRPO:
     """A batch, weights, losses and gradients recorded and described by tests/fixtures/make_trl_grpo_fixture.py."""

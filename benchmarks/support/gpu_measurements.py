@@ -26,7 +26,7 @@ from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generat
 from hybridflow.runtime import own_device
 
 GIB = 2**30
-Figures = dict[str, float]
+Figures = dict[str, float | None]
 
 
 def update(path: Path, sizes: dict[str, int], repeats: int, setting: dict[str, Any]) -> Figures:
@@ -164,5 +164,6 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _peak_gib() -> float:
-    return torch.cuda.max_memory_allocated() / GIB if own_device().type == "cuda" else 0.0
+def _peak_gib() -> float | None:
+    """Return the peak of the device's memory; None on a CPU, where it is not measured."""
+    return torch.cuda.max_memory_allocated() / GIB if own_device().type == "cuda" else None

@@ -78,3 +78,23 @@ def test_an_unknown_part_is_an_error_with_the_parts():
     assert done.returncode != 0
     assert "PART=trainig has no GPU tests: expected one of" in done.stderr
     assert "engines" in done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_gpu_make_test_gpu_says_so_once():
+    done = make("test-gpu", ENVIRONMENT, "PART=observability", "ARGS=-q -n 0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode != 0
+    assert done.stderr.count("need a CUDA device") == 1
+    assert "`make test-gpu ARGS=--rehearse`" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert " error" not in done.stdout
+
+
+@pytest.mark.slow
+def test_without_a_gpu_the_benchmark_is_an_error_of_one_line():
+    done = make("bench-gpu", ENVIRONMENT, "ARGS=--part mfu", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode != 0
+    assert "error: this benchmark needs a CUDA device" in done.stderr
+    assert "ARGS=--smoke" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "mfu_0.5B" not in done.stdout

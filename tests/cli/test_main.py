@@ -8,7 +8,7 @@ import pytest
 from hybridflow import __version__
 from hybridflow.cli.exit_codes import exit_codes_text
 from hybridflow.cli.main import COMMANDS, Command, main
-from hybridflow.errors import DataError, WorkerDiedError, WorkerError
+from hybridflow.errors import DataError, LostWeightSyncError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture
@@ -136,6 +136,15 @@ def test_an_unexpected_error_of_a_worker_shows_its_traceback(fake_command, capsy
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback")
     assert shown.endswith("error: Actor.update failed on worker actor/0: ZeroDivisionError\n")
+
+
+def test_a_lost_process_of_a_weight_sync_shows_no_traceback(fake_command, capsys):
+    def run(args):
+        raise LostWeightSyncError("process 7 exited") from OSError("a traceback of the worker")
+
+    fake_command(run)
+    assert main(["fake"]) == 75
+    assert capsys.readouterr().err.startswith("error: process 7 exited\n")
 
 
 def test_ctrl_c_is_status_130(fake_command, capsys):

@@ -51,6 +51,11 @@ def test_a_section_keeps_its_own_defaults_of_unset_keys(tmp_path):
         ("model.path=", "model", "path", ""),
         (" data.train_batch_size = 16 ", "data", "train_batch_size", 16),
         ("actor.clip_ratio_dual=none", "actor", "clip_ratio_dual", None),
+        ("model.compile=true", "model", "compile", True),
+        ("model.compile=false", "model", "compile", False),
+        ("model.compile=auto", "model", "compile", "auto"),
+        ('model.compile="auto"', "model", "compile", "auto"),
+        ("memory.max_tokens_per_micro_batch=auto", "memory", "max_tokens_per_micro_batch", "auto"),
     ],
 )
 def test_an_override_is_read_as_toml_or_else_as_text(override, section, key, value):
@@ -104,6 +109,10 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ("data.chat_template=1", "data.chat_template=1 is invalid: expected a valid boolean"),
         ("data.chat_template.x=1", "data.chat_template={'x': 1} is invalid: expected a valid boolean"),
         ("trainer.seed=true", "trainer.seed=True is invalid: expected a valid integer"),
+        (
+            "controller.gpus_per_worker=1e-6",
+            "controller.gpus_per_worker=1e-06 is invalid: expected a value greater than or equal to 0.01",
+        ),
         ("trainer.seed='1'", "trainer.seed='1' is invalid: expected a valid integer"),
         ("rollout.temperature=nan", "rollout.temperature=nan is invalid: expected a finite number"),
         ("data.val_files=a", 'data.val_files=\'a\' is invalid: expected an array, as in ["a", "b"]'),

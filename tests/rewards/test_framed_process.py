@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -141,3 +143,12 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str)
 """)
     assert [outcome.result for outcome in build().run(samples(["a", "fork", "ccc"], b""))] == [1, 4, 3]
+
+
+def test_a_process_whose_rank_was_killed_exits_without_a_traceback():
+    program = (
+        "import os; from hybridflow.rewards.reward_process import Replies; read, write = os.pipe(); os.close(read); "
+        "Replies(os.fdopen(write, 'wb')).send({'ready': True}); raise SystemExit(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

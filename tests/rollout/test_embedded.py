@@ -7,7 +7,7 @@ import torch
 from hybridflow.config import MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine
 from hybridflow.errors import RolloutError
-from hybridflow.models import load_causal_lm
+from hybridflow.models import FusedForward, load_causal_lm
 from hybridflow.models.kv_cache import KVCache
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
@@ -391,14 +391,18 @@ def test_resumed_response_equals_an_uninterrupted_one(tiny_model):
     assert generate(engine, [resumed])[0].token_ids == whole.token_ids[4:]
 
 
-def test_out_of_memory_in_generation_keeps_the_requests(tiny_model, monkeypatch):
-    def advance(self, version):
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(DecodingBatch, "advance"), (EmbeddedRollout, "_new_decoding"), (FusedForward, "pack_weights")],
+)
+def test_out_of_memory_in_generation_keeps_the_requests(tiny_model, monkeypatch, owner, method):
+    def lacks_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     rollout = EmbeddedRollout(load_causal_lm(tiny_model(), torch.float32))
     rollout.submit(Request(0, [5, 6], SamplingParams(4), 2, (0, 0)))
     with monkeypatch.context() as patch:
-        patch.setattr(DecodingBatch, "advance", advance)
+        patch.setattr(owner, method, lacks_memory)
         message = r"out of memory in generation: CUDA .*; set a smaller rollout\.max_running_sequences"
         with pytest.raises(RolloutError, match=message):
             rollout.step()

@@ -41,6 +41,7 @@ def test_without_a_gpu_no_device_is_made_current(gpus):
         ("7", 0, "1 GPUs, but CUDA finds 0"),
         ("abc", 0, "1 GPUs, but CUDA finds 0"),
         ("0,7", 1, "2 GPUs, but CUDA finds 1"),
+        ("GPU-8a1f,GPU-9999", 1, "2 GPUs, but CUDA finds 1"),
     ],
 )
 def test_devices_that_cuda_does_not_find_are_an_error(gpus, monkeypatch, value, count, found):

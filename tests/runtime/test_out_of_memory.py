@@ -54,6 +54,15 @@ def test_host_memory_that_runs_out_is_named_too():
         torch.empty(2**60, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"],
+)
+def test_memory_that_a_library_of_cuda_lacks_is_named_too(text):
+    with pytest.raises(ModelError, match=r"^out of memory in a test: CUDA error"), naming_out_of_memory("a test", CPU):
+        raise RuntimeError(text)
+
+
 @pytest.mark.parametrize("error", [ValueError("a shape"), ModelError("DefaultCPUAllocator, named already")])
 def test_other_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as raised, naming_out_of_memory("a test", CPU):

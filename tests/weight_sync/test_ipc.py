@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridflow.cli.exit_codes import ExitCode, exit_code
 from hybridflow.config import load_config
-from hybridflow.errors import ConfigError, WeightSyncError
-from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint
+from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
+from hybridflow.weight_sync import IN_FLIGHT, Bucket, Ipc, Sent, fingerprint, gpu_memory
 from hybridflow.weight_sync.gpu_memory import GpuHandle
 from hybridflow.weight_sync.ipc import Shared
 
@@ -75,6 +76,31 @@ def test_receivers_in_other_processes_keep_weights_of_a_killed_sender():
     assert mapped_shared_memory() == []
 
 
+@pytest.mark.parametrize("is_reaped", [True, False])
+def test_an_exited_sender_is_a_lost_worker_not_a_setting(is_reaped):
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+        assert sender.stdout is not None
+        sent: Sent = pickle.load(sender.stdout)
+        sender.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, sender.pid, os.WEXITED | os.WNOWAIT)  # a zombie from now on
+        if is_reaped:
+            sender.wait()
+        with pytest.raises(LostWeightSyncError) as raised:
+            end().receive(sent)
+    assert f"process {sender.pid}, the trainer's rank 0, exited before this rollout engine had" in str(raised.value)
+    assert "use rollout.weight_sync" not in str(raised.value)
+    assert exit_code(raised.value) is ExitCode.AGAIN
+
+
+def test_a_living_sender_that_closed_its_memory_is_not_lost():
+    sender = end(0)
+    sent = sender.send(bucket())
+    sender.finish()
+    with pytest.raises(WeightSyncError, match=r"use rollout\.weight_sync = 'object_store'") as raised:
+        end().receive(sent)
+    assert not isinstance(raised.value, LostWeightSyncError)
+
+
 def test_sender_holds_only_buckets_in_flight():
     sender, receiver = end(0), end()
     for number in range(6):
@@ -133,3 +159,13 @@ def test_a_system_without_anonymous_files_is_an_error_at_the_start(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ConfigError, match=r"rollout.weight_sync='ipc' needs Linux"):
         Ipc(load_config(None, []))
+
+
+def test_a_copy_without_memory_is_not_an_error_of_sharing(monkeypatch):
+    def lacks_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(gpu_memory, "gpu_id", lambda device: "8f1c")
+    monkeypatch.setattr(gpu_memory, "rebuild_cuda_tensor", lacks_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        gpu_memory.copy_gpu_memory(GpuHandle("8f1c", tuple(range(12))), torch.device("cuda", 0))

@@ -286,3 +286,21 @@ def test_fingerprints_of_bucket_are_those_of_its_tensors(path):
     (bucket,) = fill_buckets(plan, weights.items(), 1)
     assert bucket.fingerprints == {name: fingerprint(tensor) for name, tensor in weights.items()}
     assert bucket.num_bytes == sum(tensor.nbytes for tensor in weights.values())
+
+
+@pytest.mark.parametrize("method", ["load", "finish_loading", "log_probs"])
+def test_out_of_memory_of_an_engine_names_settings_and_it_recovers(path, monkeypatch, method):
+    def lacks_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    trainer, engine = Trainer(path), embedded(path, "float32")
+    receiver = receiver_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, method, lacks_memory)
+        message = r"^out of memory in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes or rollout\.gpu"
+        with pytest.raises(WeightSyncError, match=message):
+            sync(trainer, receiver)
+    with pytest.raises(RolloutError, match="has no weights to generate with"):
+        generate(engine, WANTED)
+    sync(trainer, receiver)
+    assert len(generate(engine, WANTED)) == 2

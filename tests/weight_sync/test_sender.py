@@ -144,3 +144,14 @@ def test_out_of_memory_in_a_gather_names_the_bucket_size(engine, config, monkeyp
     sender.announce()
     with pytest.raises(WeightSyncError, match=r"in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes"):
         sender.send()
+
+
+def test_out_of_memory_in_a_transport_names_the_bucket_size(engine, config, monkeypatch):
+    def send(self, bucket):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(InProcess, "send", send)
+    sender = WeightSender(engine, config, InProcess)
+    sender.announce()
+    with pytest.raises(WeightSyncError, match=r"in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes"):
+        sender.send()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hybridflow import __version__
 from hybridflow.cli.exit_codes import ExitCode, exit_code, exit_codes_text
 from hybridflow.cli.sigterm import sigterm_interrupts
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, LostWeightSyncError, WorkerError
 
 MAX_LINE_CHARS = 2000
 """Characters of a line of an error."""
@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(error: Exception) -> None:
-    if isinstance(error, WorkerError) and error.__cause__ is not None:
+    is_expected = isinstance(error, LostWeightSyncError)  # another process was lost; the message says which
+    if isinstance(error, WorkerError) and error.__cause__ is not None and not is_expected:
         traceback.print_exception(error.__cause__)  # an unexpected error of a worker needs its traceback
     text = f"error: {error}".encode(errors="backslashreplace").decode()  # names of files may not be UTF-8
     print("\n".join(map(_shortened, text.split("\n"))), file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Estimate the memory of a run on each rank, without its weights and without a device.
+"""Estimate the memory of a run of `hybridflow train` on each rank, without its weights and without a device.
 
 One line per role, in GiB, while it works, and the largest need of each pool, in which one role works and the others
-keep what is resident. The estimate is for GPUs unless --device cpu. With memory.max_tokens_per_micro_batch = "auto"
-it is the least: a micro-batch of one sequence. docs/gpu.md describes the formula.
+keep what is resident. The estimate is for GPUs unless --device cpu, and for the GPU of this machine, or one of 16 GiB
+without it, unless --gpu-memory. With memory.max_tokens_per_micro_batch = "auto" it is the least: a micro-batch of one
+sequence. docs/gpu.md describes the formula.
 """
 
 import argparse
@@ -17,6 +18,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a recipe with its overrides, and the device."""
     add_recipe_arguments(parser)
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="device of the ranks (default: gpu)")
+    parser.add_argument(
+        "--gpu-memory",
+        type=_gib,
+        default=0,
+        metavar="GIB",
+        help="memory of each GPU: a larger one holds more logits at once (default: that of this machine's GPU)",
+    )
+
+
+def _gib(text: str) -> float:
+    try:
+        if 0 < (value := float(text)) < 2**20:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected GiB of one GPU, such as 80")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     from hybridflow.trainers import estimate_memory, need_of_pools
 
-    estimates = estimate_memory(config, args.device)
+    estimates = estimate_memory(config, args.device, int(args.gpu_memory * GIB))
     if not estimates:
         return 0  # each role was reported
     lines = [["", "ranks", *asdict(estimates[0].memory), "total"]]

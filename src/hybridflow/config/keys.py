@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
+from typing import get_args
 
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.config import Config
@@ -26,6 +27,15 @@ def leaf_keys(config: Config | None = None) -> dict[str, object]:
         for key, value in section
         if not isinstance(value, Section)
     }
+
+
+def holds_text(name: str) -> bool:
+    """Return whether every valid value of a key is text; false for an unknown key, and one of true, false or "auto"."""
+    prefix, _, key = name.rpartition(".")
+    section = dict(sections()).get(prefix)
+    if not prefix or section is None or not isinstance(getattr(section, key, None), str):
+        return False
+    return bool not in get_args(type(section).model_fields[key].annotation)
 
 
 def nearest_key(name: str, candidates: Iterable[str] | None = None) -> str | None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from hybridflow.config.aliases import keys_of_alias
 from hybridflow.config.checks import contradictions
-from hybridflow.config.keys import leaf_keys, nearest_key, sections
+from hybridflow.config.keys import holds_text, leaf_keys, nearest_key, sections
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
@@ -86,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override_value(key: str, text: str) -> Any:
-    if isinstance(leaf_keys().get(key), str) and not text.startswith(('"', "'")):
+    if holds_text(key) and not text.startswith(('"', "'")):
         return text  # also 2024 and true, if the key holds text
     try:
         return _tuples(tomllib.loads(f"value = {text}"))["value"] if "\n" not in text else text

@@ -126,8 +126,12 @@ def max_logits_on(device: torch.device) -> int:
     """Return the largest number of logits that a forward pass holds in the memory of a device at once."""
     if device.type != "cuda":
         return MAX_LOGITS
-    by_memory = torch.cuda.get_device_properties(device).total_memory // MEMORY_PER_LOGIT
-    return min(max(MAX_LOGITS, by_memory), MOST_INDEXED)
+    return max_logits_of(torch.cuda.get_device_properties(device).total_memory)
+
+
+def max_logits_of(memory_bytes: int) -> int:
+    """Return the largest number of logits that a forward pass holds at once on a GPU of this memory, in bytes."""
+    return min(max(MAX_LOGITS, memory_bytes // MEMORY_PER_LOGIT), MOST_INDEXED)
 
 
 class OwnForward:

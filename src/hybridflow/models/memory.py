@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from hybridflow.errors import ModelConfigError
 from hybridflow.models.attention import SHORT
 from hybridflow.models.forward import MAX_LOGITS
 from hybridflow.models.model_sizes import ModelSizes
 
 Kernels = Literal["compiled", "eager", "cpu"]
 """compiled: layers of torch.compile on a GPU; eager: PyTorch's operations on a GPU; cpu: the fused kernels of a CPU."""
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers of a decoder layer: those whose adapters the formula counts."""
 
 SLICE = 8192
 """Vocabulary entries of which log-probs are computed in float32 at a time (hybridflow.algorithms)."""
@@ -27,7 +31,8 @@ class MemoryLayout:
 
     `data`: data-parallel ranks, over which, with the sequence parallel ranks, parameters are sharded (FSDP2).
     `longest`: tokens of the longest sequence, on which the attention of a CPU depends. `max_logits`: logits in memory
-    at once, which depend on the memory of a GPU (`max_logits_on`).
+    at once, which depend on the memory of a GPU (`max_logits_on`). Raises ModelConfigError for adapters of other layers
+    than `LINEAR_LAYERS`.
     """
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -37,10 +42,17 @@ class MemoryLayout:
     gradient_checkpointing: bool = False
     offload: Literal["none", "idle", "host"] = "none"
     lora_rank: int = 0
-    lora_targets: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    lora_targets: Sequence[str] = LINEAR_LAYERS
     kernels: Kernels = "compiled"
     longest: int = SHORT
     max_logits: int = MAX_LOGITS
+
+    def __post_init__(self) -> None:
+        if self.lora_rank and (others := [name for name in self.lora_targets if name not in LINEAR_LAYERS]):
+            raise ModelConfigError(
+                f"lora.targets={list(self.lora_targets)} has no memory estimate because of {', '.join(others)}; "
+                f"expected some of {', '.join(LINEAR_LAYERS)}."
+            )
 
     @property
     def width(self) -> int:

@@ -71,8 +71,7 @@ def main() -> None:
         return
     replies.send({"ready": True, **kind})
     if is_async:
-        with contextlib.suppress(BrokenPipeError):  # the run was killed
-            asyncio.run(serve(function, samples, replies, settings))
+        asyncio.run(serve(function, samples, replies, settings))
         return
     while (sample := receive(samples)) is not None:
         number, seed, arguments = sample
@@ -93,8 +92,11 @@ class Replies:
         if len(contents) > MAX_REPLY_BYTES:
             problem = f"ValueError: the result has {len(contents)} bytes as JSON, more than {MAX_REPLY_BYTES}"
             contents = json.dumps({"error": problem, "kind": "raised", "number": message.get("number")}).encode()
-        self._stream.write(HEAD.pack(MARK, len(contents)) + contents)
-        self._stream.flush()
+        try:
+            self._stream.write(HEAD.pack(MARK, len(contents)) + contents)
+            self._stream.flush()
+        except BrokenPipeError:  # the rank was killed, and this process exits with it
+            os._exit(0)
 
 
 def load(name: str, loader_file: str, kwargs: Mapping[str, Any]) -> Any:
@@ -167,8 +169,7 @@ async def serve(function: Any, incoming: BinaryIO, replies: Replies, settings: M
             message = failure(error, function)
             if limit.expired():
                 message = {"error": f"took longer than reward.timeout_s={settings['timeout_s']}", "kind": "timeout"}
-        with contextlib.suppress(BrokenPipeError):  # the run was killed, and this process exits with it
-            replies.send({**message, "number": number})
+        replies.send({**message, "number": number})
 
     threading.Thread(target=read, daemon=True).start()
     tasks: set[asyncio.Task[None]] = set()

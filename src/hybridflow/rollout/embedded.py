@@ -99,11 +99,11 @@ class EmbeddedRollout:
         if self.version is None:
             raise RolloutError("the engine has no weights to generate with; load them first.")
         try:
-            self._running = self._running or self._new_decoding()
-            if self._pack_weights and not self._is_packed and not self._is_paged():
-                self._forward.pack_weights()
-                self._is_packed = True
             with naming_out_of_memory("generation", self.model.device, LESS_MEMORY, RolloutError):
+                self._running = self._running or self._new_decoding()
+                if self._pack_weights and not self._is_packed and not self._is_paged():
+                    self._forward.pack_weights()
+                    self._is_packed = True
                 self._admit(self._running)
                 self._finish(self._running.advance(self.version))
         except BaseException:

@@ -66,8 +66,8 @@ def require_visible_devices() -> None:
         named.append(entry)
     if not named or (count := torch.cuda.device_count()) >= len(named):
         return
-    if count and not all(entry.isdecimal() for entry in named):
-        return  # of several parts of a divided GPU, CUDA uses the first
+    if count and all(entry.startswith("MIG") for entry in named):
+        return  # of several parts of divided GPUs, CUDA uses the first
     build = f"torch {torch.__version__} is built for CPUs only" if torch.version.cuda is None else "see nvidia-smi -L"
     raise ConfigError(
         f"CUDA_VISIBLE_DEVICES={value!r} is invalid: it names {len(named)} GPUs, but CUDA finds {count} of them "

@@ -166,6 +166,14 @@ def _sample(address: ProcessAddress, timeout_s: float) -> _Samples:
     return samples
 
 
+def has_exited(address: ProcessAddress) -> bool:
+    """Return whether a process has exited; false for one that cannot be seen from here."""
+    if _why_not_visible(address):
+        return False
+    stat = _read_stat(address)
+    return stat is None or stat.state in ("dead", "zombie")
+
+
 def _read_stat(address: ProcessAddress) -> _Stat | None:
     """Return the kernel's data on this process; None if it has exited, even if another process has its pid."""
     fields = _read_stat_fields(address.pid)

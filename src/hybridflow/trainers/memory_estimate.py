@@ -1,9 +1,7 @@
 """The estimated memory of each role of a run on one rank, from the configurations of the run and of its models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-import torch
 
 from hybridflow.config import Config
 from hybridflow.controller import Role
@@ -16,8 +14,11 @@ from hybridflow.models import (
     generation_memory,
     max_logits_on,
     model_sizes,
+    require_tensor_parallel,
     training_memory,
 )
+from hybridflow.models.forward import max_logits_of
+from hybridflow.models.loading import model_config
 from hybridflow.observability import get_logger
 from hybridflow.runtime import own_device
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
@@ -43,15 +44,22 @@ class RoleEstimate:
     resident: int
 
 
-def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> list[RoleEstimate]:
-    """Return the estimate of each role with a model, and of generation by the embedded engine in the actor's process.
+def estimate_memory(
+    config: Config, device: Literal["gpu", "cpu"] = "gpu", gpu_memory_bytes: int = 0
+) -> list[RoleEstimate]:
+    """Return the estimate of each role with a model, and of generation by the embedded engine.
 
-    A role whose model has no fused forward pass is left out, with a warning. Raises ConfigError for float64
-    and for ranks that the parallel sizes do not divide, and ModelError for a model that cannot be read.
+    A GPU of more than 16 GiB holds more logits at once. `gpu_memory_bytes`: the memory of each GPU; 0: that of this
+    process's GPU, or at most 16 GiB without one.
+    A role whose model has no fused forward pass is left out, with a warning; so is generation by vLLM. Raises
+    ConfigError for float64, for ranks that the parallel sizes do not divide and for a model that parallel.tensor does
+    not divide, and ModelError for a model that cannot be read.
     """
     if config.model.dtype == "float64":
         raise ConfigError("model.dtype=float64 has no memory estimate; use float32 or bfloat16.")
-    estimates = []
+    estimates: list[RoleEstimate] = []
+    is_known = device == "cpu" or gpu_memory_bytes
+    max_logits = max_logits_of(gpu_memory_bytes) if is_known else max_logits_on(own_device())
     for role in role_classes(config):
         if not traits_of(role).has_sharded_model(config):
             continue
@@ -61,7 +69,13 @@ def estimate_memory(config: Config, device: Literal["gpu", "cpu"] = "gpu") -> li
         if sizes is None:
             logger.warning("%s: '%s' has no estimate; expected a Llama, Qwen2 or Qwen3 model", role.value, path)
         else:
-            estimates += _estimates_of(config, role, sizes, device)
+            require_tensor_parallel(model_config(path), config.parallel.tensor)
+            estimates += _estimates_of(config, role, sizes, device, max_logits)
+    if config.rollout.backend == "vllm":
+        logger.warning(
+            "generation: left out; vLLM takes rollout.gpu_memory_utilization=%s of each GPU that it generates on",
+            config.rollout.gpu_memory_utilization,
+        )
     return estimates
 
 
@@ -87,7 +101,7 @@ def _model_of(config: Config, role: Role) -> tuple[str, str]:
     return (key, path) if path else ("model.path", config.model.path)
 
 
-def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) -> list[RoleEstimate]:
+def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, max_logits: int) -> list[RoleEstimate]:
     pool, longest = pool_of(config, role), config.data.max_prompt_length + config.data.max_response_length
     ranks = sum(pools_of(config)[pool])
     mesh = meshes_of(config, [role.value])[role.value].get("default")
@@ -97,15 +111,16 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) ->
             f"divide the {ranks} ranks of pool '{pool}'; change one of them."
         )
     offload: Any = dict(config.memory.offload).get(role.value, "none")  # pyright: ignore
+    settled = config.with_dtype("float32" if device == "cpu" else "bfloat16")
     layout = MemoryLayout(
-        dtype="float32" if config.model.dtype == "float32" else "bfloat16",
+        dtype="float32" if settled.model.dtype == "float32" else "bfloat16",
         gradient_checkpointing=config.model.gradient_checkpointing,
         offload=offload,
         lora_rank=config.lora.rank if role is Role.ActorRollout else 0,
         lora_targets=config.lora.targets,
         kernels="cpu" if device == "cpu" else "compiled" if config.model.compile else "eager",
         longest=longest,
-        max_logits=max_logits_on(torch.device("cpu") if device == "cpu" else own_device()),
+        max_logits=max_logits,
         **mesh,
     )
     budget = config.memory.max_tokens_per_micro_batch
@@ -115,18 +130,22 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str) ->
     waits_on_host = offload == "idle" and device == "gpu"
     resident = 0 if waits_on_host else memory.resident
     found = [RoleEstimate(role.value, pool, ranks, memory, resident)]
-    if role is Role.ActorRollout and config.rollout.backend == "embedded" and not config.has_rollout_pool:
-        found.append(RoleEstimate(GENERATION, pool, ranks, _generation(config, sizes, layout, ranks), 0))
+    if role is Role.ActorRollout and config.rollout.backend == "embedded":
+        found.append(_generation(config, sizes, layout, has_weights=resident > 0 and ranks == 1))
     return found
 
 
-def _generation(config: Config, sizes: ModelSizes, layout: MemoryLayout, ranks: int) -> RankMemory:
-    """Return the memory of generation on a rank; a sharded actor needs a copy of the weights for it."""
-    data = config.data
+def _generation(config: Config, sizes: ModelSizes, layout: MemoryLayout, *, has_weights: bool) -> RoleEstimate:
+    """Return the estimate of generation, which needs a copy of the weights unless the actor's own are on the device."""
+    data, pool = config.data, pool_of(config, Role.Rollout if config.has_rollout_pool else Role.ActorRollout)
+    ranks = sum(pools_of(config)[pool])
     of_rank = -(-data.train_batch_size * config.rollout.group_size // ranks)
     running = min(of_rank, config.rollout.max_running_sequences)
     cached = running * (data.max_prompt_length + data.max_response_length)
     memory = generation_memory(sizes, layout, cached, running)
-    shares = ranks == 1 and layout.offload != "host" and not layout.lora_rank
-    copy = RankMemory(weights=0 if shares else sizes.parameters * layout.width)
-    return RankMemory(**{name: value + getattr(copy, name) for name, value in vars(memory).items()})
+    if config.rollout.kv_cache_bytes and layout.kernels != "cpu":
+        memory = replace(memory, keys_and_values=min(memory.keys_and_values, config.rollout.kv_cache_bytes))
+    if not has_weights or layout.lora_rank or config.has_rollout_pool:
+        memory = replace(memory, weights=memory.weights + sizes.parameters * layout.width)
+    resident = memory.weights if config.has_rollout_pool else 0
+    return RoleEstimate(GENERATION, pool, ranks, memory, resident)

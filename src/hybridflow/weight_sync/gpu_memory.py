@@ -38,13 +38,16 @@ def share_gpu_memory(tensor: Tensor) -> GpuHandle:
 def copy_gpu_memory(handle: GpuHandle, device: torch.device) -> Tensor:
     """Return a copy of another process's tensor, complete when this returns.
 
-    Raises WeightSyncError if `device` is not the GPU of the tensor, or if its memory cannot be mapped.
+    Raises WeightSyncError if `device` is not the GPU of the tensor, or if its memory cannot be mapped, and PyTorch's
+    OutOfMemoryError if there is no memory for the copy.
     """
     require_same_gpu(handle.gpu, gpu_id(device))
     arguments = (*handle.arguments[:_DEVICE], device.index, *handle.arguments[_DEVICE + 1 :])
     try:
         copy = rebuild_cuda_tensor(*arguments).clone()
         torch.cuda.current_stream(device).synchronize()
+    except torch.OutOfMemoryError:
+        raise  # of the copy
     except RuntimeError as error:
         raise _not_shared(error) from error
     return copy

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.config import Config
-from hybridflow.errors import ConfigError, WeightSyncError
+from hybridflow.errors import ConfigError, LostWeightSyncError, WeightSyncError
 from hybridflow.runtime import own_device
+from hybridflow.runtime.process_address import ProcessAddress, own_address
+from hybridflow.runtime.process_report import has_exited
 from hybridflow.weight_sync.base import IN_FLIGHT, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, pack, packed_size, unpack
 from hybridflow.weight_sync.gpu_memory import GpuHandle, copy_gpu_memory, share_gpu_memory
@@ -19,10 +21,14 @@ from hybridflow.weight_sync.host_memory import HostHandle, HostMemory, map_host_
 
 @dataclass(frozen=True)
 class Shared:
-    """A bucket in shared memory, the node's name for error messages, and a handle for each receiver in order."""
+    """A bucket in shared memory, the node's name for error messages, and a handle for each receiver in order.
+
+    `sender`: the process that owns the memory.
+    """
 
     host: str
     handles: tuple[HostHandle | GpuHandle, ...]
+    sender: ProcessAddress | None = None
 
 
 class Ipc(WeightTransport):
@@ -60,25 +66,39 @@ class Ipc(WeightTransport):
             self._sent.append(memory)
             pack(bucket, memory.tensor)
             handles = (memory.handle,) * self._num_receivers
-        shared = Shared(socket.gethostname(), handles)
+        shared = Shared(socket.gethostname(), handles, own_address())
         return Sent(bucket.specs, bucket.fingerprints, bucket.version, shared)
 
     def receive(self, sent: Sent) -> Bucket:
-        """Return the bucket. Raises WeightSyncError if the sender is on another node or another GPU."""
+        """Return the bucket.
+
+        Raises WeightSyncError if the sender is on another node or another GPU, LostWeightSyncError if it has exited.
+        """
         shared: Shared = sent.contents
+        try:
+            packed = self._map(shared)
+        except WeightSyncError as error:
+            if shared.sender is not None and has_exited(shared.sender):
+                raise LostWeightSyncError(
+                    f"process {shared.sender.pid}, the trainer's rank 0, exited before this rollout engine had read "
+                    f"its weights: {error.__cause__ or error}"
+                ) from None
+            raise
+        return Bucket(unpack(sent.specs, packed), sent.fingerprints, sent.version)
+
+    def _map(self, shared: Shared) -> Tensor:
+        """Return the packed bucket of this receiver."""
         handle = shared.handles[max(0, self._rank - 1)]
         if isinstance(handle, GpuHandle):
-            packed = copy_gpu_memory(handle, self._device)
-        else:
-            try:
-                packed = map_host_memory(handle)
-            except WeightSyncError as error:
-                raise WeightSyncError(
-                    f"rollout.weight_sync='ipc' needs the trainer's rank 0, on host {shared.host}, and all rollout "
-                    f"engines, here on host {socket.gethostname()}, on one node and under one user: {error}; use "
-                    "rollout.weight_sync = 'object_store', or 'broadcast' with GPUs."
-                ) from error
-        return Bucket(unpack(sent.specs, packed), sent.fingerprints, sent.version)
+            return copy_gpu_memory(handle, self._device)
+        try:
+            return map_host_memory(handle)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"rollout.weight_sync='ipc' needs the trainer's rank 0, on host {shared.host}, and all rollout "
+                f"engines, here on host {socket.gethostname()}, on one node and under one user: {error}; use "
+                "rollout.weight_sync = 'object_store', or 'broadcast' with GPUs."
+            ) from error
 
     def finish(self) -> None:
         """Release the memory of all buckets."""

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
+from hybridflow.runtime import naming_out_of_memory, own_device
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, spec_of
 from hybridflow.weight_sync.fingerprint import Fingerprints
 from hybridflow.weight_sync.probe import Probe, ProbeCheck
+
+LESS_AT_ENGINE = (
+    "set a smaller rollout.sync_bucket_bytes or rollout.gpu_memory_utilization, or memory.offload for roles that can "
+    "wait"
+)
+"""What to change if a rollout engine has no memory for the weights it receives."""
 
 
 class LoadsWeights(Protocol):
@@ -95,7 +102,8 @@ class WeightReceiver:
     @contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
         try:
-            yield
+            with naming_out_of_memory("a weight sync", own_device(), LESS_AT_ENGINE, WeightSyncError):
+                yield
         except BaseException:
             self._engine.abandon_loading()
             raise

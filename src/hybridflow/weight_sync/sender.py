@@ -82,7 +82,7 @@ class WeightSender:
         """Gather the next bucket, start to send it, and return the message for `WeightReceiver.receive`."""
         with naming_out_of_memory("a weight sync", own_device(), SMALLER_BUCKETS, WeightSyncError):
             bucket = next(self._buckets)
-        return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
+            return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:
         """Compute the log-probs of the probe sequences, which a rollout engine with these weights must reproduce."""

@@ -1,7 +1,9 @@
 import pytest
 import ray
 
-from hybridflow.controller.ray import RayBackend, cluster
+from hybridflow.controller.ray import RayBackend, RayResourcePool, cluster
+from hybridflow.controller.ray.cluster import gpus_for
+from hybridflow.controller.ray.nodes import Node, does_not_fit
 
 
 @pytest.fixture
@@ -39,3 +41,28 @@ def test_a_local_cluster_has_the_gpus_of_this_machine(monkeypatch, answer):
     assert RayBackend().gpus_have_bfloat16() is answer
     monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 0)
     assert RayBackend().gpus_have_bfloat16() is None
+
+
+@pytest.mark.parametrize(
+    ("share", "processes", "gpus"),
+    [(1.0, [[4], [2, 2]], 8), (0.5, [[1], [1]], 1), (0.6, [[1]] * 3, 3), (0.3, [[1]] * 4, 2), (0.2, [[1]] * 5, 1)],
+)
+def test_a_cluster_has_whole_gpus_for_the_shares_of_all_pools(share, processes, gpus):
+    pools = [RayResourcePool(counts, use_gpu=True, gpus_per_process=share) for counts in processes]
+    assert gpus_for([*pools, RayResourcePool([3])]) == gpus
+
+
+def test_a_pool_without_room_on_a_gpu_names_the_key_of_its_share():
+    node = Node("a", "10.0.0.1", {"CPU": 5.0, "GPU": 0.8}, {"CPU": 8.0, "GPU": 2.0})
+    error = str(does_not_fit("the pool", [1], {"CPU": 1.0, "GPU": 0.6}, [node]))
+    assert "0.8 of 2 GPU free. Use fewer processes or a smaller share (controller.cpus_per_worker, " in error
+    assert "controller.gpus_per_worker, of which each process needs all on one GPU; cpus_per_process" in error
+
+
+def test_a_share_is_a_multiple_of_the_unit_that_ray_accepts():
+    pool = RayResourcePool([1], use_gpu=True, max_colocate_count=3, cpus_per_process=1 / 3, gpus_per_process=0.7)
+    assert pool.share == {"CPU": 1.0, "GPU": 0.7}
+    assert pool.share_of_one_group == {"CPU": 0.3333, "GPU": 0.2333}
+    third = RayResourcePool([1], use_gpu=True, gpus_per_process=0.33333333)
+    assert third.share == third.share_of_one_group == {"CPU": 1.0, "GPU": 0.3333}
+    assert gpus_for([third] * 3) == 1

@@ -80,7 +80,7 @@ class ControllerConfig(Section):
     cpus_per_worker: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="ray: logical CPUs that each worker process reserves; fractions are allowed."
     )
-    gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = Field(
+    gpus_per_worker: Annotated[float, Field(ge=0.01, le=1)] = Field(
         default=1.0,
         description="ray: share of a GPU that each worker process with a model reserves. 0.5: two pools of one process "
         "share a GPU, as rollout.weight_sync = 'ipc' needs it.",

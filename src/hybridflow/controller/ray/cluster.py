@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 
 import ray
@@ -10,6 +11,7 @@ import torch
 
 from hybridflow.controller.ray.cluster_watch import ClusterWatch
 from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.controller.ray.nodes import EPSILON
 from hybridflow.controller.ray.resource_pool import RayResourcePool
 from hybridflow.errors import ConfigError
 from hybridflow.observability import get_logger
@@ -69,8 +71,7 @@ class Connection:
             )
         num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
         # A cluster with more GPUs than the machine would give ranks devices that do not exist.
-        requested = math.ceil(sum(pool.world_size * pool.share.get("GPU", 0) for pool in pools))
-        num_gpus = self._num_gpus or min(requested, torch.cuda.device_count())
+        num_gpus = self._num_gpus or min(gpus_for(pools), torch.cuda.device_count())
         self._local = LocalCluster(num_cpus, num_gpus, self._object_store_bytes)
         self._local.start()
 
@@ -119,6 +120,14 @@ class Connection:
         elif self._is_ours:
             ray.shutdown()
         self._is_ours = False
+
+
+def gpus_for(pools: Sequence[RayResourcePool]) -> int:
+    """Return the number of GPUs that hold the places of all pools; a place has its share of one GPU."""
+    places: Counter[float] = Counter()
+    for pool in pools:
+        places[pool.share.get("GPU", 0.0)] += pool.world_size
+    return sum(math.ceil(count / math.floor(1 / share + EPSILON)) for share, count in places.items() if share)
 
 
 def _require_reachable(address: str) -> None:

@@ -86,9 +86,12 @@ def does_not_fit(what: str, process_on_nodes: Sequence[int], share: Resources, n
         + ", ".join(f"{node.free.get(n, 0.0):g} of {node.total.get(n, 0.0):g} {n} free" for n in share)
         for node in sorted_nodes(nodes)
     )
+    keys = "controller.cpus_per_worker"
+    if "GPU" in share:
+        keys += ", controller.gpus_per_worker, of which each process needs all on one GPU"
     return ConfigError(
         f"{what} does not fit the cluster: requested {list(process_on_nodes)} processes on {len(process_on_nodes)} "
         f"node(s), each with {requested or 'no resources'}; the cluster has {len(nodes)} node(s): "
-        f"{available or 'none'}. Use fewer processes or a smaller share (controller.cpus_per_worker; cpus_per_process "
-        f"of a pool), add nodes, or wait until other groups release resources (shutdown() of a group)."
+        f"{available or 'none'}. Use fewer processes or a smaller share ({keys}; "
+        f"cpus_per_process of a pool), add nodes, or wait until other groups release resources (shutdown() of a group)."
     )

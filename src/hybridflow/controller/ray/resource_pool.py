@@ -1,5 +1,6 @@
 """`RayResourcePool`: the places of a pool on a Ray cluster, reserved together as one placement group."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +9,12 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from hybridflow.controller.ray.nodes import Node, choose_nodes, does_not_fit
+from hybridflow.controller.ray.nodes import EPSILON, Node, choose_nodes, does_not_fit
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, DispatchError
+
+UNITS = 10_000
+"""Ray's units in 1 of a resource."""
 
 RESERVATION_TIMEOUT_S = 20.0
 """Seconds that the cluster may take to reserve resources that it reports as free."""
@@ -64,14 +68,14 @@ class RayResourcePool(ResourcePool):
     @property
     def share(self) -> dict[str, float]:
         """The resources that one place reserves, for `max_colocate_count` worker groups."""
-        share = {"CPU": self.cpus_per_process * self.max_colocate_count}
-        return share | {"GPU": self.gpus_per_process} if self.use_gpu else share
+        share = {"CPU": _in_units(self.cpus_per_process * self.max_colocate_count)}
+        return share | {"GPU": _in_units(self.gpus_per_process)} if self.use_gpu else share
 
     @property
     def share_of_one_group(self) -> dict[str, float]:
         """The resources of one place that a process of one worker group uses."""
-        share = {"CPU": self.cpus_per_process}
-        return share | {"GPU": self.gpus_per_process / self.max_colocate_count} if self.use_gpu else share
+        share = {"CPU": _in_units(self.cpus_per_process)}
+        return share | {"GPU": _in_units(self.gpus_per_process / self.max_colocate_count)} if self.use_gpu else share
 
     def places(self) -> list[Place]:
         """Return the place of each rank; reserve the places first if needed.
@@ -152,6 +156,11 @@ class RayResourcePool(ResourcePool):
     def __repr__(self) -> str:
         name = f"{self.name_prefix!r}, " if self.name_prefix else ""
         return f"RayResourcePool({name}process_on_nodes={self.process_on_nodes}, use_gpu={self.use_gpu})"
+
+
+def _in_units(amount: float) -> float:
+    """Return an amount of a resource rounded down to Ray's units of 0.0001, of which it accepts only multiples."""
+    return math.floor(amount * UNITS + EPSILON) / UNITS
 
 
 class _Part(RayResourcePool):
