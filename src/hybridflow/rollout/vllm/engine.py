@@ -30,6 +30,7 @@ from hybridflow.rollout.vllm.versions import (
     require_head_size,
 )
 from hybridflow.runtime import derive_seed
+from hybridflow.runtime.boxes import Box
 
 DTYPES = ("float32", "bfloat16")
 
@@ -87,6 +88,7 @@ class VLLMRollout:
             )
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
+        self._tensor_parallel = tensor_parallel
         self._vocabulary: int = config.vocab_size
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._max_running_sequences = max_running_sequences
@@ -196,6 +198,10 @@ class VLLMRollout:
         self.abandon_loading()
         self._loading = loading
         self._engine.start_loading()
+
+    def boxes_to_load(self) -> Mapping[str, Box]:
+        """Return the part of each weight that this rank loads, see `RolloutEngine.boxes_to_load`."""
+        return self._engine.boxes_to_load(self._shapes) if self._tensor_parallel > 1 else {}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the announced weights, see `RolloutEngine.load`."""

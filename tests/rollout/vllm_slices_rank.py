@@ -1,0 +1,116 @@
+"""One rank of a trainer whose ranks share vLLM engines, and sync weights as slices.
+
+Usage: `vllm_slices_rank.py RANK WORLD_SIZE STORE MODEL TRAINER_TENSOR ROLLOUT_TENSOR DTYPE OUTPUT`. Writes to
+`OUTPUT/<rank>.json`: the boxes that vLLM loads, bytes, names of tensors of vLLM that differ from those after a sync of
+whole weights, and the errors of planted bugs.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+rank, world_size = map(int, sys.argv[1:3])
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._C._distributed_c10d import FileStore  # noqa: E402
+
+from hybridflow.config import ParallelConfig, load_config  # noqa: E402
+from hybridflow.engines import TorchEngine, join_process_group  # noqa: E402
+from hybridflow.errors import HybridFlowError  # noqa: E402
+from hybridflow.rollout import Request, SamplingParams, generate  # noqa: E402
+from hybridflow.rollout.vllm import VLLMRollout  # noqa: E402
+from hybridflow.runtime.boxes import Box  # noqa: E402
+from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
+
+
+def tensors_of(engine: VLLMRollout) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers of this rank's model in vLLM."""
+    copies: dict[str, Tensor] = {}
+
+    def copy(model: Any, config: Any) -> None:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        copies.update({name: tensor.detach().clone() for name, tensor in named if tensor.numel()})
+
+    engine._engine._on_model(copy)
+    return copies
+
+
+def shifted(box: Box, shape: torch.Size) -> Box:
+    """Return the box of another rank: the next one of this size, or the first."""
+    return tuple(
+        ((0, end - first) if end == size else (size - (end - first), size)) if (first, end) != (0, size) else (0, size)
+        for (first, end), size in zip(box, shape, strict=True)
+    )
+
+
+def main() -> None:
+    model, dtype, output = sys.argv[4], sys.argv[7], Path(sys.argv[8])
+    trainer_tensor, rollout_tensor = int(sys.argv[5]), int(sys.argv[6])
+    join_process_group(rank, world_size, FileStore(sys.argv[3], world_size), timeout_s=240)
+    settings = load_config(
+        None, [f"model.path={model}", f"model.dtype={dtype}", "rollout.sync_bucket_bytes=20000", "actor.optimizer.lr=0.01"]
+    )
+    trainer = TorchEngine(
+        model,
+        "policy",
+        model=settings.model,
+        memory=settings.memory,
+        optimizer=settings.actor.optimizer,
+        parallel=ParallelConfig(tensor=trainer_tensor),
+    )
+    rollout = VLLMRollout(
+        model,
+        dtype=dtype,
+        enforce_eager=True,
+        kv_cache_bytes=2**26,
+        tensor_parallel=rollout_tensor,
+        in_group=True,
+        max_model_len=64,
+    )
+    boxes = rollout.boxes_to_load()
+    shapes = trainer.weight_shapes()
+
+    def sync(boxes: dict[str, Box]) -> int:
+        sender = WeightSender(trainer, settings, InProcess, boxes)
+        receiver = WeightReceiver(rollout, dtype, InProcess())
+        num_bytes = hand_over(sender, receiver)
+        receiver.check(sender.compute_probe())
+        return num_bytes
+
+    result: dict[str, Any] = {"boxes": boxes, "num_bytes": sync({}), "whole": trainer.bytes_received}
+    expected = tensors_of(rollout)
+    request = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]
+    tokens = [completion.token_ids for completion in generate(rollout, request)]
+    for tensor in tensors_of(rollout).values():
+        assert tensor.isfinite().all()
+    rollout.abandon_loading()
+    result["num_bytes_of_slices"], result["sliced"] = sync(boxes), trainer.bytes_received
+    found = tensors_of(rollout)
+    result["names"] = list(found)
+    result["different"] = [name for name in expected if not torch.equal(expected[name], found[name])]
+    result["same tokens"] = [completion.token_ids for completion in generate(rollout, request)] == tokens
+    result["errors"] = {}
+    wrong = "model.layers.1.mlp.down_proj.weight"
+    for bug, planted in {
+        "another rank's slice": boxes | {wrong: shifted(boxes[wrong], shapes[wrong])},
+        "the slice of one rank twice": boxes | {wrong: boxes[wrong] if rank % 2 else shifted(boxes[wrong], shapes[wrong])},
+    }.items():
+        try:
+            sync(planted)
+        except HybridFlowError as error:
+            result["errors"][bug] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    sync(boxes)
+    result["different after errors"] = [n for n, t in tensors_of(rollout).items() if not torch.equal(expected[n], t)]
+    (output / f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process whose peer is gone may abort in PyTorch's destructors
+
+
+main()
