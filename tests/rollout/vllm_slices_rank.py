@@ -28,13 +28,31 @@ from hybridflow.runtime.boxes import Box  # noqa: E402
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
 
 
+packed: dict[int, Tensor] = {}
+"""Copies of the weights of linear layers by id, which on a CPU vLLM packs and drops when a layer is loaded."""
+
+
+def record_packed_weights() -> None:
+    from vllm.model_executor.layers import utils
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def recorded(layer: Any, **kwargs: Any) -> None:
+        packed[id(layer)] = layer.weight.detach().clone()
+        dispatch(layer, **kwargs)
+
+    utils.dispatch_cpu_unquantized_gemm = recorded
+
+
 def tensors_of(engine: VLLMRollout) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers of this rank's model in vLLM."""
+    """Return copies of all parameters and buffers of this rank's model in vLLM, and of what it packed."""
     copies: dict[str, Tensor] = {}
 
     def copy(model: Any, config: Any) -> None:
         named = [*model.named_parameters(), *model.named_buffers()]
         copies.update({name: tensor.detach().clone() for name, tensor in named if tensor.numel()})
+        layers = {name: packed[id(layer)] for name, layer in model.named_modules() if id(layer) in packed}
+        copies.update({f"packed {name}": weight for name, weight in layers.items()})
 
     engine._engine._on_model(copy)
     return copies
@@ -72,6 +90,7 @@ def main() -> None:
         in_group=True,
         max_model_len=64,
     )
+    record_packed_weights()
     boxes = rollout.boxes_to_load()
     shapes = trainer.weight_shapes()
 
@@ -82,14 +101,15 @@ def main() -> None:
         receiver.check(sender.compute_probe())
         return num_bytes
 
-    result: dict[str, Any] = {"boxes": boxes, "num_bytes": sync({}), "whole": trainer.bytes_received}
+    result: dict[str, Any] = {"boxes": boxes, "shapes": shapes}
+    result["num_bytes"], result["whole"] = sync({}), trainer.bytes_received
     expected = tensors_of(rollout)
+    packed.clear()
     request = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]
     tokens = [completion.token_ids for completion in generate(rollout, request)]
-    for tensor in tensors_of(rollout).values():
-        assert tensor.isfinite().all()
     rollout.abandon_loading()
-    result["num_bytes_of_slices"], result["sliced"] = sync(boxes), trainer.bytes_received
+    assert sync(boxes) == result["num_bytes"]
+    result["sliced"] = trainer.bytes_received
     found = tensors_of(rollout)
     result["names"] = list(found)
     result["different"] = [name for name in expected if not torch.equal(expected[name], found[name])]

@@ -120,7 +120,8 @@ class RolloutEngine(Protocol):
     def boxes_to_load(self) -> Mapping[str, Box]:
         """Return the part that this rank loads of each weight; weights that it loads whole are left out.
 
-        `load` accepts a PartialTensor with at least this box in place of the whole tensor.
+        `load` accepts a PartialTensor with at least this box in place of the whole tensor. Raises RolloutError while
+        weights are being loaded.
         """
         ...
 

@@ -201,6 +201,8 @@ class VLLMRollout:
 
     def boxes_to_load(self) -> Mapping[str, Box]:
         """Return the part of each weight that this rank loads, see `RolloutEngine.boxes_to_load`."""
+        if self._loading is not None:
+            raise RolloutError("boxes_to_load was called while weights are being loaded; call it before start_loading.")
         return self._engine.boxes_to_load(self._shapes) if self._tensor_parallel > 1 else {}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
