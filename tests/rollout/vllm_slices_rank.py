@@ -58,14 +58,6 @@ def tensors_of(engine: VLLMRollout) -> dict[str, Tensor]:
     return copies
 
 
-def shifted(box: Box, shape: torch.Size) -> Box:
-    """Return the box of another rank: the next one of this size, or the first."""
-    return tuple(
-        ((0, end - first) if end == size else (size - (end - first), size)) if (first, end) != (0, size) else (0, size)
-        for (first, end), size in zip(box, shape, strict=True)
-    )
-
-
 def main() -> None:
     model, dtype, output = sys.argv[4], sys.argv[7], Path(sys.argv[8])
     trainer_tensor, rollout_tensor = int(sys.argv[5]), int(sys.argv[6])
@@ -116,9 +108,12 @@ def main() -> None:
     result["same tokens"] = [completion.token_ids for completion in generate(rollout, request)] == tokens
     result["errors"] = {}
     wrong = "model.layers.1.mlp.down_proj.weight"
+    of_ranks: list[dict[str, Box]] = [{}] * world_size
+    dist.all_gather_object(of_ranks, boxes)
+    neighbor = of_ranks[rank // rollout_tensor * rollout_tensor + (rank + 1) % rollout_tensor]
     for bug, planted in {
-        "another rank's slice": boxes | {wrong: shifted(boxes[wrong], shapes[wrong])},
-        "the slice of one rank twice": boxes | {wrong: boxes[wrong] if rank % 2 else shifted(boxes[wrong], shapes[wrong])},
+        "another rank's slice": boxes | {wrong: neighbor[wrong]},
+        "the slice of one rank twice": boxes | {wrong: of_ranks[rank // 2 * 2][wrong]},
     }.items():
         try:
             sync(planted)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.runtime.boxes import Box, box_of_view, contains, part_of
@@ -63,11 +63,10 @@ class PartialTensor(Tensor):
         """Take a view, or copy from one."""
         if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             return args[1]._copy_into(args[0])
-        source = next(arg for arg in args if isinstance(arg, cls))
+        source = next(arg for arg in tree_leaves(args) if isinstance(arg, cls))
         if not func.is_view:
             raise WeightSyncError(
-                f"'{source._name}': only views and copies of a tensor that is in memory in part are possible, got "
-                f"{func}."
+                f"weight '{source._name}' is in memory in part; only views and copies of it are possible, not {func}."
             )
         shown = func(*tree_map_only(cls, lambda arg: arg._view, args), **kwargs or {})
         return tree_map_only(Tensor, source._like, shown)
