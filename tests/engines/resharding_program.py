@@ -1,7 +1,7 @@
 """One rank of an engine that yields slices of its weights; started by `test_resharding`.
 
-Usage: `resharding_program.py RANK WORLD_SIZE STORE MODEL OUTPUT`. Each rank writes to `OUTPUT/<rank>.json`, by layout and
-by planted bug, the names of weights with wrong elements, the bytes received, and the error.
+Usage: `resharding_program.py RANK WORLD_SIZE STORE MODEL OUTPUT`. Each rank writes to `OUTPUT/<rank>.json`, by layout
+and by planted bug, the names of weights with wrong elements, the bytes received, and the error.
 """
 
 import json

@@ -115,8 +115,11 @@ def test_slices_are_those_that_the_loaders_of_vllm_read(tiny_model, monkeypatch)
 
     monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", load_half)
     boxes = engine._engine.boxes_to_load(engine._shapes)
-    names = [f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    names = [
+        f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")
+    ]
     assert boxes == dict.fromkeys(names, ((0, 64), (8, 24)))
+
     def load_twice(self, loaded_weight):
         self.data.copy_(2 * loaded_weight)
 

@@ -27,7 +27,6 @@ from hybridflow.rollout.vllm import VLLMRollout  # noqa: E402
 from hybridflow.runtime.boxes import Box  # noqa: E402
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over  # noqa: E402
 
-
 packed: dict[int, Tensor] = {}
 """Copies of the weights of linear layers by id, which on a CPU vLLM packs and drops when a layer is loaded."""
 
@@ -63,7 +62,8 @@ def main() -> None:
     trainer_tensor, rollout_tensor = int(sys.argv[5]), int(sys.argv[6])
     join_process_group(rank, world_size, FileStore(sys.argv[3], world_size), timeout_s=240)
     settings = load_config(
-        None, [f"model.path={model}", f"model.dtype={dtype}", "rollout.sync_bucket_bytes=20000", "actor.optimizer.lr=0.01"]
+        None,
+        [f"model.path={model}", f"model.dtype={dtype}", "rollout.sync_bucket_bytes=20000", "actor.optimizer.lr=0.01"],
     )
     trainer = TorchEngine(
         model,

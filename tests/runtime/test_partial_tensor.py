@@ -36,13 +36,15 @@ def test_copy_converts_the_dtype(partial):
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:2, 2:], lambda x: x[1:, 1:3], lambda x: x.t()])
 def test_reading_elements_that_are_not_in_memory_is_an_error(partial, view):
-    with pytest.raises(WeightSyncError, match=r"weight 'a.weight': the engine reads .* received \(\(1, 4\), \(2, 6\)\)"):
+    with pytest.raises(
+        WeightSyncError, match=r"weight 'a.weight': the engine reads .* received \(\(1, 4\), \(2, 6\)\)"
+    ):
         torch.zeros_like(view(WHOLE)).copy_(view(partial))
 
 
 @pytest.mark.parametrize("operation", [lambda x: x + 1, lambda x: x.to(torch.float64), lambda x: x.clone(), torch.cat])
 def test_operations_besides_views_and_copies_are_errors(partial, operation):
-    with pytest.raises(WeightSyncError, match="'a.weight' is in memory in part; only views and copies of it"):
+    with pytest.raises(WeightSyncError, match=r"'a.weight' is in memory in part; only views and copies of it"):
         operation([partial, partial] if operation is torch.cat else partial)
 
 

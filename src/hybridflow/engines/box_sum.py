@@ -1,7 +1,7 @@
 """A checksum of a box of a tensor that adds up: the sums of boxes that tile a tensor are the sum of the tensor.
 
-Each 64-bit word is mixed with an odd constant of its position in the whole tensor, and all are added modulo 2**64. Mixing
-is one-to-one, so a change of a single word always changes the sum; others cancel only by chance.
+Each word is mixed with an odd constant of its position in the whole tensor, and all are added modulo 2**64. Mixing is
+one-to-one, so a change of a single word always changes the sum; other changes cancel only by chance.
 """
 
 import math

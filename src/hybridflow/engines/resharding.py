@@ -63,10 +63,7 @@ class Resharding:
         """
         held, wanted = zip(*self._boxes[name], strict=True)
         me, shard = self._rank, local(parameter).detach().to(device, dtype)
-        senders = Senders(held)
-        # Of this rank's shard for each rank, and of this rank's slice from each rank.
-        pieces = [intersection(held[me], box) if senders.sends(me, to) else None for to, box in enumerate(wanted)]
-        parts = [intersection(box, wanted[me]) if senders.sends(rank, me) else None for rank, box in enumerate(held)]
+        pieces, parts = plan_exchange(held, wanted, me)
         if sum(num_elements(box) for box in parts if box) != num_elements(wanted[me]):
             raise WeightSyncError(
                 f"weight '{name}': this rank's engine loads the box {wanted[me]}, but the trainer's ranks have "
@@ -128,24 +125,28 @@ class Resharding:
         held, wanted = zip(*self._boxes[name], strict=True)
         me = self._rank
         num_bytes = word_bytes([*held, *wanted], shard.element_size())
-        of_box: dict[Box | None, Tensor] = {None: torch.zeros((), dtype=torch.int64, device=shard.device)}
         whole = held[me] if held.index(held[me]) == me and shard.numel() else None
-        for box in (*pieces, whole):
-            if box not in of_box:
-                of_box[box] = box_sum(part_of(shard, held[me], box), box, num_bytes)
-        self._sent[name] = torch.stack([of_box[box] for box in (*pieces, whole)])
+        boxes = [*pieces, whole]
+        sums = {box: box_sum(part_of(shard, held[me], box), box, num_bytes) for box in {*boxes} - {None} if box}
+        nothing = torch.zeros((), dtype=torch.int64, device=shard.device)
+        self._sent[name] = torch.stack([sums[box] if box else nothing for box in boxes])
         self._received[name] = box_sum(result, wanted[me], num_bytes)
 
 
-class Senders:
-    """The choice of one sender for each receiver among ranks that hold the same box, as with tensor parallel."""
+def plan_exchange(held: Sequence[Box], wanted: Sequence[Box], me: int) -> tuple[list[Box | None], list[Box | None]]:
+    """Return the boxes that rank `me` sends to each rank, and those that it receives from each, both with itself.
 
-    def __init__(self, held: Sequence[Box]) -> None:
-        self._held, self._holders = held, {box: [] for box in held}
-        for rank, box in enumerate(held):
-            self._holders[box].append(rank)
+    Of ranks that hold the same box, as with tensor parallel, one sends it: the receiver to itself if it is one of them,
+    otherwise they take turns.
+    """
+    holders: dict[Box, list[int]] = {box: [] for box in held}
+    for rank, box in enumerate(held):
+        holders[box].append(rank)
 
-    def sends(self, rank: int, receiver: int) -> bool:
-        """Return whether `rank` sends what it holds to the receiver; a receiver that holds the same sends to itself."""
-        ranks = self._holders[self._held[rank]]
+    def sends(rank: int, receiver: int) -> bool:
+        ranks = holders[held[rank]]
         return rank == (receiver if receiver in ranks else ranks[receiver % len(ranks)])
+
+    sent = [intersection(held[me], box) if sends(me, rank) else None for rank, box in enumerate(wanted)]
+    received = [intersection(box, wanted[me]) if sends(rank, me) else None for rank, box in enumerate(held)]
+    return sent, received

@@ -304,9 +304,10 @@ class TorchEngine:
         self.bytes_received = 0
 
         def whole(name: str) -> Tensor:
-            parameter, dtype = parameters[name].detach(), None if is_adapter(name) else self.compute_dtype
+            parameter: Any = parameters[name].detach()
+            dtype = parameter.dtype if is_adapter(name) else self.compute_dtype
             if isinstance(parameter, DTensor):
-                shard = parameter.to(dtype or parameter.dtype)  # before it is sent
+                shard: Any = parameter.to(dtype)  # before it is sent
                 parameter = shard.full_tensor()
                 self.bytes_received += parameter.nbytes - shard.to_local().nbytes
             return parameter.to(self.device, dtype, copy=must_copy)

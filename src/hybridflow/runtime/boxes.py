@@ -49,6 +49,7 @@ def box_of_shard(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return whole_box(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(shape) == tuple(tensor.to_local().shape), "DTensor's own description differs from its shard"
     return tuple((first, first + size) for first, size in zip(offset, shape, strict=True))
 
 

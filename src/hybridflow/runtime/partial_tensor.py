@@ -11,7 +11,6 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.runtime.boxes import Box, box_of_view, contains, part_of
 
 
-
 class PartialTensor(Tensor):
     """A tensor with the shape of a whole one, of which `box` is in memory as `contents`; without, nothing is.
 
@@ -22,10 +21,14 @@ class PartialTensor(Tensor):
     """
 
     # Parameters of vLLM are another subclass of Tensor; the two meet in `__torch_dispatch__` alone.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     contents: Tensor | None
     boxes_read: list[Box | None]
+    _name: str
+    _box: Box
+    _whole: Tensor  # on the meta device
+    _view: Tensor  # of `_whole`
 
     @staticmethod
     def __new__(
@@ -40,7 +43,8 @@ class PartialTensor(Tensor):
         whole = torch.empty(tuple(shape), dtype=dtype, device="meta")
         device = torch.device("cpu") if contents is None else contents.device
         made = cls._showing(whole, device)
-        made._whole, made._box, made.contents, made._name, made.boxes_read = whole, box, contents, name, []
+        made._name, made._box, made._whole = name, box or (), whole
+        made.contents, made.boxes_read = contents, []
         return made
 
     @classmethod

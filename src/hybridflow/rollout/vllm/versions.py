@@ -241,7 +241,7 @@ class VLLMEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some weights by their Hugging Face names; each rank takes its part of a whole tensor.
 
-        Of a PartialTensor only the part of `boxes_to_load` is in memory. Weights are buffered until their layer is complete.
+        Of a PartialTensor only that part is in memory. Weights are buffered until their layer is complete.
         """
         self._on_model(lambda model, config: model.load_weights(weights))
 
