@@ -108,13 +108,13 @@ def test_slices_are_those_that_the_loaders_of_vllm_read(tiny_model, monkeypatch)
     from vllm.model_executor.parameter import RowvLLMParameter
 
     engine = build(tiny_model("qwen2"))
-    assert engine._engine.boxes_to_load(engine._shapes) == {}  # with one rank, all of each weight
+    assert engine.boxes_to_load() == {}  # with one rank, all of each weight
 
     def load_half(self, loaded_weight):
         self.data[:, 8:24].copy_(loaded_weight[:, 8:24])
 
     monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", load_half)
-    boxes = engine._engine.boxes_to_load(engine._shapes)
+    boxes = engine.boxes_to_load()
     names = [
         f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")
     ]
@@ -124,7 +124,7 @@ def test_slices_are_those_that_the_loaders_of_vllm_read(tiny_model, monkeypatch)
         self.data.copy_(2 * loaded_weight)
 
     monkeypatch.setattr(RowvLLMParameter, "load_row_parallel_weight", load_twice)
-    assert engine._engine.boxes_to_load(engine._shapes) == {}  # computed with, so it needs whole weights
+    assert engine.boxes_to_load() == {}  # computed with, so it needs whole weights
 
 
 def test_determining_slices_leaves_the_weights_and_the_engine_as_they_are(tiny_model):
@@ -132,7 +132,7 @@ def test_determining_slices_leaves_the_weights_and_the_engine_as_they_are(tiny_m
     engine = build(path)
     wanted = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]
     before = [completion.token_ids for completion in generate(engine, wanted)]
-    engine._engine.boxes_to_load(engine._shapes)
+    engine.boxes_to_load()
     assert [completion.token_ids for completion in generate(engine, wanted)] == before
     engine.start_loading(engine._shapes)
     with pytest.raises(RolloutError, match="while weights are being loaded"):

@@ -8,6 +8,7 @@ whole weights, and the errors of planted bugs.
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def main() -> None:
     boxes = rollout.boxes_to_load()
     shapes = trainer.weight_shapes()
 
-    def sync(boxes: dict[str, Box]) -> int:
+    def sync(boxes: Mapping[str, Box] | None) -> int:
         sender = WeightSender(trainer, settings, InProcess, boxes)
         receiver = WeightReceiver(rollout, dtype, InProcess())
         num_bytes = hand_over(sender, receiver)
@@ -94,7 +95,7 @@ def main() -> None:
         return num_bytes
 
     result: dict[str, Any] = {"boxes": boxes, "shapes": shapes}
-    result["num_bytes"], result["whole"] = sync({}), trainer.bytes_received
+    result["num_bytes"], result["whole"] = sync(None), trainer.bytes_received
     expected = tensors_of(rollout)
     packed.clear()
     request = [Request(0, [5, 6, 7], SamplingParams(8, temperature=1.0), 2, (0, 0))]

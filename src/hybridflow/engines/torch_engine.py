@@ -316,7 +316,7 @@ class TorchEngine:
             if self.lora:
                 yield from merged_weights(parameters, whole, self.lora.scaling)
                 return
-            slices = Resharding(parameters, boxes) if boxes and self.is_sharded else None
+            slices = Resharding(parameters, boxes) if boxes is not None and self.is_sharded else None
             for place, (name, parameter) in enumerate(parameters.items(), 1):
                 if slices and name in slices:
                     weight, num_bytes = slices.receive(name, parameter, self.device, self.compute_dtype)

@@ -49,8 +49,8 @@ class WeightSender:
     """The sending end of one rank that learns. For each sync: announce, join, send each bucket, compute_probe, finish.
 
     The first announcement calls `build_transport`. It is None on a rank that gathers weights with the others but does
-    not send them. `boxes`: the parts of weights that the receiver in this process loads, if it does not need the whole
-    ones.
+    not send them. `boxes`: the parts of weights that the receiver in this process loads; all ranks give theirs, or None
+    for whole weights.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WeightSender:
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
         plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
         sends = self._transport is not None
-        weights = self._engine.weights(self._boxes) if self._boxes else self._engine.weights()
+        weights = self._engine.weights() if self._boxes is None else self._engine.weights(self._boxes)
         self._buckets = fill_buckets(plan, weights, version, with_fingerprints=sends)
         return Announcement(specs, len(plan), version, self._store)
 

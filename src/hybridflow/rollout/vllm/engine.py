@@ -88,7 +88,6 @@ class VLLMRollout:
             )
         require_head_size(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self._shapes = {name: parameter.shape for name, parameter in described.named_parameters()}
-        self._tensor_parallel = tensor_parallel
         self._vocabulary: int = config.vocab_size
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._max_running_sequences = max_running_sequences
@@ -203,7 +202,7 @@ class VLLMRollout:
         """Return the part of each weight that this rank loads, see `RolloutEngine.boxes_to_load`."""
         if self._loading is not None:
             raise RolloutError("boxes_to_load was called while weights are being loaded; call it before start_loading.")
-        return self._engine.boxes_to_load(self._shapes) if self._tensor_parallel > 1 else {}
+        return self._engine.boxes_to_load(self._shapes)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the announced weights, see `RolloutEngine.load`."""
