@@ -84,6 +84,8 @@ def main() -> None:
     results["whole on one rank"] = collect(engine, boxes if rank else {n: b for n, b in boxes.items() if n != BY_ROWS})
     results["overlap"] = collect(engine, boxes | {BY_ROWS: ((0, 30), (0, 32))})
 
+    results["gap"] = collect(engine, boxes | {BY_ROWS: ((13, 39), (0, 32)) if rank % 2 else ((0, 26), (0, 32))})
+
     send = dist.all_to_all_single
 
     def planted(change: Any) -> dict[str, Any]:

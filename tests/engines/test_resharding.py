@@ -123,6 +123,13 @@ def test_slices_that_are_not_the_whole_weight_are_errors(ranks):
 
 
 @pytest.mark.slow
+def test_slices_that_overlap_and_leave_a_gap_are_an_error(ranks):
+    for rank in ranks:
+        assert rank["gap"]["wrong"] == []  # each slice has the elements that the rank wanted
+        assert f"1 weight(s), the first is '{BY_ROWS}', differ between" in rank["gap"]["error"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["bit", "rows"])
 def test_elements_changed_on_one_rank_are_an_error_on_all(ranks, bug):
     assert all("differ between the trainer and the slices" in rank[bug]["error"] for rank in ranks)

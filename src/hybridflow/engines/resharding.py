@@ -98,7 +98,7 @@ class Resharding:
         dist.all_reduce(on_ranks)
         if found := [name for name, count in zip(names, on_ranks.tolist(), strict=True) if count]:
             raise WeightSyncError(
-                f"{len(found)} weights, the first is '{found[0]}', differ between the trainer and the slices for the "
+                f"{len(found)} weight(s), the first is '{found[0]}', differ between the trainer and the slices for the "
                 "rollout engines: the checksums do not add up."
             )
         self._sent, self._received = {}, {}
