@@ -27,7 +27,7 @@ def test_sum_of_a_box_on_a_gpu_equals_that_of_the_cpu(gpu, monkeypatch):
 
 def test_copy_of_a_slice_on_a_gpu_stays_there(gpu):
     on_cpu, on_gpu = parts(gpu)
-    weight = PartialTensor((1000, 1024), torch.bfloat16, BOX, on_gpu, "weight")
+    weight = PartialTensor((1000, 1024), torch.bfloat16, "weight", BOX, on_gpu)
     target = torch.empty(100, 256, dtype=torch.bfloat16, device=gpu)
     target.copy_(weight.narrow(0, 40, 100)[:, 256:512])
     assert weight.device == target.device

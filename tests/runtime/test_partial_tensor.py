@@ -10,7 +10,7 @@ BOX = ((1, 4), (2, 6))
 
 @pytest.fixture
 def partial() -> PartialTensor:
-    return PartialTensor(WHOLE.shape, WHOLE.dtype, BOX, WHOLE[1:4, 2:6].clone(), "a.weight")
+    return PartialTensor(WHOLE.shape, WHOLE.dtype, "a.weight", BOX, WHOLE[1:4, 2:6].clone())
 
 
 def test_partial_tensor_has_the_shape_and_dtype_of_the_whole(partial):
@@ -49,7 +49,7 @@ def test_operations_besides_views_and_copies_are_errors(partial, operation):
 
 
 def test_tensor_without_contents_records_what_is_read():
-    weight = PartialTensor((4, 6), torch.float32, name="a.weight")
+    weight = PartialTensor((4, 6), torch.float32, "a.weight")
     target = torch.ones(2, 6)
     target.copy_(weight[2:])
     torch.empty(6, 4, device="meta").copy_(weight.t())

@@ -153,7 +153,7 @@ class Sharded(Engine):
     def weights(self, boxes=None):
         for name, tensor in super().weights():
             box = (boxes or {}).get(name)
-            yield name, tensor if box is None else PartialTensor(tensor.shape, tensor.dtype, box, tensor[:2], name)
+            yield name, tensor if box is None else PartialTensor(tensor.shape, tensor.dtype, name, box, tensor[:2])
 
 
 def test_slices_are_sent_where_the_receiver_loads_slices(config):

@@ -76,7 +76,7 @@ class Resharding:
             if box:
                 part_of(result, wanted[me], box).copy_(elements.view(box_shape(box)))
         self._add_sums(name, shard, pieces, result)
-        return PartialTensor(parameter.shape, dtype, wanted[me], result, name), num_bytes
+        return PartialTensor(parameter.shape, dtype, name, wanted[me], result), num_bytes
 
     def verify(self) -> None:
         """Compare the checksums of the trainer's shards with those of the slices received since the last call.

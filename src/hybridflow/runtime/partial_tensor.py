@@ -35,11 +35,11 @@ class PartialTensor(Tensor):
         cls,
         shape: Sequence[int],
         dtype: torch.dtype,
+        name: str,
         box: Box | None = None,
         contents: Tensor | None = None,
-        name: str = "",
     ) -> "PartialTensor":
-        """Return such a tensor; `name` is the one in errors."""
+        """Return such a tensor of `shape`, the whole one; `name` is the one in errors."""
         whole = torch.empty(tuple(shape), dtype=dtype, device="meta")
         device = torch.device("cpu") if contents is None else contents.device
         made = cls._showing(whole, device)

@@ -262,7 +262,7 @@ class VLLMEngine:
                 for layer in model.modules():
                     get_layerwise_info(layer).load_numel = NEVER_COMPLETE
                 for name, shape in shapes.items():
-                    weight = PartialTensor(shape, config.dtype, name=name)
+                    weight = PartialTensor(shape, config.dtype, name)
                     with suppress(WeightSyncError):
                         model.load_weights([(name, weight)])
                         boxes = set(weight.boxes_read)
