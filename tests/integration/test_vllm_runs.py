@@ -83,6 +83,16 @@ def test_every_step_reports_the_log_prob_mismatch(runs, name):
     assert all(row["weight_sync/probe_diff_mean"] < 1e-5 for row in synced)
 
 
+def test_ranks_that_share_an_engine_receive_only_their_slices(runs):
+    for name, most in {"shared": 0.25, "replicas": 0.6}.items():
+        synced = [row for row in read_jsonl(getattr(runs, name) / "metrics.jsonl") if "weight_sync/bytes" in row]
+        assert synced
+        for row in synced:
+            assert row["weight_sync/bytes_received"] < most * row["weight_sync/bytes"]
+    synced = [row for row in read_jsonl(runs.replicas / "metrics.jsonl") if "weight_sync/bytes" in row]
+    assert all(row["weight_sync/bytes_received"] > 0.4 * row["weight_sync/bytes"] for row in synced)
+
+
 def test_vllm_wakes_weights_before_kv_cache_and_sleeps_after_generation(vllm_task, monkeypatch):
     import torch
 

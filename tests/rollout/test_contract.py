@@ -574,6 +574,13 @@ def test_repeated_or_missing_weight_is_an_error_until_all_are_loaded(build_rollo
     assert generate(engine, wanted) == generate(other, wanted)
 
 
+def test_engine_of_one_rank_loads_whole_weights(build_rollout, tiny_model):
+    engine, wanted = build_rollout(tiny_model()), requests(SamplingParams(5))
+    before = generate(engine, wanted)
+    assert engine.boxes_to_load() == {}
+    assert generate(engine, wanted) == before
+
+
 def test_weights_load_in_any_order_and_in_several_calls(build_rollout, tiny_model):
     weights, wanted = weights_of(tiny_model("qwen2", seed=1)), requests(SamplingParams(5))
     other = build_rollout(tiny_model("qwen2", seed=1))

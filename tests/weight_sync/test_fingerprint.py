@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybridflow.kernels import library
+from hybridflow.runtime.partial_tensor import PartialTensor
 from hybridflow.weight_sync import fingerprint
 from hybridflow.weight_sync.fingerprint import BLOCK, Fingerprints, _odd
 
@@ -111,3 +112,9 @@ def test_fingerprints_of_several_tensors_are_read_in_their_order(monkeypatch):
     started = Fingerprints(tensors)
     assert all(isinstance(found, torch.Tensor) for found in started._sums.values())
     assert list(started.read().items()) == list(expected.items())
+
+
+def test_fingerprint_of_a_partial_tensor_is_that_of_its_elements_in_memory():
+    whole = torch.arange(24.0).view(4, 6)
+    part = whole[1:3, 2:].contiguous()
+    assert fingerprint(PartialTensor(whole.shape, whole.dtype, "a", ((1, 3), (2, 6)), part)) == fingerprint(part)

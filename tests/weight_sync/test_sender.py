@@ -5,6 +5,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.errors import WeightSyncError
+from hybridflow.runtime.partial_tensor import PartialTensor, contents_of
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
 from hybridflow.weight_sync.fingerprint import Fingerprints
 
@@ -155,3 +156,31 @@ def test_out_of_memory_in_a_transport_names_the_bucket_size(engine, config, monk
     sender.announce()
     with pytest.raises(WeightSyncError, match=r"in a weight sync: CUDA .*; set a smaller rollout\.sync_bucket_bytes"):
         sender.send()
+
+
+class Sharded(Engine):
+    """An engine that gives slices."""
+
+    def weights(self, boxes=None):
+        for name, tensor in super().weights():
+            box = (boxes or {}).get(name)
+            yield name, tensor if box is None else PartialTensor(tensor.shape, tensor.dtype, name, box, tensor[:2])
+
+
+def test_slices_are_sent_where_the_receiver_loads_slices(config):
+    engine, loads = Sharded(), Loads()
+    sender = WeightSender(engine, config, InProcess, {"b": ((0, 2),)})
+    hand_over(sender, WeightReceiver(loads, "float32", InProcess()))
+    assert [type(tensor) is PartialTensor for tensor in loads.loaded.values()] == [False, True, False]
+    assert torch.equal(contents_of(loads.loaded["b"]), torch.ones(2))
+
+
+def test_slice_that_changes_in_transit_is_an_error(config):
+    engine, loads = Sharded(), Loads()
+    sender = WeightSender(engine, config, InProcess, {"b": ((0, 2),)})
+    receiver = WeightReceiver(loads, "float32", InProcess())
+    receiver.start(sender.announce())
+    sent, contents = sender.send()
+    contents["b"].contents[1] = 7.0
+    with pytest.raises(WeightSyncError, match="weight 'b' changed in transit"):
+        receiver.receive((sent, contents))

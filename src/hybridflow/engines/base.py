@@ -12,6 +12,7 @@ from torch import Size, Tensor
 from transformers import PreTrainedModel
 
 from hybridflow.protocol import DataProto
+from hybridflow.runtime.boxes import Box
 
 Outputs = dict[str, Tensor]
 """Columns (rows, response_len): `log_probs` and `entropies` of a policy, `values` of a critic.
@@ -59,11 +60,12 @@ class TrainEngine(Protocol):
     """A model on one rank.
 
     `num_updates` counts the optimizer steps, and is the version of the weights. `max_tokens` is the token budget of a
-    micro-batch.
+    micro-batch. `bytes_received` counts the bytes that other ranks sent to this one in the last call of `weights`.
     """
 
     num_updates: int
     max_tokens: int
+    bytes_received: int
 
     @property
     def vocabulary_size(self) -> int:
@@ -139,8 +141,12 @@ class TrainEngine(Protocol):
         """Return the values of all data-parallel ranks, in rank order."""
         ...
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
+    def weights(self, boxes: Mapping[str, Box] | None = None) -> Iterable[tuple[str, Tensor]]:
         """Yield parameter names and whole tensors in the compute dtype, each tied tensor once.
+
+        For a weight with a box in `boxes`, on a sharded engine without adapters, a PartialTensor with this box. Only
+        its elements are sent to this rank. All ranks give boxes for the same weights, each its own; otherwise the
+        weight is whole. Raises WeightSyncError before the last tensor if checksums of shards and boxes differ.
 
         A tensor may be the engine's own. With memory.offload = "idle" it is one only inside `with on_device():`.
         """

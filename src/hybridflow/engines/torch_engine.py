@@ -1,7 +1,7 @@
 """The training engine in PyTorch: a Hugging Face model on one process or sharded over many."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from hybridflow.engines.packing import ModelInput, idle_input, pack, pad, prompt
 from hybridflow.engines.precision import MasterParameters
 from hybridflow.engines.process_group import join_alone
 from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
+from hybridflow.engines.resharding import Resharding
 from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.token_budget import find_token_budget
@@ -66,6 +67,7 @@ from hybridflow.models import (
 )
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import can_compile_for_gpu, naming_out_of_memory, own_device, preferred_dtype, require_dtype
+from hybridflow.runtime.boxes import Box
 
 Head = Literal["policy", "value"]
 
@@ -107,7 +109,7 @@ class TorchEngine:
         self.max_tokens = DEFAULT_BUDGET if budget == "auto" else budget
         self.optimizer_config = optimizer
         self.total_updates = total_updates
-        self.num_updates = 0
+        self.num_updates = self.bytes_received = 0
         self.device = own_device()
         if needs_mesh := offload == "host" and self.device.type != "cpu":
             join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
@@ -295,22 +297,35 @@ class TorchEngine:
         with self._step_guard():
             return self.ranks.gather(value)
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield parameter names and whole tensors in the compute dtype, with adapters merged."""
+    def weights(self, boxes: Mapping[str, Box] | None = None) -> Iterable[tuple[str, Tensor]]:
+        """Yield parameter names and tensors in the compute dtype, with adapters merged; see `TrainEngine`."""
         parameters = dict(self.model.named_parameters())
         must_copy = self._offload is not None and not self._offload.is_in_use
+        self.bytes_received = 0
 
         def whole(name: str) -> Tensor:
-            parameter = parameters[name].detach()
+            parameter: Any = parameters[name].detach()
+            dtype = parameter.dtype if is_adapter(name) else self.compute_dtype
             if isinstance(parameter, DTensor):
-                parameter = parameter.full_tensor()
-            return parameter.to(self.device, None if is_adapter(name) else self.compute_dtype, copy=must_copy)
+                shard: Any = parameter.to(dtype)  # before it is sent
+                parameter = shard.full_tensor()
+                self.bytes_received += parameter.nbytes - shard.to_local().nbytes
+            return parameter.to(self.device, dtype, copy=must_copy)
 
         with self.on_device(with_optimizer=False):
             if self.lora:
                 yield from merged_weights(parameters, whole, self.lora.scaling)
-            else:
-                yield from ((name, whole(name)) for name in parameters)
+                return
+            slices = Resharding(parameters, boxes) if boxes is not None and self.is_sharded else None
+            for place, (name, parameter) in enumerate(parameters.items(), 1):
+                if slices and name in slices:
+                    weight, num_bytes = slices.receive(name, parameter, self.device, self.compute_dtype)
+                    self.bytes_received += num_bytes
+                else:
+                    weight = whole(name)
+                if slices and place == len(parameters):
+                    slices.verify()
+                yield name, weight
 
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Return the names and shapes of the tensors of `weights`, in its order."""

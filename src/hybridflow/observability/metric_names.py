@@ -87,6 +87,9 @@ METRICS: dict[str, Metric] = {
     "weight_sync/bytes": Metric(
         "Bytes of weights sent from the trainer to each rollout engine before this step.", "max"
     ),
+    "weight_sync/bytes_received": Metric(
+        "Bytes that a rank received from other ranks for its engine in the same process, before this step.", "max"
+    ),
     "weight_sync/probe_diff_mean": Metric(
         "After the sync: mean absolute difference of log-probs of engine and trainer on the probe sequences.", "max"
     ),

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from torch import Size, Tensor
 
 from hybridflow.errors import RolloutConfigError, RolloutError
+from hybridflow.runtime.boxes import Box
 
 FinishReason = Literal["stop", "length", "abort"]
 SleepingPart = Literal["weights", "kv_cache"]
@@ -112,6 +113,14 @@ class RolloutEngine(Protocol):
         """Announce weights of these names and shapes; running sequences continue with them after `finish_loading`.
 
         Raises RolloutError, with nothing changed, unless every parameter is announced with its shape.
+        """
+        ...
+
+    def boxes_to_load(self) -> Mapping[str, Box]:
+        """Return the part that this rank loads of each weight; weights that it loads whole are left out.
+
+        `load` accepts a PartialTensor with at least this box in place of the whole tensor. Raises RolloutError while
+        weights are being loaded.
         """
         ...
 

@@ -21,6 +21,7 @@ from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.runtime import free_cached_memory, naming_out_of_memory
+from hybridflow.runtime.boxes import Box
 
 LESS_MEMORY = (
     "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
@@ -134,6 +135,10 @@ class EmbeddedRollout:
         """Announce weights, see `RolloutEngine.start_loading`."""
         own = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         self._loading, self._loaded, self.version = Loading(own, shapes), {}, None
+
+    def boxes_to_load(self) -> Mapping[str, Box]:
+        """Return no boxes: every rank has the whole model."""
+        return {}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the announced weights, see `RolloutEngine.load`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridflow.kernels import serves_words, sum_words
 from hybridflow.runtime import SideStream
+from hybridflow.runtime.partial_tensor import contents_of
 
 BLOCK = 1024
 """Words per block. Blocks share a table of constants, which fits into the L1 cache."""
@@ -40,7 +41,8 @@ class Fingerprints:
             self.add(name, tensor)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Start to compute the checksum of a tensor; all tensors are on one device."""
+        """Start to compute the checksum of a tensor, of its elements in memory; all tensors are on one device."""
+        tensor = contents_of(tensor)
         stream = _stream_of(tensor.device)
         with stream():
             self._sums[name] = _sum_of(tensor)

@@ -1,4 +1,4 @@
-"""Weight sync inside one process: the rollout engine loads the gathered tensors without a copy."""
+"""Weight sync inside one process: the rollout engine loads the gathered tensors or slices without a copy."""
 
 from hybridflow.weight_sync.base import Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket

@@ -10,6 +10,7 @@ from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import naming_out_of_memory, own_device, preferred_dtype
+from hybridflow.runtime.boxes import Box
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
 from hybridflow.weight_sync.probe import Probe, probe_sequences
@@ -35,8 +36,8 @@ class HasWeights(Protocol):
         """Return the names and shapes of the weights, in the order of `weights`."""
         ...
 
-    def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield the weights by name, gathered one at a time."""
+    def weights(self, boxes: Mapping[str, Box] | None = None) -> Iterable[tuple[str, Tensor]]:
+        """Yield the weights by name, gathered one at a time; those with a box in part, as a PartialTensor."""
         ...
 
     def forward(self, rows: DataProto) -> Mapping[str, Tensor]:
@@ -48,13 +49,18 @@ class WeightSender:
     """The sending end of one rank that learns. For each sync: announce, join, send each bucket, compute_probe, finish.
 
     The first announcement calls `build_transport`. It is None on a rank that gathers weights with the others but does
-    not send them.
+    not send them. `boxes`: the parts of weights that the receiver in this process loads; all ranks give theirs, or None
+    for whole weights.
     """
 
     def __init__(
-        self, engine: HasWeights, config: Config, build_transport: Callable[[], WeightTransport] | None
+        self,
+        engine: HasWeights,
+        config: Config,
+        build_transport: Callable[[], WeightTransport] | None,
+        boxes: Mapping[str, Box] | None = None,
     ) -> None:
-        self._engine, self._build_transport = engine, build_transport
+        self._engine, self._build_transport, self._boxes = engine, build_transport, boxes
         self._config = config.with_dtype(preferred_dtype())
         self._transport: WeightTransport | None = None
         self._store = ""
@@ -70,7 +76,8 @@ class WeightSender:
         specs = [WeightSpec(name, tuple(shape), dtype) for name, shape in self._engine.weight_shapes().items()]
         plan = plan_buckets(specs, self._config.rollout.sync_bucket_bytes)
         sends = self._transport is not None
-        self._buckets = fill_buckets(plan, self._engine.weights(), version, with_fingerprints=sends)
+        weights = self._engine.weights() if self._boxes is None else self._engine.weights(self._boxes)
+        self._buckets = fill_buckets(plan, weights, version, with_fingerprints=sends)
         return Announcement(specs, len(plan), version, self._store)
 
     def join(self, num_receivers: int) -> None:

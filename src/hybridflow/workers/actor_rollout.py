@@ -32,7 +32,8 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             shares_model=self._shares_weights,
             in_group=self.has_collectives and self.world_size > 1,
         )
-        self.weight_sender = WeightSender(self.engine, config, InProcess)
+        boxes = self.rollout.boxes_to_load() if config.rollout.tensor > 1 else None
+        self.weight_sender = WeightSender(self.engine, config, InProcess, boxes)
         self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, InProcess())
         self._version: int | None = None  # version of the weights that the rollout engine has received
         self._is_awake = True
@@ -68,7 +69,8 @@ class ActorRolloutWorker(GeneratingWorker, ActorWorker):
             return {}
         metrics = self.weight_receiver.check(self.weight_sender.compute_probe())
         self._version = version
-        return {"weight_sync/bytes": float(num_bytes), **metrics}
+        received = float(self.engine.bytes_received)
+        return {"weight_sync/bytes": float(num_bytes), "weight_sync/bytes_received": received, **metrics}
 
     @contextmanager
     def ready_to_generate(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from hybridflow.rollout.vllm.versions import (
     require_head_size,
 )
 from hybridflow.runtime import derive_seed
+from hybridflow.runtime.boxes import Box
 
 DTYPES = ("float32", "bfloat16")
 
@@ -196,6 +197,12 @@ class VLLMRollout:
         self.abandon_loading()
         self._loading = loading
         self._engine.start_loading()
+
+    def boxes_to_load(self) -> Mapping[str, Box]:
+        """Return the part of each weight that this rank loads, see `RolloutEngine.boxes_to_load`."""
+        if self._loading is not None:
+            raise RolloutError("boxes_to_load was called while weights are being loaded; call it before start_loading.")
+        return self._engine.boxes_to_load(self._shapes)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load some of the announced weights, see `RolloutEngine.load`."""

@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.random import fork_rng
 
-from hybridflow.errors import RolloutConfigError, RolloutError
+from hybridflow.errors import RolloutConfigError, RolloutError, WeightSyncError
 from hybridflow.rollout import base
 from hybridflow.runtime import derive_seed, own_device, paused_collector, unchanged_random_state
+from hybridflow.runtime.boxes import Box, whole_box
+from hybridflow.runtime.partial_tensor import PartialTensor
 
 VERSION = (0, 32)
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -38,6 +40,9 @@ KV_CACHE_BYTES_ON_CPU = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 
 TOKENS_IN_A_STEP_ON_CPU = 4096
+
+NEVER_COMPLETE = -(2**62)
+"""Number of loaded elements of a layer with which vLLM waits for more weights, however many are loaded."""
 
 LARGEST_CAPTURED, STRIDE_ABOVE = 512, 64
 """vLLM captures CUDA graphs of decoding steps for up to 512 sequences; ours continue in steps of 64 sequences."""
@@ -234,11 +239,41 @@ class VLLMEngine:
         self._on_model(lambda model, config: initialize_layerwise_reload(model))
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some weights, unsharded and by their Hugging Face names; each rank takes its shard.
+        """Load some weights by their Hugging Face names; each rank takes its part of a whole tensor.
 
-        They are buffered until their layer is complete.
+        Of a PartialTensor only that part is in memory. Weights are buffered until their layer is complete.
         """
         self._on_model(lambda model, config: model.load_weights(weights))
+
+    def boxes_to_load(self, shapes: Mapping[str, torch.Size]) -> dict[str, Box]:
+        """Return the part of each weight that this rank loads, as recorded while vLLM's loaders run without contents.
+
+        A weight is left out if this rank loads all of it, not one box, or not by views and copies. Layers are on the
+        meta device meanwhile, so that no weight changes, also if the memory of the engine is freed.
+        """
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        found: dict[str, Box] = {}
+
+        def record(model: Any, config: Any) -> None:
+            try:
+                initialize_layerwise_reload(model)
+                for layer in model.modules():
+                    get_layerwise_info(layer).load_numel = NEVER_COMPLETE
+                for name, shape in shapes.items():
+                    weight = PartialTensor(shape, config.dtype, name)
+                    with suppress(WeightSyncError):
+                        model.load_weights([(name, weight)])
+                        boxes = set(weight.boxes_read)
+                        box = boxes.pop() if len(boxes) == 1 else None
+                        if box is not None and box != whole_box(shape):
+                            found[name] = box
+            finally:
+                _restore_layers(model)
+
+        self._on_model(record)
+        return found
 
     def finish_loading(self) -> None:
         """Generate with the weights that were loaded."""

@@ -1,0 +1,152 @@
+"""Resharding: from the shards of training to the slices of generation, without gathering whole tensors.
+
+    rank        0        1        2        3           a weight of 8 rows, trained on 4 ranks
+    holds     0 1      2 3      4 5      6 7           shards of FSDP2
+    wants  0 1 2 3   4 5 6 7  0 1 2 3  4 5 6 7         two engines with tensor parallel size 2
+    receives  2 3   4 5 6 7   0 1 2 3  4 5             only the elements that it wants and does not hold
+
+What a rank holds and wants are boxes, so that rows, columns and trainers with tensor parallel are one case.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.engines.box_sum import box_sum, word_bytes
+from hybridflow.errors import WeightSyncError
+from hybridflow.runtime.boxes import Box, box_of_shard, box_shape, intersection, num_elements, part_of
+from hybridflow.runtime.partial_tensor import PartialTensor
+from hybridflow.runtime.shards import local
+
+
+class Resharding:
+    """One transfer of weights in which each rank receives the box of each parameter that its engine loads.
+
+    All ranks of the default group make the same calls in the same order. `parameters` are the trainer's, `wanted` has
+    the boxes of this rank by name. A parameter without a box on one of the ranks is not in the resharding.
+
+    Raises WeightSyncError, on all ranks, if the boxes of the ranks together are not the whole parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], wanted: Mapping[str, Box]) -> None:
+        self._rank = dist.get_rank()
+        mine = {name: (box_of_shard(p), wanted[name]) for name, p in parameters.items() if name in wanted}
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        self._boxes: dict[str, list[tuple[Box, Box]]] = {
+            name: [boxes[name] for boxes in of_ranks] for name in mine if all(name in boxes for boxes in of_ranks)
+        }
+        for name, boxes in self._boxes.items():
+            covered = sum(num_elements(wanted) for wanted in {wanted for _, wanted in boxes})
+            if covered != (numel := parameters[name].numel()):
+                raise WeightSyncError(
+                    f"weight '{name}': the ranks of the rollout engines load {covered} elements in different slices, "
+                    f"but the weight has {numel}."
+                )
+        self._sent: dict[str, Tensor] = {}  # for each rank the sum of what it was sent; the sum of this rank's shard
+        self._received: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._boxes
+
+    def receive(
+        self, name: str, parameter: Tensor, device: torch.device, dtype: torch.dtype
+    ) -> tuple[PartialTensor, int]:
+        """Return the part of a parameter that this rank wants, and the number of bytes that other ranks sent for it.
+
+        The part is in new memory on `device`; `verify` checks it.
+
+        Raises WeightSyncError if the shards of the ranks do not have each of its elements once.
+        """
+        held, wanted = zip(*self._boxes[name], strict=True)
+        me, shard = self._rank, local(parameter).detach().to(device, dtype)
+        pieces, parts = plan_exchange(held, wanted, me)
+        if sum(num_elements(box) for box in parts if box) != num_elements(wanted[me]):
+            raise WeightSyncError(
+                f"weight '{name}': this rank's engine loads the box {wanted[me]}, but the trainer's ranks have "
+                f"{', '.join(map(str, dict.fromkeys(held)))}: not each element once."
+            )
+        outgoing = [part_of(shard, held[me], box).reshape(-1) if box else shard.new_empty(0) for box in pieces]
+        result = torch.empty(box_shape(wanted[me]), dtype=dtype, device=device)
+        received, num_bytes = self._exchange(outgoing, parts)
+        for box, elements in zip(parts, received, strict=True):
+            if box:
+                part_of(result, wanted[me], box).copy_(elements.view(box_shape(box)))
+        self._add_sums(name, shard, pieces, result)
+        return PartialTensor(parameter.shape, dtype, name, wanted[me], result), num_bytes
+
+    def verify(self) -> None:
+        """Compare the checksums of the trainer's shards with those of the slices received since the last call.
+
+        Raises WeightSyncError, on all ranks, if a slice differs from the trainer's elements at these positions, or if
+        the slices of the ranks together are not the whole tensor.
+        """
+        if not self._sent:
+            return
+        names = list(self._sent)
+        sent, received = torch.stack(list(self._sent.values())).cpu(), torch.stack(list(self._received.values())).cpu()
+        dist.all_reduce(sent)
+        wrong = sent[:, self._rank] != received
+        for row, name in enumerate(names):
+            wanted = [box for _, box in self._boxes[name]]
+            distinct = [wanted.index(box) for box in dict.fromkeys(wanted)]
+            wrong[row] |= sent[row, distinct].sum() != sent[row, -1]
+        on_ranks = wrong.int()
+        dist.all_reduce(on_ranks)
+        if found := [name for name, count in zip(names, on_ranks.tolist(), strict=True) if count]:
+            raise WeightSyncError(
+                f"{len(found)} weight(s), the first is '{found[0]}', differ between the trainer and the slices for the "
+                "rollout engines: the checksums do not add up."
+            )
+        self._sent, self._received = {}, {}
+
+    def _exchange(self, outgoing: Sequence[Tensor], parts: Sequence[Box | None]) -> tuple[list[Tensor], int]:
+        """Send a tensor to each rank; return the elements of each part, and the bytes received for them.
+
+        This rank's own elements are not sent.
+        """
+        own = outgoing[self._rank]
+        to_others = [own[:0] if rank == self._rank else tensor for rank, tensor in enumerate(outgoing)]
+        sizes = [
+            num_elements(box) * own.element_size() if box and rank != self._rank else 0
+            for rank, box in enumerate(parts)
+        ]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=own.device)
+        packed = torch.cat(to_others).view(torch.uint8)
+        dist.all_to_all_single(buffer, packed, sizes, [tensor.nbytes for tensor in to_others])
+        received = [elements.view(own.dtype) for elements in buffer.split(sizes)]
+        received[self._rank] = own
+        return received, len(buffer)
+
+    def _add_sums(self, name: str, shard: Tensor, pieces: Sequence[Box | None], result: Tensor) -> None:
+        held, wanted = zip(*self._boxes[name], strict=True)
+        me = self._rank
+        num_bytes = word_bytes([*held, *wanted], shard.element_size())
+        whole = held[me] if held.index(held[me]) == me and shard.numel() else None
+        boxes = [*pieces, whole]
+        sums = {box: box_sum(part_of(shard, held[me], box), box, num_bytes) for box in {*boxes} - {None} if box}
+        nothing = torch.zeros((), dtype=torch.int64, device=shard.device)
+        self._sent[name] = torch.stack([sums[box] if box else nothing for box in boxes])
+        self._received[name] = box_sum(result, wanted[me], num_bytes)
+
+
+def plan_exchange(held: Sequence[Box], wanted: Sequence[Box], me: int) -> tuple[list[Box | None], list[Box | None]]:
+    """Return the boxes that rank `me` sends to each rank, and those that it receives from each, both with itself.
+
+    Of ranks that hold the same box, as with tensor parallel, one sends it: the receiver to itself if it is one of them,
+    otherwise they take turns.
+    """
+    holders: dict[Box, list[int]] = {box: [] for box in held}
+    for rank, box in enumerate(held):
+        holders[box].append(rank)
+
+    def sends(rank: int, receiver: int) -> bool:
+        ranks = holders[held[rank]]
+        return rank == (receiver if receiver in ranks else ranks[receiver % len(ranks)])
+
+    sent = [intersection(held[me], box) if sends(me, rank) else None for rank, box in enumerate(wanted)]
+    received = [intersection(box, wanted[me]) if sends(rank, me) else None for rank, box in enumerate(held)]
+    return sent, received

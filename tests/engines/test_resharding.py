@@ -1,0 +1,137 @@
+"""Slices of weights, by real processes on gloo, equal the whole weights; planted bugs are errors on all ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from fixtures.published_models import MODELS
+from hybridflow.engines.resharding import plan_exchange
+from hybridflow.models import build_without_weights
+from hybridflow.models.tensor_parallel import placement_of
+from hybridflow.runtime.boxes import num_elements, whole_box
+
+PROGRAM = Path(__file__).parent / "resharding_program.py"
+LAYOUTS = ("data 4, 2", "data 4, 4", "bfloat16", "tensor 2", "tensor 2, engine 4", "tensor 4", "host")
+BY_ROWS = "model.layers.0.mlp.up_proj.weight"
+
+
+HELD = [((0, 2), (0, 6)), ((2, 4), (0, 6)), ((4, 6), (0, 6)), ((6, 8), (0, 6))]
+
+
+def test_rows_come_only_from_the_ranks_that_hold_them():
+    halves = [((0, 4), (0, 6)), ((4, 8), (0, 6))] * 2
+    _, received = plan_exchange(HELD, halves, 0)
+    assert received == [HELD[0], HELD[1], None, None]
+    sent, received = plan_exchange(HELD, halves, 1)
+    assert sent == [HELD[1], None, HELD[1], None]
+    assert received == [None, None, HELD[2], HELD[3]]
+
+
+def test_columns_come_from_every_rank():
+    _, received = plan_exchange(HELD, [((0, 8), (0, 3)), ((0, 8), (3, 6))] * 2, 1)
+    assert received == [(box[0], (3, 6)) for box in HELD]
+
+
+def test_of_equal_shards_each_rank_uses_its_own_and_others_take_turns():
+    held = [((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)]
+    plans = [plan_exchange(held, [((0, 8),)] * 4, rank)[1] for rank in range(4)]
+    assert [[rank for rank, box in enumerate(plan) if box] for plan in plans] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def chunk(box, dim, count, index):
+    """Return one of `count` parts of a box along a dimension, all but the last of equal size."""
+    first, end = box[dim]
+    step = -(-(end - first) // count)
+    part = min(first + index * step, end), min(first + (index + 1) * step, end)
+    return (*box[:dim], part, *box[dim + 1 :])
+
+
+def test_rank_of_a_7b_model_receives_a_quarter_of_the_bytes(tmp_path):
+    """Qwen2.5-7B in bfloat16 on 8 ranks, two engines of 4: 3.3 GB in place of 13.3 GB, on average over the ranks."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen2.5-7B"][0]))
+    shapes = {name: p.shape for name, p in build_without_weights(tmp_path, "policy", torch.bfloat16).named_parameters()}
+    gathered = received = 0
+    for name, shape in shapes.items():
+        whole, placement = whole_box(shape), placement_of(name)
+        held = [chunk(whole, 0, 8, rank) for rank in range(8)]
+        gathered += sum(num_elements(whole) - num_elements(box) for box in held)
+        dims = [placement.dim] if isinstance(placement, Shard) else []
+        wanted = [chunk(whole, dims[0], 4, rank % 4) if dims else whole for rank in range(8)]
+        for me in range(8):
+            parts = plan_exchange(held, wanted, me)[1]
+            received += sum(num_elements(box) for rank, box in enumerate(parts) if box and rank != me)
+    assert gathered * 2 / 8 / 1e9 == pytest.approx(13.33, abs=0.005)
+    assert received * 2 / 8 / 1e9 == pytest.approx(3.33, abs=0.005)
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model, run_world, tmp_path_factory):
+    output = tmp_path_factory.mktemp("resharding")
+    run_world(PROGRAM, 4, tiny_model("qwen2", num_key_value_heads=4, intermediate_size=52, vocab_size=41), output)
+    return [json.loads((output / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_equal_the_parts_of_whole_weights(ranks, layout):
+    for rank in ranks:
+        result = rank[layout]
+        assert result["wrong"] == []
+        assert "error" not in result
+        names = {name.split(".")[-2] for name in result["sliced names"]}
+        assert names == {"embed_tokens", "lm_head", "q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [("data 4, 2", 1 / 2), ("data 4, 4", 1 / 4), ("bfloat16", 1 / 2), ("host", 1 / 2), ("tensor 4", 1 / 2)],
+)
+def test_ranks_receive_less_than_whole_weights(ranks, layout, share):
+    whole, sliced = (sum(rank[layout][key] for rank in ranks) for key in ("whole", "sliced"))
+    assert sliced / whole == pytest.approx(share, abs=0.09)  # keys and norms are whole
+
+
+@pytest.mark.slow
+def test_equal_tensor_parallel_of_trainer_and_engine_stays_in_its_group(ranks):
+    # A rank needs the other half of its slice, which one rank along the data axis holds. Norms and keys are whole.
+    for rank in ranks:
+        other = rank["tensor 2"]
+        assert other["sliced"] < 0.5 * other["whole"]
+
+
+@pytest.mark.slow
+def test_weights_without_a_slice_on_every_rank_are_whole(ranks):
+    for rank in ranks:
+        assert rank["whole on one rank"]["wrong"] == rank["adapters"]["wrong"] == []
+        assert BY_ROWS not in rank["whole on one rank"]["sliced names"]
+        assert rank["whole on one rank"]["sliced names"]
+        assert rank["adapters"]["sliced names"] == []
+
+
+@pytest.mark.slow
+def test_slices_that_are_not_the_whole_weight_are_errors(ranks):
+    for rank in ranks:
+        assert rank["overlap"]["error"] == (
+            f"weight '{BY_ROWS}': the ranks of the rollout engines load 960 elements in different slices, but the "
+            "weight has 1664."
+        )
+        assert rank["overlap"]["sliced names"] == []
+
+
+@pytest.mark.slow
+def test_slices_that_overlap_and_leave_a_gap_are_an_error(ranks):
+    for rank in ranks:
+        assert rank["gap"]["wrong"] == []  # each slice has the elements that the rank wanted
+        assert f"1 weight(s), the first is '{BY_ROWS}', differ between" in rank["gap"]["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["bit", "rows"])
+def test_elements_changed_on_one_rank_are_an_error_on_all(ranks, bug):
+    assert all("differ between the trainer and the slices" in rank[bug]["error"] for rank in ranks)
+    assert ranks[1][bug]["wrong"]
+    assert torch.tensor([len(rank[bug]["wrong"]) for rank in (ranks[0], *ranks[2:])]).sum() == 0
