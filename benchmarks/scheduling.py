@@ -79,7 +79,10 @@ def measure(prompts: int, engines: int, running: int, share: float, seed: int) -
         "known": known,
     }
     times = {name: max(finish_times(loaded(rows, lengths, running))) for name, rows in schedules.items()}
-    return times | {"stragglers": max(finish_times(loaded(scheduled, lengths, running), moves_stragglers=True))}
+    return times | {
+        name: max(finish_times(loaded(rows, lengths, running), moves_stragglers=True))
+        for name, rows in (("stragglers", scheduled), ("stragglers_even", even))
+    }
 
 
 def assigned(expected: np.ndarray, engines: int) -> list[list[int]]:

@@ -54,8 +54,8 @@ class RolloutConfig(Section):
     )
     kv_cache_bytes: NonNegative = Field(
         default=0,
-        description="Memory of the KV cache on each rank, in bytes; 0: what gpu_memory_utilization leaves (vllm on a "
-        "CPU: 1 GiB). embedded on a CPU takes what its sequences need.",
+        description="Memory of the KV cache on each rank, in bytes: sequences that do not fit wait. 0: what "
+        "gpu_memory_utilization leaves (vllm on a CPU: 1 GiB; embedded on a CPU: what its sequences need).",
     )
     enforce_eager: bool = Field(
         default=False,
