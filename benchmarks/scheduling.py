@@ -10,11 +10,12 @@ length of another group of responses to the same prompt, times log-normal noise.
 
   expected      ratio of the time of "even" to that of "expected"
   assignment    the same, with prompts in their order on each engine
-  order         one order over all engines, the even split with the longest expected responses first on each
-  stragglers    "expected", and idle engines take half of the sequences of the engine with the most
+  order         the even split, with the longest expected responses first on each engine
   known         "expected" with the mean lengths of the responses themselves
+  stragglers    "expected", and idle engines take half of the sequences of the engine with the most
+  stragglers_even  the same with the even split
 
-`batch` is the number of prompts on each engine: a few fit the cache at once; many do not.
+`--prompts` is the number on each engine: 4 or 16 fit the cache at once, 64 do not.
 """
 
 from collections import deque
@@ -33,6 +34,8 @@ MEDIAN, TAIL, LONGEST, PROMPT = 1024, 8, 32768, 512
 GROUP_SIZE, CAPACITY, MAX_RUNNING = 8, 500_000, 1024
 NOISE = 0.2
 """Standard deviation of the logarithm of expected / past length, as the policy changes between two epochs."""
+SCHEDULES = ("expected", "assignment", "order", "known", "stragglers", "stragglers_even")
+"""The columns of the table, each as the ratio of the time of "even" to its time."""
 SMOKE = {"engines": 2, "batches": 1, "prompts": [4]}
 
 
@@ -49,12 +52,12 @@ def main() -> None:
         for share in args.of_prompt:
             times = [measure(prompts, args.engines, args.running, share, seed) for seed in range(args.batches)]
             seconds = {name: mean(each[name] for each in times) / 1e3 for name in times[0]}
-            ratios = {name: seconds["even"] / value for name, value in seconds.items() if name != "even"}
+            ratios = {name: seconds["even"] / seconds[name] for name in SCHEDULES}
             lines.append((f"{prompts} prompts, {share:.0%} of the prompt", f"{seconds['even']:.0f}"))
             lines[-1] += tuple(f"{ratio:.2f}" for ratio in ratios.values())
             name = f"expected_{prompts}_{round(100 * share)}"
             rows.append(Row(name, "s", seconds["expected"], seconds["even"], seconds["known"], ratios["expected"]))
-    print_table("time of the slowest engine", ("on each engine", "even, s", *ratios), lines)
+    print_table("time of the slowest engine", ("on each engine", "even, s", *SCHEDULES), lines)
     print_rows("scheduling", rows, smoke=args.smoke)
 
 
