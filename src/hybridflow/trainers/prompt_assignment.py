@@ -7,8 +7,11 @@ import numpy as np
 FAMILY_SHARE = 0.5
 """Share of the longer of two prompts that must be their common prefix, so that they are of one family."""
 
-FAMILY_PIECE = 0.25
-"""Largest load of the prompts of a family that are assigned together, as a share of an engine's fair load."""
+LARGEST_FAMILY = 0.25
+"""Largest load of a family that is assigned as a whole, as a share of an engine's fair load.
+
+A larger one, such as all prompts with one instruction, is assigned prompt by prompt, or long responses would crowd.
+"""
 
 FAMILY_SLACK = 0.05
 """Share by which the load of the busiest engine may grow so that families stay together."""
@@ -44,30 +47,30 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def assign_prompts(costs: Sequence[float], families: Sequence[int], capacities: Sequence[float]) -> list[list[int]]:
     """Return the prompts of each engine, the costliest first; each prompt once, and no engine without one.
 
-    Pieces of families are assigned as a whole, unless the busiest engine would then have FAMILY_SLACK more than with
-    single prompts. costs: > 0. capacities: > 0, proportional to the load that an engine should get; at most as many as
+    Small families are assigned as a whole, unless the busiest engine would then have FAMILY_SLACK more than with single
+    prompts. costs: > 0. capacities: > 0, proportional to the load that an engine should get; at most as many as
     there are prompts.
     """
     singles = _assign([[prompt] for prompt in range(len(costs))], costs, capacities)
-    pieces = _assign(_pieces(costs, families, FAMILY_PIECE * sum(costs) / len(capacities)), costs, capacities)
+    whole = _assign(_units(costs, families, LARGEST_FAMILY * sum(costs) / len(capacities)), costs, capacities)
     slack = 1 + FAMILY_SLACK
-    fits = all(pieces) and _busiest(pieces, costs, capacities) <= slack * _busiest(singles, costs, capacities)
-    assigned = [sorted(rows, key=lambda row: (-costs[row], row)) for rows in (pieces if fits else singles)]
+    fits = all(whole) and _busiest(whole, costs, capacities) <= slack * _busiest(singles, costs, capacities)
+    assigned = [sorted(rows, key=lambda row: (-costs[row], row)) for rows in (whole if fits else singles)]
     for empty in (rows for rows in assigned if not rows):  # an engine of tiny capacity
         empty.append(max(assigned, key=len).pop())
     return assigned
 
 
-def _pieces(costs: Sequence[float], families: Sequence[int], largest: float) -> list[list[int]]:
-    """Return each family in pieces of at most the largest load, or of one prompt."""
-    pieces: list[list[int]] = []
-    for prompt in sorted(range(len(costs)), key=lambda prompt: (families[prompt], -costs[prompt])):
-        is_kin = pieces and families[pieces[-1][0]] == families[prompt]
-        if is_kin and sum(costs[row] for row in pieces[-1]) + costs[prompt] <= largest:
-            pieces[-1].append(prompt)
-        else:
-            pieces.append([prompt])
-    return pieces
+def _units(costs: Sequence[float], families: Sequence[int], largest: float) -> list[list[int]]:
+    """Return the prompts of each family that is not larger, and each prompt of the others by itself."""
+    members: dict[int, list[int]] = {}
+    for prompt, family in enumerate(families):
+        members.setdefault(family, []).append(prompt)
+    units: list[list[int]] = []
+    for family in members.values():
+        is_small = sum(costs[prompt] for prompt in family) <= largest
+        units += [family] if is_small else [[prompt] for prompt in family]
+    return units
 
 
 def _assign(units: Sequence[list[int]], costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
