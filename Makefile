@@ -25,7 +25,7 @@ INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-overlap
-.PHONY: bench-rewards bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
+.PHONY: bench-rewards bench-rollout bench-scheduling bench-trace_share bench-train_engine bench-transport bench-weight_sync
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -141,6 +141,9 @@ bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between process
 
 bench-overlap: $(STAMP) ## the time of a step with each trainer.lag, on emulated devices; ARGS="--help" for more
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-scheduling: $(STAMP) ## prompts assigned to engines by past lengths, on simulated engines; ARGS="--help" for more
+	$(BIN)/python benchmarks/scheduling.py $(ARGS)
 
 bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)

@@ -51,6 +51,28 @@ def test_batches_run_side_by_side_and_are_read_in_any_order(engine):
         assert [each.token_ids for _, group in sorted(found) for each in group] == [e.token_ids for e in expected]
 
 
+class Submitted:
+    """An engine that only records the order of submission."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+
+    def submit(self, request: Request) -> None:
+        self.order.append(request.request_id)
+
+
+def test_the_longest_limit_then_the_longest_expected_response_starts_first():
+    engine, long = Submitted(), SamplingParams(60)
+    requests = [
+        Request(0, [8, 9], SAMPLING, expected_length=3.0),
+        Request(1, [8], SAMPLING, expected_length=30.0),
+        Request(2, [8], long),
+        Request(3, [8, 9, 10], SAMPLING, expected_length=3.0),
+    ]
+    RunningGroups(engine).begin("", requests)  # pyright: ignore[reportArgumentType]
+    assert engine.order == [2, 1, 3, 0]
+
+
 def test_more_groups_than_a_batch_has_are_an_error(engine):
     groups = RunningGroups(engine)
     groups.begin(0, batch_of(0))

@@ -108,6 +108,14 @@ METRICS: dict[str, Metric] = {
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage per token that it processed.", "max"),
+    "schedule/length_error": Metric(
+        "Mean distance of the expected from the mean response length of a prompt, by the mean length "
+        '(rollout.schedule = "expected").'
+    ),
+    "schedule/imbalance_even": Metric(
+        "Relative extra tokens of the rollout engine with the most, if each got equally many prompts: max / mean - 1."
+    ),
+    "schedule/imbalance": Metric('The same for the prompts that each engine got (rollout.schedule = "expected").'),
     "balance/imbalance_before": Metric(
         "Relative extra time of the slowest rank if rows kept the order of generation: max / mean - 1 of the model's "
         "cost, mean over mini-batches.",

@@ -54,6 +54,7 @@ class Request:
     `noise_key` (seed, step, prompt), the index in the group and the token's position determine the noise of each token.
     `resume_offset` is the number of tokens at the end of the prompt that belong to a continued response: positions are
     counted from its first token. A `request_id` may be used again when all its completions are finished.
+    `expected_length` is the expected number of tokens of a response; 0: not known.
     """
 
     request_id: int
@@ -62,6 +63,7 @@ class Request:
     group_size: int = 1
     noise_key: tuple[int, ...] = (0,)
     resume_offset: int = 0
+    expected_length: float = 0.0
 
 
 @dataclass

@@ -59,6 +59,16 @@ class DecodingBatch:
         self._is_running = torch.zeros(0, dtype=torch.bool, device=device)
         self._first_logits: list[Tensor] = []  # of admitted rows without a token
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows, those that have finished and were not removed included."""
+        return len(self._names)
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that each row has room for."""
+        return self._cache.capacity
+
     def admit(self, requests: Sequence[Request]) -> None:
         """Compute each prompt once and add a row for every sequence of its group."""
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)

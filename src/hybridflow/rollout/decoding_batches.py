@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.models import Forward
 from hybridflow.rollout.base import Completion, Request, SamplingParams
+from hybridflow.rollout.cache_budget import CacheBudget
 from hybridflow.rollout.decoding_batch import DecodingBatch
 from hybridflow.rollout.stop_strings import StopStrings
 
@@ -14,7 +15,15 @@ from hybridflow.rollout.stop_strings import StopStrings
 class DecodingBatches:
     """Running sequences, where those with equal sampling parameters, except their lengths, are one batch."""
 
-    def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, stop_strings: StopStrings) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        device: torch.device,
+        dtype: torch.dtype,
+        stop_strings: StopStrings,
+        kv_cache_bytes: int = 0,
+    ) -> None:
+        self._budget = CacheBudget(forward, device, kv_cache_bytes)
         self._forward, self._device, self._dtype, self._stop_strings = forward, device, dtype, stop_strings
         self._batches: list[DecodingBatch] = []
 
@@ -24,13 +33,18 @@ class DecodingBatches:
         return sum(batch.num_running for batch in self._batches)
 
     def admit(self, waiting: deque[Request], room: int) -> None:
-        """Start waiting requests that fit, in order."""
+        """Start waiting requests that fit, in order. Raises RolloutConfigError for one that memory never holds."""
+        running = {batch.sampling: (batch.num_rows, batch.capacity) for batch in self._batches}
         admitted: dict[SamplingParams, list[Request]] = {}  # by sampling parameters, without the length
         while waiting and waiting[0].group_size <= room:
-            request = waiting.popleft()
-            room -= request.group_size
-            admitted.setdefault(replace(request.sampling, max_new_tokens=1), []).append(request)
-        for sampling, requests in admitted.items():
+            request = waiting[0]
+            of_sampling = admitted.setdefault(replace(request.sampling, max_new_tokens=1), [])
+            of_sampling.append(request)
+            if not self._budget.holds(running, admitted):
+                of_sampling.pop()
+                break
+            room -= waiting.popleft().group_size
+        for sampling, requests in ((each, requests) for each, requests in admitted.items() if requests):
             batch = next((batch for batch in self._batches if batch.sampling == sampling), None)
             if batch is None:
                 batch = DecodingBatch(self._forward, self._device, self._dtype, sampling, self._stop_strings)

@@ -34,8 +34,9 @@ class EmbeddedRollout:
 
     `shares_model`: the model is the trainer's own, so its weights are never freed here. With `pack_weights`, a CPU
     generates from a copy of the weights in the memory order of its matrix products, which exists while sequences run.
-    `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. Then
-    `kv_cache_bytes` is the memory of keys and values; 0: the share `memory_share` of the free memory (1 GiB on a CPU).
+    `paged`: keys and values in pages, and steps of fixed shapes; None: on every device except a CPU. `kv_cache_bytes`
+    is the memory of keys and values; 0: what the sequences need, with pages the share `memory_share` of the free memory
+    (1 GiB on a CPU).
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class EmbeddedRollout:
         self.model = model
         self._forward = forward_of(model)
         self._paged = paged
-        self._memory = {"kv_cache_bytes": kv_cache_bytes, "memory_share": memory_share}
+        self._kv_cache_bytes, self._memory_share = kv_cache_bytes, memory_share
         self._pack_weights = pack_weights
         self._is_packed = False  # True while sequences run, until the weights change
         self._shares_model = shares_model
@@ -197,13 +198,15 @@ class EmbeddedRollout:
     def _new_decoding(self) -> Decoding:
         """Return the way to decode on the device of the weights, without memory for sequences."""
         if not self._is_paged():
-            return DecodingBatches(self._forward, self.model.device, self.model.dtype, self._stop_strings)
+            model, num_bytes = self.model, self._kv_cache_bytes
+            return DecodingBatches(self._forward, model.device, model.dtype, self._stop_strings, num_bytes)
         return PagedDecoding(
             self._forward,
             self.model,
             max_running_sequences=self.max_running_sequences,
             stop_strings=self._stop_strings,
-            **self._memory,
+            kv_cache_bytes=self._kv_cache_bytes,
+            memory_share=self._memory_share,
         )
 
     def _admit(self, running: Decoding) -> None:

@@ -119,5 +119,5 @@ class RunningGroups:
         self._engine.finished()  # the aborted ones: others are taken after each step
 
 
-def _longest_first(request: Request) -> tuple[int, int]:
-    return -request.sampling.max_new_tokens, -len(request.prompt_ids)
+def _longest_first(request: Request) -> tuple[int, float, int]:
+    return -request.sampling.max_new_tokens, -request.expected_length, -len(request.prompt_ids)

@@ -13,7 +13,6 @@ from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
-from hybridflow.trainers.sampling import Sampling
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
@@ -46,13 +45,13 @@ class PPOTrainer(PPO, BackendOwner):
         self.global_step = 0
         self.ahead: Ahead | None = None
         if config.trainer.lag:
-            sampling = Sampling(config, self.rollout, self.rewards)
-            self.sample = self.ahead = Ahead(sampling, config.trainer.lag, total_steps)
+            self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, total_steps)
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             state = restore_training(run.checkpoint, self.stateful_groups, loader)
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.global_step = state["global_step"]
+            self.sampling.schedule.load_state_dict(state.get("schedule", {}))
             if self.ahead:
                 self.ahead.restore(run.checkpoint, state.get("pending", []))
 
@@ -67,6 +66,7 @@ class PPOTrainer(PPO, BackendOwner):
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
+            self.metrics |= self.sampling.schedule.note(batch)
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
@@ -89,11 +89,13 @@ class PPOTrainer(PPO, BackendOwner):
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
         pending = self.ahead.pending() if self.ahead else []
+        schedule = {"schedule": state} if (state := self.sampling.schedule.state_dict()) else {}
         self.saver.save(
             self.global_step,
             lambda directory: save_pending(pending, directory),
             kl_controller=self.kl_controller.state_dict(),
             pending=describe_pending(pending),
+            **schedule,
         )
 
     def finish_save(self) -> None:

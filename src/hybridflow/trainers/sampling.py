@@ -10,6 +10,7 @@ import torch
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.workers.algorithm_functions import reads_column
 
@@ -47,6 +48,7 @@ class Sampling:
 
     def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
         self._config, self._rollout, self._rewards = config, rollout, rewards
+        self.schedule = GenerationSchedule(config, rollout)
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
@@ -67,7 +69,7 @@ class Sampling:
         config = self._config
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
-        rollouts = self._rollout.generate_sequences.remote(prompts)  # group_size rows for each prompt, in order
+        prompts, rollouts = self.schedule.generate(prompts)  # group_size rows for each prompt, in order
         batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
         if not reads_column(config, "baseline_scores"):
             return Begun(step, batch)

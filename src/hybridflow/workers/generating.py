@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
-from hybridflow.controller import make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.runtime import free_device_memory, own_device
 from hybridflow.workers.begun_batches import BegunBatches
 from hybridflow.workers.measured import MeasuredWorker
 from hybridflow.workers.rollout_batch import rollout_batch
@@ -28,6 +29,13 @@ ROLLOUT_COLUMNS = (
     *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
     *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
 )
+
+
+def training_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns of prompts that generation for training reads."""
+    return (*PROMPT_COLUMNS, *["expected_lengths"] * (config.rollout.schedule == "expected"))
+
+
 GREEDY = ValidationConfig(temperature=0.0, group_size=1)
 
 
@@ -45,7 +53,7 @@ class GeneratingWorker(MeasuredWorker):
 
     @register(
         TO_ENGINES,
-        reads=PROMPT_COLUMNS,
+        reads=training_columns,
         writes=ROLLOUT_COLUMNS,
         rows=lambda config: config.rollout.group_size,
         parts=lambda config: config.controller.parts,
@@ -69,7 +77,7 @@ class GeneratingWorker(MeasuredWorker):
         """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
-    @register(TO_ENGINES, reads=PROMPT_COLUMNS)
+    @register(TO_ENGINES, reads=training_columns)
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin to generate `rollout.group_size` responses for each prompt; `next_sequences` returns them."""
         self._begun.begin(_noise_key(prompts), prompts, self._requests(prompts, self.config.rollout))
@@ -91,6 +99,14 @@ class GeneratingWorker(MeasuredWorker):
         group_ids = prompts.batch["group_ids"].repeat_interleave(self.config.rollout.group_size)
         return rows.union(DataProto.from_dict({"group_ids": group_ids}))
 
+    @register(Dispatch.ONE_TO_ALL)
+    def free_cache_bytes(self) -> int:
+        """Return the memory that keys and values may take now, in bytes; 0 on a CPU without rollout.kv_cache_bytes."""
+        rollout, device = self.config.rollout, own_device()
+        if rollout.kv_cache_bytes or device.type != "cuda":
+            return rollout.kv_cache_bytes
+        return int(rollout.gpu_memory_utilization * free_device_memory(device))
+
     @cached_property
     def _begun(self) -> BegunBatches:
         return BegunBatches(self.rollout, self.ready_to_generate)
@@ -111,11 +127,18 @@ class GeneratingWorker(MeasuredWorker):
             stop_strings=self.config.rollout.stop_strings,
         )
         noise, columns = _noise_key(prompts), prompts.batch
+        expected = columns.get("expected_lengths", torch.zeros(len(prompts)))  # read only for training
+        names = ("prompts", "prompt_mask", "group_ids")
         return [
-            Request(i, ids[mask].tolist(), sampling, settings.group_size, (*noise, int(group)))
-            for i, (ids, mask, group) in enumerate(
-                zip(columns["prompts"], columns["prompt_mask"].bool(), columns["group_ids"], strict=True)
+            Request(
+                i,
+                ids[mask.bool()].tolist(),
+                sampling,
+                settings.group_size,
+                (*noise, int(group)),
+                expected_length=float(length),
             )
+            for i, (ids, mask, group, length) in enumerate(zip(*(columns[n] for n in names), expected, strict=True))
         ]
 
     def _rollouts(self, prompts: DataProto, completions: Sequence[Completion], group_size: int) -> DataProto:

@@ -27,6 +27,11 @@ class RolloutConfig(Section):
     max_running_sequences: Positive = Field(
         default=1024, description="Largest number of sequences decoded at once; further ones wait in a queue."
     )
+    schedule: Literal["even", "expected"] = Field(
+        default="even",
+        description="Which rollout engine generates which prompts: even (equal numbers, in order), or expected (equal "
+        "tokens, and the longest responses first, by past response lengths).",
+    )
     pack_weights: bool = Field(
         default=True,
         description="embedded, on a CPU: decode with a compiled kernel from a copy of the weights in its memory order. "
@@ -49,8 +54,8 @@ class RolloutConfig(Section):
     )
     kv_cache_bytes: NonNegative = Field(
         default=0,
-        description="Memory of the KV cache on each rank, in bytes; 0: what gpu_memory_utilization leaves (vllm on a "
-        "CPU: 1 GiB). embedded on a CPU takes what its sequences need.",
+        description="Memory of the KV cache on each rank, in bytes: sequences that do not fit wait. 0: what "
+        "gpu_memory_utilization leaves (vllm on a CPU: 1 GiB; embedded on a CPU: what its sequences need).",
     )
     enforce_eager: bool = Field(
         default=False,
