@@ -4,9 +4,10 @@ Each stage is a small function that reads only the columns that it needs, from a
 this module knows neither worker groups nor files.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,19 @@ def with_group_ids(prompts: DataProto, first: int = 0) -> DataProto:
     return prompts.union(DataProto.from_dict({"group_ids": torch.arange(first, first + len(prompts))}))
 
 
-def with_row_ids(batch: _Batch) -> _Batch:
-    """Return the batch with `row_ids`, which identify a row in mini-batches and padding on any rank."""
-    return batch.union(DataProto.from_dict({"row_ids": torch.arange(len(batch))}))
+def with_row_ids(batch: _Batch, first: int = 0) -> _Batch:
+    """Return the batch with `row_ids` from `first` on, which identify a row in mini-batches and padding on any rank."""
+    return batch.union(DataProto.from_dict({"row_ids": torch.arange(first, first + len(batch))}))
+
+
+def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
+    """Return the rows of all parts of a batch, in order."""
+    return DataProtoFuture.concat(parts) if len(parts) > 1 else parts[0]
+
+
+def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
+    """Return the row numbers that sort the batch by group; rows of a group keep their order."""
+    return np.argsort(read(batch, ("group_ids",)).batch["group_ids"].numpy(), kind="stable")
 
 
 def needs_old_log_probs(config: Config) -> bool:
@@ -51,8 +62,8 @@ def needs_token_level_rewards(config: Config) -> bool:
     return config.algorithm.kl_in_reward or "token_level_rewards" in advantage_estimator(config).columns
 
 
-def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
-    """Return `token_level_scores`, `token_level_rewards`, and the mean KL over response tokens (0 without a penalty).
+def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, Tensor]:
+    """Return `token_level_scores`, `token_level_rewards`, and the KL of each response token (none without a penalty).
 
     The score is at the last token of each response; the rewards are the scores minus the KL penalty.
     """
@@ -61,7 +72,9 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
     mask = columns["response_mask"]
     scores = _at_last_token(columns["scores"], mask)
     if not config.kl_in_reward:
-        return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores.clone()}), 0.0
+        return DataProto.from_dict(
+            {"token_level_scores": scores, "token_level_rewards": scores.clone()}
+        ), scores.new_zeros(0)
     rewards, kl = apply_kl_penalty(
         token_level_scores=scores,
         old_log_probs=columns["old_log_probs"],
@@ -70,8 +83,7 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
         kl_coef=kl_coef,
         kl_estimator=config.kl_estimator,
     )
-    mean_kl = float(kl[mask].mean())
-    return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), mean_kl
+    return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), kl[mask]
 
 
 def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFuture:
@@ -88,8 +100,11 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
     return batch.select_columns(others).union(DataProto.from_dict({"scores": columns["scores"] - penalty}))
 
 
-def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Return `rollout_weights`, the factor of each token's policy loss, and metrics of them."""
+def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, Tensor]:
+    """Return `rollout_weights`, the factor of each token's policy loss, and numbers for `correction_metrics`.
+
+    The numbers, (3, tokens), are of each response token: the weight, whether it is bounded, whether it is rejected.
+    """
     columns = read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
     mask = columns["response_mask"]
     correction = rollout_correction(
@@ -99,18 +114,23 @@ def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto
         rollout_weight_outside=config.rollout_weight_outside,
         rollout_reject={str(name): bounds for name, bounds in config.rollout_reject.items()},
     )
-    weights = correction.weights[mask].double()
-    metrics = {
+    numbers = [correction.weights[mask], correction.bounded[mask], correction.rejected[mask]]
+    return DataProto.from_dict({"rollout_weights": correction.weights}), torch.stack([x.double() for x in numbers])
+
+
+def correction_metrics(parts: Sequence[Tensor]) -> dict[str, float]:
+    """Return metrics of the rollout weights of a batch, from the numbers of its parts by `corrected_rollouts`."""
+    weights, bounded, rejected = torch.cat(list(parts), dim=1)
+    return {
         "rollout_correction/weight_mean": float(weights.mean()),
         "rollout_correction/weight_max": float(weights.max()),
         "rollout_correction/weight_min": float(weights.min()),
-        "rollout_correction/bounded_share": float(correction.bounded[mask].double().mean()),
-        "rollout_correction/rejected_share": float(correction.rejected[mask].double().mean()),
+        "rollout_correction/bounded_share": float(bounded.mean()),
+        "rollout_correction/rejected_share": float(rejected.mean()),
         "rollout_correction/effective_share": float(
             weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)
         ),
     }
-    return DataProto.from_dict({"rollout_weights": correction.weights}), metrics
 
 
 def add_advantages(batch: Batch, config: Config) -> DataProto:

@@ -24,6 +24,11 @@ TO_ENGINES = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH, name="TO_ENGINE
 """Dispatch mode that splits prompts over the rollout engines; ranks of one engine get the same, one is collected."""
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "group_ids")
+DATASET_COLUMNS = (
+    *("prompts", "prompt_mask", "raw_prompts", "prompt_texts"),
+    *("data_sources", "ground_truths", "extra_infos"),
+)
+"""The columns of a prompt dataset; of a batch that is read in parts, they come back with the responses."""
 ROLLOUT_COLUMNS = (
     *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
     *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
@@ -69,7 +74,7 @@ class GeneratingWorker(MeasuredWorker):
         """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
-    @register(TO_ENGINES, reads=PROMPT_COLUMNS)
+    @register(TO_ENGINES, reads=(*DATASET_COLUMNS, "group_ids"), writes=(), rows="one")
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin to generate `rollout.group_size` responses for each prompt; `next_sequences` returns them."""
         self._begun.begin(_noise_key(prompts), prompts, self._requests(prompts, self.config.rollout))
@@ -78,18 +83,17 @@ class GeneratingWorker(MeasuredWorker):
     @register(
         TO_ENGINES,
         reads=("group_ids",),
-        writes=(*ROLLOUT_COLUMNS, "group_ids"),
+        writes=(*ROLLOUT_COLUMNS, *DATASET_COLUMNS, "group_ids"),
         rows=lambda config: config.rollout.group_size,
     )
     def next_sequences(self, places: DataProto) -> DataProto:
-        """Return the responses to those prompts that finish next, as many prompts as `places` has rows.
+        """Return those prompts that finish next, each with its responses: as many prompts as `places` has rows.
 
         `places`: any rows of a batch that has begun. The `group_ids` of the result name its prompts.
         """
         prompts, completions = self._begun.next(_noise_key(places), len(places))
         rows = self._rollouts(prompts, completions, self.config.rollout.group_size)
-        group_ids = prompts.batch["group_ids"].repeat_interleave(self.config.rollout.group_size)
-        return rows.union(DataProto.from_dict({"group_ids": group_ids}))
+        return prompts.select(meta_info_keys=()).repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
     @cached_property
     def _begun(self) -> BegunBatches:
