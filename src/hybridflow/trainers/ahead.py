@@ -14,8 +14,8 @@ from typing import Any
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.begun import Begun, ScoredParts
-from hybridflow.trainers.sampling import NextPrompts, Sampling
+from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
+from hybridflow.trainers.sampling import Sampling
 
 
 class Ahead:

@@ -1,9 +1,16 @@
-"""Batches whose generation has begun, in one part or several, and their parts with scores."""
+"""What sampling returns: batches whose generation has begun, in one part or several, and their parts with scores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from hybridflow.protocol import DataProtoFuture
+import numpy as np
+
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.stages import read
+
+NextPrompts = Callable[[], DataProto]
+"""A function that returns the next batch of prompts."""
 
 
 @dataclass(frozen=True)
@@ -36,3 +43,23 @@ class ScoredParts:
 
     def __iter__(self) -> Iterator[DataProtoFuture]:
         return self._score(self._begun)
+
+
+class Sampler(Protocol):
+    """A function that returns the parts of the batch of a step; `metrics` are of the last call."""
+
+    metrics: dict[str, Any]
+
+    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
+        """Return the rows of `step` with responses and scores, in one part or several."""
+        ...
+
+
+def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
+    """Return the rows of all parts of a batch, in order."""
+    return DataProtoFuture.concat(parts) if len(parts) > 1 else parts[0]
+
+
+def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
+    """Return the row numbers that sort the batch by group; rows of a group keep their order."""
+    return np.argsort(read(batch, ("group_ids",)).batch["group_ids"].numpy(), kind="stable")

@@ -20,14 +20,12 @@ from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.balance import balanced_order
+from hybridflow.trainers.begun import NextPrompts, Sampler, in_order_of_groups, joined
+from hybridflow.trainers.corrected_rollouts import corrected_rollouts, correction_metrics
 from hybridflow.trainers.rl_metrics import log_prob_metrics
-from hybridflow.trainers.sampling import NextPrompts, Sampler, Sampling
+from hybridflow.trainers.sampling import Sampling
 from hybridflow.trainers.stages import (
     add_advantages,
-    corrected_rollouts,
-    correction_metrics,
-    in_order_of_groups,
-    joined,
     mini_batch_rows,
     needs_old_log_probs,
     needs_token_level_rewards,

@@ -1,7 +1,7 @@
 """From prompts to scored responses, in one round of generation or several (dynamic sampling)."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,26 +10,13 @@ from hybridflow.config import Config
 from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.begun import Begun, ScoredParts
+from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
 
 TRAINING_STREAM = 0
 """Second entry of the noise key of training; validation has its own."""
-
-NextPrompts = Callable[[], DataProto]
-"""A function that returns the next batch of prompts."""
-
-
-class Sampler(Protocol):
-    """A function that returns the parts of the batch of a step; `metrics` are of the last call."""
-
-    metrics: dict[str, Any]
-
-    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
-        """Return the rows of `step` with responses and scores, in one part or several."""
-        ...
 
 
 class Sampling:

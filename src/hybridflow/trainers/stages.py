@@ -4,14 +4,13 @@ Each stage is a small function that reads only the columns that it needs, from a
 this module knows neither worker groups nor files.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms import apply_kl_penalty, rollout_correction
+from hybridflow.algorithms import apply_kl_penalty
 from hybridflow.config import ActorConfig, AlgorithmConfig, Config, CriticConfig
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
@@ -34,16 +33,6 @@ def with_group_ids(prompts: DataProto, first: int = 0) -> DataProto:
 def with_row_ids(batch: _Batch, first: int = 0) -> _Batch:
     """Return the batch with `row_ids` from `first` on, which identify a row in mini-batches and padding on any rank."""
     return batch.union(DataProto.from_dict({"row_ids": torch.arange(first, first + len(batch))}))
-
-
-def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
-    """Return the rows of all parts of a batch, in order."""
-    return DataProtoFuture.concat(parts) if len(parts) > 1 else parts[0]
-
-
-def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
-    """Return the row numbers that sort the batch by group; rows of a group keep their order."""
-    return np.argsort(read(batch, ("group_ids",)).batch["group_ids"].numpy(), kind="stable")
 
 
 def needs_old_log_probs(config: Config) -> bool:
@@ -98,39 +87,6 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
     penalty = config.reward.overlong_penalty * over.clamp(min=0) / buffer
     others = [name for name in batch.columns or () if name != "scores"]
     return batch.select_columns(others).union(DataProto.from_dict({"scores": columns["scores"] - penalty}))
-
-
-def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, Tensor]:
-    """Return `rollout_weights`, the factor of each token's policy loss, and numbers for `correction_metrics`.
-
-    The numbers, (3, tokens), are of each response token: the weight, whether it is bounded, whether it is rejected.
-    """
-    columns = read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
-    mask = columns["response_mask"]
-    correction = rollout_correction(
-        **columns,
-        rollout_weights=config.rollout_weights,
-        rollout_weight_bounds=config.rollout_weight_bounds,
-        rollout_weight_outside=config.rollout_weight_outside,
-        rollout_reject={str(name): bounds for name, bounds in config.rollout_reject.items()},
-    )
-    numbers = [correction.weights[mask], correction.bounded[mask], correction.rejected[mask]]
-    return DataProto.from_dict({"rollout_weights": correction.weights}), torch.stack([x.double() for x in numbers])
-
-
-def correction_metrics(parts: Sequence[Tensor]) -> dict[str, float]:
-    """Return metrics of the rollout weights of a batch, from the numbers of its parts by `corrected_rollouts`."""
-    weights, bounded, rejected = torch.cat(list(parts), dim=1)
-    return {
-        "rollout_correction/weight_mean": float(weights.mean()),
-        "rollout_correction/weight_max": float(weights.max()),
-        "rollout_correction/weight_min": float(weights.min()),
-        "rollout_correction/bounded_share": float(bounded.mean()),
-        "rollout_correction/rejected_share": float(rejected.mean()),
-        "rollout_correction/effective_share": float(
-            weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)
-        ),
-    }
 
 
 def add_advantages(batch: Batch, config: Config) -> DataProto:
