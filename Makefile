@@ -139,7 +139,7 @@ bench-weight_sync: $(STAMP) $(call peers,$(VLLM_STAMP)) ## weight sync with each
 bench-transport: $(STAMP) $(call peers,$(VERL_STAMP)) ## batches between processes against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/transport.py $(ARGS)
 
-bench-overlap: $(STAMP) ## the time of a step with each trainer.lag, on emulated devices; ARGS="--help" for more
+bench-overlap: $(STAMP) ## the time of a step with trainer.stream and each trainer.lag, on emulated devices; ARGS="--help" for more
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
 bench-scheduling: $(STAMP) ## prompts assigned to engines by past lengths, on simulated engines; ARGS="--help" for more

@@ -20,8 +20,8 @@ from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import relax_garbage_collector
-from hybridflow.trainers.program import PROMPT_COLUMNS
 from hybridflow.workers import ActorRolloutWorker, RewardWorker
+from hybridflow.workers.generating import DATASET_COLUMNS
 
 ROWS_FOR_EACH_RANK = 4
 
@@ -47,7 +47,7 @@ def measure(ranks: int, repeats: int) -> tuple[float, float]:
     meshes = {"rollout": {"data": ranks, "tensor": 1}}
     actor = WorkerGroup(pool, ClassWithInitArgs(ActorRolloutWorker, config=config), backend, "actor_rollout", meshes)
     rewards = WorkerGroup(pool, ClassWithInitArgs(RewardWorker, config=config), backend, "reward")
-    prompts = synthetic_batch([*PROMPT_COLUMNS, "group_ids"], ranks * ROWS_FOR_EACH_RANK // 4 or 1)
+    prompts = synthetic_batch([*DATASET_COLUMNS, "group_ids"], ranks * ROWS_FOR_EACH_RANK // 4 or 1)
     prompts.meta_info.clear()
     rollouts = actor.generate_sequences(prompts)
     calls, steps = [], []

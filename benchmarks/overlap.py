@@ -1,4 +1,4 @@
-"""Overlap of generation and training: the time of a step with each `trainer.lag`, on emulated devices.
+"""Overlap of generation and training: the time of a step with `trainer.stream` and `trainer.lag`, on emulated devices.
 
 Real processes, batches, futures, weight syncs and rewards; only the engines wait for given times in place of computing
 (support/waiting_workers.py), so that two cores can hold 16 devices. Lengths of responses are long-tailed: their 99th
@@ -6,6 +6,7 @@ percentile is 8 times the median. A reward takes 50 ms. Half of the devices gene
 update is chosen so that both take about equally long.
 
   sync     trainer.lag = 0: generation and training wait for each other
+  streamed trainer.stream = true: training begins with the groups that finish first
   lag_1, lag_4
   bound    max(generation with its longest response, training) + weight sync, the mean over the steps
 
@@ -40,7 +41,13 @@ from hybridflow.trainers.sampling import TRAINING_STREAM
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.workers import RewardWorker
 
-LAGS = (0, 1, 4)
+SCHEDULES = {
+    "sync": (),
+    "streamed": ("trainer.stream=true", "controller.balance=none"),
+    "lag_1": ("trainer.lag=1",),
+    "lag_4": ("trainer.lag=4",),
+}
+"""Name of a row -> its configuration keys; the first is the reference for the others."""
 PROMPTS_PER_DEVICE, GROUP_SIZE, LONGEST = 8, 4, 2048
 REWARD = """
 import asyncio
@@ -49,27 +56,27 @@ async def score(solution_str, **_):
     await asyncio.sleep(0.05)
     return float(len(solution_str) // 2 % 2)
 """
-SMOKE = {"devices": (2,), "steps": 4, "lags": (0, 1)}
+SMOKE = {"devices": (2,), "steps": 4, "schedules": ("sync", "streamed", "lag_1")}
 
 
 def main() -> None:
     args = arguments()
-    skipped = max(args.lags) + 1  # the first steps begin several batches, the last ones none
+    skipped = 1 + max(map(lag_of, args.schedules))  # the first steps begin several batches, the last ones none
     if args.steps < 2 * skipped:
         raise BenchmarkError(f"--steps {args.steps} leaves no step to measure; use at least {2 * skipped}.")
     rows, lines = [], []
     for devices in args.devices:
         seconds, bound = {}, 0.0
-        for lag in args.lags:
+        for name in args.schedules:
             with tempfile.TemporaryDirectory() as directory:
-                seconds[lag], idle, least = measure(Path(directory), devices, lag, args.steps, skipped)
+                seconds[name], idle, least = measure(Path(directory), devices, name, args.steps, skipped)
             bound = bound or least  # of the run without a lag, whose weight sync does not wait for generation
-            name = f"lag_{lag}" if lag else "sync"
-            ratio = seconds[0] / seconds[lag]
-            lines.append((f"{devices} devices, {name}", f"{seconds[lag]:.3f}", f"{idle:.0%}", f"{ratio:.2f}"))
-            rows.append(Row(f"{name}_{devices}", "s", seconds[lag], peer=seconds[0], limit=bound, ratio=ratio))
-        lines.append((f"{devices} devices, bound", f"{bound:.3f}", "-", f"{seconds[0] / bound:.2f}"))
-        rows.append(Row(f"bound_{devices}", "s", bound, peer=seconds[0], ratio=seconds[0] / bound))
+            sync = seconds["sync"]
+            ratio = sync / seconds[name]
+            lines.append((f"{devices} devices, {name}", f"{seconds[name]:.3f}", f"{idle:.0%}", f"{ratio:.2f}"))
+            rows.append(Row(f"{name}_{devices}", "s", seconds[name], peer=sync, limit=bound, ratio=ratio))
+        lines.append((f"{devices} devices, bound", f"{bound:.3f}", "-", f"{sync / bound:.2f}"))
+        rows.append(Row(f"bound_{devices}", "s", bound, peer=sync, ratio=sync / bound))
     print_table("time of a step", ("", "s", "idle", "times sync"), lines)
     print_rows("overlap", rows, smoke=args.smoke)
 
@@ -80,16 +87,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--devices", type=positive, nargs="+", default=(4, 8, 16), metavar="N", help="devices (default: 4 8 16)"
     )
-    parser.set_defaults(lags=LAGS)
+    parser.add_argument(
+        "--schedules", choices=SCHEDULES, nargs="+", default=tuple(SCHEDULES), metavar="NAME", help="rows, sync first"
+    )
     return parser.parse_args()
 
 
-def measure(directory: Path, devices: int, lag: int, steps: int, skipped: int) -> tuple[float, float, float]:
+def lag_of(name: str) -> int:
+    """Return the lag of a schedule."""
+    return int(name.removeprefix("lag_")) if name.startswith("lag_") else 0
+
+
+def measure(directory: Path, devices: int, name: str, steps: int, skipped: int) -> tuple[float, float, float]:
     """Return the mean time of a step, the idle share of the devices, and the bound of the step time.
 
     The first and last `skipped` steps are not measured.
     """
-    config = write_task(directory, devices, lag, steps)
+    config = write_task(directory, devices, SCHEDULES[name], steps)
     prepare_driver_process(config)
     dataset = open_prompts(config, config.data.train_files, 0, "")
     classes = {
@@ -144,7 +158,7 @@ def training_s(config: Config, step: int) -> Sequence[float]:
     return [TOKEN_S * tokens / parts] * parts
 
 
-def write_task(directory: Path, devices: int, lag: int, steps: int) -> Config:
+def write_task(directory: Path, devices: int, changes: Sequence[str], steps: int) -> Config:
     """Write a model's configuration, prompts and a reward; return the configuration of a run on `devices`."""
     write_config(directory / "model", "small")
     write_tokenizer(directory / "model", MODELS["small"]["vocab_size"] - 1)
@@ -168,7 +182,7 @@ def write_task(directory: Path, devices: int, lag: int, steps: int) -> Config:
             ),
             *(f"rollout.group_size={GROUP_SIZE}", "actor.old_log_probs_from=rollout", "data.chat_template=false"),
             *(f"reward.function={directory}/reward.py:score", "reward.concurrency=64", "reward.processes=1"),
-            *(f"trainer.run_dir={directory}/run", f"trainer.total_steps={steps}", f"trainer.lag={lag}"),
+            *(f"trainer.run_dir={directory}/run", f"trainer.total_steps={steps}", *changes),
             *("controller.backend=ray", f"controller.cpus_per_worker={1 / devices}", "controller.threads=1"),
             f"placement.pools={{learn=[{half}],generate=[{half}],score=[1]}}",
             *("placement.roles.rollout=generate", "placement.roles.reward=score"),

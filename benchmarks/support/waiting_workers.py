@@ -45,6 +45,7 @@ class WaitingEngine:
 
     def __init__(self) -> None:
         self.num_updates = 0
+        self._parts: list[tuple[int, Mapping[str, Any]]] = []
 
     def forward(self, rows: DataProto, **_: Any) -> Outputs:
         time.sleep(TOKEN_S / 3 * float(rows.batch["attention_mask"].sum()))
@@ -59,6 +60,20 @@ class WaitingEngine:
         self.all_reduce_sum(0)  # ranks wait for the slowest
         self.num_updates += 1
         return UpdateResult(0.0, 1.0, 0.0, metrics, num_tokens, num_tokens, 0)
+
+    def add_to_update(self, rows: DataProto, loss_function: LossFunction, *, number: int, **_: Any) -> None:
+        num_tokens = int(rows.batch["attention_mask"].sum())
+        time.sleep(TOKEN_S * num_tokens)
+        zeros = torch.zeros(rows.batch["response_mask"].shape)
+        _, metrics = loss_function({"log_probs": zeros, "entropies": zeros}, rows)
+        self._parts = [*self._parts[:number], (num_tokens, metrics)]
+        self.all_reduce_sum(0)  # ranks wait for the slowest
+
+    def finish_update(self, num_parts: int, scale: float) -> UpdateResult:
+        assert len(self._parts) == num_parts, "every part was added"
+        self.num_updates += 1
+        num_tokens = sum(count for count, _ in self._parts)
+        return UpdateResult(0.0, 1.0, 0.0, self._parts[-1][1], num_tokens, num_tokens, 0)
 
     def on_device(self) -> Any:
         return torch.no_grad()
@@ -89,28 +104,34 @@ class WaitingActor(ActorWorker):
 
 
 class WaitingRollout:
-    """A rollout engine that waits STEP_S for each decoding step until all sequences have their lengths."""
+    """A rollout engine that waits STEP_S for each decoding step; `step` ends when the next sequences end."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self._requests: list[Request] = []
+        self._running: dict[tuple[int, int], tuple[int, int]] = {}  # request and index -> length, step of its end
+        self._decoded, self._waited = 0, 0.0  # steps, and the seconds that they took
         self._done: list[Completion] = []
 
     def submit(self, request: Request) -> None:
-        self._requests.append(request)
+        for index in range(request.group_size):
+            length = response_length(request.noise_key, index, request.sampling.max_new_tokens)
+            self._running[request.request_id, index] = length, self._decoded + length
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._running)
 
     def step(self) -> None:
-        sequences = [(request, index) for request in self._requests for index in range(request.group_size)]
-        lengths = [response_length(r.noise_key, index, r.sampling.max_new_tokens) for r, index in sequences]
-        time.sleep(STEP_S * max(lengths))
         assert self.version is not None, "weights were loaded"
-        for (request, index), length in zip(sequences, lengths, strict=True):
-            versions = [self.version] * length
-            self._done.append(Completion(request.request_id, index, [1] * length, [0.0] * length, versions))
-        self._requests = []
+        start = time.perf_counter()
+        self._decoded = min(end for _, end in self._running.values())
+        time.sleep(max(0.0, STEP_S * self._decoded - self._waited))
+        self._waited += time.perf_counter() - start
+        for key in [key for key, (_, end) in self._running.items() if end == self._decoded]:
+            length, _ = self._running.pop(key)
+            self._done.append(Completion(*key, [1] * length, [0.0] * length, [self.version] * length))
+
+    def abort(self, request_id: int) -> None:
+        self._running = {key: end for key, end in self._running.items() if key[0] != request_id}
 
     def finished(self) -> list[Completion]:
         done, self._done = self._done, []

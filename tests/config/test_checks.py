@@ -47,6 +47,32 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             ["trainer.lag=1", "algorithm.rollout_weights=token", "algorithm.filter_groups=true"],
             "trainer.lag=1 begins batches before the scores of earlier ones are known, but algorithm.filter_groups",
         ),
+        *[
+            (
+                ["trainer.stream=true", *keys],
+                f"trainer.stream=true learns from groups of responses as they finish, but {reason}",
+            )
+            for keys, reason in (
+                (["actor.epochs=2"], "actor.epochs=2 passes over the batch several times; use epochs = 1, or stream"),
+                (["actor.mini_batch_size=16"], "actor.mini_batch_size=16 makes several optimizer steps of"),
+                (
+                    ["algorithm.advantage=gpg"],
+                    "algorithm.advantage='gpg' compares rows of different groups; use 'gae' or",
+                ),
+                (["algorithm.advantage=reinforce++"], "algorithm.advantage='reinforce++' compares rows of different"),
+                (
+                    ["algorithm.advantage=a.py:f"],
+                    "algorithm.advantage='a.py:f' is your own function, which may compare",
+                ),
+                (["algorithm.advantage=gae"], "algorithm.whiten_advantages=true normalizes over the batch; use"),
+                (["algorithm.filter_groups=true"], "algorithm.filter_groups=true selects groups of the batch; use"),
+                (["actor.policy_loss=kl-cov"], "actor.policy_loss='kl-cov' selects among the tokens of the batch; use"),
+                (
+                    ["controller.backend=ray", "placement.pools={learn=[2,2]}", "parallel.sequence=2"],
+                    "controller.balance='rows' orders the rows of the batch over 2 ranks; use balance = 'none', or",
+                ),
+            )
+        ],
         (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
@@ -257,3 +283,17 @@ def test_declared_columns_decide_the_models_of_a_run(monkeypatch):
     monkeypatch.setitem(LOSSES, "ppo", Loss("ppo:ppo_policy_loss", extra_columns=("ref_log_probs",)))
     assert Config().uses_critic
     assert Config().uses_reference
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [],
+        ["actor.mini_batch_size=1024", "data.train_batch_size=1024"],
+        ["algorithm.advantage=gae", "algorithm.whiten_advantages=false", "critic.epochs=2"],
+        ["controller.backend=ray", "placement.pools={learn=[2]}", "controller.balance=none"],
+        ["controller.backend=ray", "placement.pools={learn=[2]}", "parallel.sequence=2"],
+    ],
+)
+def test_a_batch_can_be_streamed_if_no_key_needs_all_of_it(keys):
+    assert load_config(None, ["trainer.stream=true", *keys]).trainer.stream

@@ -1,7 +1,7 @@
 import pytest
 
 from hybridflow.config import load_config
-from hybridflow.config.roles import ROLES
+from hybridflow.config.roles import ROLES, has_own_pool, pool_of, ranks_of
 
 ON_RAY = ["controller.backend=ray", "placement.pools={learn=[1],gen=[1]}", "placement.roles.rollout=gen"]
 
@@ -35,3 +35,26 @@ def test_each_role_that_cannot_be_offloaded_has_a_reason():
         traits for traits in ROLES.values() if not (traits.has_group(config) and traits.has_sharded_model(config))
     ]
     assert [bool(traits.reason) for traits in without if not traits.offline] == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "own"),
+    [
+        ([], False),
+        (["controller.num_workers=4"], False),
+        (["controller.backend=ray", "placement.pools={main=[1],score=[2]}", "placement.roles.reward=score"], True),
+        (
+            [
+                *("controller.backend=ray", "placement.pools={main=[1],other=[2]}", "algorithm.kl_in_loss=true"),
+                "placement.roles={reward='other',reference='other'}",
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_role_has_its_own_pool_if_no_other_role_is_there(overrides, own):
+    config = load_config(None, overrides)
+    assert has_own_pool(config, "reward") is own
+    assert ranks_of(config, "reward") == {"main": 1, "": config.controller.num_workers}.get(
+        pool_of(config, "reward"), 2
+    )

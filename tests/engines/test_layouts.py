@@ -59,6 +59,20 @@ ONCE_PER_UPDATE = {
 }
 """Layouts in which gradients are summed over the ranks once per update."""
 
+IN_PARTS = {
+    "parts, alone": (1, {"max_tokens": 10}),
+    "parts, alone, offloaded while idle": (1, {"offload": "idle"}),
+    "parts, data 2": (2, {"max_tokens": 10}),
+    "parts, data 2, offloaded while idle": (2, {"offload": "idle"}),
+    "parts, data 2, offloaded to the host": (2, {"offload": "host"}),
+    "parts, tensor 2": (2, {"tensor": 2}),
+    "parts, sequence 2": (2, {"sequence": 2}),
+    "parts, once, data 2": (2, {"max_tokens": 10, "once_per_update": True}),
+    "parts, once, lora": (2, {"lora": 3, "once_per_update": True}),
+    "parts, data 4": (4, {}),
+}
+"""Layouts in which the gradients of an update are added in three parts."""
+
 REFERENCE = next(iter(LAYOUTS))
 
 FAMILIES = {
@@ -116,6 +130,8 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
     cases["lora sequence"] = 2, {**adapted, "sequence": 2}
     for name, (ranks, options) in ONCE_PER_UPDATE.items():
         cases[name] = ranks, {"model": qwen2, "rows": rows, "once_per_update": True, **options}
+    for name, (ranks, options) in IN_PARTS.items():
+        cases[name] = ranks, {"model": qwen2, "rows": rows, "parts": 3, **options}
     for option in ("prefetch", "compile"):
         cases[option] = 2, {"model": qwen2, "rows": rows, option: True}
     cases["lora bfloat16"] = 2, {**adapted, "dtype": "bfloat16"}
@@ -215,6 +231,17 @@ def test_gradients_summed_once_per_update_give_the_same_training(results, layout
     reference = results["lora alone" if "lora" in layout else f"{REFERENCE} policy"]
     errors = errors_of(results[layout], reference)
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("layout", IN_PARTS)
+def test_gradients_added_in_parts_give_the_same_training(results, layout):
+    reference = results["lora alone" if "lora" in layout else f"{REFERENCE} policy"]
+    errors = errors_of(results[layout], reference)
+    assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_parts_of_an_update_are_summed_over_the_ranks_once(results):
+    assert results["parts, once, data 2"].reductions == [3]  # two layers, and the weights outside of layers
 
 
 def test_one_reduction_per_update_and_layer_replaces_one_per_micro_batch(results):

@@ -8,11 +8,17 @@ import torch
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
-from hybridflow.trainers.sampling import Begun
+from hybridflow.trainers.begun import Begun
 
 
 def batch(value):
     return DataProtoFuture.of(DataProto.from_dict({"values": torch.tensor([value])}))
+
+
+def value_of(parts):
+    """Return the value of a batch of one part and one row."""
+    (part,) = parts
+    return int(part.get("values").batch["values"])
 
 
 @pytest.fixture
@@ -22,8 +28,8 @@ def ahead():
     def build(lag, total_steps):
         calls = []
         sampling = SimpleNamespace(
-            begin=lambda prompts, step: calls.append(("begin", prompts, step)) or Begun(step, batch(step)),
-            score=lambda begun: calls.append(("score", begun.step)) or begun.rollouts,
+            begin=lambda prompts, step: calls.append(("begin", prompts, step)) or Begun(step, (batch(step),)),
+            score=lambda begun: calls.append(("score", begun.step)) or begun.parts,
         )
         return Ahead(sampling, lag, total_steps), calls  # pyright: ignore[reportArgumentType]
 
@@ -33,7 +39,7 @@ def ahead():
 def test_each_batch_begins_once_in_order_and_lag_steps_early(ahead):
     sample, calls = ahead(2, total_steps=4)
     prompts = iter("abcdef")
-    values = [int(sample(lambda: next(prompts), step).get("values").batch["values"]) for step in range(4)]
+    values = [value_of(sample(lambda: next(prompts), step)) for step in range(4)]
     assert values == [0, 1, 2, 3]
     assert calls == [
         *(("begin", "a", 0), ("begin", "b", 1), ("begin", "c", 2), ("score", 0)),
@@ -50,7 +56,7 @@ def test_restored_batches_are_the_saved_ones(ahead, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"batch_00000{n}.safetensors" for n in (1, 2)]
     restored, calls = ahead(2, total_steps=9)
     restored.restore(SimpleNamespace(directory=tmp_path), describe_pending(sample.pending()))
-    assert int(restored(lambda: "p", 1).get("values").batch["values"]) == 1
+    assert value_of(restored(lambda: "p", 1)) == 1
     assert calls == [("begin", "p", 3), ("score", 1)]
 
 

@@ -42,6 +42,12 @@ def prompts(*first_tokens):
     return DataProto.from_dict(columns, {"data_sources": sources}, meta_info={"noise_key": [0, 0, 0]})
 
 
+def generate(schedule, batch):
+    """Return the scheduled prompts and their rollouts."""
+    scheduled, engines = schedule.scheduled(batch)
+    return scheduled, schedule.generate(scheduled, engines)
+
+
 def lengths_of(batch, lengths):
     """Return a batch with two responses of the given lengths to each prompt."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -52,7 +58,7 @@ def lengths_of(batch, lengths):
 def test_even_is_one_call_of_the_group_on_unchanged_prompts(build):
     schedule, group = build(2)
     batch = prompts(5, 8, 9)
-    kept, rows = schedule.generate(batch)
+    kept, rows = generate(schedule, batch)
     assert kept is batch
     assert schedule.scheduled(batch) == (batch, [])
     assert schedule.note(lengths_of(batch, [1, 2, 3])) == {}
@@ -91,10 +97,10 @@ def test_scheduled_responses_equal_those_of_the_even_split(build):
     even, _ = build(3)
     scheduled, _ = build(3, EXPECTED)
     batch = prompts(5, 8, 9, 10, 11, 12, 13)
-    _, expected = even.generate(batch)
-    _, first = scheduled.generate(batch)  # learns
+    _, expected = generate(even, batch)
+    _, first = generate(scheduled, batch)  # learns
     scheduled.note(batch.repeat(2, interleave=True).union(first))
-    kept, second = scheduled.generate(batch)
+    kept, second = generate(scheduled, batch)
     assert sorted(set(kept.batch["engine_ids"].tolist())) == [0, 1, 2]
     for rows in (first.get(), second.get()):
         for name in ROLLOUT_COLUMNS:

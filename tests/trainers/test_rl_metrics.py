@@ -73,7 +73,7 @@ def test_entropy_and_mismatch_are_means_over_the_tokens_of_all_ranks():
     sums = {"num_tokens": [3, 1], "entropy_sum": [6.0, 2.0], "mismatch_sum": [0.5, 1.5], "mismatch_max": [0.25, 1.5]}
     sums |= {"mismatch_kl_sum": [0.0, 1.0], "mismatch_share_sum": [2.0, 1.0]}
     of_ranks = DataProto.from_dict({name: torch.tensor(values) for name, values in sums.items()})
-    assert log_prob_metrics(DataProtoFuture.of(of_ranks)) == {
+    assert log_prob_metrics([DataProtoFuture.of(of_ranks)]) == {
         "actor/entropy": 2.0,
         "rollout/log_prob_mismatch": 0.5,
         "rollout/log_prob_mismatch_max": 1.5,

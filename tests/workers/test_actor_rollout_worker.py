@@ -1,6 +1,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,7 @@ from hybridflow.errors import FieldError, RolloutConfigError, RolloutError, Work
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.rollout import EmbeddedRollout
 from hybridflow.workers import ActorRolloutWorker
+from hybridflow.workers.generating import DATASET_COLUMNS
 
 GROUPS = ["rollout.group_size=2", "actor.optimizer.lr=1e-2"]
 
@@ -18,7 +20,9 @@ def prompts(*rows, noise_key=(0, 0, 0)):
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
     columns = {"prompts": ids, "prompt_mask": mask, "group_ids": torch.arange(len(rows))}
-    return DataProto.from_dict(columns, meta_info={"noise_key": list(noise_key)})
+    others = [name for name in DATASET_COLUMNS if name not in columns]
+    texts = {name: np.array([f"{name} {row}" for row in range(len(rows))], dtype=object) for name in others}
+    return DataProto.from_dict(columns, texts, meta_info={"noise_key": list(noise_key)})
 
 
 FOUR = prompts([5, 6, 7], [8], [9, 10], [11, 12, 13])
@@ -61,6 +65,9 @@ def test_parts_of_a_batch_hold_the_same_rows_as_the_whole_batch(group):
     for name in ("responses", "response_mask", "input_ids", "attention_mask", "rollout_versions"):
         assert torch.equal(rows.batch[name], whole.batch[name]), name
     assert rows.non_tensor_batch["solution_texts"].tolist() == whole.non_tensor_batch["solution_texts"].tolist()
+    prompts_of_rows = FOUR.repeat(2, interleave=True)
+    assert rows.non_tensor_batch["ground_truths"].tolist() == prompts_of_rows.non_tensor_batch["ground_truths"].tolist()
+    assert torch.equal(rows.batch["prompts"], prompts_of_rows.batch["prompts"])
     with pytest.raises(RolloutError, match="has 0 groups left"):
         actor.next_sequences(FOUR[:1])
 

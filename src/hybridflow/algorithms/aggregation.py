@@ -71,6 +71,11 @@ AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
 """Aggregation functions by configuration name (`actor.loss_aggregation`)."""
 
 
+def count_of(mode: str, num_tokens: int, num_sequences: int) -> int:
+    """Return the count that divides the loss: of tokens for token-mean, of sequences for the others."""
+    return num_tokens if mode == "token-mean" else num_sequences
+
+
 def aggregate_loss(
     token_losses: Float[Tensor, "batch response_len"],
     response_mask: Bool[Tensor, "batch response_len"],

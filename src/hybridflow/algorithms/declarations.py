@@ -31,6 +31,8 @@ class Estimator:
     """A parameter that must not exceed `rollout.group_size`, and its default."""
     takes_kl_in_reward: bool = True
     """True if it supports `algorithm.kl_in_reward`: it reads sums of rewards, or rewards of tokens."""
+    compares_batch: bool = False
+    """True if an advantage depends on rows of other groups, so that it is known only when the whole batch is."""
     is_zero: bool = False
     """True if all advantages are 0, so that only other parts of the loss have a gradient."""
 
@@ -55,18 +57,22 @@ ESTIMATORS = {
     "gae": Estimator("gae:gae_advantages", extra_columns=("values",)),
     "grpo": Estimator("grpo:grpo_advantages", compares_groups=True),
     "rloo": Estimator("rloo:rloo_advantages", compares_groups=True),
-    "reinforce++": Estimator("reinforce_plus_plus:reinforce_plus_plus_advantages"),
+    "reinforce++": Estimator("reinforce_plus_plus:reinforce_plus_plus_advantages", compares_batch=True),
     "reinforce++-baseline": Estimator(
-        "reinforce_plus_plus:reinforce_plus_plus_baseline_advantages", compares_groups=True
+        "reinforce_plus_plus:reinforce_plus_plus_baseline_advantages", compares_groups=True, compares_batch=True
     ),
     "remax": Estimator("remax:remax_advantages", extra_columns=("baseline_scores",)),
     "opo": Estimator("opo:opo_advantages", compares_groups=True),
-    "gpg": Estimator("gpg:gpg_advantages", compares_groups=True),
+    "gpg": Estimator("gpg:gpg_advantages", compares_groups=True, compares_batch=True),
     "pass@k": Estimator(
         "pass_at_k:pass_at_k_advantages", compares_groups=True, at_most_group_size=("k", 4), takes_kl_in_reward=False
     ),
     "gdpo": Estimator(
-        "gdpo:gdpo_advantages", extra_columns=("reward_components",), compares_groups=True, takes_kl_in_reward=False
+        "gdpo:gdpo_advantages",
+        extra_columns=("reward_components",),
+        compares_groups=True,
+        compares_batch=True,
+        takes_kl_in_reward=False,
     ),
     "optimal-token-baseline": Estimator(
         "optimal_token_baseline:optimal_token_baseline_advantages",

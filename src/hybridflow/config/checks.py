@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS
-from hybridflow.config.roles import ROLES
+from hybridflow.config.roles import ROLES, ranks_of
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
@@ -437,6 +437,36 @@ def _lag(config: Config) -> Iterator[str]:
         )
 
 
+def _stream(config: Config) -> Iterator[str]:
+    algorithm, actor, batch_size = config.algorithm, config.actor, config.data.train_batch_size
+    if not config.trainer.stream:
+        return
+    estimator = f"algorithm.advantage={algorithm.advantage!r}"
+    streamed = " or ".join(repr(name) for name, each in ESTIMATORS.items() if not each.compares_batch)
+    ranks = ranks_of(config, "actor_rollout") // (config.parallel.tensor * config.parallel.sequence)
+    needs_whole_batch = {
+        f"actor.epochs={actor.epochs} passes over the batch several times; use epochs = 1": actor.epochs > 1,
+        f"actor.mini_batch_size={actor.mini_batch_size} makes several optimizer steps of data.train_batch_size="
+        f"{batch_size}; use mini_batch_size = 0": actor.mini_batch_size not in (0, batch_size),
+        f"{estimator} compares rows of different groups; use {streamed}": algorithm.estimator.compares_batch,
+        f"{estimator} is your own function, which may compare rows of different groups; use {streamed}": (
+            algorithm.advantage not in ESTIMATORS
+        ),
+        "algorithm.whiten_advantages=true normalizes over the batch; use whiten_advantages = false": (
+            algorithm.advantage == "gae" and algorithm.whiten_advantages
+        ),
+        "algorithm.filter_groups=true selects groups of the batch; use filter_groups = false": algorithm.filter_groups,
+        f"actor.policy_loss={actor.policy_loss!r} selects among the tokens of the batch; use another policy_loss": (
+            actor.loss.selection is not None
+        ),
+        f"controller.balance={config.controller.balance!r} orders the rows of the batch over {ranks} ranks; use "
+        "balance = 'none'": config.controller.balance != "none" and ranks > 1,
+    }
+    for reason, applies in needs_whole_batch.items():
+        if applies:
+            yield f"trainer.stream=true learns from groups of responses as they finish, but {reason}, or stream = false"
+
+
 SUBJECTS = (
     _placement,
     _backend,
@@ -460,4 +490,5 @@ SUBJECTS = (
     _critic_warmup,
     _validation,
     _lag,
+    _stream,
 )

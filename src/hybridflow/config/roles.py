@@ -78,3 +78,19 @@ ROLES: Mapping[RoleName, RoleTraits] = {
     ),
     "actor": RoleTraits(runs=_never, offline=True),
 }
+
+
+def pool_of(config: Config, role: RoleName) -> str:
+    """Return the name of the pool of a role: the configured one, or the first; "" if there are no pools."""
+    return config.placement.roles.get(role, next(iter(config.placement.pools), ""))
+
+
+def ranks_of(config: Config, role: RoleName) -> int:
+    """Return the number of processes of a role."""
+    return sum(config.placement.pools.get(pool_of(config, role), (config.controller.num_workers,)))
+
+
+def has_own_pool(config: Config, role: RoleName) -> bool:
+    """Return whether no other role of a run of reinforcement learning is in the pool of this one."""
+    others = (pool_of(config, name) for name, traits in ROLES.items() if name != role and traits.has_group(config))
+    return pool_of(config, role) not in others

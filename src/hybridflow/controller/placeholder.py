@@ -90,6 +90,11 @@ class PlaceholderBackend:
         factor = terms.columns.rows_per_row
         num_rows = 1 if factor is None else factor * (terms.num_rows or len(batches[0]))
         num_rows *= bool(terms.columns.writes)
+        kept = [name for name in terms.columns.writes if factor and name in (terms.columns.reads or ())]
+        if kept:  # such as ids that name the rows
+            read = DataProtoFuture.of(batches[0]).get(kept).select(meta_info_keys=()).repeat(factor, interleave=True)
+            others = [name for name in terms.columns.writes if name not in kept]
+            return synthetic_batch(others, num_rows, self._lengths).union(read) if terms.is_read else None
         if (where, num_rows) not in self._outputs:
             output = synthetic_batch(terms.columns.writes, num_rows, self._lengths)
             self._outputs[where, num_rows] = checked_output(output, replace(terms, is_read=True), rank)

@@ -113,6 +113,31 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def add_to_update(
+        self,
+        rows: DataProto,
+        loss_function: LossFunction,
+        *,
+        number: int,
+        is_last: bool,
+        with_entropy: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        """Add the gradients of part `number` (0 first) of an optimizer step, which `finish_update` makes.
+
+        `forward` may be called between parts. The shares of the loss need not be divided by the global count, but by a
+        number that is the same for all parts. After an error, and by part 0, added gradients are dropped. Raises
+        BatchError if an earlier part is missing.
+        """
+        ...
+
+    def finish_update(self, num_parts: int, scale: float) -> UpdateResult:
+        """Make the optimizer step of the `num_parts` parts that were added, with loss and gradients times `scale`.
+
+        Metrics of the result are not scaled. Raises BatchError if a part is missing, and the errors of `update`.
+        """
+        ...
+
     def on_device(self, *, with_optimizer: bool = True) -> AbstractContextManager[None]:
         """Keep the weights on the device inside the context, and the optimizer state if `with_optimizer`.
 

@@ -26,12 +26,18 @@ class GradientReduction:
     def __init__(self, model: nn.Module, is_once_per_update: bool) -> None:
         self._model, self.is_once_per_update = model, is_once_per_update
 
-    def of_micro_batches(self, micro_batches: Sequence[T]) -> Iterator[T]:
-        """Yield the micro-batches of an update; the backward pass of each, or of the last, sums over the ranks."""
-        self._drop()  # gradients of an update that failed
+    def of_micro_batches(
+        self, micro_batches: Sequence[T], *, is_first_part: bool = True, is_last_part: bool = True
+    ) -> Iterator[T]:
+        """Yield the micro-batches of an update, or of a part of one, in order.
+
+        The backward pass of each, or of the last one of the last part, sums over the ranks.
+        """
+        if is_first_part:
+            self._drop()  # gradients of an update that failed
         try:
             for number, micro_batch in enumerate(micro_batches, start=1):
-                self._sum_next(number == len(micro_batches))
+                self._sum_next(is_last_part and number == len(micro_batches))
                 yield micro_batch
         finally:
             self._sum_next(True)

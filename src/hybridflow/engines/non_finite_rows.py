@@ -5,28 +5,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridflow.engines.base import LossFunction
+from hybridflow.engines.started_update import UpdatePart
 from hybridflow.models.parameters import local
-from hybridflow.protocol import DataProto
 
 if TYPE_CHECKING:
     from hybridflow.engines.torch_engine import TorchEngine
 
 
-def find_non_finite_rows(
-    engine: "TorchEngine", rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
-) -> list[str]:
-    """Describe the rows of all ranks whose loss or gradient is not finite.
+def find_non_finite_rows(engine: "TorchEngine", part: UpdatePart) -> list[str]:
+    """Describe the rows of an update's part, on all ranks, whose loss or gradient is not finite.
 
     All ranks compute one row each at the same time, and their gradients are summed. If the sum is not finite although
     all losses are, the ranks take turns.
     """
-    ranks, found = engine.ranks, []
+    ranks, rows, found = engine.ranks, part.rows, []
 
     def learn(index: int | None) -> tuple[float, bool]:
         """Return the loss of a row, and whether the gradient, summed over the ranks' rows, is finite."""
-        part = None if index is None else engine._part(rows, torch.tensor([index]))
-        share, _ = engine._learn(part, loss_function, with_entropy, temperature)
+        row = None if index is None else engine._part(rows, torch.tensor([index]))
+        share, _ = engine._learn(row, part.loss_function, part.with_entropy, part.temperature)
         loss = float(share.loss)
         gradients = [parameter.grad for parameter in engine.parameters.values() if parameter.grad is not None]
         finite = all(bool(local(gradient).isfinite().all()) for gradient in gradients)

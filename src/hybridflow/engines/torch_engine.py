@@ -38,6 +38,7 @@ from hybridflow.engines.ranks import SEQUENCE, TENSOR, Ranks
 from hybridflow.engines.resharding import Resharding
 from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
+from hybridflow.engines.started_update import StartedUpdate, UpdatePart, require_next
 from hybridflow.engines.token_budget import find_token_budget
 from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
 from hybridflow.kernels import fused_log_probs
@@ -115,6 +116,7 @@ class TorchEngine:
             join_alone()  # unless there are others: it is FSDP2 that computes with weights of the host
         self.ranks = Ranks(parallel or ParallelConfig(), self.device, needs_mesh=needs_mesh)
         self._step_guard = StepGuard(self.ranks, self.device)
+        self._started: StartedUpdate | None = None
         self.compute_dtype, self.path = DTYPES[preferred_dtype() if model.dtype == "auto" else model.dtype], path
         require_dtype(self.compute_dtype, self.device)
         self.lora = lora if lora and lora.rank else None
@@ -229,19 +231,64 @@ class TorchEngine:
         self, rows: DataProto, loss_function: LossFunction, *, with_entropy: bool = False, temperature: float = 1.0
     ) -> UpdateResult:
         """Make one optimizer step on `rows`; see `TrainEngine`."""
+        part = UpdatePart(rows, loss_function, with_entropy, temperature)
+        started = self._start_update()
+        try:
+            with naming_out_of_memory(PARTIAL_STEP, self.device):
+                self._add_part(started, part, is_last=True)
+                return self._finish_update(started)
+        finally:
+            self._end_update()
+
+    def add_to_update(
+        self,
+        rows: DataProto,
+        loss_function: LossFunction,
+        *,
+        number: int,
+        is_last: bool,
+        with_entropy: bool = False,
+        temperature: float = 1.0,
+    ) -> None:
+        """Add the gradients of one part of an optimizer step; see `TrainEngine`."""
+        started = self._start_update() if number == 0 else require_next(number, self._started)
+        try:
+            with naming_out_of_memory(PARTIAL_STEP, self.device):
+                self._add_part(started, UpdatePart(rows, loss_function, with_entropy, temperature), is_last=is_last)
+        except BaseException:
+            self._end_update()
+            raise
+
+    def finish_update(self, num_parts: int, scale: float) -> UpdateResult:
+        """Make the optimizer step of the parts that were added; see `TrainEngine`."""
+        started = require_next(num_parts, self._started)
+        try:
+            with naming_out_of_memory(PARTIAL_STEP, self.device):
+                return self._finish_update(started, scale)
+        finally:
+            self._end_update()
+
+    def _start_update(self) -> StartedUpdate:
+        """Begin an optimizer step without gradients."""
         if self.optimizer_config is None:
             raise ModelError("this engine has no optimizer; build it with optimizer=... to train it.")
-        with self.on_device(), naming_out_of_memory(PARTIAL_STEP, self.device):
-            return self._update(rows, loss_function, with_entropy, temperature)
-
-    def _update(
-        self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
-    ) -> UpdateResult:
-        assert self.optimizer_config is not None
+        self._end_update()  # one that failed
+        self._started = StartedUpdate(self.on_device())
         self.optimizer.zero_grad(set_to_none=True)  # gradients of an update that failed
+        return self._started
+
+    def _end_update(self) -> None:
+        started, self._started = self._started, None
+        if started is not None:
+            started.close()
+
+    def _finish_update(self, started: StartedUpdate, scale: float = 1.0) -> UpdateResult:
+        assert self.optimizer_config is not None
         with self._step_guard():
-            shares, counts = self._accumulate(rows, loss_function, with_entropy, temperature)
-            loss, metrics = add_up(shares)
+            loss, metrics = add_up(started.shares)
+            if scale != 1:
+                loss *= scale
+                self._scale_gradients(scale)
             (summed_loss,) = self.ranks.sum_floats([loss])
             # A rank without rows in this mini-batch contributes 0 to each metric.
             names = [name for names_of_rank in self.ranks.gather(list(metrics)) for name in names_of_rank]
@@ -249,11 +296,8 @@ class TorchEngine:
             norm = clip_gradients(self.parameters.values(), self.optimizer_config.clip_grad_norm, self.ranks)
         if not (math.isfinite(norm) and math.isfinite(summed_loss)):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(
-                self._report(
-                    summed_loss, norm, find_non_finite_rows(self, rows, loss_function, with_entropy, temperature)
-                )
-            )
+            found = [text for part in started.parts for text in find_non_finite_rows(self, part)]
+            raise NonFiniteError(self._report(summed_loss, norm, found))
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -261,10 +305,27 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.master.cast()
         self.num_updates += 1
-        return UpdateResult(loss, norm, lr, metrics, **counts)
+        return UpdateResult(loss, norm, lr, metrics, **started.counts)
+
+    def _add_part(self, started: StartedUpdate, part: UpdatePart, *, is_last: bool) -> None:
+        """Add the gradients of a part, and note its shares of the loss."""
+        with self._step_guard():
+            is_first = not started.parts
+            started.parts.append(part)
+            shares, counts = self._accumulate(
+                part.rows, part.loss_function, part.with_entropy, part.temperature, is_first=is_first, is_last=is_last
+            )
+            started.note(shares, counts)
 
     def _accumulate(
-        self, rows: DataProto, loss_function: LossFunction, with_entropy: bool, temperature: float
+        self,
+        rows: DataProto,
+        loss_function: LossFunction,
+        with_entropy: bool,
+        temperature: float,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> tuple[list[LossShare], dict[str, int]]:
         """Add the gradients of all micro-batches, and return their shares of the loss and their numbers of tokens.
 
@@ -272,11 +333,18 @@ class TorchEngine:
         """
         shares: list[LossShare] = []
         counts = {"num_tokens": 0, "num_computed_tokens": 0, "num_padding_tokens": 0}
-        for indices in self.reduction.of_micro_batches(self._micro_batches(rows)):
+        micro_batches = self._micro_batches(rows)
+        for indices in self.reduction.of_micro_batches(micro_batches, is_first_part=is_first, is_last_part=is_last):
             share, model_input = self._learn(self._part(rows, indices), loss_function, with_entropy, temperature)
             shares.append(share)
             counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
         return shares, counts
+
+    @torch.no_grad()
+    def _scale_gradients(self, scale: float) -> None:
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
     def on_device(self, *, with_optimizer: bool = True) -> AbstractContextManager[None]:
         """Keep the weights on the device inside the context, and the optimizer state if `with_optimizer`."""

@@ -14,7 +14,8 @@ from typing import Any
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.sampling import Begun, NextPrompts, Sampling
+from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
+from hybridflow.trainers.sampling import Sampling
 
 
 class Ahead:
@@ -28,8 +29,8 @@ class Ahead:
         self._begun: deque[Begun] = deque()
         self.metrics: dict[str, Any] = {}
 
-    def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
-        """Begin every batch up to the one of step + lag, with the current weights; return the batch of `step`."""
+    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
+        """Begin every batch up to the one of step + lag, with the current weights; return the parts of `step`."""
         first = self._begun[-1].step + 1 if self._begun else step
         for begins in range(first, min(step + self._lag + 1, self._total_steps)):
             self._begun.append(self._sampling.begin(next_prompts(), begins))
@@ -44,7 +45,7 @@ class Ahead:
         self._begun = deque(
             Begun(
                 each["step"],
-                _load(checkpoint.directory / each["rollouts"]),
+                tuple(_load(checkpoint.directory / part) for part in each["parts"]),
                 _load(checkpoint.directory / each["greedy"]) if each["greedy"] else None,
             )
             for each in pending
@@ -56,7 +57,7 @@ def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
     return [
         {
             "step": begun.step,
-            "rollouts": f"batch_{begun.step:06d}.safetensors",
+            "parts": _part_files(begun),
             "greedy": f"batch_{begun.step:06d}_greedy.safetensors" if begun.greedy else "",
         }
         for begun in pending
@@ -69,9 +70,16 @@ def save_pending(pending: list[Begun], directory: Path) -> None:
     Raises CheckpointError if one cannot be written, and the errors of generation.
     """
     for begun, files in zip(pending, describe_pending(pending), strict=True):
-        _save(begun.rollouts, directory / files["rollouts"])
+        for part, file in zip(begun.parts, files["parts"], strict=True):
+            _save(part, directory / file)
         if begun.greedy:
             _save(begun.greedy, directory / files["greedy"])
+
+
+def _part_files(begun: Begun) -> list[str]:
+    """Return a file for each part: joined, the shorter ones would be padded, and bits could change."""
+    name, count = f"batch_{begun.step:06d}", len(begun.parts)
+    return [f"{name}.safetensors"] if count == 1 else [f"{name}_{part}.safetensors" for part in range(count)]
 
 
 def _save(batch: DataProtoFuture, path: Path) -> None:

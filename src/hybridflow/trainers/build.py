@@ -81,6 +81,11 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
     run_on_placeholders(config, classes)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
+    if config.trainer.stream and not config.has_rollout_pool:
+        logger.info(
+            "trainer.stream: generation and the actor share processes, so only roles in other pools compute while "
+            "responses are generated"
+        )
     if lag := config.trainer.lag:
         _report_lag(config, lag, total_steps)
     return classes

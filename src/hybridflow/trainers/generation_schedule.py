@@ -34,17 +34,16 @@ class GenerationSchedule:
         self._history = LengthHistory() if config.rollout.schedule == "expected" else None
         self._capacities: list[float] = []
 
-    def generate(self, prompts: DataProto) -> tuple[DataProto, DataProtoFuture]:
-        """Begin to generate; return the prompts with the schedule's columns, and the rollouts in their order."""
-        prompts, engines = self.scheduled(prompts)
+    def generate(self, prompts: DataProto, engines: Sequence[Sequence[int]]) -> DataProtoFuture:
+        """Begin to generate with the rows of each engine by `scheduled`; return rollouts in the order of prompts."""
         if not engines:
-            return prompts, self._rollout.generate_sequences.remote(prompts)
+            return self._rollout.generate_sequences.remote(prompts)
         parts = zip(self.engines, engines, strict=True)
         rollouts = [engine.generate_sequences.remote(prompts.select_idxs(rows)) for engine, rows in parts]
         size = self._config.rollout.group_size
         groups = np.argsort(np.concatenate(engines))  # where each prompt's group is
         rows = (groups[:, None] * size + np.arange(size)).ravel()
-        return prompts, DataProtoFuture.concat(rollouts).select_rows(rows)
+        return DataProtoFuture.concat(rollouts).select_rows(rows)
 
     def scheduled(self, prompts: DataProto) -> tuple[DataProto, list[list[int]]]:
         """Return the prompts with the schedule's columns, and the rows of each engine.

@@ -22,6 +22,9 @@ logger = get_logger(__name__)
 
 STAGES = {
     "generate_sequences": "gen",
+    "begin_sequences": "gen",
+    "next_sequences": "gen",
+    "update_actor_in_parts": "update_actor",
     "score": "reward",
     "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",

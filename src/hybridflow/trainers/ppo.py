@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from hybridflow.algorithms import AdaptiveKLController, FixedKLController
 from hybridflow.config import Config
@@ -19,11 +20,12 @@ from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProtoFuture
 from hybridflow.trainers.balance import balanced_order
+from hybridflow.trainers.begun import NextPrompts, Sampler, in_order_of_groups, joined
+from hybridflow.trainers.corrected_rollouts import corrected_rollouts, correction_metrics
 from hybridflow.trainers.rl_metrics import log_prob_metrics
-from hybridflow.trainers.sampling import NextPrompts, Sampler, Sampling
+from hybridflow.trainers.sampling import Sampling
 from hybridflow.trainers.stages import (
     add_advantages,
-    corrected_rollouts,
     mini_batch_rows,
     needs_old_log_probs,
     needs_token_level_rewards,
@@ -65,46 +67,58 @@ class PPO:
         Calls return futures: a call runs as soon as the columns that it reads are computed, and its results stay on
         their worker until another call or the controller reads them.
         """
-        config, algorithm, sums = self.config, self.config.algorithm, None
+        config, algorithm = self.config, self.config.algorithm
+        trains_actor = self.global_step >= config.critic.warmup_steps
+        sums, corrections, kls, updates, parts = [], [], [], [], []
         self.metrics |= self.sync_weights()  # no-op if generation uses the trained weights themselves
-        batch = with_row_ids(self.sample(next_prompts, self.global_step))  # generate and score
+        sampled = self.sample(next_prompts, self.global_step)  # generate and score
         self.metrics |= self.sample.metrics
-        if config.reward.overlong_buffer:
-            batch = with_overlong_penalty(batch, config)
-        batch, as_generated = self._balanced(batch)
-        if config.actor.old_log_probs_from == "rollout":
-            batch = batch.union(rollout_as_old_log_probs(batch))
-        elif needs_old_log_probs(config):
-            batch = batch.union(self.actor.compute_log_probs.remote(batch))
-            sums = self.actor.sum_log_prob_metrics.remote(batch)
-        if config.corrects_rollouts:
-            weights, metrics = corrected_rollouts(batch, algorithm)
-            batch = batch.union(weights)
-            self.metrics |= metrics
-        if self.reference:
-            batch = batch.union(self.reference.compute_ref_log_probs.remote(batch))
-        if self.teacher:
-            batch = batch.union(self.teacher.compute_teacher_log_probs.remote(batch))
-        if self.critic:
-            batch = batch.union(self.critic.compute_values.remote(batch))
-        if needs_token_level_rewards(config):
-            rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
-            batch = batch.union(rewards)
-            if algorithm.kl_in_reward:
-                self._adjust_kl(kl, num_samples=len(batch))
-        batch = batch.union(add_advantages(batch, config))
-        updates = []
+        for rows in sampled:  # once, with the whole batch; with trainer.stream its parts, as groups finish
+            batch = with_row_ids(rows, first=sum(map(len, parts)))
+            if config.reward.overlong_buffer:
+                batch = with_overlong_penalty(batch, config)
+            batch, as_generated = self._balanced(batch)
+            if config.actor.old_log_probs_from == "rollout":
+                batch = batch.union(rollout_as_old_log_probs(batch))
+            elif needs_old_log_probs(config):
+                batch = batch.union(self.actor.compute_log_probs.remote(batch))
+                sums.append(self.actor.sum_log_prob_metrics.remote(batch))
+            if config.corrects_rollouts:
+                weights, correction = corrected_rollouts(batch, algorithm)
+                batch = batch.union(weights)
+                corrections.append(correction)
+            if self.reference:
+                batch = batch.union(self.reference.compute_ref_log_probs.remote(batch))
+            if self.teacher:
+                batch = batch.union(self.teacher.compute_teacher_log_probs.remote(batch))
+            if self.critic:
+                batch = batch.union(self.critic.compute_values.remote(batch))
+            if needs_token_level_rewards(config):
+                rewards, kl = token_level_rewards(batch, algorithm, self.kl_controller.coef)
+                batch = batch.union(rewards)
+                kls.append(kl)
+            batch = batch.union(add_advantages(batch, config))
+            if config.trainer.stream and trains_actor:  # the optimizer step follows the last part
+                part = [len(parts), len(sampled), sampled.num_rows]
+                meta_info = {"part": part, "kl_coef": self.kl_controller.coef}
+                updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(meta_info)))
+            parts.append(batch)
+        batch = joined(parts)
+        if corrections:
+            self.metrics |= correction_metrics(corrections)
+        if algorithm.kl_in_reward:
+            self._adjust_kl(float(torch.cat(kls).mean()), num_samples=len(batch))
         if self.critic:
             steps = self._with_mini_batches(batch, config.critic.mini_batch_size, config.critic.epochs)
             updates.append(self.critic.update_critic.remote(steps))
-        if self.global_step >= config.critic.warmup_steps:
+        if trains_actor and not config.trainer.stream:
             steps = self._with_mini_batches(batch, config.actor.mini_batch_size, config.actor.epochs)
             updates.append(self.actor.update_actor.remote(steps))
         for update in updates:
             self.metrics |= reduce_lists(update.get(()).meta_info["metrics"])
         if sums:
             self.metrics |= log_prob_metrics(sums)
-        return batch.select_rows(as_generated)
+        return batch.select_rows(in_order_of_groups(batch) if config.trainer.stream else as_generated)
 
     def _balanced(self, batch: DataProtoFuture) -> tuple[DataProtoFuture, np.ndarray]:
         """Return the rows in an order that balances the ranks, and the row numbers that restore the old order."""

@@ -19,13 +19,8 @@ from hybridflow.workers import (
     RolloutWorker,
     TeacherWorker,
 )
+from hybridflow.workers.generating import DATASET_COLUMNS
 from hybridflow.workers.losses import actor_columns, actor_loss
-
-PROMPT_COLUMNS = (
-    *("prompts", "prompt_mask", "raw_prompts", "prompt_texts"),
-    *("data_sources", "ground_truths", "extra_infos"),
-)
-"""The columns of a prompt dataset."""
 
 
 def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
@@ -68,7 +63,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
     algorithm.sync_weights = dict  # placeholders have no weights
     algorithm.global_step = config.critic.warmup_steps
-    prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
+    prompts = synthetic_batch(DATASET_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()
     batch = algorithm.step(lambda: prompts)
     _check_policy_loss(config)

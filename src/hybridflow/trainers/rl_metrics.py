@@ -1,6 +1,7 @@
 """Metrics of a training step that are computed from its batch."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,9 @@ def lengths_of(batch: Batch) -> Lengths:
     )
 
 
-def log_prob_metrics(future: DataProtoFuture) -> dict[str, float]:
-    """Return entropy and log-prob mismatch of the policy before its update, from the sums of all ranks."""
-    columns = future.get().batch
+def log_prob_metrics(parts: Sequence[DataProtoFuture]) -> dict[str, float]:
+    """Return entropy and log-prob mismatch of the policy before its update, from the sums of all ranks and parts."""
+    columns = DataProto.concat([part.get() for part in parts]).batch
     means = {"actor/entropy": "entropy_sum", MEAN: "mismatch_sum", KL: "mismatch_kl_sum", SHARE: "mismatch_share_sum"}
     num_tokens = float(columns["num_tokens"].sum())
     metrics = {name: float(columns[column].sum()) / num_tokens for name, column in means.items()}

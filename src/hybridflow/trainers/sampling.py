@@ -1,46 +1,23 @@
 """From prompts to scored responses, in one round of generation or several (dynamic sampling)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from hybridflow.config import Config
+from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.stages import read, with_group_ids
+from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
 
 TRAINING_STREAM = 0
 """Second entry of the noise key of training; validation has its own."""
-
-NextPrompts = Callable[[], DataProto]
-"""A function that returns the next batch of prompts."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A batch of step `step` whose generation has begun: `group_size` rows for each prompt, without scores.
-
-    `greedy`: the greedy response to each prompt, if the advantage estimator compares with its score.
-    """
-
-    step: int
-    rollouts: DataProtoFuture
-    greedy: DataProtoFuture | None = None
-
-
-class Sampler(Protocol):
-    """A function that returns the batch of a step; `metrics` are of the last call."""
-
-    metrics: dict[str, Any]
-
-    def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
-        """Return the rows of `step` with responses and scores."""
-        ...
 
 
 class Sampling:
@@ -49,40 +26,65 @@ class Sampling:
     def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
         self._config, self._rollout, self._rewards = config, rollout, rewards
         self.schedule = GenerationSchedule(config, rollout)
+        self._stream = StreamedGeneration(rollout) if config.trainer.stream else None
+        self._scores_at_once = has_own_pool(config, "reward")
         self.metrics: dict[str, Any] = {}
 
-    def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
-        """Return `group_size` rows for each prompt, in order, with responses and scores; `step` seeds their noise.
+    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
+        """Return `group_size` rows for each prompt, with responses and scores; `step` seeds their noise.
 
-        With `algorithm.filter_groups`, return as many groups as prompts, only with differing scores (DAPO,
-        https://arxiv.org/abs/2503.14476, equation 11).
+        They are in order, or with trainer.stream in parts as groups finish. With `algorithm.filter_groups`, return as
+        many groups as prompts, only with differing scores (DAPO, https://arxiv.org/abs/2503.14476, equation 11).
         """
         self.metrics = {}
         prompts = next_prompts()
-        batch = self.score(self.begin(prompts, step))
+        begun = self.begin(prompts, step)
         if self._config.algorithm.filter_groups:
-            batch = self._filtered(batch, len(prompts), next_prompts, step)
-        return batch
+            (batch,) = self.score(begun)
+            begun = Begun(step, (self._filtered(batch, len(prompts), next_prompts, step),))
+        return self.score(begun)
 
     def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun:
-        """Begin to generate with the weights that the rollout engines have now; groups count from `first_group`."""
+        """Begin to generate with the weights that the rollout engines have now; groups count from `first_group`.
+
+        Rewards in processes of their own score as soon as responses are there.
+        """
         config = self._config
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
-        prompts, rollouts = self.schedule.generate(prompts)  # group_size rows for each prompt, in order
-        batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
-        if not reads_column(config, "baseline_scores"):
-            return Begun(step, batch)
-        return Begun(step, batch, prompts.union(self._rollout.generate_greedy_sequences.remote(prompts)))
+        prompts, engines = self.schedule.scheduled(prompts)
+        if self._stream:
+            greedy = self._greedy(prompts)  # before the others, since each part is compared with it
+            return Begun(step, tuple(map(self._scored_at_once, self._stream(prompts, engines))), greedy)
+        rollouts = self.schedule.generate(prompts, engines)  # group_size rows for each prompt, in order
+        batch = self._scored_at_once(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
+        return Begun(step, (batch,), self._greedy(prompts))
 
-    def score(self, begun: Begun) -> DataProtoFuture:
-        """Return the batch with scores, and `baseline_scores`: for each row that of the greedy response."""
-        batch = begun.rollouts.union(self._rewards.score.remote(begun.rollouts))
-        if begun.greedy is None:
-            return batch
-        scores = read(self._rewards.score.remote(begun.greedy), ("scores",)).batch["scores"]
-        baseline = scores.repeat_interleave(self._config.rollout.group_size)
-        return batch.union(DataProto.from_dict({"baseline_scores": baseline}))
+    def score(self, begun: Begun) -> ScoredParts:
+        """Return the parts with scores, and `baseline_scores`: for each row that of the greedy response."""
+        return ScoredParts(begun, self._score)
+
+    def _greedy(self, prompts: DataProto) -> DataProtoFuture | None:
+        if not reads_column(self._config, "baseline_scores"):
+            return None
+        rollouts = self._rollout.generate_greedy_sequences.remote(prompts)
+        return self._scored_at_once(DataProtoFuture.of(prompts).union(rollouts))
+
+    def _score(self, begun: Begun) -> Iterator[DataProtoFuture]:
+        baseline = None
+        for rows in begun.parts:
+            part = self._with_scores(rows)
+            if begun.greedy is not None:
+                baseline = baseline or _scores_by_group(self._with_scores(begun.greedy))
+                groups = read(part, ("group_ids",)).batch["group_ids"].tolist()
+                part = part.union(DataProto.from_dict({"baseline_scores": torch.stack([baseline[g] for g in groups])}))
+            yield part
+
+    def _scored_at_once(self, rows: DataProtoFuture) -> DataProtoFuture:
+        return self._with_scores(rows) if self._scores_at_once else rows
+
+    def _with_scores(self, rows: DataProtoFuture) -> DataProtoFuture:
+        return rows if "scores" in (rows.columns or ()) else rows.union(self._rewards.score.remote(rows))
 
     def _filtered(
         self, batch: DataProtoFuture, num_groups: int, next_prompts: NextPrompts, step: int
@@ -92,7 +94,7 @@ class Sampling:
         rounds, differing = [batch], [_differing_groups(batch)]
         while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < limit:
             begun = self.begin(next_prompts(), step, first_group=sum(map(len, differing)))
-            rounds.append(self.score(begun))
+            rounds += self.score(begun)
             differing.append(_differing_groups(rounds[-1]))
         differs = np.concatenate(differing)
         kept = np.flatnonzero(differs)[:num_groups]
@@ -106,6 +108,11 @@ class Sampling:
         size = self._config.rollout.group_size
         rows = (groups[:, None] * size + np.arange(size)).ravel()
         return (DataProtoFuture.concat(rounds) if len(rounds) > 1 else batch).select_rows(rows)
+
+
+def _scores_by_group(batch: DataProtoFuture) -> dict[int, torch.Tensor]:
+    columns = read(batch, ("group_ids", "scores")).batch
+    return dict(zip(columns["group_ids"].tolist(), columns["scores"], strict=True))
 
 
 def _differing_groups(batch: DataProtoFuture) -> np.ndarray:

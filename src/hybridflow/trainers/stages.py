@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms import apply_kl_penalty, rollout_correction
+from hybridflow.algorithms import apply_kl_penalty
 from hybridflow.config import ActorConfig, AlgorithmConfig, Config, CriticConfig
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.runtime import derive_seed
@@ -30,9 +30,9 @@ def with_group_ids(prompts: DataProto, first: int = 0) -> DataProto:
     return prompts.union(DataProto.from_dict({"group_ids": torch.arange(first, first + len(prompts))}))
 
 
-def with_row_ids(batch: _Batch) -> _Batch:
-    """Return the batch with `row_ids`, which identify a row in mini-batches and padding on any rank."""
-    return batch.union(DataProto.from_dict({"row_ids": torch.arange(len(batch))}))
+def with_row_ids(batch: _Batch, first: int = 0) -> _Batch:
+    """Return the batch with `row_ids` from `first` on, which identify a row in mini-batches and padding on any rank."""
+    return batch.union(DataProto.from_dict({"row_ids": torch.arange(first, first + len(batch))}))
 
 
 def needs_old_log_probs(config: Config) -> bool:
@@ -51,8 +51,8 @@ def needs_token_level_rewards(config: Config) -> bool:
     return config.algorithm.kl_in_reward or "token_level_rewards" in advantage_estimator(config).columns
 
 
-def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, float]:
-    """Return `token_level_scores`, `token_level_rewards`, and the mean KL over response tokens (0 without a penalty).
+def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> tuple[DataProto, Tensor]:
+    """Return `token_level_scores`, `token_level_rewards`, and the KL of each response token (none without a penalty).
 
     The score is at the last token of each response; the rewards are the scores minus the KL penalty.
     """
@@ -61,7 +61,9 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
     mask = columns["response_mask"]
     scores = _at_last_token(columns["scores"], mask)
     if not config.kl_in_reward:
-        return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores.clone()}), 0.0
+        return DataProto.from_dict(
+            {"token_level_scores": scores, "token_level_rewards": scores.clone()}
+        ), scores.new_zeros(0)
     rewards, kl = apply_kl_penalty(
         token_level_scores=scores,
         old_log_probs=columns["old_log_probs"],
@@ -70,8 +72,7 @@ def token_level_rewards(batch: Batch, config: AlgorithmConfig, kl_coef: float) -
         kl_coef=kl_coef,
         kl_estimator=config.kl_estimator,
     )
-    mean_kl = float(kl[mask].mean())
-    return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), mean_kl
+    return DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": rewards}), kl[mask]
 
 
 def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFuture:
@@ -86,31 +87,6 @@ def with_overlong_penalty(batch: DataProtoFuture, config: Config) -> DataProtoFu
     penalty = config.reward.overlong_penalty * over.clamp(min=0) / buffer
     others = [name for name in batch.columns or () if name != "scores"]
     return batch.select_columns(others).union(DataProto.from_dict({"scores": columns["scores"] - penalty}))
-
-
-def corrected_rollouts(batch: Batch, config: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Return `rollout_weights`, the factor of each token's policy loss, and metrics of them."""
-    columns = read(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
-    mask = columns["response_mask"]
-    correction = rollout_correction(
-        **columns,
-        rollout_weights=config.rollout_weights,
-        rollout_weight_bounds=config.rollout_weight_bounds,
-        rollout_weight_outside=config.rollout_weight_outside,
-        rollout_reject={str(name): bounds for name, bounds in config.rollout_reject.items()},
-    )
-    weights = correction.weights[mask].double()
-    metrics = {
-        "rollout_correction/weight_mean": float(weights.mean()),
-        "rollout_correction/weight_max": float(weights.max()),
-        "rollout_correction/weight_min": float(weights.min()),
-        "rollout_correction/bounded_share": float(correction.bounded[mask].double().mean()),
-        "rollout_correction/rejected_share": float(correction.rejected[mask].double().mean()),
-        "rollout_correction/effective_share": float(
-            weights.sum().square() / (len(weights) * weights.square().sum()).clamp(min=1e-300)
-        ),
-    }
-    return DataProto.from_dict({"rollout_weights": correction.weights}), metrics
 
 
 def add_advantages(batch: Batch, config: Config) -> DataProto:

@@ -1,7 +1,7 @@
 """The trained policy: log-probs of responses, updates, and weight sync to rollout engines."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_misma
 from hybridflow.workers.losses import actor_columns, actor_loss
 from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
 from hybridflow.workers.selection import with_selected_tokens
+from hybridflow.workers.streamed_update import StreamedUpdate
 from hybridflow.workers.updates import run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
 
@@ -110,6 +111,25 @@ class ActorWorker(ModelWorker):
             with_entropy=True,
             temperature=config.rollout.temperature,
         )
+
+    @register(
+        TO_REPLICAS,
+        reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
+        writes=(),
+        rows="one",
+    )
+    def update_actor_in_parts(self, part: DataProto) -> DataProto:
+        """Add the gradients of a part of a batch, and make one optimizer step after its last part.
+
+        `meta_info["part"]`: number of the part, number of parts, rows of the batch; `meta_info["kl_coef"]` as in
+        `update_actor`.
+        """
+        self.require_collectives("sum gradients")
+        return self._streamed.add(part)
+
+    @cached_property
+    def _streamed(self) -> StreamedUpdate:
+        return StreamedUpdate(self.config, self.engine)
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:

@@ -25,6 +25,11 @@ TO_ENGINES = make_nd_compute_dataproto_dispatch_fn(ROLLOUT_MESH, name="TO_ENGINE
 """Dispatch mode that splits prompts over the rollout engines; ranks of one engine get the same, one is collected."""
 
 PROMPT_COLUMNS = ("prompts", "prompt_mask", "group_ids")
+DATASET_COLUMNS = (
+    *("prompts", "prompt_mask", "raw_prompts", "prompt_texts"),
+    *("data_sources", "ground_truths", "extra_infos"),
+)
+"""The columns of a prompt dataset."""
 ROLLOUT_COLUMNS = (
     *("responses", "response_mask", "input_ids", "attention_mask", "position_ids"),
     *("rollout_log_probs", "rollout_versions", "finish_reasons", "solution_texts"),
@@ -34,6 +39,11 @@ ROLLOUT_COLUMNS = (
 def training_columns(config: Config) -> tuple[str, ...]:
     """Return the columns of prompts that generation for training reads."""
     return (*PROMPT_COLUMNS, *["expected_lengths"] * (config.rollout.schedule == "expected"))
+
+
+def begun_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns of prompts that come back with the responses of a batch that is read in parts."""
+    return (*DATASET_COLUMNS, "group_ids", *["expected_lengths"] * (config.rollout.schedule == "expected"))
 
 
 GREEDY = ValidationConfig(temperature=0.0, group_size=1)
@@ -77,7 +87,7 @@ class GeneratingWorker(MeasuredWorker):
         """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
-    @register(TO_ENGINES, reads=training_columns)
+    @register(TO_ENGINES, reads=begun_columns, writes=(), rows="one")
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin to generate `rollout.group_size` responses for each prompt; `next_sequences` returns them."""
         self._begun.begin(_noise_key(prompts), prompts, self._requests(prompts, self.config.rollout))
@@ -86,18 +96,17 @@ class GeneratingWorker(MeasuredWorker):
     @register(
         TO_ENGINES,
         reads=("group_ids",),
-        writes=(*ROLLOUT_COLUMNS, "group_ids"),
+        writes=lambda config: (*ROLLOUT_COLUMNS, *begun_columns(config)),
         rows=lambda config: config.rollout.group_size,
     )
     def next_sequences(self, places: DataProto) -> DataProto:
-        """Return the responses to those prompts that finish next, as many prompts as `places` has rows.
+        """Return those prompts that finish next, each with its responses: as many prompts as `places` has rows.
 
         `places`: any rows of a batch that has begun. The `group_ids` of the result name its prompts.
         """
         prompts, completions = self._begun.next(_noise_key(places), len(places))
         rows = self._rollouts(prompts, completions, self.config.rollout.group_size)
-        group_ids = prompts.batch["group_ids"].repeat_interleave(self.config.rollout.group_size)
-        return rows.union(DataProto.from_dict({"group_ids": group_ids}))
+        return prompts.select(meta_info_keys=()).repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
     @register(Dispatch.ONE_TO_ALL)
     def free_cache_bytes(self) -> int:

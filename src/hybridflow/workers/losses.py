@@ -13,6 +13,9 @@ from hybridflow.protocol import DataProto
 from hybridflow.workers.algorithm_functions import policy_loss
 from hybridflow.workers.log_prob_mismatch import LARGEST, MEAN, log_prob_mismatch_of
 
+AGGREGATED_METRICS = ("actor/policy_loss", "actor/kl_loss", "actor/teacher_loss")
+"""Metrics of `actor_loss` that `actor.loss_aggregation` averages; the others are means over tokens, or the largest."""
+
 
 def actor_columns(config: Config) -> tuple[str, ...]:
     """Return the batch columns that `actor_loss` reads with a configuration."""

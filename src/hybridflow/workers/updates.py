@@ -56,20 +56,25 @@ def run_updates(
         for mini_batch in mini_batches_of(batch, engine):
             rows = rows_of(mini_batch) if rows_of else mini_batch.rows
             result = engine.update(rows, loss_of(mini_batch), with_entropy=with_entropy, temperature=temperature)
-            values = _figures_of(result)
-            steps.append({f"{name}/{figure}": values[figure] for figure in figures} | result.metrics)
-    metrics = mean_metrics(steps) | {f"perf/{name}_compilations": take_compilations()}
-    return DataProto(meta_info={"metrics": metrics})
+            steps.append(figures_of(result, name, figures) | result.metrics)
+    return DataProto(meta_info={"metrics": metrics_of_steps(steps, name)})
 
 
-def _figures_of(result: UpdateResult) -> dict[Figure, float]:
-    return {
+def figures_of(result: UpdateResult, name: str, figures: Sequence[Figure] = ALL_FIGURES) -> dict[str, float]:
+    """Return the figures of an optimizer step as `<name>/<figure>`."""
+    values = {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "padding_computed": result.padding_share,
         "shared_prompts": result.saved_share,
     }
+    return {f"{name}/{figure}": values[figure] for figure in figures}
+
+
+def metrics_of_steps(steps: list[dict[str, float]], name: str) -> dict[str, float]:
+    """Return `mean_metrics` of the optimizer steps of a call, and the number of compilations since the last call."""
+    return mean_metrics(steps) | {f"perf/{name}_compilations": take_compilations()}
 
 
 def mini_batches_of(batch: DataProto, engine: TrainEngine) -> Iterator[MiniBatch]:

@@ -21,6 +21,11 @@ class TrainerConfig(Section):
         description="Sample a batch with weights that are N steps old: generation in a pool of its own then overlaps "
         "training. 0: with the newest. N above 0 needs a correction, such as algorithm.rollout_weights.",
     )
+    stream: bool = Field(
+        default=False,
+        description="Score a batch, compute its log-probs and accumulate gradients in parts, as groups of responses "
+        "finish. Bits then differ from a step on the whole batch. Needs one optimizer step per batch.",
+    )
     val_before_train: bool = Field(
         default=True, description="Validate before the first step, if there are data.val_files."
     )

@@ -1,0 +1,65 @@
+"""What sampling returns: batches whose generation has begun, in one part or several, and their parts with scores."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.stages import read
+
+NextPrompts = Callable[[], DataProto]
+"""A function that returns the next batch of prompts."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A batch of step `step` whose generation has begun: `group_size` rows for each prompt.
+
+    `parts`: the whole batch, or with trainer.stream its groups in the order in which they finish. They have scores if
+    rewards run in processes of their own; others are scored when they are read.
+    `greedy`: the greedy response to each prompt, if the advantage estimator compares with its score.
+    """
+
+    step: int
+    parts: tuple[DataProtoFuture, ...]
+    greedy: DataProtoFuture | None = None
+
+
+class ScoredParts:
+    """The parts of a begun batch by `score`, which computes the scores of a part when the iteration gets to it."""
+
+    def __init__(self, begun: Begun, score: Callable[[Begun], Iterator[DataProtoFuture]]) -> None:
+        self._begun, self._score = begun, score
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all parts."""
+        return sum(map(len, self._begun.parts))
+
+    def __len__(self) -> int:
+        return len(self._begun.parts)
+
+    def __iter__(self) -> Iterator[DataProtoFuture]:
+        return self._score(self._begun)
+
+
+class Sampler(Protocol):
+    """A function that returns the parts of the batch of a step; `metrics` are of the last call."""
+
+    metrics: dict[str, Any]
+
+    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
+        """Return the rows of `step` with responses and scores, in one part or several."""
+        ...
+
+
+def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
+    """Return the rows of all parts of a batch, in order."""
+    return DataProtoFuture.concat(parts) if len(parts) > 1 else parts[0]
+
+
+def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
+    """Return the row numbers that sort the batch by group; rows of a group keep their order."""
+    return np.argsort(read(batch, ("group_ids",)).batch["group_ids"].numpy(), kind="stable")

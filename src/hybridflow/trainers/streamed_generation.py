@@ -1,0 +1,52 @@
+"""Generation that is read in parts, as groups of responses finish (trainer.stream).
+
+    engine 0     begin, next, next, next         part j has the groups that finish as the j-th of each engine
+    engine 1     begin, next, next, next
+
+All calls are queued at once: an engine does not wait for the controller between the parts. Which groups are in a part
+depends on the lengths of responses, not on time, so that equal seeds give equal parts.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from hybridflow.controller import WorkerGroup
+from hybridflow.controller.part_sizes import even_sizes
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.workers.generating import ROLLOUT_MESH
+
+PARTS = 8
+"""Number of parts of a batch, or the number of prompts of an engine if that is smaller."""
+
+
+class StreamedGeneration:
+    """Generates with the engines of a worker group."""
+
+    def __init__(self, rollout: WorkerGroup) -> None:
+        self._engines = rollout.replicas(ROLLOUT_MESH)
+
+    def __call__(self, prompts: DataProto, assigned: Sequence[Sequence[int]] = ()) -> tuple[DataProtoFuture, ...]:
+        """Begin to generate; return the parts, each with the groups of all engines that finish next.
+
+        `prompts` have `group_ids`. Rows have the columns of the prompts; the responses to a prompt are adjacent.
+        `assigned`: the rows of each engine; empty: the prompts are split evenly, in order.
+        """
+        if not assigned:
+            assigned = [rows.tolist() for rows in np.array_split(np.arange(len(prompts)), len(self._engines))]
+        # An engine without prompts gets one too, since loading weights may need all ranks; nothing reads its responses.
+        own = [prompts.select_idxs(rows or [0]) for rows in assigned]
+        for engine, rows in zip(self._engines, own, strict=True):
+            engine.begin_sequences.remote(rows)
+        parts_of = [self._parts(engine, rows) for engine, rows in zip(self._engines, own, strict=True)]
+        used = [parts for parts, rows in zip(parts_of, assigned, strict=True) if rows]
+        noise_key = {"noise_key": prompts.meta_info["noise_key"]}
+        joined = [[part for part in parts if part is not None] for parts in zip_longest(*used)]
+        return tuple(DataProtoFuture.concat(parts).with_meta_info(noise_key) for parts in joined)
+
+    def _parts(self, engine: WorkerGroup, prompts: DataProto) -> list[DataProtoFuture]:
+        places, parts = prompts.select(["group_ids"]), []
+        for size in even_sizes(len(prompts), min(PARTS, len(prompts))):
+            parts.append(engine.next_sequences.remote(places.slice(0, size)))
+        return parts
