@@ -33,6 +33,8 @@ class Estimator:
     """True if it supports `algorithm.kl_in_reward`: it reads sums of rewards, or rewards of tokens."""
     compares_batch: bool = False
     """True if an advantage depends on rows of other groups, so that it is known only when the whole batch is."""
+    compares_batch_if: str = ""
+    """A key of [algorithm] that makes it compare rows of the whole batch if true."""
     is_zero: bool = False
     """True if all advantages are 0, so that only other parts of the loss have a gradient."""
 
@@ -54,7 +56,7 @@ class Loss:
 
 
 ESTIMATORS = {
-    "gae": Estimator("gae:gae_advantages", extra_columns=("values",)),
+    "gae": Estimator("gae:gae_advantages", extra_columns=("values",), compares_batch_if="whiten_advantages"),
     "grpo": Estimator("grpo:grpo_advantages", compares_groups=True),
     "rloo": Estimator("rloo:rloo_advantages", compares_groups=True),
     "reinforce++": Estimator("reinforce_plus_plus:reinforce_plus_plus_advantages", compares_batch=True),

@@ -442,6 +442,7 @@ def _stream(config: Config) -> Iterator[str]:
     if not config.trainer.stream:
         return
     estimator = f"algorithm.advantage={algorithm.advantage!r}"
+    switch = algorithm.estimator.compares_batch_if
     streamed = " or ".join(repr(name) for name, each in ESTIMATORS.items() if not each.compares_batch)
     ranks = ranks_of(config, "actor_rollout") // (config.parallel.tensor * config.parallel.sequence)
     needs_whole_batch = {
@@ -452,8 +453,8 @@ def _stream(config: Config) -> Iterator[str]:
         f"{estimator} is your own function, which may compare rows of different groups; use {streamed}": (
             algorithm.advantage not in ESTIMATORS
         ),
-        "algorithm.whiten_advantages=true normalizes over the batch; use whiten_advantages = false": (
-            algorithm.advantage == "gae" and algorithm.whiten_advantages
+        f"algorithm.{switch}=true normalizes over the batch; use {switch} = false": bool(
+            switch and getattr(algorithm, switch)
         ),
         "algorithm.filter_groups=true selects groups of the batch; use filter_groups = false": algorithm.filter_groups,
         f"actor.policy_loss={actor.policy_loss!r} selects among the tokens of the batch; use another policy_loss": (
