@@ -176,7 +176,7 @@ class Runs(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-SETTINGS = settings(max_examples=20, stateful_step_count=20, deadline=None, database=None, derandomize=True)
+SETTINGS = settings(max_examples=12, stateful_step_count=20, deadline=None, database=None, derandomize=True)
 
 
 def test_any_interleaving_of_steps_saves_and_crashes_uses_each_prompt_once():

@@ -169,7 +169,7 @@ class LocalBackend:
                     sources=sources,
                 )
             )
-            handles[-1].duration.seconds = end - start
+            handles[-1].duration.note(start, end)
         return handles
 
     def put(self, value: Any) -> LocalHandle:

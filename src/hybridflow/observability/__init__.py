@@ -8,6 +8,7 @@ from hybridflow.observability.console import (
     ConsoleTracker,
 )
 from hybridflow.observability.dataflow import dataflow_edges, draw_dot, draw_mermaid, draw_text
+from hybridflow.observability.idle import IdleTime
 from hybridflow.observability.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observability.log import get_logger
 from hybridflow.observability.memory import log_memory, memory_bytes
@@ -34,6 +35,7 @@ __all__ = [
     "RL_FIGURES",
     "SFT_FIGURES",
     "ConsoleTracker",
+    "IdleTime",
     "JsonlWriter",
     "Metric",
     "MultiTracker",

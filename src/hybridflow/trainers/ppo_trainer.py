@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.observability import RL_FIGURES, timed
+from hybridflow.observability import RL_FIGURES, IdleTime, timed
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
-from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.groups import BackendOwner, pool_of
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
@@ -40,6 +40,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.backend = backend
         self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
+        self.idle_time = IdleTime({role.value: pool_of(config, role) for role in groups})
         self.validator, self.speedometer = validator, speedometer
         self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
@@ -70,10 +71,10 @@ class PPOTrainer(PPO, BackendOwner):
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
-                self.metrics |= staleness_metrics(batch, version, updates)
+                self.metrics |= staleness_metrics(batch, version, updates) | self.ahead.take_wait()
         self.global_step += 1
         self.learning_signal.check(self.global_step, self.metrics)
-        self.metrics |= self.trace_metrics()
+        self.metrics |= self.trace_metrics() | self.idle_time.take()
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 
