@@ -189,6 +189,10 @@ class LocalBackend:
             if isinstance(handle, LocalHandle):
                 handle.release()
 
+    def running(self) -> list[tuple[str, float]]:
+        """Return an empty list: a call has finished when `call_all` returns."""
+        return []
+
     def is_alive(self, worker: WorkerRef) -> bool:
         """Return whether the worker has not been shut down."""
         return isinstance(worker, LocalWorker) and worker.instance is not None

@@ -1,44 +1,31 @@
-"""The idle share of the processes of a run, from the calls in its trace."""
+"""The idle share of the processes of each role in a step, from the calls that they ran."""
 
 from collections.abc import Iterable, Mapping
 
-from hybridflow.observability.trace import TraceEvent
+from hybridflow.observability.trace import TraceEvent, union_seconds
 
 
-class IdleTime:
-    """The time in which processes ran no call. `pools`: the pool of each role; roles of one pool share its processes.
+def idle_shares(
+    events: Iterable[TraceEvent],
+    running: Iterable[tuple[str, float]],
+    roles: Mapping[str, tuple[str, int]],
+    start: float,
+    end: float,
+) -> dict[str, float]:
+    """Return `perf/<role>_idle_share`: the share of the time from `start` to `end` without a call, over processes.
 
-    The time of a process is counted from the end of its last call that was known before, so that a call that runs
-    beyond the end of a step is counted whole, in the step in which it ends.
+    `running`: worker and start of each call that is not in `events` because it has not finished. `roles`: pool of each
+    role and number of its processes; the roles of a pool share them. Times are seconds of `time.time()`.
     """
-
-    def __init__(self, pools: Mapping[str, str]) -> None:
-        self._pools = dict(pools)
-        self._counted_until: dict[tuple[str, str], float] = {}
-        self._idle_s: dict[str, float] = {}
-        self._whole_s: dict[str, float] = {}
-
-    def add(self, events: Iterable[TraceEvent]) -> None:
-        """Count the calls among the events; those of one process are compared by the clock of its node."""
-        calls = [event for event in events if event.kind == "call" and event.group in self._pools]
-        for call in sorted(calls, key=lambda call: call.start):
-            pool = self._pools[call.group]
-            process = pool, call.worker.rpartition("/")[2]
-            until = self._counted_until.get(process, call.start)
-            self._idle_s[pool] = self._idle_s.get(pool, 0.0) + max(call.start - until, 0.0)
-            self._whole_s[pool] = self._whole_s.get(pool, 0.0) + max(call.end - until, 0.0)
-            self._counted_until[process] = max(call.end, until)
-
-    def take(self) -> dict[str, float]:
-        """Return `perf/<role>_idle_share` of the time counted since the last call of this method.
-
-        A role whose processes ended no call in this time is left out.
-        """
-        shares = {
-            f"perf/{role}_idle_share": self._idle_s[pool] / self._whole_s[pool]
-            for role, pool in self._pools.items()
-            if self._whole_s.get(pool)
-        }
-        self._idle_s.clear()
-        self._whole_s.clear()
-        return shares
+    calls = [(event.worker, event.start, event.end) for event in events if event.kind == "call"]
+    spans: dict[str, dict[str, list[tuple[float, float]]]] = {pool: {} for pool, _ in roles.values()}
+    for worker, begins, ends in [*calls, *((worker, since, end) for worker, since in running)]:
+        role, _, rank = worker.rpartition("/")
+        clipped = max(begins, start), min(ends, end)
+        if role in roles and clipped[0] < clipped[1]:
+            spans[roles[role][0]].setdefault(rank, []).append(clipped)
+    busy_s = {pool: sum(map(union_seconds, of_process.values())) for pool, of_process in spans.items()}
+    return {
+        f"perf/{role}_idle_share": 1 - busy_s[pool] / (num_processes * (end - start))
+        for role, (pool, num_processes) in roles.items()
+    }

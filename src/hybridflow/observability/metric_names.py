@@ -131,8 +131,8 @@ METRICS: dict[str, Metric] = {
         "Tokens processed per second of a stage: response tokens for gen, all tokens for the others.", "sum"
     ),
     "perf/<role>_idle_share": Metric(
-        "Share of the time in which the processes of a role ran no call, from the end of their last call in the step "
-        "before to that in this step, validation included; roles of one pool share its processes."
+        "Share of the step's time in which the processes of a role ran no call; roles of one pool share its processes, "
+        "and ranks in one process take turns."
     ),
     "perf/<role>_compilations": Metric(
         "Graphs that torch.compile compiled in a role's processes since its last update: 0 after the first steps, as "

@@ -15,7 +15,7 @@ from hybridflow.controller import (
     WorkerGroup,
     spawn_colocated,
 )
-from hybridflow.observability import IdleTime, TraceEvent, get_logger, stage_seconds, transfer_metrics
+from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 logger = get_logger(__name__)
@@ -62,14 +62,10 @@ class BackendOwner:
 
     backend: Backend | None = None
 
-    idle_time: IdleTime | None = None
-
     def trace_metrics(self) -> dict[str, float]:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""
         events = self.backend.trace.take() if self.backend else []
         self.events = [*self.events, *events]
-        if self.idle_time:
-            self.idle_time.add(events)
         return {**stage_seconds(events, STAGES), **transfer_metrics(events)}
 
     def take_events(self) -> list[TraceEvent]:
