@@ -3,7 +3,9 @@
 import logging
 
 import pytest
+import torch
 
+from hybridflow.checkpoint import open_checkpoint
 from hybridflow.observability import read_jsonl
 
 LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
@@ -150,3 +152,29 @@ def test_metrics_of_a_lag_are_there_on_ray(in_pools):
             assert row.get("sampling/queue_length") == (float(row["step"] < 6) if lag else None)
             assert ("timing_s/queue_wait" in row) == bool(lag)
             assert row.get("staleness/age_1") == (float(row["step"] > 1) if lag else None)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, tmp_path, run_in_turn):
+    exact = ["train", task / "rl.toml", "model.dtype=float64", "trainer.lag=1", "algorithm.rollout_weights=token"]
+    exact += ["trainer.total_steps=4", "actor.mini_batch_size=4", "algorithm.kl_in_loss=true", "data.val_files=[]"]
+    layouts = {1: (), **{ranks: (*POOLS, f"placement.pools={{learn=[{ranks}],generate=[1]}}") for ranks in (2, 4)}}
+    run_in_turn(
+        *([*exact, *layout, f"trainer.run_dir={tmp_path}/{ranks}"] for ranks, layout in layouts.items()),
+        shares_cluster=True,
+    )
+    rows = {ranks: read_jsonl(tmp_path / str(ranks) / "metrics.jsonl") for ranks in layouts}
+    same = ("actor/", "critic/", "staleness/", "rollout_correction/", "response_length/", "rollout/log_prob_kl")
+    names = [name for name in rows[1][0] if name.startswith(same) and not name.endswith(("computed", "shared_prompts"))]
+    assert rows[1][3]["rollout_correction/weight_max"] > 1.001
+    weights = {
+        ranks: open_checkpoint(tmp_path / str(ranks) / "checkpoints/step_000004").load("actor", "model")
+        for ranks in layouts
+    }
+    for ranks in (2, 4):
+        for one, several in zip(rows[1], rows[ranks], strict=True):
+            for name in names:
+                assert several[name] == pytest.approx(one[name], rel=1e-9, abs=1e-12), (ranks, name)
+        for name, weight in weights[1].items():
+            torch.testing.assert_close(weights[ranks][name], weight, rtol=1e-9, atol=1e-9)
