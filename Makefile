@@ -24,7 +24,7 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills bench-overlap
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills bench-lag_learning bench-overlap
 .PHONY: bench-rewards bench-rollout bench-trace_share bench-train_engine bench-transport bench-weight_sync
 
 help: ## show this list
@@ -144,6 +144,9 @@ bench-overlap: $(STAMP) ## the time of a step with each trainer.lag, on emulated
 
 bench-lag_kills: $(STAMP) ## 50 kills and resumes of a run with trainer.lag, against one without; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_kills.py $(ARGS)
+
+bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
+	$(BIN)/python benchmarks/lag_learning.py $(ARGS)
 
 bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)
