@@ -131,8 +131,8 @@ METRICS: dict[str, Metric] = {
         "Tokens processed per second of a stage: response tokens for gen, all tokens for the others.", "sum"
     ),
     "perf/<role>_idle_share": Metric(
-        "Share of the step's time in which the processes of a role ran no call; roles of one pool share its processes, "
-        "and ranks in one process take turns."
+        "Share of the step's time in which the processes of a role ran no call; the roles of a pool share its "
+        "processes. On the local backend the ranks take turns, so that each waits for the others."
     ),
     "perf/<role>_compilations": Metric(
         "Graphs that torch.compile compiled in a role's processes since its last update: 0 after the first steps, as "
