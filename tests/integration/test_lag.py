@@ -3,7 +3,9 @@
 import logging
 
 import pytest
+import torch
 
+from hybridflow.checkpoint import open_checkpoint
 from hybridflow.observability import read_jsonl
 
 LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
@@ -28,6 +30,12 @@ def test_a_batch_is_sampled_with_weights_that_are_lag_steps_old(run, caplog):
     assert [row["staleness/max"] for row in rows] == [updates * age for age in (0, 1, 2, 2, 2, 2)]
     assert [row["staleness/mean"] for row in rows] == [updates * age for age in (0, 1, 2, 2, 2, 2)]
     assert [row["staleness/off_policy_updates"] for row in rows] == [1, 3, 5, 5, 5, 5]
+    assert [row["staleness/age_0"] for row in rows] == [1, 0, 0, 0, 0, 0]
+    assert [row["staleness/age_2_to_3"] for row in rows] == [0, 1, 0, 0, 0, 0]
+    assert [row["staleness/age_4_to_7"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert [row["sampling/queue_length"] for row in rows] == [2, 2, 2, 2, 1, 0]
+    assert all(row["timing_s/queue_wait"] > 0 for row in rows[1:])
+    assert all(0 <= row["perf/actor_rollout_idle_share"] < 1 for row in rows)
     assert [row["training/epoch"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert rows[0]["rollout_correction/weight_max"] == pytest.approx(1, abs=1e-4)
     assert rows[2]["rollout_correction/weight_max"] > 1.001
@@ -101,3 +109,72 @@ def test_runs_with_a_lag_on_ray_equal_those_in_one_process(tiny, task, tmp_path,
         if lag < 3:  # the resumed run waited for its checkpoint
             begins_before_the_update_ends = [generated[step + 1][0] < updates[step][1] for step in range(5)]
             assert begins_before_the_update_ends == [lag > 0] * 5
+
+
+LONG_GENERATION = (
+    *("data.max_response_length=200", "memory.max_tokens_per_micro_batch=4096"),
+    *("actor.old_log_probs_from=rollout", "rollout.sync_bucket_bytes=100000"),
+)
+
+
+@pytest.fixture(scope="module")
+def in_pools(task, tmp_path_factory, run_in_turn):
+    """Return the directories of runs on two pools with long responses, by their lag."""
+    directory = tmp_path_factory.mktemp("in_pools")
+    command = ["train", task / "rl.toml", *POOLS, *LONG_GENERATION]
+    run_in_turn(
+        *([*command, f"trainer.lag={lag}", f"trainer.run_dir={directory}/{lag}"] for lag in (0, 1)),
+        shares_cluster=True,
+    )
+    return {lag: directory / str(lag) for lag in (0, 1)}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_trace_of_a_run_with_a_lag_shows_generation_during_updates(in_pools):
+    def overlaps(run):
+        generated, updates = spans(run, "generate_sequences"), spans(run, "update_actor")
+        assert len(generated) == len(updates) == 6
+        return sum(start < end_of and end > start_of for start, end in generated for start_of, end_of in updates)
+
+    assert overlaps(in_pools[1]) > 0
+    assert overlaps(in_pools[0]) == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_metrics_of_a_lag_are_there_on_ray(in_pools):
+    for lag, run in in_pools.items():
+        for row in read_jsonl(run / "metrics.jsonl")[1:]:
+            for role in ("actor_rollout", "rollout", "reward"):
+                assert 0 <= row[f"perf/{role}_idle_share"] < 1
+            assert ("timing_s/weight_sync" in row) == (row["step"] > 1)  # all ranks load the initial weights
+            assert row.get("sampling/queue_length") == (float(row["step"] < 6) if lag else None)
+            assert ("timing_s/queue_wait" in row) == bool(lag)
+            assert row.get("staleness/age_1") == (float(row["step"] > 1) if lag else None)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, tmp_path, run_in_turn):
+    exact = ["train", task / "rl.toml", "model.dtype=float64", "trainer.lag=1", "algorithm.rollout_weights=token"]
+    exact += ["trainer.total_steps=4", "actor.mini_batch_size=4", "algorithm.kl_in_loss=true", "data.val_files=[]"]
+    layouts = {1: (), **{ranks: (*POOLS, f"placement.pools={{learn=[{ranks}],generate=[1]}}") for ranks in (2, 4)}}
+    run_in_turn(
+        *([*exact, *layout, f"trainer.run_dir={tmp_path}/{ranks}"] for ranks, layout in layouts.items()),
+        shares_cluster=True,
+    )
+    rows = {ranks: read_jsonl(tmp_path / str(ranks) / "metrics.jsonl") for ranks in layouts}
+    same = ("actor/", "critic/", "staleness/", "rollout_correction/", "response_length/", "rollout/log_prob_kl")
+    names = [name for name in rows[1][0] if name.startswith(same) and not name.endswith(("computed", "shared_prompts"))]
+    assert rows[1][3]["rollout_correction/weight_max"] > 1.001
+    weights = {
+        ranks: open_checkpoint(tmp_path / str(ranks) / "checkpoints/step_000004").load("actor", "model")
+        for ranks in layouts
+    }
+    for ranks in (2, 4):
+        for one, several in zip(rows[1], rows[ranks], strict=True):
+            for name in names:
+                assert several[name] == pytest.approx(one[name], rel=1e-9, abs=1e-12), (ranks, name)
+        for name, weight in weights[1].items():
+            torch.testing.assert_close(weights[ranks][name], weight, rtol=1e-9, atol=1e-9)

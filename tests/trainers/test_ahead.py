@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.errors import CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers import ahead as module
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
 from hybridflow.trainers.begun import Begun
 
@@ -58,6 +59,31 @@ def test_restored_batches_are_the_saved_ones(ahead, tmp_path):
     restored.restore(SimpleNamespace(directory=tmp_path), describe_pending(sample.pending()))
     assert value_of(restored(lambda: "p", 1)) == 1
     assert calls == [("begin", "p", 3), ("score", 1)]
+
+
+def test_the_queue_has_the_batches_begun_for_later_steps(ahead):
+    sample, _ = ahead(2, total_steps=4)
+    lengths = []
+    for step in range(4):
+        sample(lambda: None, step)
+        lengths.append(sample.metrics["sampling/queue_length"])
+    assert lengths == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("ended", "waited"), [(7.5, {"timing_s/queue_wait": 2.5}), (11.0, {"timing_s/queue_wait": 0})])
+def test_a_batch_waits_from_the_end_of_its_generation(ahead, monkeypatch, ended, waited):
+    sample, _ = ahead(1, total_steps=4)
+    sample(lambda: None, 0)
+    sample.pending()[0].parts[0].handles()[0].duration.note(6.0, ended)
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 10.0))
+    sample(lambda: None, 1)
+    assert sample.take_wait() == waited
+
+
+def test_the_wait_of_a_batch_without_a_call_is_unknown(ahead):
+    sample, _ = ahead(1, total_steps=4)
+    sample(lambda: None, 0)
+    assert sample.take_wait() == {}
 
 
 def test_a_batch_that_cannot_be_written_is_a_checkpoint_error(ahead, tmp_path):

@@ -14,6 +14,7 @@ from hybridflow.trainers.rl_metrics import (
     log_prob_metrics,
     prompt_text,
     samples_of,
+    staleness_metrics,
     zero_variance_share,
 )
 
@@ -56,6 +57,22 @@ def test_metrics_of_a_batch_by_hand():
     assert metrics["reward/x/mean"] == 2.0
     assert "critic/values/mean" not in metrics
     assert "critic/rewards/mean" not in metrics
+
+
+def test_ages_of_tokens_by_hand():
+    versions = torch.tensor([[20, 0, 0], [19, 18, 0], [17, 13, 12], [4, 2, -1]])  # 1, 2, 3 and 3 tokens
+    metrics = staleness_metrics(rollouts(rollout_versions=versions), version=20, updates=2)
+    assert metrics == {
+        "staleness/mean": (0 + 1 + 2 + 3 + 7 + 8 + 16 + 18 + 21) / 9,
+        "staleness/max": 21,
+        "staleness/off_policy_updates": 22,
+        "staleness/age_0": 1 / 9,
+        "staleness/age_1": 1 / 9,
+        "staleness/age_2_to_3": 2 / 9,
+        "staleness/age_4_to_7": 1 / 9,
+        "staleness/age_8_to_15": 1 / 9,
+        "staleness/age_16_or_more": 3 / 9,
+    }
 
 
 def test_metrics_of_a_critic_by_hand():

@@ -2,7 +2,8 @@
 
 One step runs on placeholders, which compute nothing, so no model, data or device is needed. A column that no method
 makes is an error, as at the start of `hybridflow train`. "controller" is the driver process: columns that it makes are
-sent to workers, columns that it reads are fetched from them.
+sent to workers, columns that it reads are fetched from them. With trainer.lag, the first steps of the loop are drawn
+too: which step's weights sample which batch.
 """
 
 import argparse
@@ -26,9 +27,13 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     from hybridflow.observability import dataflow_edges, draw_dot, draw_mermaid, draw_text
     from hybridflow.trainers import placement_notes, run_on_placeholders
+    from hybridflow.trainers.loop_drawing import draw_loop, loop_edges
 
-    draw = {"text": draw_text, "mermaid": draw_mermaid, "dot": draw_dot}[args.format]
-    drawing = draw(dataflow_edges(run_on_placeholders(config)), placement_notes(config))
+    edges, notes, lag = dataflow_edges(run_on_placeholders(config)), placement_notes(config), config.trainer.lag
+    if args.format == "text":
+        drawing = draw_text(edges, notes) + draw_loop(lag)
+    else:
+        drawing = {"mermaid": draw_mermaid, "dot": draw_dot}[args.format](edges + loop_edges(lag), notes)
     if args.output:
         write_output(args.output, drawing)
     else:

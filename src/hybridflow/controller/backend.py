@@ -102,6 +102,10 @@ class Backend(Protocol):
         """Release the values now; getting one afterwards is an error."""
         ...
 
+    def running(self) -> Sequence[tuple[str, float]]:
+        """Return the calls that are not in the trace because they run: worker, and start by `time.time()`."""
+        ...
+
     def is_alive(self, worker: WorkerRef) -> bool:
         """Return whether the worker can take calls."""
         ...

@@ -169,7 +169,7 @@ class LocalBackend:
                     sources=sources,
                 )
             )
-            handles[-1].duration.seconds = end - start
+            handles[-1].duration.note(start, end)
         return handles
 
     def put(self, value: Any) -> LocalHandle:
@@ -188,6 +188,10 @@ class LocalBackend:
         for handle in handles:
             if isinstance(handle, LocalHandle):
                 handle.release()
+
+    def running(self) -> list[tuple[str, float]]:
+        """Return an empty list: a call has finished when `call_all` returns."""
+        return []
 
     def is_alive(self, worker: WorkerRef) -> bool:
         """Return whether the worker has not been shut down."""

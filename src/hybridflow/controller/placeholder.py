@@ -114,6 +114,10 @@ class PlaceholderBackend:
     def release(self, handles: Sequence[Handle]) -> None:
         """Do nothing: values are shared by the calls."""
 
+    def running(self) -> list[tuple[str, float]]:
+        """Return an empty list: a call has finished when `call_all` returns."""
+        return []
+
     def is_alive(self, worker: WorkerRef) -> bool:
         """Return True."""
         return True

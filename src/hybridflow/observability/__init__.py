@@ -8,6 +8,7 @@ from hybridflow.observability.console import (
     ConsoleTracker,
 )
 from hybridflow.observability.dataflow import dataflow_edges, draw_dot, draw_mermaid, draw_text
+from hybridflow.observability.idle import idle_shares
 from hybridflow.observability.jsonl import JsonlWriter, read_jsonl
 from hybridflow.observability.log import get_logger
 from hybridflow.observability.memory import log_memory, memory_bytes
@@ -50,6 +51,7 @@ __all__ = [
     "flatten",
     "get_logger",
     "git_commit",
+    "idle_shares",
     "log_memory",
     "memory_bytes",
     "metrics_markdown",

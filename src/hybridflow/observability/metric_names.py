@@ -79,6 +79,15 @@ METRICS: dict[str, Metric] = {
     "staleness/off_policy_updates": Metric(
         "trainer.lag: optimizer steps between the sampling weights and the last mini-batch of the step, largest.", "max"
     ),
+    "staleness/age_0": Metric("trainer.lag: share of response tokens sampled by weights 0 optimizer steps old."),
+    "staleness/age_1": Metric("trainer.lag: the same, 1 step old."),
+    "staleness/age_2_to_3": Metric("trainer.lag: the same, 2 or 3 steps old."),
+    "staleness/age_4_to_7": Metric("trainer.lag: the same, 4 to 7 steps old."),
+    "staleness/age_8_to_15": Metric("trainer.lag: the same, 8 to 15 steps old."),
+    "staleness/age_16_or_more": Metric("trainer.lag: the same, 16 steps old or older."),
+    "sampling/queue_length": Metric(
+        "trainer.lag: batches begun for later steps, when the step takes its own batch.", "last"
+    ),
     "sampling/rounds": Metric("Batches of prompts that dynamic sampling generated for this step.", "max"),
     "sampling/differing_groups": Metric("Share of the sampled groups whose scores are not all equal."),
     "sampling/filled_groups": Metric(
@@ -101,10 +110,15 @@ METRICS: dict[str, Metric] = {
     "reward/timeout_rate": Metric("Share of samples whose reward function timed out."),
     "reward/zero_rate": Metric("Share of samples with score 0 whose reward function did not fail."),
     "reward/<name>/mean": Metric("Mean of a further number returned by the reward function."),
+    "timing_s/queue_wait": Metric(
+        "trainer.lag: seconds between the end of generation of the step's batch and the step; 0 if the step waited for "
+        "it; absent for a batch restored from a checkpoint.",
+        "max",
+    ),
     "timing_s/<stage>": Metric(
-        "Seconds of a stage: step, weight_sync, gen, reward, old_log_probs, ref_log_probs, teacher, values, "
-        "update_critic, update_actor, update_sft, update_dpo, compute_scores, update_reward_model, validation; for "
-        "a call, the time in which at least one rank ran it.",
+        "Seconds of a stage: step, weight_sync (between pools with the wait for running generation), gen, reward, "
+        "old_log_probs, ref_log_probs, teacher, values, update_critic, update_actor, update_sft, update_dpo, "
+        "compute_scores, update_reward_model, validation; for a call, the time in which at least one rank ran it.",
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage per token that it processed.", "max"),
@@ -126,6 +140,10 @@ METRICS: dict[str, Metric] = {
     "perf/tokens_per_s": Metric("perf/num_tokens per second of the step.", "sum"),
     "perf/<stage>_tokens_per_s": Metric(
         "Tokens processed per second of a stage: response tokens for gen, all tokens for the others.", "sum"
+    ),
+    "perf/<role>_idle_share": Metric(
+        "Share of the step's time in which the processes of a role ran no call; the roles of a pool share its "
+        "processes. On the local backend the ranks take turns, so that each waits for the others."
     ),
     "perf/<role>_compilations": Metric(
         "Graphs that torch.compile compiled in a role's processes since its last update: 0 after the first steps, as "

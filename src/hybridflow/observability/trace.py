@@ -95,7 +95,7 @@ def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> di
     for event in events:
         if event.kind == "call":
             spans.setdefault(stages.get(event.method, event.method), []).append((event.start, event.end))
-    return {f"timing_s/{stage}": _union_seconds(of_stage) for stage, of_stage in spans.items()}
+    return {f"timing_s/{stage}": union_seconds(of_stage) for stage, of_stage in spans.items()}
 
 
 def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
@@ -159,7 +159,7 @@ def _transfer_seconds(event: TraceEvent) -> float:
     return event.transfer_s if event.kind == "call" else event.end - event.start
 
 
-def _union_seconds(spans: list[tuple[float, float]]) -> float:
+def union_seconds(spans: list[tuple[float, float]]) -> float:
     """Return the length of the union of the spans in seconds."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

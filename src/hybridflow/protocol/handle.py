@@ -22,12 +22,17 @@ Columns = tuple[str, ...]
 
 
 class Duration:
-    """The duration of a call on its worker, in seconds; None until it is known."""
+    """The duration of a call on its worker, in seconds, and its end by `time.time()`; None until they are known."""
 
-    __slots__ = ("seconds",)
+    __slots__ = ("ended", "seconds")
 
     def __init__(self) -> None:
         self.seconds: float | None = None
+        self.ended: float | None = None
+
+    def note(self, start: float, end: float) -> None:
+        """Record that the call ran from `start` to `end`."""
+        self.seconds, self.ended = end - start, end
 
 
 class Handle(Protocol):

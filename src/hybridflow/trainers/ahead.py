@@ -7,6 +7,7 @@
 Batches begin in order, and each is trained on once, in the same order.
 """
 
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Ahead:
     def __init__(self, sampling: Sampling, lag: int, total_steps: int) -> None:
         self._sampling, self._lag, self._total_steps = sampling, lag, total_steps
         self._begun: deque[Begun] = deque()
+        self._taken: tuple[float, Begun] | None = None
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
@@ -34,7 +36,21 @@ class Ahead:
         first = self._begun[-1].step + 1 if self._begun else step
         for begins in range(first, min(step + self._lag + 1, self._total_steps)):
             self._begun.append(self._sampling.begin(next_prompts(), begins))
-        return self._sampling.score(self._begun.popleft())
+        begun = self._begun.popleft()
+        self._taken = time.time(), begun
+        self.metrics = {"sampling/queue_length": float(len(self._begun))}
+        return self._sampling.score(begun)
+
+    def take_wait(self) -> dict[str, float]:
+        """Return `timing_s/queue_wait`: seconds from the end of generation of the last batch to its return, or 0.
+
+        Call it when this batch is generated. Return an empty dictionary for a batch restored from a checkpoint.
+        """
+        assert self._taken is not None
+        (taken, begun), self._taken = self._taken, None
+        ends = [handle.duration.ended for part in begun.parts for handle in part.handles()]
+        known = [end for end in ends if end is not None]
+        return {"timing_s/queue_wait": max(taken - max(known), 0.0)} if known else {}
 
     def pending(self) -> list[Begun]:
         """Return the batches that have begun and were not returned yet, in order."""

@@ -1,13 +1,14 @@
 """The trainer of reinforcement learning: the steps of `PPO` with data, validation, checkpoints and metrics."""
 
+import time
 from collections.abc import Mapping
 
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.observability import RL_FIGURES, timed
+from hybridflow.observability import RL_FIGURES, idle_shares, timed
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
-from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.groups import BackendOwner, pool_of, pools_of
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
@@ -39,6 +40,8 @@ class PPOTrainer(PPO, BackendOwner):
         self.backend = backend
         self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
+        pools, num_processes = {role.value: pool_of(config, role) for role in groups}, pools_of(config)
+        self.processes = {role: (pool, sum(num_processes[pool])) for role, pool in pools.items()}
         self.validator, self.speedometer = validator, speedometer
         self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
@@ -62,6 +65,7 @@ class PPOTrainer(PPO, BackendOwner):
     def train_step(self) -> list[Sample]:
         """Make one `step` on the next batch and fill `metrics`; return samples to log."""
         self.metrics.clear()
+        start = time.time()
         self.metrics["training/epoch"] = self.global_step // len(self.loader) if self.ahead else self.loader.epoch
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch)
@@ -70,10 +74,13 @@ class PPOTrainer(PPO, BackendOwner):
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
-                self.metrics |= staleness_metrics(batch, version, updates)
+                self.metrics |= staleness_metrics(batch, version, updates) | self.ahead.take_wait()
         self.global_step += 1
         self.learning_signal.check(self.global_step, self.metrics)
+        end = time.time()
         self.metrics |= self.trace_metrics()
+        if self.backend:
+            self.metrics |= idle_shares(self.events, self.backend.running(), self.processes, start, end)
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 

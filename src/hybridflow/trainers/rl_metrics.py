@@ -1,6 +1,7 @@
 """Metrics of a training step that are computed from its batch."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,16 @@ from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
 
 SAMPLE_COLUMNS = ("raw_prompts", "prompt_texts", "ground_truths", "solution_texts", "scores")
+
+AGES = {
+    "age_0": (0, 0),
+    "age_1": (1, 1),
+    "age_2_to_3": (2, 3),
+    "age_4_to_7": (4, 7),
+    "age_8_to_15": (8, 15),
+    "age_16_or_more": (16, math.inf),
+}
+"""First and last age of a token, in optimizer steps, by the name of the metric."""
 
 MAX_GROUND_TRUTH_CHARS = 2000
 """Longest JSON of a ground truth in samples.jsonl: the tests of a program may be megabytes."""
@@ -54,17 +65,22 @@ def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
 
 
 def staleness_metrics(batch: Batch, version: int, updates: int) -> dict[str, float]:
-    """Return the number of optimizer steps between the weights that sampled a token and the current ones.
+    """Return the number of optimizer steps between the weights that sampled a token and the current ones, and shares.
 
     `version`: optimizer steps before this batch; `updates`: those of this batch.
     """
     columns = read(batch, ("rollout_versions", "response_mask")).batch
     staleness = version - columns["rollout_versions"][columns["response_mask"]]
     oldest = float(staleness.max())
+    ages = {
+        f"staleness/{name}": float(((staleness >= first) & (staleness <= last)).double().mean())
+        for name, (first, last) in AGES.items()
+    }
     return {
         "staleness/mean": float(staleness.double().mean()),
         "staleness/max": oldest,
         "staleness/off_policy_updates": oldest + updates - 1,
+        **ages,
     }
 
 

@@ -290,6 +290,11 @@ class RayBackend:
         self._waiting.wait(calls)
         return [ray.get(call.done) for call in calls]
 
+    def running(self) -> list[tuple[str, float]]:
+        """Return worker and start of the oldest unfinished call of each process, unless it waits for another call."""
+        oldest = [call for process in self._processes for call in process.unfinished[:1]]
+        return [(call.worker.name, call.sent) for call in oldest if call.awaited() is None]
+
     def is_alive(self, worker: WorkerRef) -> bool:
         """Return whether the process of the worker runs, even if it is busy."""
         if not isinstance(worker, RayWorker) or worker.is_stopped or worker.process.is_stopped:

@@ -60,7 +60,8 @@ class RayCall:
     """A call that was sent to a worker.
 
     `done`: a small stored object that exists when the call has finished. `after`: the calls whose results it reads.
-    `small_value`: the frozen result if it is small; a large result is not referenced here.
+    `sent`: seconds of `time.time()`. `small_value`: the frozen result if it is small; a large result is not referenced
+    here.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class RayCall:
     ) -> None:
         self.done, self.worker, self.where, self.timeout_s, self.sources = done, worker, where, timeout_s, sources
         self._after = list(after)
+        self.sent = time.time()
         self.running_since: float | None = None
         self.is_finished = False
         self.duration = Duration()

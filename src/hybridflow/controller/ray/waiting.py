@@ -126,7 +126,7 @@ class Waiting:
         reply = thaw(frozen)
         if isinstance(reply, Reply) and not call.is_finished:
             self._trace.record(reply.event._replace(sources=call.sources))
-            call.duration.seconds = reply.event.end - reply.event.start
+            call.duration.note(reply.event.start, reply.event.end)
             call.small_value = reply.value
         call.is_finished = True
 
