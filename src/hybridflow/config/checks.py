@@ -421,6 +421,7 @@ def _parts(config: Config) -> Iterator[str]:
 
 def _lag(config: Config) -> Iterator[str]:
     lag, algorithm, actor = config.trainer.lag, config.algorithm, config.actor
+    yield from _in_flight(config)
     if not lag:
         return
     if algorithm.filter_groups:
@@ -434,6 +435,22 @@ def _lag(config: Config) -> Iterator[str]:
             "algorithm.rollout_weights = 'token' or 'sequence' (importance weights, truncated, or masked with "
             "rollout_weight_outside = 'mask'), algorithm.rollout_reject, actor.old_log_probs_from = 'rollout', or an "
             "actor.policy_loss with such weights; or use lag = 0"
+        )
+
+
+def _in_flight(config: Config) -> Iterator[str]:
+    rollout, key = config.rollout, f"rollout.on_new_weights={config.rollout.on_new_weights!r}"
+    if rollout.on_new_weights == "wait":
+        return
+    if not config.trainer.lag:
+        yield (
+            f"{key} is for sequences that run while the policy learns, but trainer.lag=0 starts them afterwards; set "
+            "trainer.lag = 1 or more, or on_new_weights = 'wait'"
+        )
+    if rollout.tensor > 1 and config.has_rollout_pool:
+        yield (
+            f"{key} is not supported with rollout.tensor={rollout.tensor}, whose ranks would load weights at different "
+            "steps; use tensor = 1, or on_new_weights = 'wait'"
         )
 
 

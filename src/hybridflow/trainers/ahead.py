@@ -4,7 +4,8 @@
     sampled     0, 1         2            3              each with the weights before the step
     trained     0            1            2
 
-Batches begin in order, and each is trained on once, in the same order.
+Batches begin in order, and each is trained on once, in the same order. With `rollout.on_new_weights` other than "wait",
+the weights before the step are those of a response's first token; later tokens may be of later weights.
 """
 
 from collections import deque
@@ -61,6 +62,12 @@ def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
         }
         for begun in pending
     ]
+
+
+def wait_for(pending: list[Begun]) -> None:
+    """Wait until the pending batches are generated. Raises the errors of generation."""
+    for begun in pending:
+        begun.rollouts.get(())
 
 
 def save_pending(pending: list[Begun], directory: Path) -> None:

@@ -22,7 +22,7 @@ from hybridflow.trainers.preconditions import (
 from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.speed import Learner
 from hybridflow.trainers.stages import updates_per_step
-from hybridflow.workers.algorithm_functions import keys_without_effect
+from hybridflow.workers.algorithm_functions import keys_without_effect, reads_column
 
 logger = get_logger(__name__)
 
@@ -93,11 +93,18 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
             f"trainer.lag={lag} samples all {total_steps} batches of the run with the initial weights; use a lag below "
             f"{total_steps}, or more steps."
         )
+    if config.updates_in_flight and reads_column(config, "baseline_scores"):
+        raise ConfigError(
+            f"rollout.on_new_weights={config.rollout.on_new_weights!r} is not supported with algorithm.advantage="
+            f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
+            "or another estimator."
+        )
     updates = updates_per_step(config, config.actor)
     logger.info(
-        "trainer.lag=%d: a batch is sampled with weights %d optimizer steps old, and its last mini-batch is %d steps "
+        "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
         "from them%s",
         lag,
+        "at most " if config.updates_in_flight else "",
         lag * updates,
         (lag + 1) * updates - 1,
         "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",

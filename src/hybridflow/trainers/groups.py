@@ -22,6 +22,7 @@ logger = get_logger(__name__)
 
 STAGES = {
     "generate_sequences": "gen",
+    "finish_sequences": "gen",
     "score": "reward",
     "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",

@@ -6,7 +6,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, timed
-from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
+from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
@@ -89,6 +89,8 @@ class PPOTrainer(PPO, BackendOwner):
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
         pending = self.ahead.pending() if self.ahead else []
+        if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
+            wait_for(pending)
         self.saver.save(
             self.global_step,
             lambda directory: save_pending(pending, directory),

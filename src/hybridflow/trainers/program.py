@@ -13,6 +13,7 @@ from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
     CriticWorker,
+    InFlightRolloutWorker,
     ReferenceWorker,
     RewardModelWorker,
     RewardWorker,
@@ -37,12 +38,17 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
     classes = {
         Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates),
         Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
-        Role.Rollout: ClassWithInitArgs(RolloutWorker, config=config),
+        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
         Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
         Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
         Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),
     }
     return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
+
+
+def rollout_class(config: Config) -> type[RolloutWorker]:
+    """Return the worker class of a pool that generates."""
+    return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
 
 
 def reward_class(config: Config) -> type[Worker]:

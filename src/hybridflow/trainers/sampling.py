@@ -67,7 +67,7 @@ class Sampling:
         config = self._config
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
-        rollouts = self._rollout.generate_sequences.remote(prompts)  # group_size rows for each prompt, in order
+        rollouts = self._generate(prompts)  # group_size rows for each prompt, in order
         batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
         if not reads_column(config, "baseline_scores"):
             return Begun(step, batch)
@@ -81,6 +81,14 @@ class Sampling:
         scores = read(self._rewards.score.remote(begun.greedy), ("scores",)).batch["scores"]
         baseline = scores.repeat_interleave(self._config.rollout.group_size)
         return batch.union(DataProto.from_dict({"baseline_scores": baseline}))
+
+    def _generate(self, prompts: DataProto) -> DataProtoFuture:
+        if not self._config.updates_in_flight:
+            return self._rollout.generate_sequences.remote(prompts)
+        begun = self._rollout.begin_sequences.remote(prompts)  # at once, also while other batches run
+        return self._rollout.finish_sequences.remote(
+            begun.with_meta_info({"noise_key": prompts.meta_info["noise_key"]})
+        )
 
     def _filtered(
         self, batch: DataProtoFuture, num_groups: int, next_prompts: NextPrompts, step: int

@@ -8,13 +8,14 @@ from hybridflow.workers.preference_model import PreferenceModelWorker
 from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.reward_model import RewardModelWorker
-from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.rollout import InFlightRolloutWorker, RolloutWorker
 from hybridflow.workers.teacher import TeacherWorker
 
 __all__ = [
     "ActorRolloutWorker",
     "ActorWorker",
     "CriticWorker",
+    "InFlightRolloutWorker",
     "OfflinePolicyWorker",
     "PreferenceModelWorker",
     "ReferenceWorker",
