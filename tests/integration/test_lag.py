@@ -1,6 +1,8 @@
 """Runs with `trainer.lag`: weights of each batch, resume in the middle of the pipeline, equality with Ray."""
 
+import json
 import logging
+import os
 
 import pytest
 
@@ -101,3 +103,59 @@ def test_runs_with_a_lag_on_ray_equal_those_in_one_process(tiny, task, tmp_path,
         if lag < 3:  # the resumed run waited for its checkpoint
             begins_before_the_update_ends = [generated[step + 1][0] < updates[step][1] for step in range(5)]
             assert begins_before_the_update_ends == [lag > 0] * 5
+
+
+IN_FLIGHT = """
+import json, sys, time
+import hybridflow.trainers.program as program
+from hybridflow.cli.main import main
+from hybridflow.controller.ray.local_cluster import LocalCluster
+
+class Held(program.InFlightRolloutWorker):
+    # After three steps, the last batch waits for new weights, as if steps were slow.
+    def between_steps(self):
+        began = self.__dict__.setdefault("began", {})  # batch -> steps and version when it began
+        for batch in self._begun._prompts:
+            began.setdefault(batch, (self._begun._groups.num_steps, self.rollout.version, time.time() + 30))
+        steps, version, deadline = max(began.values())  # before a checkpoint no weights come
+        while len(self._begun._prompts) == 1 and self._begun._groups.num_steps > steps + 2:
+            if self.rollout.version != version or self._turn._num_asking or time.time() > deadline:
+                break
+            time.sleep(0.005)
+        super().between_steps()
+
+program.InFlightRolloutWorker = Held
+with LocalCluster(4, object_store_bytes=512 * 2**20):
+    sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def run_held(fork_server):
+    """Return a function that runs commands in which weights come while sequences run."""
+
+    def run(*commands):
+        argument_lists = [[str(part) for part in command] for command in commands]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = fork_server.start(["-c", IN_FLIGHT, json.dumps(argument_lists)], environment=environment)
+        try:
+            out, err = process.communicate()
+        finally:
+            process.discard()
+        assert process.returncode == 0, out[-2000:] + err[-4000:]
+
+    return run
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["retract", "keep-kv"])
+def test_sequences_that_run_when_new_weights_come_go_on_with_them(task, run_held, tmp_path, how):
+    lag, more = 2, [*POOLS, "algorithm.rollout_weights=token", "trainer.val_every=3"]
+    changes = [f"trainer.run_dir={tmp_path / 'run'}", f"trainer.lag={lag}", f"rollout.on_new_weights={how}", *more]
+    run_held(["train", task / "rl.toml", *changes, "--stop-after", "4"], ["train", task / "rl.toml", *changes])
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert len(rows) == 6
+    assert all(row["staleness/max"] <= lag for row in rows)
+    assert any(row["staleness/mean"] % 1 > 0 for row in rows), "no batch with tokens of several versions"
+    assert all(row.get("weight_sync/probe_diff_max", 0) < 1e-4 for row in rows)

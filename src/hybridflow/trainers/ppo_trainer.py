@@ -81,13 +81,14 @@ class PPOTrainer(PPO, BackendOwner):
         """Return the metrics `val/...` of the current weights; empty without validation data."""
         if self.validator is None:
             return {}
-        self.sync_weights()
+        self.metrics |= self.sync_weights() | self.sync_weights.finish()
         with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
         return metrics
 
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
+        self.sync_weights.finish()
         pending = self.ahead.pending() if self.ahead else []
         if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
             wait_for(pending)

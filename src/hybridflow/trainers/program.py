@@ -9,6 +9,7 @@ from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.trainers.weight_sync import SharedWeights
 from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
@@ -72,7 +73,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             groups |= {role: on_pool[role.value] for role in roles}
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
     algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
-    algorithm.sync_weights = dict  # placeholders have no weights
+    algorithm.sync_weights = SharedWeights()  # placeholders have no weights
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(PROMPT_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()
