@@ -116,9 +116,9 @@ class Held(program.InFlightRolloutWorker):
     def between_steps(self):
         began = self.__dict__.setdefault("began", {})  # batch -> steps and version when it began
         for batch in self._begun._prompts:
-            began.setdefault(batch, (self._begun._groups.num_steps, self.rollout.version, time.time() + 30))
+            began.setdefault(batch, (self._schedule.num_steps, self.rollout.version, time.time() + 30))
         steps, version, deadline = max(began.values())  # before a checkpoint no weights come
-        while len(self._begun._prompts) == 1 and self._begun._groups.num_steps > steps + 2:
+        while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2:
             if self.rollout.version != version or self._turn._num_asking or time.time() > deadline:
                 break
             time.sleep(0.005)
@@ -150,12 +150,24 @@ def run_held(fork_server):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["retract", "keep-kv"])
-def test_sequences_that_run_when_new_weights_come_go_on_with_them(task, run_held, tmp_path, how):
-    lag, more = 2, [*POOLS, "algorithm.rollout_weights=token", "trainer.val_every=3"]
-    changes = [f"trainer.run_dir={tmp_path / 'run'}", f"trainer.lag={lag}", f"rollout.on_new_weights={how}", *more]
-    run_held(["train", task / "rl.toml", *changes, "--stop-after", "4"], ["train", task / "rl.toml", *changes])
+def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(
+    tiny, task, run_held, run_in_turn, tmp_path, how
+):
+    lag, pools = 2, ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
+    changes = [f"trainer.lag={lag}", f"rollout.on_new_weights={how}", "algorithm.rollout_weights=token"]
+    command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", *pools]
+    recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", f"trainer.run_dir={tmp_path}/run"]
+    run_held([*recorded, "--stop-after", "4"], recorded)  # resumed once
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     assert len(rows) == 6
     assert all(row["staleness/max"] <= lag for row in rows)
     assert any(row["staleness/mean"] % 1 > 0 for row in rows), "no batch with tokens of several versions"
     assert all(row.get("weight_sync/probe_diff_max", 0) < 1e-4 for row in rows)
+    run_in_turn([*command, f"trainer.run_dir={tmp_path}/replay", f"rollout.replay={tmp_path}/run"])
+    run, replay = (tiny.results_of(tmp_path / name, 6) for name in ("run", "replay"))
+    assert replay["actor.safetensors"] == run["actor.safetensors"]
+    assert replay["samples"] == run["samples"]
+    staleness = [
+        [row["staleness/mean"] for row in read_jsonl(tmp_path / n / "metrics.jsonl")[1:]] for n in ("run", "replay")
+    ]
+    assert staleness[0] == staleness[1]

@@ -406,7 +406,8 @@ def _reward(config: Config) -> Iterator[str]:
 
 def _backend(config: Config) -> Iterator[str]:
     controller = config.controller
-    if controller.backend == "local" and (controller.address or config.placement.pools):
+    has_pools = config.placement.pools and not config.rollout.replay  # a replay runs them one after another
+    if controller.backend == "local" and (controller.address or has_pools):
         key = "controller.address" if controller.address else "placement.pools"
         yield f"{key} is set, but controller.backend='local' has one process; use backend = 'ray'"
 
@@ -440,6 +441,11 @@ def _lag(config: Config) -> Iterator[str]:
 
 def _in_flight(config: Config) -> Iterator[str]:
     rollout, key = config.rollout, f"rollout.on_new_weights={config.rollout.on_new_weights!r}"
+    if rollout.replay and not config.updates_in_flight:
+        yield (
+            f"rollout.replay={rollout.replay!r} needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate "
+            "pool (placement.roles.rollout), as the run that is replayed; set them, or remove replay"
+        )
     if rollout.on_new_weights == "wait":
         return
     if not config.trainer.lag:

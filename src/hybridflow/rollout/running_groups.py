@@ -47,12 +47,11 @@ class _Running:
 class RunningGroups:
     """The groups of the batches that have begun in an engine, which serves no other requests.
 
-    `between_steps` is called after each step; it may begin batches and load weights. `num_steps` counts steps.
+    `between_steps` is called after each step; it may begin batches and load weights.
     """
 
     def __init__(self, engine: RolloutEngine, between_steps: Callable[[], None] = lambda: None) -> None:
         self._engine, self._between_steps = engine, between_steps
-        self.num_steps = 0
         self._batches: dict[Hashable, _Batch] = {}
         self._running: dict[int, _Running] = {}  # by the id of the request
 
@@ -112,7 +111,6 @@ class RunningGroups:
     def step(self) -> None:
         """Step the engine once, and keep the groups that finish."""
         self._engine.step()
-        self.num_steps += 1
         self._take_finished()
         self._between_steps()
 

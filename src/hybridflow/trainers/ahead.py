@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.sampling import Begun, NextPrompts, Sampling
+from hybridflow.trainers.sampling import Begun, NextPrompts, Running, Sampling
 
 
 class Ahead:
@@ -26,7 +26,7 @@ class Ahead:
 
     def __init__(self, sampling: Sampling, lag: int, total_steps: int) -> None:
         self._sampling, self._lag, self._total_steps = sampling, lag, total_steps
-        self._begun: deque[Begun] = deque()
+        self._begun: deque[Begun | Running] = deque()
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, next_prompts: NextPrompts, step: int) -> DataProtoFuture:
@@ -36,7 +36,7 @@ class Ahead:
             self._begun.append(self._sampling.begin(next_prompts(), begins))
         return self._sampling.score(self._begun.popleft())
 
-    def pending(self) -> list[Begun]:
+    def pending(self) -> list[Begun | Running]:
         """Return the batches that have begun and were not returned yet, in order."""
         return list(self._begun)
 
@@ -52,7 +52,7 @@ class Ahead:
         )
 
 
-def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
+def describe_pending(pending: list[Begun | Running]) -> list[dict[str, Any]]:
     """Return the files of pending batches in a checkpoint, as values that JSON can hold."""
     return [
         {
@@ -64,13 +64,13 @@ def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
     ]
 
 
-def wait_for(pending: list[Begun]) -> None:
+def wait_for(pending: list[Begun | Running]) -> None:
     """Wait until the pending batches are generated. Raises the errors of generation."""
     for begun in pending:
         begun.rollouts.get(())
 
 
-def save_pending(pending: list[Begun], directory: Path) -> None:
+def save_pending(pending: list[Begun | Running], directory: Path) -> None:
     """Wait until the pending batches are generated, and write them.
 
     Raises CheckpointError if one cannot be written, and the errors of generation.

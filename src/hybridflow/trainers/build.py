@@ -23,6 +23,7 @@ from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.speed import Learner
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.workers.algorithm_functions import keys_without_effect, reads_column
+from hybridflow.workers.schedule import read_schedule
 
 logger = get_logger(__name__)
 
@@ -99,6 +100,8 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
             f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
             "or another estimator."
         )
+    if config.rollout.replay:
+        read_schedule(config.rollout.replay)  # an error before any worker starts
     updates = updates_per_step(config, config.actor)
     logger.info(
         "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "

@@ -1,11 +1,12 @@
 """The trainer of reinforcement learning: the steps of `PPO` with data, validation, checkpoints and metrics."""
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.observability import RL_FIGURES, timed
+from hybridflow.observability import RL_FIGURES, JsonlWriter, timed
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
@@ -19,6 +20,7 @@ from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
+from hybridflow.workers.schedule import SCHEDULE
 
 
 class PPOTrainer(PPO, BackendOwner):
@@ -72,10 +74,20 @@ class PPOTrainer(PPO, BackendOwner):
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
                 self.metrics |= staleness_metrics(batch, version, updates)
         self.global_step += 1
+        if self.config.updates_in_flight:
+            self._schedule.write_all(
+                {"step": self.global_step, **row} for rows in self.rollout.take_schedule() for row in rows
+            )
         self.learning_signal.check(self.global_step, self.metrics)
         self.metrics |= self.trace_metrics()
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
+
+    @cached_property
+    def _schedule(self) -> JsonlWriter:
+        writer = JsonlWriter(self.run.path / SCHEDULE)
+        writer.truncate_after(self.run.step if self.run.checkpoint else -1)
+        return writer
 
     def validate(self) -> dict[str, float]:
         """Return the metrics `val/...` of the current weights; empty without validation data."""

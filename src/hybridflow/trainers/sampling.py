@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,27 @@ class Begun:
     step: int
     rollouts: DataProtoFuture
     greedy: DataProtoFuture | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """A batch whose sequences run; reading `rollouts` calls the generation of what is left.
+
+    `begun`: the result of `begin_sequences` on these prompts.
+    """
+
+    step: int
+    rollout: WorkerGroup
+    begun: DataProtoFuture
+    prompts: DataProto
+    greedy: None = None
+
+    @cached_property
+    def rollouts(self) -> DataProtoFuture:
+        """The batch: `group_size` rows for each prompt, in order."""
+        begun = self.begun.with_meta_info({"noise_key": self.prompts.meta_info["noise_key"]})
+        rows = self.rollout.finish_sequences.remote(begun)
+        return self.prompts.repeat(len(rows) // len(self.prompts), interleave=True).union(rows)
 
 
 class Sampler(Protocol):
@@ -62,18 +84,21 @@ class Sampling:
             batch = self._filtered(batch, len(prompts), next_prompts, step)
         return batch
 
-    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun:
+    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun | Running:
         """Begin to generate with the weights that the rollout engines have now; groups count from `first_group`."""
         config = self._config
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
-        rollouts = self._generate(prompts)  # group_size rows for each prompt, in order
+        if config.updates_in_flight:
+            begun = Running(step, self._rollout, self._rollout.begin_sequences.remote(prompts), prompts)
+            return begun if config.rollout.replay else Begun(step, begun.rollouts)
+        rollouts = self._rollout.generate_sequences.remote(prompts)  # group_size rows for each prompt, in order
         batch = prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts)
         if not reads_column(config, "baseline_scores"):
             return Begun(step, batch)
         return Begun(step, batch, prompts.union(self._rollout.generate_greedy_sequences.remote(prompts)))
 
-    def score(self, begun: Begun) -> DataProtoFuture:
+    def score(self, begun: Begun | Running) -> DataProtoFuture:
         """Return the batch with scores, and `baseline_scores`: for each row that of the greedy response."""
         batch = begun.rollouts.union(self._rewards.score.remote(begun.rollouts))
         if begun.greedy is None:
@@ -81,14 +106,6 @@ class Sampling:
         scores = read(self._rewards.score.remote(begun.greedy), ("scores",)).batch["scores"]
         baseline = scores.repeat_interleave(self._config.rollout.group_size)
         return batch.union(DataProto.from_dict({"baseline_scores": baseline}))
-
-    def _generate(self, prompts: DataProto) -> DataProtoFuture:
-        if not self._config.updates_in_flight:
-            return self._rollout.generate_sequences.remote(prompts)
-        begun = self._rollout.begin_sequences.remote(prompts)  # at once, also while other batches run
-        return self._rollout.finish_sequences.remote(
-            begun.with_meta_info({"noise_key": prompts.meta_info["noise_key"]})
-        )
 
     def _filtered(
         self, batch: DataProtoFuture, num_groups: int, next_prompts: NextPrompts, step: int

@@ -44,6 +44,11 @@ class BegunBatches:
         groups = self._next(batch, max(1, self._groups.num_left(batch)))
         return self._taken(batch, sorted(groups, key=lambda group: group[0]))
 
+    def step(self) -> None:
+        """Step the engine once, if sequences run, and keep what finishes."""
+        with self._leaving_when_empty():
+            self._groups.step()
+
     def _next(self, batch: Hashable, count: int) -> list[Group]:
         with self._leaving_when_empty():
             return self._groups.next(batch, count)
