@@ -48,6 +48,15 @@ def test_a_replay_steps_the_engine_to_each_event():
     assert engine.schedule.take() == recorded()
 
 
+def test_weights_that_a_resumed_run_loaded_again_are_loaded_once():
+    first, *rest = recorded()
+    again = {**first, "number": 1, "engine_steps": None}
+    engine = Engine(9, [first, *rest[:2], again, *rest[2:]])
+    for kind, number in (("load", 0), ("begin", 4), ("load", 1), ("load", 2)):
+        engine.schedule.event(kind, number)
+    assert engine.schedule.take() == recorded()
+
+
 @pytest.mark.parametrize(
     ("num_steps", "events", "message"),
     [

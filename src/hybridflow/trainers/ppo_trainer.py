@@ -74,14 +74,16 @@ class PPOTrainer(PPO, BackendOwner):
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
                 self.metrics |= staleness_metrics(batch, version, updates)
         self.global_step += 1
-        if self.config.updates_in_flight:
-            self._schedule.write_all(
-                {"step": self.global_step, **row} for rows in self.rollout.take_schedule() for row in rows
-            )
+        self._write_schedule()
         self.learning_signal.check(self.global_step, self.metrics)
         self.metrics |= self.trace_metrics()
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
+
+    def _write_schedule(self) -> None:
+        if self.config.updates_in_flight:
+            rows = [row for of_rank in self.rollout.take_schedule() for row in of_rank]
+            self._schedule.write_all({"step": self.global_step, **row} for row in rows)
 
     @cached_property
     def _schedule(self) -> JsonlWriter:
@@ -94,6 +96,7 @@ class PPOTrainer(PPO, BackendOwner):
         if self.validator is None:
             return {}
         self.metrics |= self.sync_weights() | self.sync_weights.finish()
+        self._write_schedule()
         with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
         return metrics

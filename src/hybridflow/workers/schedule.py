@@ -30,7 +30,7 @@ class Schedule:
         self._replayed = None if replay is None else deque(row for row in replay if row["rank"] == rank)
         self._rows: list[dict[str, Any]] = []
         self.num_steps = 0
-        self._last = 0
+        self._last, self._version = 0, -1
 
     def note_step(self) -> None:
         """Count a step of the engine."""
@@ -42,15 +42,22 @@ class Schedule:
         Raises RolloutConfigError if the replayed run had another event, or fewer steps until its sequences finished.
         """
         if self._replayed is not None:
+            while self._replayed and self._is_repeated(self._replayed[0]):
+                self._replayed.popleft()
             self._run_until(kind, number, self._replayed.popleft() if self._replayed else {})
         steps = self.num_steps - self._last if self._has_unfinished() else None
         self._last = self.num_steps
+        self._version = number if kind == "load" else self._version
         self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps})
 
     def take(self) -> list[dict[str, Any]]:
         """Return the rows since the last call."""
         rows, self._rows = self._rows, []
         return rows
+
+    def _is_repeated(self, row: dict[str, Any]) -> bool:
+        """Return whether the row loads weights that are loaded: in a resumed run, before which all had finished."""
+        return row["event"] == "load" and row["number"] == self._version
 
     def _run_until(self, kind: str, number: int, row: dict[str, Any]) -> None:
         if (row.get("event"), row.get("number")) != (kind, number):
