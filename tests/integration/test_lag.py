@@ -171,3 +171,21 @@ def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(
         [row["staleness/mean"] for row in read_jsonl(tmp_path / n / "metrics.jsonl")[1:]] for n in ("run", "replay")
     ]
     assert staleness[0] == staleness[1]
+
+
+def test_a_replay_without_a_schedule_is_an_error_before_a_worker_starts(task, tmp_path, hybridflow):
+    changes = ["trainer.lag=2", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token", *POOLS[2:]]
+    changes += [f"trainer.run_dir={tmp_path / 'run'}", f"rollout.replay={tmp_path}"]
+    outcome = hybridflow("train", task / "rl.toml", *changes)
+    assert outcome.status != 0
+    assert "schedule.jsonl not found" in outcome.err
+    outcome = hybridflow("train", task / "rl.toml", *changes[:-2], "rollout.on_new_weights=wait", changes[-1])
+    assert "needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate pool" in outcome.err
+
+
+def test_greedy_baselines_are_an_error_with_updates_in_flight(task, tmp_path, hybridflow):
+    changes = ["trainer.lag=2", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token", *POOLS]
+    outcome = hybridflow(
+        "train", task / "rl.toml", *changes, f"trainer.run_dir={tmp_path / 'run'}", "algorithm.advantage=remax"
+    )
+    assert "rollout.on_new_weights='retract' is not supported with algorithm.advantage='remax'" in outcome.err

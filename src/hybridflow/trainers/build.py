@@ -79,6 +79,12 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
         )
     actor_updates = (total_steps - warmup_steps) * updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * updates_per_step(config, config.critic))
+    if config.updates_in_flight and reads_column(config, "baseline_scores"):
+        raise ConfigError(
+            f"rollout.on_new_weights={config.rollout.on_new_weights!r} is not supported with algorithm.advantage="
+            f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
+            "or another estimator."
+        )
     run_on_placeholders(config, classes)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
@@ -93,12 +99,6 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
         raise ConfigError(
             f"trainer.lag={lag} samples all {total_steps} batches of the run with the initial weights; use a lag below "
             f"{total_steps}, or more steps."
-        )
-    if config.updates_in_flight and reads_column(config, "baseline_scores"):
-        raise ConfigError(
-            f"rollout.on_new_weights={config.rollout.on_new_weights!r} is not supported with algorithm.advantage="
-            f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
-            "or another estimator."
         )
     if config.rollout.replay:
         read_schedule(config.rollout.replay)  # an error before any worker starts
