@@ -1,5 +1,7 @@
 """The controller's part of a weight sync between two pools, both in this process."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -8,11 +10,11 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
-from hybridflow.errors import WeightSyncError
+from hybridflow.errors import WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.weight_sync import BetweenPools
-from hybridflow.weight_sync import Disk, WeightReceiver
-from hybridflow.workers import ActorWorker, RolloutWorker
+from hybridflow.weight_sync import Disk, WeightReceiver, WeightSender
+from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
 LONG_S = 240
 PROMPTS = {"prompts": [[5, 6, 7]], "prompt_mask": [[True] * 3], "group_ids": [0]}
@@ -124,3 +126,44 @@ def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_mode
         assert sync.finish() == {}
         assert sync()["weight_sync/bytes"] > 0  # sent again
         assert sync.finish()["weight_sync/probe_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("dying", ["learn", "generate"])
+def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tiny_model, tmp_path, ray_backend, dying):
+    overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}", "trainer.lag=1"]
+    overrides += ["algorithm.rollout_weights=token", "rollout.on_new_weights=retract", "data.max_response_length=6"]
+    config = load_config(None, overrides)
+    learn = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Mortal, config=config), ray_backend, "learn")
+    classes, mesh = ClassWithInitArgs(MortalInFlight, config=config), {"rollout": {"data": 1, "tensor": 1}}
+    generate = WorkerGroup(ResourcePool([1]), classes, ray_backend, "generate", mesh)
+    with learn, generate:
+        BetweenPools(learn, generate)()
+        prompts = DataProto.from_dict({name: torch.tensor(rows) for name, rows in PROMPTS.items()})
+        prompts.meta_info["noise_key"] = [0, 0, 0]
+        announced = learn.send_weights(WeightSender.announce)[0]
+        generate.receive_weights(WeightReceiver.start, announced)  # the engine takes no step from here on
+        waiting = generate.execute_all_async("begin_sequences", prompts)
+        {"learn": learn, "generate": generate}[dying].execute_all_async("die")
+
+        def send_all():
+            for _ in range(announced.num_buckets):
+                (sent,) = learn.send_weights(WeightSender.send)
+                generate.receive_weights(WeightReceiver.receive, sent)
+            ray_backend.wait(waiting)
+
+        with pytest.raises(WorkerDiedError, match=f"worker {dying}/0 .*died before"):
+            send_all()
+
+
+class Mortal(Learner):
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MortalInFlight(InFlightRolloutWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
