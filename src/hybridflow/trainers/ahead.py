@@ -15,7 +15,8 @@ from typing import Any
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.sampling import Begun, NextPrompts, Running, Sampling
+from hybridflow.trainers.in_flight import Running
+from hybridflow.trainers.sampling import Begun, NextPrompts, Sampling
 
 
 class Ahead:

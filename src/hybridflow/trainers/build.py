@@ -11,6 +11,7 @@ from hybridflow.observability import get_logger
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.compute_dtype import settle_dtype
+from hybridflow.trainers.in_flight import require_in_flight
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_files,
@@ -22,8 +23,7 @@ from hybridflow.trainers.preconditions import (
 from hybridflow.trainers.program import role_classes, run_on_placeholders
 from hybridflow.trainers.speed import Learner
 from hybridflow.trainers.stages import updates_per_step
-from hybridflow.workers.algorithm_functions import keys_without_effect, reads_column
-from hybridflow.workers.schedule import read_schedule
+from hybridflow.workers.algorithm_functions import keys_without_effect
 
 logger = get_logger(__name__)
 
@@ -79,12 +79,7 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
         )
     actor_updates = (total_steps - warmup_steps) * updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * updates_per_step(config, config.critic))
-    if config.updates_in_flight and reads_column(config, "baseline_scores"):
-        raise ConfigError(
-            f"rollout.on_new_weights={config.rollout.on_new_weights!r} is not supported with algorithm.advantage="
-            f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
-            "or another estimator."
-        )
+    require_in_flight(config)
     run_on_placeholders(config, classes)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
@@ -100,8 +95,6 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
             f"trainer.lag={lag} samples all {total_steps} batches of the run with the initial weights; use a lag below "
             f"{total_steps}, or more steps."
         )
-    if config.rollout.replay:
-        read_schedule(config.rollout.replay)  # an error before any worker starts
     updates = updates_per_step(config, config.actor)
     logger.info(
         "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "

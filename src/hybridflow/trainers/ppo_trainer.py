@@ -1,14 +1,14 @@
 """The trainer of reinforcement learning: the steps of `PPO` with data, validation, checkpoints and metrics."""
 
 from collections.abc import Mapping
-from functools import cached_property
 
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.observability import RL_FIGURES, JsonlWriter, timed
+from hybridflow.observability import RL_FIGURES, timed
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner
+from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
@@ -20,7 +20,6 @@ from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
-from hybridflow.workers.schedule import SCHEDULE
 
 
 class PPOTrainer(PPO, BackendOwner):
@@ -50,6 +49,7 @@ class PPOTrainer(PPO, BackendOwner):
         if config.trainer.lag:
             sampling = Sampling(config, self.rollout, self.rewards)
             self.sample = self.ahead = Ahead(sampling, config.trainer.lag, total_steps)
+        self.write_schedule = ScheduleLog(config, run, self.rollout)
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             state = restore_training(run.checkpoint, self.stateful_groups, loader)
@@ -74,29 +74,18 @@ class PPOTrainer(PPO, BackendOwner):
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
                 self.metrics |= staleness_metrics(batch, version, updates)
         self.global_step += 1
-        self._write_schedule()
+        self.write_schedule(self.global_step)
         self.learning_signal.check(self.global_step, self.metrics)
         self.metrics |= self.trace_metrics()
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
-
-    def _write_schedule(self) -> None:
-        if self.config.updates_in_flight:
-            rows = [row for of_rank in self.rollout.take_schedule() for row in of_rank]
-            self._schedule.write_all({"step": self.global_step, **row} for row in rows)
-
-    @cached_property
-    def _schedule(self) -> JsonlWriter:
-        writer = JsonlWriter(self.run.path / SCHEDULE)
-        writer.truncate_after(self.run.step if self.run.checkpoint else -1)
-        return writer
 
     def validate(self) -> dict[str, float]:
         """Return the metrics `val/...` of the current weights; empty without validation data."""
         if self.validator is None:
             return {}
         self.metrics |= self.sync_weights() | self.sync_weights.finish()
-        self._write_schedule()
+        self.write_schedule(self.global_step)
         with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
         return metrics

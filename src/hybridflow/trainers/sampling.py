@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.workers.algorithm_functions import reads_column
 
@@ -31,27 +31,6 @@ class Begun:
     step: int
     rollouts: DataProtoFuture
     greedy: DataProtoFuture | None = None
-
-
-@dataclass(frozen=True)
-class Running:
-    """A batch whose sequences run; reading `rollouts` calls the generation of what is left.
-
-    `begun`: the result of `begin_sequences` on these prompts.
-    """
-
-    step: int
-    rollout: WorkerGroup
-    begun: DataProtoFuture
-    prompts: DataProto
-    greedy: None = None
-
-    @cached_property
-    def rollouts(self) -> DataProtoFuture:
-        """The batch: `group_size` rows for each prompt, in order."""
-        begun = self.begun.with_meta_info({"noise_key": self.prompts.meta_info["noise_key"]})
-        rows = self.rollout.finish_sequences.remote(begun)
-        return self.prompts.repeat(len(rows) // len(self.prompts), interleave=True).union(rows)
 
 
 class Sampler(Protocol):
