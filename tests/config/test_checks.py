@@ -74,6 +74,22 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             )
         ],
         (
+            ["rollout.on_new_weights=retract"],
+            "rollout.on_new_weights='retract' is for sequences that run while the policy learns, but trainer.lag=0",
+        ),
+        (
+            ["rollout.on_new_weights=keep-kv", "trainer.lag=1"],
+            "trainer.lag=1 trains on samples of older weights, and no key corrects for it; set ",
+        ),
+        (
+            [
+                *("rollout.on_new_weights=keep-kv", "trainer.lag=1", "algorithm.rollout_weights=token"),
+                *("controller.backend=ray", "rollout.backend=vllm", "rollout.tensor=2"),
+                *("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate"),
+            ],
+            "rollout.on_new_weights='keep-kv' is not supported with rollout.tensor=2, whose ranks would load weights",
+        ),
+        (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
         ),

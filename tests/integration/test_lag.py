@@ -1,6 +1,8 @@
 """Runs with `trainer.lag`: weights of each batch, resume in the middle of the pipeline, equality with Ray."""
 
+import json
 import logging
+import os
 
 import pytest
 import torch
@@ -178,3 +180,89 @@ def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, tmp_path, 
                 assert several[name] == pytest.approx(one[name], rel=1e-9, abs=1e-12), (ranks, name)
         for name, weight in weights[1].items():
             torch.testing.assert_close(weights[ranks][name], weight, rtol=1e-9, atol=1e-9)
+
+
+IN_FLIGHT = """
+import json, sys, time
+import hybridflow.trainers.program as program
+from hybridflow.cli.main import main
+from hybridflow.controller.ray.local_cluster import LocalCluster
+
+class Held(program.InFlightRolloutWorker):
+    # After three steps, the last batch waits for new weights, as if steps were slow.
+    def between_steps(self):
+        began = self.__dict__.setdefault("began", {})  # batch -> steps and version when it began
+        for batch in self._begun._prompts:
+            began.setdefault(batch, (self._schedule.num_steps, self.rollout.version, time.time() + 30))
+        steps, version, deadline = max(began.values())  # before a checkpoint no weights come
+        while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2:
+            if self.rollout.version != version or self._turn._num_asking or time.time() > deadline:
+                break
+            time.sleep(0.005)
+        super().between_steps()
+
+program.InFlightRolloutWorker = Held
+with LocalCluster(4, object_store_bytes=512 * 2**20):
+    sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def run_held(fork_server):
+    """Return a function that runs commands in which weights come while sequences run."""
+
+    def run(*commands):
+        argument_lists = [[str(part) for part in command] for command in commands]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = fork_server.start(["-c", IN_FLIGHT, json.dumps(argument_lists)], environment=environment)
+        try:
+            out, err = process.communicate()
+        finally:
+            process.discard()
+        assert process.returncode == 0, out[-2000:] + err[-4000:]
+
+    return run
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["retract", "keep-kv"])
+def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(
+    tiny, task, run_held, run_in_turn, tmp_path, how
+):
+    lag, pools = 2, ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
+    changes = [f"trainer.lag={lag}", f"rollout.on_new_weights={how}", "algorithm.rollout_weights=token"]
+    command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", *pools]
+    recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", f"trainer.run_dir={tmp_path}/run"]
+    run_held([*recorded, "--stop-after", "4"], recorded)  # resumed once
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert len(rows) == 6
+    assert all(row["staleness/max"] <= lag for row in rows)
+    assert any(row["staleness/mean"] % 1 > 0 for row in rows), "no batch with tokens of several versions"
+    assert all(row.get("weight_sync/probe_diff_max", 0) < 1e-4 for row in rows)
+    run_in_turn([*command, f"trainer.run_dir={tmp_path}/replay", f"rollout.replay={tmp_path}/run"])
+    run, replay = (tiny.results_of(tmp_path / name, 6) for name in ("run", "replay"))
+    assert replay["actor.safetensors"] == run["actor.safetensors"]
+    assert replay["samples"] == run["samples"]
+    staleness = [
+        [row["staleness/mean"] for row in read_jsonl(tmp_path / n / "metrics.jsonl")[1:]] for n in ("run", "replay")
+    ]
+    assert staleness[0] == staleness[1]
+
+
+def test_a_replay_without_a_schedule_is_an_error_before_a_worker_starts(task, tmp_path, hybridflow):
+    changes = ["trainer.lag=2", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token", *POOLS[2:]]
+    changes += [f"trainer.run_dir={tmp_path / 'run'}", f"rollout.replay={tmp_path}"]
+    outcome = hybridflow("train", task / "rl.toml", *changes)
+    assert outcome.status != 0
+    assert "schedule.jsonl not found" in outcome.err
+    outcome = hybridflow("train", task / "rl.toml", *changes[:-2], "rollout.on_new_weights=wait", changes[-1])
+    assert "needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate pool" in outcome.err
+
+
+def test_greedy_baselines_are_an_error_with_updates_in_flight(task, tmp_path, hybridflow):
+    changes = ["trainer.lag=2", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token", *POOLS]
+    outcome = hybridflow(
+        "train", task / "rl.toml", *changes, f"trainer.run_dir={tmp_path / 'run'}", "algorithm.advantage=remax"
+    )
+    assert "rollout.on_new_weights='retract' is not supported with algorithm.advantage='remax'" in outcome.err

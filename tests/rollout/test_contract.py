@@ -6,6 +6,8 @@ formulas.
 
 import math
 import random
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -343,9 +345,15 @@ def test_finished_returns_each_completion_once(build_rollout, tiny_model):
 
 
 @pytest.fixture
-def has_step_in_flight(request) -> bool:
+def engine_name(request) -> str:
+    """Return the name of the engine in `ENGINES`."""
+    return request.node.callspec.params["build_rollout"]
+
+
+@pytest.fixture
+def has_step_in_flight(engine_name) -> bool:
     """Return whether the engine has begun its next step when a step returns."""
-    return request.node.callspec.params["build_rollout"] == "vllm_async"
+    return engine_name == "vllm_async"
 
 
 def test_max_running_sequences_limits_the_running_sequences(build_rollout, tiny_model, has_step_in_flight):
@@ -534,6 +542,120 @@ def test_new_weights_and_their_version_are_used_from_the_next_step(build_rollout
     again = by_name(generate(engine, wanted))
     assert {name: c.token_ids for name, c in again.items()} == {name: c.token_ids for name, c in after.items()}
     assert {version for c in again.values() for version in c.versions} == {4}
+
+
+def with_new_weights(engine, wanted, weights, step, retract) -> dict[tuple[int, int], Completion]:
+    """Serve the requests; load weights as version 1 after some steps, and retract."""
+    for request in wanted:
+        engine.submit(request)
+
+    def load(number):
+        if number == step:
+            load_weights(engine, weights.items(), version=1)
+            if retract:
+                engine.retract()
+
+    return by_name(serve(engine, load))
+
+
+def continued(engine, request: Request, old: list[int]) -> Completion:
+    """Return what an engine generates after the prompt and the first tokens of a response."""
+    left = replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(old))
+    prompt = [*request.prompt_ids, *old]
+    (done,) = generate(engine, [replace(request, prompt_ids=prompt, sampling=left, resume_offset=len(old))])
+    return done
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(20, temperature=0.0, stop_token_ids=(EOS,)), SamplingParams(20)])
+def test_retracted_sequences_continue_as_in_an_engine_with_the_new_weights(
+    build_rollout, engine_name, tiny_model, sampling
+):
+    if engine_name.startswith("vllm") and sampling.temperature:
+        pytest.skip("vLLM's noise depends on the tokens before in the same engine")
+    new, wanted = weights_of(tiny_model(seed=1)), requests(sampling, group_size=1)
+    engine, other = build_rollout(tiny_model()), build_rollout(tiny_model(seed=1))
+    load_weights(engine, weights_of(tiny_model()).items(), version=0)
+    before = by_name(generate(engine, wanted))
+    kept = with_new_weights(engine, wanted, new, 11, retract=False)
+    load_weights(engine, weights_of(tiny_model()).items(), version=0)
+    done = with_new_weights(engine, wanted, new, 11, retract=True)
+    tolerance = 1e-4 if engine_name.startswith("vllm") else 1e-9
+    for name, completion in done.items():
+        num_old = completion.versions.count(0)
+        assert completion.token_ids[:num_old] == before[name].token_ids[:num_old]
+        assert completion.versions == sorted(completion.versions)
+        if num_old == len(completion.token_ids):
+            continue  # it had stopped
+        expected = continued(other, wanted[name[0]], completion.token_ids[:num_old])
+        assert completion.token_ids[num_old:] == expected.token_ids
+        assert completion.log_probs[num_old:] == pytest.approx(expected.log_probs, abs=tolerance)
+        assert completion.finish_reason == expected.finish_reason
+        assert kept[name].token_ids[:num_old] == completion.token_ids[:num_old]
+    assert any(0 in c.versions and 1 in c.versions for c in done.values())
+    assert any(kept[name].log_probs != pytest.approx(done[name].log_probs, abs=1e-3) for name in done)
+
+
+def test_retracted_groups_of_long_prompts_continue_with_the_new_weights(build_rollout, tiny_model):
+    sampling = SamplingParams(12, temperature=0.0)
+    wanted = [Request(i, [5 + (i + j) % 30 for j in range(40)], sampling, 3, (7, 0, i)) for i in range(2)]
+    engine, other = build_rollout(tiny_model()), build_rollout(tiny_model(seed=1))
+    load_weights(engine, weights_of(tiny_model()).items(), version=0)
+    for name, completion in with_new_weights(engine, wanted, weights_of(tiny_model(seed=1)), 5, True).items():
+        num_old = completion.versions.count(0)
+        assert 0 < num_old < len(completion.token_ids)
+        expected = continued(other, replace(wanted[name[0]], group_size=1), completion.token_ids[:num_old])
+        assert completion.token_ids[num_old:] == expected.token_ids
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("retract", [False, True])
+def test_weights_that_come_before_the_first_token_or_after_the_last(
+    build_rollout, tiny_model, step, retract, has_step_in_flight
+):
+    wanted = requests(SamplingParams(3))
+    engine = build_rollout(tiny_model(), max_running_sequences=4)  # others wait for their first tokens
+    load_weights(engine, weights_of(tiny_model()).items(), version=0)
+    before = by_name(generate(engine, wanted))
+    done = with_new_weights(engine, wanted, weights_of(tiny_model(seed=1)), step, retract)
+    assert set(done) == set(before)
+    assert all(len(c.token_ids) == len(c.versions) == 3 for c in done.values())
+    num_old = min(3, step + has_step_in_flight) if step else 0
+    for index in range(2):
+        assert done[0, index].versions == [0] * num_old + [1] * (3 - num_old)
+        assert done[0, index].token_ids[:num_old] == before[0, index].token_ids[:num_old]
+        assert done[4, index].versions == [1] * 3
+
+
+def test_a_stop_string_that_begins_before_retraction_ends_a_sequence(build_rollout, tiny_model):
+    class Characters:
+        def decode(self, token_ids, *, skip_special_tokens):
+            return "".join(chr(ord("A") + token) for token in token_ids)
+
+    weights = weights_of(tiny_model())
+    engine = build_rollout(tiny_model(), tokenizer=Characters())
+    load_weights(engine, weights.items(), version=0)
+    request = Request(0, PROMPTS[0], SamplingParams(12), 1, (7, 0, 0))
+    whole = generate(engine, [request])[0].token_ids
+    text = Characters().decode(whole[4:7], skip_special_tokens=True)
+    request = replace(request, sampling=SamplingParams(12, stop_strings=(text,)))
+    done = with_new_weights(engine, [request], weights, 5, True)  # equal weights: the same tokens
+    assert done[0, 0].token_ids == whole[:7]
+    assert done[0, 0].finish_reason == "stop"
+    assert sorted(set(done[0, 0].versions)) == [0, 1]
+
+
+def test_log_probs_between_steps_change_no_running_sequence(build_rollout, tiny_model):
+    wanted, probes = requests(SamplingParams(8, stop_token_ids=(EOS,))), [[3, 9, 4, 7, 20], [6, 5, 30]]
+    engine = build_rollout(tiny_model())
+    expected, log_probs = by_name(generate(engine, wanted)), engine.log_probs(probes)
+    for request in wanted:
+        engine.submit(request)
+    found = []
+    done = by_name(serve(engine, lambda step: found.append(engine.log_probs(probes))))
+    assert {name: c.token_ids for name, c in done.items()} == {name: c.token_ids for name, c in expected.items()}
+    assert len(found) >= 3
+    for each in found:
+        assert [*chain(*each)] == pytest.approx([*chain(*log_probs)], abs=1e-5)
 
 
 @pytest.mark.parametrize(

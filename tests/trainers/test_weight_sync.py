@@ -1,16 +1,22 @@
 """The controller's part of a weight sync between two pools, both in this process."""
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 from hybridflow.config import load_config
-from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
-from hybridflow.errors import WeightSyncError
+from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, WorkerGroup, register
+from hybridflow.errors import WeightSyncError, WorkerDiedError
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.weight_sync import BetweenPools
-from hybridflow.weight_sync import Disk
-from hybridflow.workers import ActorWorker, RolloutWorker
+from hybridflow.weight_sync import Disk, WeightReceiver, WeightSender
+from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 
+LONG_S = 240
 PROMPTS = {"prompts": [[5, 6, 7]], "prompt_mask": [[True] * 3], "group_ids": [0]}
 
 
@@ -59,3 +65,105 @@ def test_a_failed_sync_is_repeated(pools, monkeypatch):
         sync()
     monkeypatch.setattr(Disk, "receive", receive)
     assert sync()["weight_sync/bytes"] > 0
+
+
+def test_a_sync_that_is_not_waited_for_gives_the_same_weights(pools):
+    learn, generate = pools("object_store")
+    sync = BetweenPools(learn, generate, num_ahead=2)
+    assert sync()["weight_sync/probe_diff_max"] < 1e-5  # the first one is waited for
+    assert sync() == {}
+    assert sync.finish() == {}
+
+
+class Learner(ActorWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def set_version(self, version):
+        with torch.no_grad():
+            for parameter in self.engine.parameters.values():
+                parameter += 0.01
+        self.engine.num_updates = version
+
+
+class Gated(RolloutWorker):
+    """A worker whose generation waits for a file, and whose second sync receives a changed weight."""
+
+    num_syncs = 0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def wait_for(self, path):
+        for _ in range(100 * LONG_S):
+            if Path(path).exists():
+                return
+            time.sleep(0.01)
+        raise TimeoutError(path)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, step, *args):
+        self.num_syncs += step is WeightReceiver.start
+        if self.num_syncs == 2 and step is WeightReceiver.receive:
+            args = ((args[0][0], args[0][1] ^ 1),)
+        return step(self.weight_receiver, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_training_does_not_wait_for_a_sync_whose_error_is_raised_later(tiny_model, tmp_path, ray_backend):
+    overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}"]
+    config = load_config(None, overrides)
+    learn = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Learner, config=config), ray_backend, "learn")
+    generate = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Gated, config=config), ray_backend, "generate")
+    with learn, generate:
+        sync = BetweenPools(learn, generate, num_ahead=2)
+        assert sync()["weight_sync/probe_diff_max"] < 1e-4
+        generate.execute_all_async("wait_for", f"{tmp_path}/go")
+        for version in (1, 2):
+            learn.set_version(version)
+            assert set(sync()) == {"weight_sync/bytes", "timing_s/weight_sync"}  # although the engine is busy
+        (tmp_path / "go").touch()
+        learn.set_version(3)
+        with pytest.raises(WeightSyncError, match="changed in transit"):
+            sync()  # the third call waits for the first that was not waited for
+        assert sync.finish() == {}
+        assert sync()["weight_sync/bytes"] > 0  # sent again
+        assert sync.finish()["weight_sync/probe_diff_max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("dying", ["learn", "generate"])
+def test_a_process_that_dies_in_a_sync_in_flight_ends_the_run_with_its_error(tiny_model, tmp_path, ray_backend, dying):
+    overrides = [f"model.path={tiny_model()}", "controller.threads=1", f"trainer.run_dir={tmp_path}", "trainer.lag=1"]
+    overrides += ["algorithm.rollout_weights=token", "rollout.on_new_weights=retract", "data.max_response_length=6"]
+    config = load_config(None, overrides)
+    learn = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Mortal, config=config), ray_backend, "learn")
+    classes, mesh = ClassWithInitArgs(MortalInFlight, config=config), {"rollout": {"data": 1, "tensor": 1}}
+    generate = WorkerGroup(ResourcePool([1]), classes, ray_backend, "generate", mesh)
+    with learn, generate:
+        BetweenPools(learn, generate)()
+        prompts = DataProto.from_dict({name: torch.tensor(rows) for name, rows in PROMPTS.items()})
+        prompts.meta_info["noise_key"] = [0, 0, 0]
+        announced = learn.send_weights(WeightSender.announce)[0]
+        generate.receive_weights(WeightReceiver.start, announced)  # the engine takes no step from here on
+        waiting = generate.execute_all_async("begin_sequences", prompts)
+        {"learn": learn, "generate": generate}[dying].execute_all_async("die")
+
+        def send_all():
+            for _ in range(announced.num_buckets):
+                (sent,) = learn.send_weights(WeightSender.send)
+                generate.receive_weights(WeightReceiver.receive, sent)
+            ray_backend.wait(waiting)
+
+        with pytest.raises(WorkerDiedError, match=f"worker {dying}/0 .*died before"):
+            send_all()
+
+
+class Mortal(Learner):
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MortalInFlight(InFlightRolloutWorker):
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)

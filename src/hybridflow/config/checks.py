@@ -406,7 +406,8 @@ def _reward(config: Config) -> Iterator[str]:
 
 def _backend(config: Config) -> Iterator[str]:
     controller = config.controller
-    if controller.backend == "local" and (controller.address or config.placement.pools):
+    has_pools = config.placement.pools and not config.rollout.replay  # a replay runs them one after another
+    if controller.backend == "local" and (controller.address or has_pools):
         key = "controller.address" if controller.address else "placement.pools"
         yield f"{key} is set, but controller.backend='local' has one process; use backend = 'ray'"
 
@@ -421,6 +422,7 @@ def _parts(config: Config) -> Iterator[str]:
 
 def _lag(config: Config) -> Iterator[str]:
     lag, algorithm, actor = config.trainer.lag, config.algorithm, config.actor
+    yield from _in_flight(config)
     if not lag:
         return
     if algorithm.filter_groups:
@@ -466,6 +468,34 @@ def _stream(config: Config) -> Iterator[str]:
     for reason, applies in needs_whole_batch.items():
         if applies:
             yield f"trainer.stream=true learns from groups of responses as they finish, but {reason}, or stream = false"
+
+
+def _in_flight(config: Config) -> Iterator[str]:
+    rollout, key = config.rollout, f"rollout.on_new_weights={config.rollout.on_new_weights!r}"
+    if rollout.replay and not config.updates_in_flight:
+        yield (
+            f"rollout.replay={rollout.replay!r} needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate "
+            "pool (placement.roles.rollout), as the run that is replayed; set them, or remove replay"
+        )
+    if rollout.on_new_weights == "wait":
+        return
+    if not config.trainer.lag:
+        yield (
+            f"{key} is for sequences that run while the policy learns, but trainer.lag=0 starts them afterwards; set "
+            "trainer.lag = 1 or more, or on_new_weights = 'wait'"
+        )
+    if config.trainer.stream:
+        yield f"trainer.stream=true is not supported with {key}; use stream = false, or on_new_weights = 'wait'"
+    if rollout.schedule != "even":
+        yield (
+            f"rollout.schedule={rollout.schedule!r} is not supported with {key}; use schedule = 'even', or "
+            "on_new_weights = 'wait'"
+        )
+    if rollout.tensor > 1 and config.has_rollout_pool:
+        yield (
+            f"{key} is not supported with rollout.tensor={rollout.tensor}, whose ranks would load weights at different "
+            "steps; use tensor = 1, or on_new_weights = 'wait'"
+        )
 
 
 SUBJECTS = (

@@ -22,9 +22,14 @@ class Worker:
     rank. With the default 1, calls run on the main thread, one after another, as collectives require. A class that
     mostly waits for I/O (rewards from a service, a server) may set more: each call then runs in its own thread, so the
     class must be thread-safe and cannot use collectives.
+
+    `beside`: names of registered methods whose calls run in a second thread, one after another, on a backend with one
+    process per rank: they need not wait for earlier calls of other methods, which then run in one other thread. The
+    class must be thread-safe between the two; methods in `beside` cannot use collectives of the group.
     """
 
     concurrent_calls: ClassVar[int] = 1
+    beside: ClassVar[frozenset[str]] = frozenset()
 
     _rank: int
     _world_size: int
@@ -92,6 +97,11 @@ class Worker:
             role=type(self).__name__,
             rank=self.rank,
         )
+
+
+def beside_of(classes: Mapping[str, type]) -> frozenset[tuple[str, str]]:
+    """Return role and method of the calls that run in the second thread of a process with these roles."""
+    return frozenset((name, method) for name, cls in classes.items() for method in getattr(cls, "beside", ()))
 
 
 def concurrent_calls_of(classes: Mapping[str, type]) -> int:

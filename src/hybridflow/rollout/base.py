@@ -135,9 +135,17 @@ class RolloutEngine(Protocol):
         ...
 
     def finish_loading(self, version: int) -> None:
-        """Use the new weights from the next step on, under `version`.
+        """Use the new weights from the next step on, under `version`; running sequences keep their keys and values.
 
         Raises RolloutError if weights are missing: all of them must then be loaded again.
+        """
+        ...
+
+    def retract(self) -> None:
+        """Compute the keys and values of running sequences again with the present weights; their tokens stay.
+
+        Each next token is then that of an engine which starts with prompt and tokens. Memory is needed as for a prompt
+        of this length. After an error requests restart, as after one in `step`.
         """
         ...
 
@@ -146,7 +154,10 @@ class RolloutEngine(Protocol):
         ...
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of each sequence's tokens but the first, at temperature 1; the engine must be idle."""
+        """Return the log-probs of each sequence's tokens but the first, at temperature 1.
+
+        Requests that wait or run get the same tokens as without the call. Some engines advance them by a step.
+        """
         ...
 
     def wake(self, part: SleepingPart) -> None:

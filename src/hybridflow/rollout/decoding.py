@@ -29,6 +29,10 @@ class Decoding(Protocol):
         """End the sequences of a request; return completions of this and of other requests."""
         ...
 
+    def retract(self) -> list[Completion]:
+        """Compute the keys and values of all sequences again; return completions that ended in earlier steps."""
+        ...
+
     def use_new_weights(self) -> None:
         """Forget what depends on the addresses of the weights."""
         ...

@@ -46,6 +46,7 @@ class DecodingBatch:
         self._cache = KVCache(device)
         self._stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
         self._names: list[tuple[int, int]] = []  # (request_id, index in the group)
+        self._prompts: list[Sequence[int]] = []
         # (rows, width + 1): tokens computed for finished rows are written after their ends, at most in the last column.
         self._columns = {
             "uniforms": torch.zeros(0, 1, dtype=torch.float64, device=device),
@@ -72,9 +73,12 @@ class DecodingBatch:
     def admit(self, requests: Sequence[Request]) -> None:
         """Compute each prompt once and add a row for every sequence of its group."""
         longest = max(len(request.prompt_ids) + request.sampling.max_new_tokens for request in requests)
-        for requests_of_pass in split_by_prompt_tokens(requests):
-            self._prefill(requests_of_pass, capacity=longest)
+        first = 0
+        for count in split_by_tokens([len(request.prompt_ids) for request in requests]):
+            self._admit_pass(requests[first : first + count], capacity=longest)
+            first += count
         self._names += [(request.request_id, i) for request in requests for i in range(request.group_size)]
+        self._prompts += [request.prompt_ids for request in requests for _ in range(request.group_size)]
         device = self._counts.device
         limits = [request.sampling.max_new_tokens for request in requests for _ in range(request.group_size)]
         self._limits = torch.cat([self._limits, torch.tensor(limits, device=device)])
@@ -115,21 +119,43 @@ class DecodingBatch:
         chosen = torch.tensor(is_chosen, dtype=torch.bool, device=self._counts.device)
         return self._finish((self._is_running & chosen).nonzero().flatten(), None, aborted=True)
 
-    def _prefill(self, requests: Sequence[Request], capacity: int) -> None:
+    def retract(self) -> None:
+        """Compute the keys and values of the running rows again with the present weights; tokens stay."""
+        if self.num_running < len(self._names):
+            self._remove_finished()
+        capacity, device = self._cache.capacity, self._counts.device
+        self._cache = KVCache(device)
+        computed = [  # all tokens but the last one, which the next step computes
+            [*prompt, *tokens[: count - 1]]
+            for prompt, tokens, count in zip(
+                self._prompts, self._columns["tokens"].tolist(), self._counts.tolist(), strict=True
+            )
+        ]
+        first = 0
+        for count in split_by_tokens([len(tokens) for tokens in computed]):
+            plan, _ = self._prefill(computed[first : first + count])
+            self._cache.append(plan, torch.arange(count, device=device), capacity)
+            first += count
+
+    def _admit_pass(self, requests: Sequence[Request], capacity: int) -> None:
         device = self._counts.device
-        lengths = [len(request.prompt_ids) for request in requests]
-        plan = PrefillPlan(lengths)
-        tokens = torch.tensor([token for request in requests for token in request.prompt_ids], device=device)
-        logits = self.forward(
-            tokens[None],
-            position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
-            attention_plan=plan,
-            logits_to_keep=torch.tensor(lengths, device=device).cumsum(0) - 1,
-        )[0]
+        plan, logits = self._prefill([request.prompt_ids for request in requests])
         group_sizes = torch.tensor([request.group_size for request in requests], device=device)
         source = torch.arange(len(requests), device=device).repeat_interleave(group_sizes)
         self._cache.append(plan, source, capacity)
         self._first_logits.append(logits[source])
+
+    def _prefill(self, sequences: Sequence[Sequence[int]]) -> tuple[PrefillPlan, Tensor]:
+        """Return the keys and values of whole sequences, and the logits (sequences, vocabulary) after each."""
+        device, lengths = self._counts.device, [len(tokens) for tokens in sequences]
+        plan = PrefillPlan(lengths)
+        logits = self.forward(
+            torch.tensor([token for tokens in sequences for token in tokens], device=device)[None],
+            position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+            attention_plan=plan,
+            logits_to_keep=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        )[0]
+        return plan, logits
 
     def _next_logits(self) -> Tensor:
         """Return the logits (rows, vocabulary) of the next token: from the prompt for new rows, else by one pass."""
@@ -172,7 +198,7 @@ class DecodingBatch:
         self._columns = {name: column[rows] for name, column in self._columns.items()}
         self._starts, self._counts, self._limits = (x[rows] for x in (self._starts, self._counts, self._limits))
         self._is_running = self._is_running[rows]
-        self._names = [self._names[row] for row in rows.tolist()]
+        self._names, self._prompts = ([column[row] for row in rows.tolist()] for column in (self._names, self._prompts))
 
     def _reached_stop_strings(self) -> Tensor:
         """Return for each row whether its text ends with a stop string."""
@@ -202,14 +228,14 @@ def _uniforms(requests: Sequence[Request], width: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def split_by_prompt_tokens(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Yield consecutive requests of at most PREFILL_TOKENS prompt tokens together."""
-    part: list[Request] = []
-    used = 0
-    for request in requests:
-        if part and used + len(request.prompt_ids) > PREFILL_TOKENS:
-            yield part
-            part, used = [], 0
-        part.append(request)
-        used += len(request.prompt_ids)
-    yield part
+def split_by_tokens(lengths: Sequence[int]) -> Iterator[int]:
+    """Yield numbers of consecutive sequences that have at most PREFILL_TOKENS tokens together."""
+    count = used = 0
+    for length in lengths:
+        if count and used + length > PREFILL_TOKENS:
+            yield count
+            count = used = 0
+        count += 1
+        used += length
+    if count:
+        yield count

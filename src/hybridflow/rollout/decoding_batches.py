@@ -59,6 +59,12 @@ class DecodingBatches:
         """End the sequences of a request, and return them with their tokens so far."""
         return self._without_empty([done for batch in self._batches for done in batch.abort(request_id)])
 
+    def retract(self) -> list[Completion]:
+        """Compute all keys and values again; return no completions."""
+        for batch in self._batches:
+            batch.retract()
+        return []
+
     def use_new_weights(self) -> None:
         """Do nothing: each step reads the model."""
 

@@ -151,10 +151,23 @@ class EmbeddedRollout:
         for name, parameter in self.model.named_parameters():
             parameter.data = self._loaded[name].detach().to(parameter)
         self._loading, self._loaded = None, {}
+        self._forward.drop_packed_weights()  # of the old ones
         self._is_packed = False
         if self._running:
             self._running.use_new_weights()
         self.version = version
+
+    @torch.no_grad()
+    def retract(self) -> None:
+        """Compute keys and values again, see `RolloutEngine.retract`."""
+        if not self._running:
+            return
+        try:
+            with naming_out_of_memory("generation", self.model.device, LESS_MEMORY, RolloutError):
+                self._finish(self._running.retract())
+        except BaseException:
+            self._restart_requests()
+            raise
 
     def abandon_loading(self) -> None:
         """Discard the weights, see `RolloutEngine.abandon_loading`."""
@@ -163,8 +176,6 @@ class EmbeddedRollout:
     @torch.no_grad()
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of given tokens, see `RolloutEngine.log_probs`."""
-        if self._unfinished:
-            raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
         device, found = self.model.device, []
         for sequence in sequences:
             tokens, positions = torch.tensor(sequence, device=device), torch.arange(len(sequence), device=device)

@@ -6,6 +6,7 @@ and reads what the rows emitted every few steps.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from hybridflow.models import Forward
 from hybridflow.models.kv_cache import PrefillPlan
 from hybridflow.models.paged_kv_cache import PAGE_SIZE, PagedKVCache, PagedPrefillPlan, PageTable, pages_of
 from hybridflow.rollout.base import Completion, Request, not_finite
-from hybridflow.rollout.decoding_batch import split_by_prompt_tokens
+from hybridflow.rollout.decoding_batch import split_by_tokens
 from hybridflow.rollout.decoding_state import NO_TOKEN, DecodingState, StepShape, decode_step
 from hybridflow.rollout.row_sampling import SamplingKinds
 from hybridflow.rollout.running_row import RunningRow, final_length, first_pages, most_pages, shared_pages
@@ -118,6 +119,19 @@ class PagedDecoding:
         done = self._read()
         places = [place for place, row in enumerate(self._rows) if row and row.request.request_id == request_id]
         return done + [row.completion("abort") for row in self._remove(places)]
+
+    def retract(self) -> list[Completion]:
+        """Write the keys and values of all rows again; return the rows that had ended before."""
+        done = self._read()
+        seen: set[int] = set()
+        parts: list[_Prefill] = []
+        for row in self._rows:
+            if row:
+                tokens = [*row.request.prompt_ids, *row.tokens][:-1]
+                parts.append(_Prefill(tokens, [(row, row.request.request_id in seen)]))
+                seen.add(row.request.request_id)
+        self._prefill(parts)
+        return done
 
     def use_new_weights(self) -> None:
         """Capture steps again, since the addresses of the weights may have changed."""
@@ -284,8 +298,12 @@ class PagedDecoding:
         groups = {row.request.request_id: (row.request, []) for row in rows}
         for row in rows:
             groups[row.request.request_id][1].append(row)
-        for requests in split_by_prompt_tokens([request for request, _ in groups.values()]):
-            self._prefill([groups[request.request_id] for request in requests])
+        self._prefill(
+            [
+                _Prefill(request.prompt_ids[:-1], [(row, bool(row.index)) for row in group])
+                for request, group in groups.values()
+            ]
+        )
         stops = [row.request.sampling.stop_token_ids for row in rows]
         longest = _power_of_two(max(pages_of(final_length(row.request)) for row in rows))
         if self._state.widen(stop_ids=max(map(len, stops)), tables=longest):
@@ -308,20 +326,23 @@ class PagedDecoding:
             tables=[row.pages for row in rows],
         )
 
-    def _prefill(self, groups: Sequence[tuple[Request, Sequence[RunningRow]]]) -> None:
-        """Write keys and values of prompts: whole pages once for a group, the rest of the prompt for each row."""
+    def _prefill(self, parts: Sequence["_Prefill"]) -> None:
+        """Write keys and values of sequences into the pages of their rows, in passes of a bounded size."""
+        parts, first = [part for part in parts if len(part.tokens)], 0
+        for count in split_by_tokens([len(part.tokens) for part in parts]):
+            self._prefill_pass(parts[first : first + count])
+            first += count
+
+    def _prefill_pass(self, parts: Sequence["_Prefill"]) -> None:
         assert self._cache is not None
-        groups = [(request, rows) for request, rows in groups if len(request.prompt_ids) > 1]
-        if not groups:
-            return
-        lengths = [len(request.prompt_ids) - 1 for request, _ in groups]
+        lengths = [len(part.tokens) for part in parts]
         tokens, slots = [], []  # of copies of packed tokens
-        for first, length, (request, rows) in zip(np.cumsum([0, *lengths]), lengths, groups, strict=False):
-            for row in rows:
-                places = np.arange(shared_pages(request) * PAGE_SIZE if row.index else 0, length)
+        for first, length, part in zip(np.cumsum([0, *lengths]), lengths, parts, strict=False):
+            for row, has_shared in part.rows:
+                places = np.arange(shared_pages(row.request) * PAGE_SIZE if has_shared else 0, length)
                 tokens.append(first + places)
                 slots.append(np.array(row.pages)[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE)
-        ids = np.concatenate([np.array(request.prompt_ids[:-1]) for request, _ in groups])
+        ids = np.concatenate([np.array(part.tokens) for part in parts])
         positions = np.concatenate([np.arange(length) for length in lengths])
         columns = (ids, positions, np.concatenate(tokens), np.concatenate(slots))
         ids, positions, tokens, slots = (torch.from_numpy(column).to(self._device) for column in columns)
@@ -332,6 +353,14 @@ class PagedDecoding:
                 attention_plan=PagedPrefillPlan(self._cache, lengths, tokens, slots),
                 logits_to_keep=torch.zeros(0, dtype=torch.int64, device=self._device),
             )
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Tokens whose keys and values are written for several rows; True: the row's shared pages are written already."""
+
+    tokens: Sequence[int]
+    rows: Sequence[tuple[RunningRow, bool]]
 
 
 def row_sizes(max_running_sequences: int) -> list[int]:

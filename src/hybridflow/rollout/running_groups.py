@@ -3,7 +3,7 @@
 A part holds the groups of its batch that finish next. Which these are depends on the lengths of responses, not on time.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -45,10 +45,13 @@ class _Running:
 
 
 class RunningGroups:
-    """The groups of the batches that have begun in an engine, which serves no other requests."""
+    """The groups of the batches that have begun in an engine, which serves no other requests.
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+    `between_steps` is called after each step; it may begin batches and load weights.
+    """
+
+    def __init__(self, engine: RolloutEngine, between_steps: Callable[[], None] = lambda: None) -> None:
+        self._engine, self._between_steps = engine, between_steps
         self._batches: dict[Hashable, _Batch] = {}
         self._running: dict[int, _Running] = {}  # by the id of the request
 
@@ -90,8 +93,7 @@ class RunningGroups:
             raise RolloutError(f"batch {batch!r} has {held.remaining} groups left, fewer than {count}.")
         try:
             while len(held.finished) < count:
-                self._engine.step()
-                self._take_finished()
+                self.step()
         except BaseException:
             self._abort(list(self._running))
             self._batches.clear()
@@ -102,7 +104,18 @@ class RunningGroups:
             self._batches.pop(batch, None)
         return taken
 
+    def num_left(self, batch: Hashable) -> int:
+        """Return the number of groups of a batch that were not returned yet."""
+        return self._batches[batch].remaining if batch in self._batches else 0
+
+    def step(self) -> None:
+        """Step the engine once, and keep the groups that finish."""
+        self._engine.step()
+        self._take_finished()
+        self._between_steps()
+
     def _take_finished(self) -> None:
+        """Take what the engine has finished, also what a load of weights or its probe has."""
         for completion in self._engine.finished():
             running = self._running[completion.request_id]
             running.done.append(completion)

@@ -4,7 +4,8 @@
     sampled     0, 1         2            3              each with the weights before the step
     trained     0            1            2
 
-Batches begin in order, and each is trained on once, in the same order.
+Batches begin in order, and each is trained on once, in the same order. With `rollout.on_new_weights` other than "wait",
+the weights before the step are those of a response's first token; later tokens may be of later weights.
 """
 
 import time
@@ -16,6 +17,7 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.errors import BatchError, CheckpointError
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
+from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.sampling import Sampling
 
 
@@ -27,8 +29,8 @@ class Ahead:
 
     def __init__(self, sampling: Sampling, lag: int, total_steps: int) -> None:
         self._sampling, self._lag, self._total_steps = sampling, lag, total_steps
-        self._begun: deque[Begun] = deque()
-        self._taken: tuple[float, Begun] | None = None
+        self._begun: deque[Begun | Running] = deque()
+        self._taken: tuple[float, Begun | Running] | None = None
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
@@ -52,7 +54,7 @@ class Ahead:
         known = [end for end in ends if end is not None]
         return {"timing_s/queue_wait": max(taken - max(known), 0.0)} if known else {}
 
-    def pending(self) -> list[Begun]:
+    def pending(self) -> list[Begun | Running]:
         """Return the batches that have begun and were not returned yet, in order."""
         return list(self._begun)
 
@@ -68,7 +70,7 @@ class Ahead:
         )
 
 
-def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
+def describe_pending(pending: list[Begun | Running]) -> list[dict[str, Any]]:
     """Return the files of pending batches in a checkpoint, as values that JSON can hold."""
     return [
         {
@@ -80,7 +82,14 @@ def describe_pending(pending: list[Begun]) -> list[dict[str, Any]]:
     ]
 
 
-def save_pending(pending: list[Begun], directory: Path) -> None:
+def wait_for(pending: list[Begun | Running]) -> None:
+    """Wait until the pending batches are generated. Raises the errors of generation."""
+    for begun in pending:
+        for part in begun.parts:
+            part.get(())
+
+
+def save_pending(pending: list[Begun | Running], directory: Path) -> None:
     """Wait until the pending batches are generated, and write them.
 
     Raises CheckpointError if one cannot be written, and the errors of generation.
@@ -92,7 +101,7 @@ def save_pending(pending: list[Begun], directory: Path) -> None:
             _save(begun.greedy, directory / files["greedy"])
 
 
-def _part_files(begun: Begun) -> list[str]:
+def _part_files(begun: Begun | Running) -> list[str]:
     """Return a file for each part: joined, the shorter ones would be padded, and bits could change."""
     name, count = f"batch_{begun.step:06d}", len(begun.parts)
     return [f"{name}.safetensors"] if count == 1 else [f"{name}_{part}.safetensors" for part in range(count)]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.stages import read
 
 NextPrompts = Callable[[], DataProto]
@@ -30,7 +31,7 @@ class Begun:
 class ScoredParts:
     """The parts of a begun batch by `score`, which computes the scores of a part when the iteration gets to it."""
 
-    def __init__(self, begun: Begun, score: Callable[[Begun], Iterator[DataProtoFuture]]) -> None:
+    def __init__(self, begun: Begun | Running, score: Callable[[Any], Iterator[DataProtoFuture]]) -> None:
         self._begun, self._score = begun, score
 
     @property

@@ -11,6 +11,7 @@ from hybridflow.observability import get_logger
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.compute_dtype import settle_dtype
+from hybridflow.trainers.in_flight import require_in_flight
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_files,
@@ -78,6 +79,7 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
         )
     actor_updates = (total_steps - warmup_steps) * updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * updates_per_step(config, config.critic))
+    require_in_flight(config)
     run_on_placeholders(config, classes)
     for line in keys_without_effect(config):
         logger.warning("%s", line)
@@ -100,9 +102,10 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
         )
     updates = updates_per_step(config, config.actor)
     logger.info(
-        "trainer.lag=%d: a batch is sampled with weights %d optimizer steps old, and its last mini-batch is %d steps "
+        "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
         "from them%s",
         lag,
+        "at most " if config.updates_in_flight else "",
         lag * updates,
         (lag + 1) * updates - 1,
         "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",

@@ -25,6 +25,7 @@ STAGES = {
     "begin_sequences": "gen",
     "next_sequences": "gen",
     "update_actor_in_parts": "update_actor",
+    "finish_sequences": "gen",
     "score": "reward",
     "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",

@@ -7,8 +7,9 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, idle_shares, timed
-from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending
+from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner, pool_of, pools_of
+from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
@@ -49,6 +50,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.ahead: Ahead | None = None
         if config.trainer.lag:
             self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, total_steps)
+        self.write_schedule = ScheduleLog(config, run, self.rollout)
         self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             state = restore_training(run.checkpoint, self.stateful_groups, loader)
@@ -76,6 +78,7 @@ class PPOTrainer(PPO, BackendOwner):
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
                 self.metrics |= staleness_metrics(batch, version, updates) | self.ahead.take_wait()
         self.global_step += 1
+        self.write_schedule(self.global_step)
         self.learning_signal.check(self.global_step, self.metrics)
         end = time.time()
         self.metrics |= self.trace_metrics()
@@ -88,14 +91,18 @@ class PPOTrainer(PPO, BackendOwner):
         """Return the metrics `val/...` of the current weights; empty without validation data."""
         if self.validator is None:
             return {}
-        self.sync_weights()
+        self.metrics |= self.sync_weights() | self.sync_weights.finish()
+        self.write_schedule(self.global_step)
         with timed("validation", self.metrics):
             metrics, _ = self.validator.run()
         return metrics
 
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
+        self.sync_weights.finish()
         pending = self.ahead.pending() if self.ahead else []
+        if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
+            wait_for(pending)
         schedule = {"schedule": state} if (state := self.sampling.schedule.state_dict()) else {}
         self.saver.save(
             self.global_step,

@@ -9,10 +9,12 @@ from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.trainers.weight_sync import SharedWeights
 from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
     CriticWorker,
+    InFlightRolloutWorker,
     ReferenceWorker,
     RewardModelWorker,
     RewardWorker,
@@ -32,12 +34,17 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
     classes = {
         Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates),
         Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
-        Role.Rollout: ClassWithInitArgs(RolloutWorker, config=config),
+        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
         Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
         Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
         Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),
     }
     return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
+
+
+def rollout_class(config: Config) -> type[RolloutWorker]:
+    """Return the worker class of a pool that generates."""
+    return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
 
 
 def reward_class(config: Config) -> type[Worker]:
@@ -61,7 +68,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
             groups |= {role: on_pool[role.value] for role in roles}
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
     algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
-    algorithm.sync_weights = dict  # placeholders have no weights
+    algorithm.sync_weights = SharedWeights()  # placeholders have no weights
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(DATASET_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()

@@ -12,6 +12,7 @@ from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.generation_schedule import GenerationSchedule
+from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
@@ -44,7 +45,7 @@ class Sampling:
             begun = Begun(step, (self._filtered(batch, len(prompts), next_prompts, step),))
         return self.score(begun)
 
-    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun:
+    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun | Running:
         """Begin to generate with the weights that the rollout engines have now; groups count from `first_group`.
 
         Rewards in processes of their own score as soon as responses are there.
@@ -53,6 +54,11 @@ class Sampling:
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
+        if config.updates_in_flight:
+            running = Running(step, self._rollout, self._rollout.begin_sequences.remote(prompts), prompts)
+            if config.rollout.replay:
+                return running
+            return Begun(step, tuple(map(self._scored_at_once, running.parts)))
         if self._stream:
             greedy = self._greedy(prompts)  # before the others, since each part is compared with it
             return Begun(step, tuple(map(self._scored_at_once, self._stream(prompts, engines))), greedy)
@@ -60,7 +66,7 @@ class Sampling:
         batch = self._scored_at_once(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
         return Begun(step, (batch,), self._greedy(prompts))
 
-    def score(self, begun: Begun) -> ScoredParts:
+    def score(self, begun: Begun | Running) -> ScoredParts:
         """Return the parts with scores, and `baseline_scores`: for each row that of the greedy response."""
         return ScoredParts(begun, self._score)
 
@@ -70,7 +76,7 @@ class Sampling:
         rollouts = self._rollout.generate_greedy_sequences.remote(prompts)
         return self._scored_at_once(DataProtoFuture.of(prompts).union(rollouts))
 
-    def _score(self, begun: Begun) -> Iterator[DataProtoFuture]:
+    def _score(self, begun: Begun | Running) -> Iterator[DataProtoFuture]:
         baseline = None
         for rows in begun.parts:
             part = self._with_scores(rows)

@@ -4,24 +4,48 @@ trainer   announce ── join ── send, send, ...           ── compute_p
 rollout               join ── start, receive, receive, ...── finish ── check
 """
 
-from collections.abc import Callable
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.observability import timed
+from hybridflow.protocol import Handle
 from hybridflow.weight_sync import IN_FLIGHT, Announcement, WeightReceiver, WeightSender
 
-WeightSync = Callable[[], dict[str, float]]
-"""A function that loads the current weights into the rollout engines and returns metrics."""
+
+class WeightSync(Protocol):
+    """A function that loads the current weights into the rollout engines and returns metrics."""
+
+    def __call__(self) -> dict[str, float]:
+        """Load the weights, or begin to; generation that is called later uses them."""
+        ...
+
+    def finish(self) -> dict[str, float]:
+        """Wait until the engines have the weights; return metrics of syncs that had not finished."""
+        ...
 
 
 def weight_sync_of(config: Config, trainer: WorkerGroup, rollout: WorkerGroup | None) -> WeightSync:
     """Return the weight sync of a program; a no-op if the embedded engine generates in the training process."""
     if rollout is not None:
-        return BetweenPools(trainer, rollout)
+        waits = config.updates_in_flight or config.rollout.weight_sync != "object_store"
+        return BetweenPools(trainer, rollout, num_ahead=0 if waits or config.trainer.lag < 2 else config.trainer.lag)
     if config.rollout.backend == "vllm":
         return InEachProcess(trainer)
-    return dict
+    return SharedWeights()
+
+
+class SharedWeights:
+    """Weight sync of an engine that generates with the trainer's own weights: nothing to do."""
+
+    def __call__(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
+    finish = __call__
 
 
 class InEachProcess:
@@ -34,14 +58,32 @@ class InEachProcess:
         """Sync and return the metrics."""
         return _worst_of_ranks(self._group.sync_weights())
 
+    def finish(self) -> dict[str, float]:
+        """Return no metrics: a call waits."""
+        return {}
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A sync that was sent: the handles of the sender's calls, and those of each of the receivers' steps."""
+
+    sent: list[Handle]
+    calls: list[list[Handle]]
+
 
 class BetweenPools:
-    """Weight sync from rank 0 of the trainer to all ranks of another pool, unless they have this version already."""
+    """Weight sync from rank 0 of the trainer to all ranks of another pool, unless they have this version already.
 
-    def __init__(self, trainer: WorkerGroup, rollout: WorkerGroup) -> None:
-        self._trainer, self._rollout = trainer, rollout
+    `num_ahead`: how many syncs may be unfinished when a call returns, while engines generate batches that began before;
+    their weights are in the object store. The first sync is waited for. An error of an unfinished sync is raised by a
+    later call or by `finish`: before a batch is read whose generation was called `num_ahead` syncs ago.
+    """
+
+    def __init__(self, trainer: WorkerGroup, rollout: WorkerGroup, num_ahead: int = 0) -> None:
+        self._trainer, self._rollout, self._num_ahead = trainer, rollout, num_ahead
+        self._unfinished: deque[_Unfinished] = deque()
         self._version: int | None = None
-        self._has_joined = False
+        self._has_joined = self._has_finished_one = False
 
     def __call__(self) -> dict[str, float]:
         """Sync, if the rollout engines have an older version, and return the metrics."""
@@ -54,6 +96,11 @@ class BetweenPools:
             self._join(announced)
         metrics = {"weight_sync/bytes": float(announced.num_bytes)}
         with timed("weight_sync", metrics):
+            if self._num_ahead:
+                self._unfinished.append(self._begin(announced))
+                metrics |= self._finish(keep=self._num_ahead if self._has_finished_one else 0)
+                self._version = announced.version
+                return metrics
             receive(WeightReceiver.start, announced)
             self._send(announced.num_buckets)
             receive(WeightReceiver.finish)
@@ -61,6 +108,45 @@ class BetweenPools:
             send(WeightSender.finish)
         self._version = announced.version
         return metrics
+
+    def finish(self) -> dict[str, float]:
+        """Wait for the unfinished syncs; return metrics of the last one. Raises the error of the first that failed."""
+        return self._finish(keep=0)
+
+    def _finish(self, keep: int) -> dict[str, float]:
+        metrics, backend = {}, self._trainer.backend
+        while len(self._unfinished) > keep:
+            oldest = self._unfinished.popleft()
+            try:
+                for calls in oldest.calls:  # one after another: the first error is the cause of later ones
+                    backend.wait(calls)
+                metrics = _worst_of_ranks(backend.get(oldest.calls[-1]))
+            except BaseException:
+                self._version = None
+                self._unfinished.clear()
+                raise
+            for calls in (*oldest.calls, oldest.sent):
+                backend.release(calls)
+            self._has_finished_one = True
+        return metrics
+
+    def _begin(self, announced: Announcement) -> "_Unfinished":
+        """Send all weights without waiting for the receivers, whose calls run after the batches that they generate."""
+        send, receive = (
+            partial(self._trainer.execute_all_async, "send_weights"),
+            partial(self._rollout.execute_all_async, "receive_weights"),
+        )
+        sent, calls = [], [receive(WeightReceiver.start, announced)]
+        for _ in range(announced.num_buckets):
+            of_ranks = send(WeightSender.send)
+            sent += of_ranks
+            calls.append(receive(WeightReceiver.receive, of_ranks[0]))
+        calls.append(receive(WeightReceiver.finish))
+        probe = send(WeightSender.compute_probe)
+        calls.append(receive(WeightReceiver.check, probe[0]))
+        sent += [*probe, *send(WeightSender.finish)]
+        self._trainer.backend.wait(sent)
+        return _Unfinished(sent, calls)
 
     def _join(self, announced: Announcement) -> None:
         """Join both sides at the same time, since each waits for the other."""

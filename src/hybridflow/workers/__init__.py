@@ -3,6 +3,7 @@
 from hybridflow.workers.actor import ActorWorker
 from hybridflow.workers.actor_rollout import ActorRolloutWorker
 from hybridflow.workers.critic import CriticWorker
+from hybridflow.workers.in_flight import InFlightRolloutWorker
 from hybridflow.workers.offline import OfflinePolicyWorker
 from hybridflow.workers.preference_model import PreferenceModelWorker
 from hybridflow.workers.reference import ReferenceWorker
@@ -15,6 +16,7 @@ __all__ = [
     "ActorRolloutWorker",
     "ActorWorker",
     "CriticWorker",
+    "InFlightRolloutWorker",
     "OfflinePolicyWorker",
     "PreferenceModelWorker",
     "ReferenceWorker",

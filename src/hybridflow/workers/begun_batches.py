@@ -7,13 +7,22 @@ from dataclasses import replace
 
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request, RolloutEngine, RunningGroups
+from hybridflow.rollout.running_groups import Group
 
 
 class BegunBatches:
-    """Batches that are generated in parts. `ready_to_generate()` is entered once for all batches that overlap."""
+    """Batches that are generated in parts. `ready_to_generate()` is entered once for all batches that overlap.
 
-    def __init__(self, engine: RolloutEngine, ready_to_generate: Callable[[], AbstractContextManager[None]]) -> None:
-        self._groups, self._ready_to_generate = RunningGroups(engine), ready_to_generate
+    `between_steps`: see `RunningGroups`.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        ready_to_generate: Callable[[], AbstractContextManager[None]],
+        between_steps: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._groups, self._ready_to_generate = RunningGroups(engine, between_steps), ready_to_generate
         self._prompts: dict[Hashable, DataProto] = {}
         self._request_ids = itertools.count()
         self._is_ready = ExitStack()
@@ -28,8 +37,23 @@ class BegunBatches:
 
     def next(self, batch: Hashable, count: int) -> tuple[DataProto, list[Completion]]:
         """Return the `count` prompts that finish next and their completions; see `RunningGroups.next`."""
+        return self._taken(batch, self._next(batch, count))
+
+    def rest(self, batch: Hashable) -> tuple[DataProto, list[Completion]]:
+        """Return the prompts that were not returned yet, in the order of the batch, and their completions."""
+        groups = self._next(batch, max(1, self._groups.num_left(batch)))
+        return self._taken(batch, sorted(groups, key=lambda group: group[0]))
+
+    def step(self) -> None:
+        """Step the engine once, if sequences run, and keep what finishes."""
         with self._leaving_when_empty():
-            groups = self._groups.next(batch, count)
+            self._groups.step()
+
+    def _next(self, batch: Hashable, count: int) -> list[Group]:
+        with self._leaving_when_empty():
+            return self._groups.next(batch, count)
+
+    def _taken(self, batch: Hashable, groups: Sequence[Group]) -> tuple[DataProto, list[Completion]]:
         prompts = self._prompts[batch].select_idxs([index for index, _ in groups])
         if batch not in self._groups:
             del self._prompts[batch]

@@ -87,11 +87,14 @@ class GeneratingWorker(MeasuredWorker):
         """Generate `validation.group_size` responses for each prompt, in order."""
         return self._generate(prompts, self.config.validation)
 
-    @register(TO_ENGINES, reads=begun_columns, writes=(), rows="one")
+    @register(TO_ENGINES, reads=begun_columns, writes=("group_ids",))
     def begin_sequences(self, prompts: DataProto) -> DataProto:
-        """Begin to generate `rollout.group_size` responses for each prompt; `next_sequences` returns them."""
+        """Begin to generate `rollout.group_size` responses for each prompt; return the `group_ids`.
+
+        `next_sequences` and `finish_sequences` return the responses.
+        """
         self._begun.begin(_noise_key(prompts), prompts, self._requests(prompts, self.config.rollout))
-        return DataProto()
+        return prompts.select(["group_ids"])
 
     @register(
         TO_ENGINES,
@@ -116,9 +119,26 @@ class GeneratingWorker(MeasuredWorker):
             return rollout.kv_cache_bytes
         return int(rollout.gpu_memory_utilization * free_device_memory(device))
 
+    @register(
+        TO_ENGINES,
+        reads=("group_ids",),
+        writes=ROLLOUT_COLUMNS,
+        rows=lambda config: config.rollout.group_size,
+    )
+    def finish_sequences(self, begun: DataProto) -> DataProto:
+        """Return the responses to all prompts of a batch that has begun, in order.
+
+        `begun`: the result of `begin_sequences`, with the same `meta_info["noise_key"]`.
+        """
+        prompts, completions = self._begun.rest(_noise_key(begun))
+        return self._rollouts(prompts, completions, self.config.rollout.group_size)
+
+    def between_steps(self) -> None:
+        """Do what must be done between two steps of begun batches; nothing here."""
+
     @cached_property
     def _begun(self) -> BegunBatches:
-        return BegunBatches(self.rollout, self.ready_to_generate)
+        return BegunBatches(self.rollout, self.ready_to_generate, self.between_steps)
 
     def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
         requests = self._requests(prompts, settings)

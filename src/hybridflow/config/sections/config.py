@@ -81,6 +81,11 @@ class Config(Section):
         return "rollout" in roles and roles["rollout"] != roles.get("actor_rollout", first)
 
     @property
+    def updates_in_flight(self) -> bool:
+        """Whether sequences that run when new weights come go on with them."""
+        return self.rollout.on_new_weights != "wait" and self.has_rollout_pool
+
+    @property
     def actor_is_reference(self) -> bool:
         """Whether the actor with its adapters off is the reference, so that no separate model is loaded."""
         return self.lora.rank > 0 and not self.reference.model_path

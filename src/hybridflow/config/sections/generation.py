@@ -61,6 +61,18 @@ class RolloutConfig(Section):
         default=False,
         description="vllm: run without torch.compile and CUDA graphs: starts in seconds, generates slower.",
     )
+    on_new_weights: Literal["wait", "retract", "keep-kv"] = Field(
+        default="wait",
+        description="With trainer.lag and a separate pool: wait: new weights are loaded when the begun batches are "
+        "generated; retract: running sequences keep their tokens and compute keys and values again with the new "
+        "weights; keep-kv: they go on with the old keys and values. Except with wait, a batch depends on timings.",
+    )
+    replay: str = Field(
+        default="",
+        description="With on_new_weights other than wait: a run directory; each engine begins batches and loads "
+        "weights after as many steps as in that run. With the embedded engine the bits are equal, also with "
+        "controller.backend = 'local'.",
+    )
     weight_sync: Literal["object_store", "broadcast", "disk", "ipc"] = Field(
         default="object_store",
         description="Transport of the weight sync to rollout engines in a separate pool: Ray's object store (shared "

@@ -23,7 +23,7 @@ from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.probe import probe_nodes
-from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.processes import BESIDE, RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, pickled_class, thaw
@@ -31,7 +31,7 @@ from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiti
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
-from hybridflow.controller.worker import concurrent_calls_of
+from hybridflow.controller.worker import beside_of, concurrent_calls_of
 from hybridflow.errors import ConfigError, DispatchError, LostWorkerError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE
@@ -109,7 +109,8 @@ class RayBackend:
 
         `detached_as`: if not empty, the processes outlive this one; `find_detached` finds them by this name.
         """
-        concurrent_calls = concurrent_calls_of({name: cls_with_init.cls for name, cls_with_init in classes.items()})
+        by_role = {name: cls_with_init.cls for name, cls_with_init in classes.items()}
+        concurrent_calls, beside = concurrent_calls_of(by_role), beside_of(by_role)
         pool = self._as_ray_pool(resource_pool)
         self._connection.open([pool])
         if detached_as:
@@ -121,14 +122,20 @@ class RayBackend:
             places = pool.places()
             actors = [
                 self._start_process(
-                    f"{label}/{rank}", place, pool, f"{detached_as}/{rank}" if detached_as else "", concurrent_calls
+                    f"{label}/{rank}",
+                    place,
+                    pool,
+                    f"{detached_as}/{rank}" if detached_as else "",
+                    concurrent_calls,
+                    {BESIDE: 1} if beside else None,
                 )
                 for rank, place in enumerate(places)
             ]
             processes += [RayProcess(actor, f"{label}/{rank}", rank, set(classes)) for rank, actor in enumerate(actors)]
             for process in processes:
                 process.peers, process.on_last_stop = processes, pool.give_up_tenancy
-                process.is_detached, process.concurrent_calls = bool(detached_as), concurrent_calls
+                process.is_detached = bool(detached_as)
+                process.concurrent_calls, process.beside = concurrent_calls, beside
             self._processes += processes
             self._find_homes(processes)
             self._build(processes, classes)
@@ -206,7 +213,8 @@ class RayBackend:
                 )
             processes.append(RayProcess(actor, f"{name}/{rank}", rank, {name}))
         for process in processes:
-            process.is_detached, process.concurrent_calls = True, concurrent_calls
+            process.is_detached = True
+            process.concurrent_calls, process.beside = concurrent_calls, beside_of({name: cls_with_init.cls})
         self._processes += processes
         self._find_homes(processes)
         nodes = [process.home.node_id for process in processes if process.home]
@@ -224,7 +232,13 @@ class RayBackend:
             process.home = home
 
     def _start_process(
-        self, label: str, place: Place, pool: RayResourcePool, detached_as: str, concurrent_calls: int
+        self,
+        label: str,
+        place: Place,
+        pool: RayResourcePool,
+        detached_as: str,
+        concurrent_calls: int,
+        concurrency_groups: dict[str, int] | None,
     ) -> Any:
         share = pool.share_of_one_group
         options: Any = {
@@ -238,7 +252,8 @@ class RayBackend:
         }
         if detached_as:
             options |= {"name": detached_as, "namespace": NAMESPACE, "lifetime": "detached"}
-        return ray.remote(WorkerProcess).options(**options).remote(label, _importable_paths(), os.getcwd())
+        actor: Any = ray.remote(concurrency_groups=concurrency_groups)(WorkerProcess)  # pyright: ignore
+        return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
 
     def _build(self, processes: Sequence[RayProcess], classes: Mapping[str, ClassWithInitArgs]) -> None:
         """Construct the objects of all ranks at the same time, as constructors may use collectives."""
@@ -358,7 +373,8 @@ class RayBackend:
         handles = []
         for worker, where, is_read, frozen, outgoing, after in messages:
             start = time.time()
-            remote = worker.process.remote_call(2 if is_read else 1)
+            is_beside = (worker.role, method_name) in worker.process.beside
+            remote = worker.process.remote_call(2 if is_read else 1, is_beside)
             try:
                 refs = remote.remote(frozen, *outgoing.refs)
             except STORE_FULL as error:
@@ -370,7 +386,8 @@ class RayBackend:
                     rank=worker.rank,
                 ) from error
             done, value = refs if is_read else (refs, None)
-            call = RayCall(done, worker, where, self.call_timeout_s, after, sources_of(outgoing.read))
+            sources = sources_of(outgoing.read)
+            call = RayCall(done, worker, where, self.call_timeout_s, after, sources, is_beside=is_beside)
             self._waiting.track(call)
             if sent := outgoing.num_bytes:
                 event = TraceEvent("send", where, worker.name, self._node, start, time.time(), bytes_out=sent)

@@ -13,12 +13,16 @@ from hybridflow.observability.trace import Sources
 from hybridflow.protocol.handle import Duration, Handle
 from hybridflow.protocol.row_index import RowIndex
 
+BESIDE = "beside"
+"""Ray's concurrency group of the calls that run in the second thread of a process."""
+
 
 class RayProcess:
     """One worker process.
 
     `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first
-    `concurrent_calls` of them. `home`: None until it has started. `exit_error`: the error for which it was stopped or
+    `concurrent_calls` of them, and the first of those whose role and method are in `beside`. `home`: None until it has
+    started. `exit_error`: the error for which it was stopped or
     lost. `peers`: the processes of all ranks.
     """
 
@@ -28,16 +32,19 @@ class RayProcess:
         self.unfinished: list[RayCall] = []
         self.is_stopped = self.is_detached = False
         self.concurrent_calls = 1
+        self.beside: frozenset[tuple[str, str]] = frozenset()
         self.exit_error: WorkerError | None = None
         self.peers: list[RayProcess] = [self]
         self.on_last_stop: Callable[[], None] = _do_nothing
-        self._remote_calls: dict[int, Any] = {}
+        self._remote_calls: dict[tuple[int, bool], Any] = {}
 
-    def remote_call(self, num_returns: int) -> Any:
-        """Return the actor's method `call`, to be called with this number of results."""
-        if num_returns not in self._remote_calls:
-            self._remote_calls[num_returns] = self.actor.call.options(num_returns=num_returns)
-        return self._remote_calls[num_returns]
+    def remote_call(self, num_returns: int, is_beside: bool) -> Any:
+        """Return the actor's method `call`, to be called with this number of results, in the second thread or not."""
+        key = num_returns, is_beside
+        if key not in self._remote_calls:
+            options = {"concurrency_group": BESIDE} if is_beside else {}
+            self._remote_calls[key] = self.actor.call.options(num_returns=num_returns, **options)
+        return self._remote_calls[key]
 
     @property
     def node(self) -> str:
@@ -61,7 +68,7 @@ class RayCall:
 
     `done`: a small stored object that exists when the call has finished. `after`: the calls whose results it reads.
     `sent`: seconds of `time.time()`. `small_value`: the frozen result if it is small; a large result is not referenced
-    here.
+    here. `is_beside`: whether it runs in the second thread of its process.
     """
 
     def __init__(
@@ -72,7 +79,10 @@ class RayCall:
         timeout_s: float | None,
         after: Sequence["RayCall"] = (),
         sources: Sources = (),
+        *,
+        is_beside: bool = False,
     ) -> None:
+        self.is_beside = is_beside
         self.done, self.worker, self.where, self.timeout_s, self.sources = done, worker, where, timeout_s, sources
         self._after = list(after)
         self.sent = time.time()
@@ -86,6 +96,12 @@ class RayCall:
         while self._after and self._after[-1].is_finished:
             self._after.pop()
         return self._after[-1] if self._after else None
+
+    def predecessor(self) -> "RayCall | None":
+        """Return the oldest call of its process that must finish before this one can run; None if it can run."""
+        process = self.worker.process
+        same = [call for call in process.unfinished if call.is_beside == self.is_beside]
+        return same[0] if self in same[1 if self.is_beside else process.concurrent_calls :] else None
 
     def forget_unfinished(self) -> None:
         """Remove the call from the unfinished calls of its process."""

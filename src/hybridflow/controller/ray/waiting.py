@@ -68,9 +68,9 @@ class Waiting:
     def track(self, call: RayCall) -> None:
         """Register a call that was sent."""
         process = call.worker.process
-        if len(process.unfinished) < process.concurrent_calls and call.awaited() is None:
-            call.running_since = time.monotonic()
         process.unfinished.append(call)
+        if call.predecessor() is None and call.awaited() is None:
+            call.running_since = time.monotonic()
         if len(process.unfinished) % COLLECT_EVERY == 0:  # some calls are never waited for
             self._collect_finished(process.unfinished)
 
@@ -249,9 +249,8 @@ class Waiting:
 def _running(call: RayCall) -> RayCall:
     """Return the running call that a call waits for: itself, the oldest call of its process, or one that it reads."""
     while not call.is_finished:
-        process = call.worker.process
-        if call in process.unfinished[process.concurrent_calls :]:
-            call = process.unfinished[0]
+        if (before := call.predecessor()) is not None:
+            call = before
         elif (awaited := call.awaited()) is not None:
             call = awaited
         else:

@@ -1,7 +1,7 @@
 """`WorkerProcess`: one rank as a Ray actor. It holds the objects of one or several roles; each call names its role.
 
 Its methods run on the main thread, one after another, as collectives require. If the class allows concurrent calls,
-each call runs in its own thread.
+each call runs in its own thread. If it has methods that run beside others, these have a thread, and the others another.
 """
 
 import os

@@ -224,6 +224,12 @@ class VLLMRollout:
         self._engine.finish_loading()
         self._loading, self.version = None, version
 
+    def retract(self) -> None:
+        """Compute keys and values again, see `RolloutEngine.retract`."""
+        if self._sequences:
+            self._advance(self._engine.finish_step_in_flight)
+            self._engine.retract()
+
     def abandon_loading(self) -> None:
         """Discard the weights, see `RolloutEngine.abandon_loading`."""
         if self._loading is not None:
@@ -232,8 +238,6 @@ class VLLMRollout:
 
     def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of given tokens, see `RolloutEngine.log_probs`."""
-        if self._sequences:
-            raise RolloutError("log_probs needs an idle engine, but requests are waiting or running.")
         self._require_weights()
         for number, sequence in enumerate(sequences):
             if not 2 <= len(sequence) < self._max_model_len:
@@ -243,10 +247,18 @@ class VLLMRollout:
                 )
             if min(sequence) < 0 or max(sequence) >= self._vocabulary:
                 raise RolloutError(f"sequence {number} has token ids outside of [0, {self._vocabulary}).")
-        try:
-            return self._engine.log_probs(sequences)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise RolloutError(f"vLLM failed to compute log-probs: {' '.join(str(error).split())}") from error
+        found: list[list[float]] = []
+
+        def probe() -> list[Progress]:
+            try:
+                log_probs, done = self._engine.log_probs(sequences)
+            except (RuntimeError, ValueError, AssertionError) as error:
+                raise RolloutError(f"vLLM failed to compute log-probs: {' '.join(str(error).split())}") from error
+            found.extend(log_probs)
+            return done
+
+        self._advance(probe)
+        return found
 
     def wake(self, part: SleepingPart) -> None:
         """Allocate memory, see `RolloutEngine.wake`."""

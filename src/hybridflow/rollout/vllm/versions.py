@@ -208,29 +208,40 @@ class VLLMEngine:
         """Drop keys and values of earlier prompts, so that later results do not depend on them."""
         self._engine.reset_prefix_cache()
 
-    def log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of all tokens but the first, at temperature 1; the engine must be idle."""
+    def retract(self) -> None:
+        """Free the keys and values of all sequences, which the next steps compute again; no step may be in flight."""
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def log_probs(self, sequences: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[Progress]]:
+        """Return the log-probs of all tokens but the first, at temperature 1, and the sequences that have finished.
+
+        Running sequences advance by a token in each step of vLLM that this takes.
+        """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
 
         found: dict[str, list[float]] = {}
-        added: list[str] = []
+        names, added = [str(i) for i in range(len(sequences))], []  # vLLM gives a request a longer name
+        done: list[Progress] = []
         try:
-            for i, sequence in enumerate(sequences):
+            for name, sequence in zip(names, sequences, strict=True):
                 sampling = SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
-                added.append(self._engine.add_request(str(i), tokens_input(list(sequence)), sampling))
+                added.append(self._engine.add_request(name, tokens_input(list(sequence)), sampling))
             with self._random_state():
-                while self._engine.has_unfinished_requests():
+                while len(found) < len(names):
                     for output in self._engine.step():
-                        if output.finished:
+                        if output.request_id not in names:
+                            done += self._done([output])
+                        elif output.finished:
                             tokens = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
                             found[output.request_id] = [entry[token].logprob for token, entry in tokens]
         except BaseException:
             self._engine.abort_request(added, internal=True)
             raise
         finally:
-            self._drop_step_in_flight()
-        return [found[str(i)] for i in range(len(sequences))]
+            if not self._sequences:
+                self._drop_step_in_flight()
+        return [found[name] for name in names], done
 
     def start_loading(self) -> None:
         """Prepare the layers for new weights; a layer is replaced when all its weights are loaded."""

@@ -1,0 +1,66 @@
+"""The controller's part of updates in flight: what they need, batches that run, and the log of the schedule."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridflow.config import Config
+from hybridflow.controller import WorkerGroup
+from hybridflow.errors import ConfigError
+from hybridflow.observability import JsonlWriter
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.workers.algorithm_functions import reads_column
+from hybridflow.workers.schedule import SCHEDULE, read_schedule
+
+
+def require_in_flight(config: Config) -> None:
+    """Raise ConfigError if updates in flight cannot serve the estimator, or if the schedule cannot be read."""
+    if config.updates_in_flight and reads_column(config, "baseline_scores"):
+        raise ConfigError(
+            f"rollout.on_new_weights={config.rollout.on_new_weights!r} is not supported with algorithm.advantage="
+            f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
+            "or another estimator."
+        )
+    if config.rollout.replay:
+        read_schedule(config.rollout.replay)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A batch whose sequences run; reading `parts`, which is one, calls the generation of what is left.
+
+    `begun`: the result of `begin_sequences` on these prompts.
+    """
+
+    step: int
+    rollout: WorkerGroup
+    begun: DataProtoFuture
+    prompts: DataProto
+    greedy: None = None
+
+    @cached_property
+    def parts(self) -> tuple[DataProtoFuture]:
+        """The batch: `group_size` rows for each prompt, in order."""
+        begun = self.begun.with_meta_info({"noise_key": self.prompts.meta_info["noise_key"]})
+        rows = self.rollout.finish_sequences.remote(begun)
+        return (self.prompts.repeat(len(rows) // len(self.prompts), interleave=True).union(rows),)
+
+
+class ScheduleLog:
+    """A function that appends the events of the engines to `schedule.jsonl`, with the step; see `Schedule`."""
+
+    def __init__(self, config: Config, run: RunDirectory, rollout: WorkerGroup) -> None:
+        self._config, self._run, self._rollout = config, run, rollout
+
+    def __call__(self, step: int) -> None:
+        """Append the events since the last call; nothing without updates in flight."""
+        if self._config.updates_in_flight:
+            rows = [row for of_rank in self._rollout.take_schedule() for row in of_rank]
+            self._file.write_all({"step": step, **row} for row in rows)
+
+    @cached_property
+    def _file(self) -> JsonlWriter:
+        """The file, without the rows of steps that a resumed run repeats."""
+        writer = JsonlWriter(self._run.path / SCHEDULE)
+        writer.truncate_after(self._run.step if self._run.checkpoint else -1)
+        return writer

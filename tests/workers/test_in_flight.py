@@ -1,0 +1,176 @@
+"""A generating worker whose running sequences go on with new weights, called from two threads as on Ray."""
+
+import threading
+
+import pytest
+import torch
+
+from hybridflow.errors import RolloutError, WeightSyncError
+from hybridflow.protocol import DataProto
+from hybridflow.weight_sync import WeightReceiver, WeightSender
+from hybridflow.workers import ActorWorker, InFlightRolloutWorker
+
+LONG_S = 240
+LEN, GROUP = 24, 2
+
+
+def prompts_of(step: int, size: int = 2) -> DataProto:
+    ids = torch.tensor([[5, 6, 7 + i] for i in range(size)])
+    columns = {"prompts": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool), "group_ids": torch.arange(size)}
+    return DataProto.from_dict(columns, meta_info={"noise_key": [0, 0, step]})
+
+
+def in_thread(function, *args):
+    """Call a function in another thread; return a function that waits for its result or its error."""
+    outcome = {}
+
+    def run():
+        try:
+            outcome["result"] = function(*args)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(LONG_S)
+        assert outcome, "the call has not finished"
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["result"]
+
+    return result
+
+
+class Pair:
+    """A sender and a generating worker. Before the steps in `holds` the engine waits for `resume`."""
+
+    def __init__(self, config):
+        self.sender, self.worker = ActorWorker(config), InFlightRolloutWorker(config)
+        self.steps, self.holds = 0, set()
+        self.reached, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        step = self.worker.rollout.step
+
+        def counted():
+            if self.steps in self.holds:
+                self.reached.release()
+                assert self.go.acquire(timeout=LONG_S)
+            self.steps += 1
+            step()
+
+        self.worker.rollout.step = counted
+
+    def begin(self, prompts):
+        begun = self.worker.begin_sequences(prompts)
+        begun.meta_info |= prompts.meta_info
+        return begun
+
+    def generate(self, prompts):
+        return self.worker.finish_sequences(self.begin(prompts))
+
+    def between_steps(self, function, *args):
+        """Call a function in another thread while the engine holds before a step; let that step run first."""
+        assert self.reached.acquire(timeout=LONG_S)
+        result = in_thread(function, *args)
+        while not self.worker._turn._num_asking:
+            threading.Event().wait(0.001)
+        self.go.release()
+        return result
+
+    def sync(self, version, shift=0.0, breaks=False):
+        """Send the weights, all of them larger by `shift`, as a version."""
+        engine = self.sender.engine
+        engine.num_updates = version
+        with torch.no_grad():
+            for parameter in engine.parameters.values():
+                parameter += shift
+        send, receive = self.sender.send_weights, self.worker.receive_weights
+        announced = send(WeightSender.announce)
+        receive(WeightReceiver.start, announced)
+        for _ in range(announced.num_buckets):
+            sent, contents = send(WeightSender.send)
+            if breaks:
+                contents = contents ^ 1
+            receive(WeightReceiver.receive, (sent, contents))
+        receive(WeightReceiver.finish)
+        return receive(WeightReceiver.check, send(WeightSender.compute_probe))
+
+
+@pytest.fixture
+def pair(configure):
+    """Return a function that builds a pair with the weights of version 0."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+
+    def build(how):
+        common = ["trainer.lag=2", "algorithm.rollout_weights=token", "model.dtype=float64"]
+        sizes = [f"data.max_response_length={LEN}", f"rollout.group_size={GROUP}", "rollout.sync_bucket_bytes=20000"]
+        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}"))
+        built.sync(0)
+        return built
+
+    yield build
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def test_weights_are_loaded_between_two_steps_of_a_running_batch(pair):
+    found = {}
+    for how in ("retract", "keep-kv"):
+        both = pair(how)
+        before = both.generate(prompts_of(1))
+        both.steps, both.holds = 0, {0, 4}
+        rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+        first = both.between_steps(both.sync, 1, 0.02)
+        second = both.between_steps(both.sync, 2, 0.02)  # two syncs while one batch runs
+        assert first()["weight_sync/probe_diff_max"] < 1e-9
+        assert second()["weight_sync/probe_diff_max"] < 1e-9
+        found[how] = rows().batch
+        for index, versions in enumerate(found[how]["rollout_versions"].tolist()):
+            length = int(found[how]["response_mask"][index].sum())
+            assert versions[:length] == ([0] + [1] * 4 + [2] * LEN)[:length]
+        assert found[how]["response_mask"].sum(1).max() > 8
+        assert torch.equal(found[how]["responses"][:, 0], before.batch["responses"][:, 0])
+        assert both.generate(prompts_of(2)).batch["rollout_versions"].max() == 2
+    assert not torch.equal(found["retract"]["rollout_log_probs"][:, :6], found["keep-kv"]["rollout_log_probs"][:, :6])
+
+
+def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair):
+    both = pair("keep-kv")
+    alone = [both.generate(prompts_of(step, size)) for step, size in ((1, 2), (2, 3))]
+    both.steps, both.holds = 0, {3}
+    first = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    begun = both.between_steps(both.begin, prompts_of(2, 3))()
+    beside = [first(), both.worker.finish_sequences(begun)]
+    for rows, expected in zip(beside, alone, strict=True):
+        assert torch.equal(rows.batch["responses"], expected.batch["responses"])
+        assert torch.equal(
+            rows.batch["prompts"] if "prompts" in rows.batch else rows.batch["input_ids"][:, :3],
+            expected.batch["input_ids"][:, :3],
+        )
+
+
+def test_a_failed_sync_ends_the_running_batch_with_an_error(pair):
+    both = pair("retract")
+    both.holds = {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    failed = both.between_steps(both.sync, 1, 0.02, True)
+    with pytest.raises(WeightSyncError, match="changed in transit"):
+        failed()
+    with pytest.raises(RolloutError, match="no weights to generate with"):
+        rows()
+    assert both.sync(2)["weight_sync/probe_diff_max"] < 1e-9  # the turn was given back
+    assert both.generate(prompts_of(3)).batch["rollout_versions"].max() == 2
+
+
+def test_no_step_runs_while_a_sync_is_not_complete(pair):
+    both = pair("keep-kv")
+    both.holds = {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    announced = both.sender.send_weights(WeightSender.announce)
+    both.between_steps(both.worker.receive_weights, WeightReceiver.start, announced)()
+    steps = both.steps
+    threading.Event().wait(0.1)
+    assert both.steps == steps == 3
+    both.sync(0)
+    assert rows().batch["rollout_versions"].max() == 0
