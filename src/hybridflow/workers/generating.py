@@ -94,7 +94,7 @@ class GeneratingWorker(MeasuredWorker):
         `next_sequences` and `finish_sequences` return the responses.
         """
         self._begun.begin(_noise_key(prompts), prompts, self._requests(prompts, self.config.rollout))
-        return prompts.select(["group_ids"])
+        return prompts.select(["group_ids"], [])
 
     @register(
         TO_ENGINES,
