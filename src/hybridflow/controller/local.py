@@ -19,7 +19,8 @@ from hybridflow.controller.one_call import NamingErrors, checked_output
 from hybridflow.controller.private_copy import copy_of_objects, private_copy
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
-from hybridflow.controller.worker import RANKS_TAKE_TURNS, concurrent_calls_of
+from hybridflow.controller.threads import concurrent_calls_of
+from hybridflow.controller.worker import RANKS_TAKE_TURNS
 from hybridflow.errors import BatchError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.trace import Sources

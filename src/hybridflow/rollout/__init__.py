@@ -6,9 +6,9 @@ from hybridflow.rollout.base import (
     Request,
     RolloutEngine,
     SamplingParams,
-    load_weights,
 )
 from hybridflow.rollout.embedded import EmbeddedRollout
+from hybridflow.rollout.loading import load_weights
 from hybridflow.rollout.running_groups import RunningGroups, generate
 
 __all__ = [

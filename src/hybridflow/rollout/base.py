@@ -169,21 +169,6 @@ class RolloutEngine(Protocol):
         ...
 
 
-def load_weights(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-    """Load all weights at once.
-
-    Raises RolloutError, with nothing loaded, unless every parameter is given once with its shape.
-    """
-    given: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if name in given:
-            raise RolloutError(f"weight '{name}' came twice.")
-        given[name] = tensor
-    engine.start_loading({name: tensor.shape for name, tensor in given.items()})
-    engine.load(given.items())
-    engine.finish_loading(version)
-
-
 def not_finite(request_id: int) -> RolloutError:
     """Return the error of a sequence whose next token cannot be sampled."""
     return RolloutError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
+from hybridflow.rollout.base import RolloutEngine
 
 
 class Loading:
@@ -53,3 +54,18 @@ def require_announced(loading: Loading | None) -> Loading:
     if loading is None:
         raise RolloutError("no weights are announced: call start_loading first.")
     return loading
+
+
+def load_weights(engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Load all weights at once.
+
+    Raises RolloutError, with nothing loaded, unless every parameter is given once with its shape.
+    """
+    given: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name in given:
+            raise RolloutError(f"weight '{name}' came twice.")
+        given[name] = tensor
+    engine.start_loading({name: tensor.shape for name, tensor in given.items()})
+    engine.load(given.items())
+    engine.finish_loading(version)

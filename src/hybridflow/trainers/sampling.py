@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridflow.config import Config
@@ -11,6 +10,7 @@ from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import WorkerGroup
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
+from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.stages import read, with_group_ids
@@ -25,7 +25,7 @@ class Sampling:
     """Sampling of `rollout.group_size` responses to each prompt, with scores. `metrics` are of the last call."""
 
     def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
-        self._config, self._rollout, self._rewards = config, rollout, rewards
+        self.config, self._rollout, self._rewards = config, rollout, rewards
         self.schedule = GenerationSchedule(config, rollout)
         self._stream = StreamedGeneration(rollout) if config.trainer.stream else None
         self._scores_at_once = has_own_pool(config, "reward")
@@ -40,9 +40,9 @@ class Sampling:
         self.metrics = {}
         prompts = next_prompts()
         begun = self.begin(prompts, step)
-        if self._config.algorithm.filter_groups:
-            (batch,) = self.score(begun)
-            begun = Begun(step, (self._filtered(batch, len(prompts), next_prompts, step),))
+        if self.config.algorithm.filter_groups:
+            batch, self.metrics = dynamic_sampling(self, begun, len(prompts), next_prompts)
+            begun = Begun(step, (batch,))
         return self.score(begun)
 
     def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun | Running:
@@ -50,7 +50,7 @@ class Sampling:
 
         Rewards in processes of their own score as soon as responses are there.
         """
-        config = self._config
+        config = self.config
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
@@ -71,7 +71,7 @@ class Sampling:
         return ScoredParts(begun, self._score)
 
     def _greedy(self, prompts: DataProto) -> DataProtoFuture | None:
-        if not reads_column(self._config, "baseline_scores"):
+        if not reads_column(self.config, "baseline_scores"):
             return None
         rollouts = self._rollout.generate_greedy_sequences.remote(prompts)
         return self._scored_at_once(DataProtoFuture.of(prompts).union(rollouts))
@@ -92,38 +92,7 @@ class Sampling:
     def _with_scores(self, rows: DataProtoFuture) -> DataProtoFuture:
         return rows if "scores" in (rows.columns or ()) else rows.union(self._rewards.score.remote(rows))
 
-    def _filtered(
-        self, batch: DataProtoFuture, num_groups: int, next_prompts: NextPrompts, step: int
-    ) -> DataProtoFuture:
-        """Sample until `num_groups` groups have differing scores or rounds run out; then fill up with others."""
-        limit = self._config.algorithm.max_sampling_rounds
-        rounds, differing = [batch], [_differing_groups(batch)]
-        while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < limit:
-            begun = self.begin(next_prompts(), step, first_group=sum(map(len, differing)))
-            rounds += self.score(begun)
-            differing.append(_differing_groups(rounds[-1]))
-        differs = np.concatenate(differing)
-        kept = np.flatnonzero(differs)[:num_groups]
-        filling = np.flatnonzero(~differs)[: num_groups - len(kept)]
-        self.metrics = {
-            "sampling/rounds": float(len(rounds)),
-            "sampling/differing_groups": float(differs.mean()),
-            "sampling/filled_groups": len(filling) / num_groups,
-        }
-        groups = np.sort(np.concatenate([kept, filling]))
-        size = self._config.rollout.group_size
-        rows = (groups[:, None] * size + np.arange(size)).ravel()
-        return (DataProtoFuture.concat(rounds) if len(rounds) > 1 else batch).select_rows(rows)
-
 
 def _scores_by_group(batch: DataProtoFuture) -> dict[int, torch.Tensor]:
     columns = read(batch, ("group_ids", "scores")).batch
     return dict(zip(columns["group_ids"].tolist(), columns["scores"], strict=True))
-
-
-def _differing_groups(batch: DataProtoFuture) -> np.ndarray:
-    """Return for each group, in order, whether its scores differ."""
-    columns = read(batch, ("scores", "group_ids")).batch
-    _, counts = torch.unique_consecutive(columns["group_ids"], return_counts=True)
-    groups = columns["scores"].split(counts.tolist())
-    return np.array([bool((scores != scores[0]).any()) for scores in groups])

@@ -9,11 +9,11 @@ from hybridflow.rollout import load_weights
 from hybridflow.runtime import free_cached_memory
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, hand_over
 from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.generating import GeneratingWorker
+from hybridflow.workers.generating_in_parts import PartwiseGeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 
 
-class ActorRolloutWorker(GeneratingWorker, ActorWorker):
+class ActorRolloutWorker(PartwiseGeneratingWorker, ActorWorker):
     """A worker that generates responses, computes their log-probs, and trains the policy on them.
 
     A rollout engine with a separate copy of the weights sleeps while the policy trains. On waking, its weights are

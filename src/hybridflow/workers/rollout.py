@@ -11,12 +11,12 @@ from hybridflow.errors import RolloutError
 from hybridflow.models import DTYPES, build_with_placeholders
 from hybridflow.runtime import own_device, require_dtype
 from hybridflow.weight_sync import WeightReceiver, build_transport
-from hybridflow.workers.generating import GeneratingWorker
+from hybridflow.workers.generating_in_parts import PartwiseGeneratingWorker
 from hybridflow.workers.rollout_engine import build_rollout_engine
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
-class RolloutWorker(GeneratingWorker):
+class RolloutWorker(PartwiseGeneratingWorker):
     """A worker that generates with the weights of the last weight sync."""
 
     def __init__(self, config: Config) -> None:

@@ -2,12 +2,36 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
+from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.errors import BatchError
+from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion
+
+
+def rollouts_of(
+    prompts: DataProto,
+    completions: Sequence[Completion],
+    group_size: int,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype = torch.float32,
+) -> DataProto:
+    """Return the columns of `ROLLOUT_COLUMNS`, `group_size` rows for each prompt; see `rollout_batch`."""
+    source = torch.arange(len(prompts)).repeat_interleave(group_size)
+    padding = pad_token_id(tokenizer)
+    batch = rollout_batch(
+        prompts.batch["prompts"][source], prompts.batch["prompt_mask"][source], completions, padding, dtype
+    )
+    texts = np.empty(len(completions), dtype=object)
+    texts[:] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    reasons = np.empty(len(completions), dtype=object)
+    reasons[:] = [c.finish_reason for c in completions]
+    return DataProto.from_dict(batch, {"solution_texts": texts, "finish_reasons": reasons}, {"pad_token_id": padding})
 
 
 def rollout_batch(

@@ -31,7 +31,7 @@ from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiti
 from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
-from hybridflow.controller.worker import beside_of, concurrent_calls_of
+from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import ConfigError, DispatchError, LostWorkerError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.observability.log import LEVEL_VARIABLE

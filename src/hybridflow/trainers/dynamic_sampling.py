@@ -1,0 +1,62 @@
+"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, equation 11): rounds of generation until scores differ."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hybridflow.config import Config
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts, joined
+from hybridflow.trainers.in_flight import Running
+from hybridflow.trainers.stages import read
+
+
+class Rounds(Protocol):
+    """What begins and scores a round: `Sampling`."""
+
+    config: Config
+
+    def begin(self, prompts: DataProto, step: int, first_group: int = 0) -> Begun | Running:
+        """Begin to generate a round, whose groups count from `first_group`."""
+        ...
+
+    def score(self, begun: Any) -> ScoredParts:
+        """Return the round with scores."""
+        ...
+
+
+def dynamic_sampling(
+    sampling: Rounds, first: Begun | Running, num_groups: int, next_prompts: NextPrompts
+) -> tuple[DataProtoFuture, dict[str, float]]:
+    """Sample until `num_groups` groups have differing scores or rounds run out; then fill up with others.
+
+    Return the chosen groups, in order, and metrics. `first`: the first round, which has begun.
+    """
+    config = sampling.config
+    rounds = [joined(list(sampling.score(first)))]
+    differing = [_differing_groups(rounds[0])]
+    while sum(map(np.count_nonzero, differing)) < num_groups and len(rounds) < config.algorithm.max_sampling_rounds:
+        begun = sampling.begin(next_prompts(), first.step, first_group=sum(map(len, differing)))
+        rounds.append(joined(list(sampling.score(begun))))
+        differing.append(_differing_groups(rounds[-1]))
+    differs = np.concatenate(differing)
+    kept = np.flatnonzero(differs)[:num_groups]
+    filling = np.flatnonzero(~differs)[: num_groups - len(kept)]
+    metrics = {
+        "sampling/rounds": float(len(rounds)),
+        "sampling/differing_groups": float(differs.mean()),
+        "sampling/filled_groups": len(filling) / num_groups,
+    }
+    groups = np.sort(np.concatenate([kept, filling]))
+    size = config.rollout.group_size
+    rows = (groups[:, None] * size + np.arange(size)).ravel()
+    return joined(rounds).select_rows(rows), metrics
+
+
+def _differing_groups(batch: DataProtoFuture) -> np.ndarray:
+    """Return for each group, in order, whether its scores differ."""
+    columns = read(batch, ("scores", "group_ids")).batch
+    _, counts = torch.unique_consecutive(columns["group_ids"], return_counts=True)
+    groups = columns["scores"].split(counts.tolist())
+    return np.array([bool((scores != scores[0]).any()) for scores in groups])
