@@ -31,7 +31,7 @@ class InFlightRolloutWorker(RolloutWorker):
 
     @register(TO_ENGINES, reads=PROMPT_COLUMNS, writes=("group_ids",))
     def begin_sequences(self, prompts: DataProto) -> DataProto:
-        """Begin a batch between two steps, see `GeneratingWorker.begin_sequences`."""
+        """Begin a batch between two steps, see `PartwiseGeneratingWorker.begin_sequences`."""
         self._turn.ask()
         try:
             self._schedule.event("begin", int(prompts.meta_info["noise_key"][-1]))
@@ -46,7 +46,7 @@ class InFlightRolloutWorker(RolloutWorker):
         rows=lambda config: config.rollout.group_size,
     )
     def finish_sequences(self, begun: DataProto) -> DataProto:
-        """Generate a begun batch to its end, see `GeneratingWorker.finish_sequences`."""
+        """Generate a begun batch to its end, see `PartwiseGeneratingWorker.finish_sequences`."""
         with self._turn.generating():
             return super().finish_sequences(begun)
 
