@@ -45,6 +45,7 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
         (f"teacher.model_path={task}/teacher", "teacher.loss=forward_kl"),
         ("algorithm.filter_groups=true",),
         ("trainer.lag=1", "trainer.total_steps=2", "algorithm.rollout_weights=token"),
+        ("trainer.total_steps=2", "rollout.schedule=expected"),
     ]
     runs = [
         ppo_run,
@@ -55,9 +56,11 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     assert [name for name in sorted(names) if find_metric(name) is None] == []
     logged = {id(find_metric(name)) for name in names}
     missing = [name for name, metric in METRICS.items() if id(metric) not in logged]
-    sync = ["weight_sync/bytes", "weight_sync/probe_diff_mean", "weight_sync/probe_diff_max"]
+    sync = ["bytes", "bytes_received", "probe_diff_mean", "probe_diff_max"]
+    sync = [f"weight_sync/{name}" for name in sync]
+    schedule = ["schedule/imbalance_even", "schedule/imbalance"]
     balance = ["balance/imbalance_before", "balance/imbalance_after"]
-    assert missing == [*sync, *balance]  # these need several ranks or two engines
+    assert missing == [*sync, *schedule, *balance]  # these need several ranks or two engines
 
 
 def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):

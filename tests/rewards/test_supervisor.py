@@ -269,9 +269,10 @@ def wait_until_empty(folder):
 @pytest.mark.timeout(300)
 def test_nothing_stays_when_the_child_of_the_rank_is_killed(file, directory, temporary):
     """As Ray kills the children of a worker that exits."""
+    before = psutil.Process().children()
     runner = RewardRunner(f"{file}:score", num_processes=1, timeout_s=200.0, memory_bytes=0)
     runner.run([(0, sample(directory, "return"))])
-    (child,) = psutil.Process().children()
+    (child,) = [process for process in psutil.Process().children() if process not in before]
     assert os.listdir(temporary) != []
     child.kill()
     assert_gone(directory)

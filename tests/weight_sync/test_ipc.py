@@ -1,5 +1,6 @@
 """The `ipc` transport between processes: what the contract tests, which run in one process, cannot show."""
 
+import gc
 import os
 import pickle
 import signal
@@ -37,6 +38,13 @@ def end(rank: int = 1, num_receivers: int = 1) -> Ipc:
     transport = Ipc(load_config(None, []))
     transport.join("", rank, num_receivers + 1)
     return transport
+
+
+@pytest.fixture(autouse=True)
+def no_weights_of_earlier_tests() -> None:
+    """Free weights in reference cycles, for example those of raised errors."""
+    gc.collect()
+    assert open_shared_memory() == mapped_shared_memory() == []
 
 
 def bucket(value: float = 1.0) -> Bucket:

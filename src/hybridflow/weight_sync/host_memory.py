@@ -5,6 +5,7 @@ processes: the kernel frees it when no process has it open or mapped, also after
 """
 
 import os
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,14 @@ class HostHandle(NamedTuple):
 
 
 class HostMemory:
-    """Shared memory, `tensor` (num_bytes,) uint8; others can map it by `handle` until `close`."""
+    """Shared memory, `tensor` (num_bytes,) uint8; others can map it by `handle` until `close` or until it is freed."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._descriptor = os.memfd_create("hybridflow-weights")
+        descriptor = os.memfd_create("hybridflow-weights")
+        self._close = weakref.finalize(self, os.close, descriptor)
         try:
-            os.ftruncate(self._descriptor, max(1, num_bytes))
-            self.handle = HostHandle(os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, num_bytes)
+            os.ftruncate(descriptor, max(1, num_bytes))
+            self.handle = HostHandle(os.getpid(), descriptor, os.fstat(descriptor).st_ino, num_bytes)
             self.tensor = _mapped(self.handle, shared=True)
         except BaseException:
             self.close()
@@ -37,7 +39,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Let no further process map the memory; those that did keep it."""
-        os.close(self._descriptor)
+        self._close()
 
 
 def map_host_memory(handle: HostHandle) -> Tensor:
