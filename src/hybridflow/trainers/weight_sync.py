@@ -98,7 +98,8 @@ class BetweenPools:
         with timed("weight_sync", metrics):
             if self._num_ahead:
                 self._unfinished.append(self._begin(announced))
-                metrics |= self._finish(keep=self._num_ahead if self._has_finished_one else 0)
+                # Which sync has finished by now is another one after a resume, so that its metrics would differ.
+                self._finish(keep=self._num_ahead if self._has_finished_one else 0)
                 self._version = announced.version
                 return metrics
             receive(WeightReceiver.start, announced)

@@ -969,8 +969,8 @@ import ray
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from hybridflow.controller.ray import RayBackend, cluster_watch
 
-cluster_watch.PATIENCE_S = cluster_watch.PATIENCE_LOCAL_S = 1.0
-cluster_watch.LAST_RESORT_S = 2.0
+cluster_watch.PATIENCE_S = cluster_watch.PATIENCE_LOCAL_S = 5.0
+cluster_watch.LAST_RESORT_S = 10.0  # longer than a shutdown takes on a busy machine
 
 class Echo(Worker):
     @register(Dispatch.ONE_TO_ALL)
@@ -984,7 +984,7 @@ init()
 backend = RayBackend()
 WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend)
 ray.shutdown()
-time.sleep(6)
+time.sleep(15)
 init()
 print(WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Echo), backend).echo("again"))
 print(backend._connection._watch.is_current)
