@@ -433,6 +433,17 @@ def test_generate_leaves_the_engine_idle_after_an_invalid_request(build_rollout,
     assert len(generate(engine, wanted)) == 10
 
 
+def test_generate_ignores_completions_of_earlier_requests(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model())
+    engine.submit(Request(7, [5], SamplingParams(4)))
+    engine.step()
+    engine.abort(7)
+    wanted = requests(SamplingParams(3))
+    assert [c.request_id for c in generate(engine, wanted)] == [
+        r.request_id for r in wanted for _ in range(r.group_size)
+    ]
+
+
 def test_generate_requires_an_idle_engine(build_rollout, tiny_model):
     engine = build_rollout(tiny_model())
     engine.submit(Request(0, [5], SamplingParams(2)))

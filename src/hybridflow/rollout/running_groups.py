@@ -24,6 +24,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
         raise RolloutError(
             "generate needs an idle engine, but requests are waiting or running; finish or abort them first."
         )
+    engine.finished()  # of earlier requests, for example aborted ones
     groups = RunningGroups(engine)
     groups.begin("", requests)
     done = groups.next("", len(requests)) if requests else []
