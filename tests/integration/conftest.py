@@ -67,6 +67,18 @@ def hybridflow(capfd, caplog) -> Iterator[Callable[..., Outcome]]:
         yield run
 
 
+@pytest.fixture
+def run(task, tmp_path, hybridflow) -> Callable[..., Path]:
+    """Return a function that trains with changes in the directory `name` and returns the directory."""
+
+    def train(name, *changes):
+        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
+        assert outcome.status == 0, outcome.err
+        return tmp_path / name
+
+    return train
+
+
 RECIPES = {"train": "rl.toml", "sft": "sft.toml", "dpo": "pairs.toml", "reward-model": "pairs.toml"}
 
 

@@ -13,18 +13,6 @@ from hybridflow.observability import read_jsonl
 LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
 
 
-@pytest.fixture
-def run(task, tmp_path, hybridflow):
-    """Return a function that trains with changes in the directory `name` and returns the directory."""
-
-    def train(name, *changes):
-        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
-        assert outcome.status == 0, outcome.err
-        return tmp_path / name
-
-    return train
-
-
 def test_a_batch_is_sampled_with_weights_that_are_lag_steps_old(run, caplog):
     with caplog.at_level(logging.INFO):
         rows = read_jsonl(run("run", *LAG, "actor.mini_batch_size=4") / "metrics.jsonl")[1:]

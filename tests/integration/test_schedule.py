@@ -13,18 +13,6 @@ TWO_ENGINES = {
 NAMES = ("actor.safetensors", "actor.json", "metrics", "samples")  # random states differ, see `uninterrupted`
 
 
-@pytest.fixture
-def run(task, tmp_path, hybridflow):
-    """Return a function that trains with changes in the directory `name` and returns the directory."""
-
-    def train(name, *changes):
-        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
-        assert outcome.status == 0, outcome.err
-        return tmp_path / name
-
-    return train
-
-
 @pytest.mark.parametrize("lag", [(), ("trainer.lag=2", "algorithm.rollout_weights=token")])
 def test_a_resumed_run_expects_the_lengths_of_the_uninterrupted_one(tiny, run, tmp_path, lag):
     run("whole", EXPECTED, *lag)

@@ -20,18 +20,6 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture
-def run(task, tmp_path, hybridflow):
-    """Return a function that trains with changes in the directory `name` and returns the directory."""
-
-    def train(name, *changes):
-        outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / name}", *changes)
-        assert outcome.status == 0, outcome.err
-        return tmp_path / name
-
-    return train
-
-
 def assert_same_training(streamed, whole):
     """Assert equality of all weights up to the rounding of float64, and of metrics and samples."""
     weights, expected = load_file(streamed / WEIGHTS), load_file(whole / WEIGHTS)
