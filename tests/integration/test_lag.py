@@ -248,6 +248,19 @@ def test_a_replay_without_a_schedule_is_an_error_before_a_worker_starts(task, tm
     assert "needs rollout.on_new_weights = 'retract' or 'keep-kv', and a separate pool" in outcome.err
 
 
+def test_a_replay_of_the_run_itself_is_an_error_that_keeps_its_schedule(task, tmp_path, hybridflow):
+    (tmp_path / "run").mkdir()
+    schedule = tmp_path / "run" / "schedule.jsonl"
+    schedule.write_text('{"step": 1, "rank": 0, "event": "load", "number": 0, "engine_steps": null}\n')
+    before = schedule.read_text()
+    changes = ["trainer.lag=2", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token", *POOLS]
+    changes += [f"trainer.run_dir={tmp_path / 'run'}", f"rollout.replay={tmp_path}/../{tmp_path.name}/run"]
+    outcome = hybridflow("train", task / "rl.toml", *changes)
+    assert outcome.status != 0
+    assert "is trainer.run_dir, whose schedule this run writes; set another trainer.run_dir" in outcome.err
+    assert schedule.read_text() == before
+
+
 def test_greedy_baselines_are_an_error_with_updates_in_flight(task, tmp_path, hybridflow):
     changes = ["trainer.lag=2", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token", *POOLS]
     outcome = hybridflow(

@@ -1,5 +1,6 @@
 """The controller's part of updates in flight: what they need, batches that run, and the log of the schedule."""
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,8 +22,13 @@ def require_in_flight(config: Config) -> None:
             f"{config.algorithm.advantage!r}, whose greedy responses need an idle engine; use on_new_weights = 'wait', "
             "or another estimator."
         )
-    if config.rollout.replay:
-        read_schedule(config.rollout.replay)
+    if replay := config.rollout.replay:
+        if os.path.realpath(replay) == os.path.realpath(config.trainer.run_dir):
+            raise ConfigError(
+                f"rollout.replay={replay!r} is trainer.run_dir, whose schedule this run writes; set another "
+                "trainer.run_dir."
+            )
+        read_schedule(replay)
 
 
 @dataclass(frozen=True)

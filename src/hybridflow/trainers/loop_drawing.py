@@ -44,7 +44,7 @@ def loop_steps(lag: int) -> list[LoopStep]:
     """Return the first lag + 2 steps of a run, at most `MOST_STEPS`."""
     sampled: list[int] = []
     sampling: Any = SimpleNamespace(
-        begin=lambda _, step: sampled.append(step) or SimpleNamespace(step=step, rollouts=None),
+        begin=lambda _, step: sampled.append(step) or SimpleNamespace(step=step),
         score=lambda batch: batch.step,
     )
     ahead: Any = Ahead(sampling, lag, total_steps=MOST_STEPS + lag)
