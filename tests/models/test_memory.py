@@ -1,5 +1,6 @@
 """The memory formula against peaks measured on the CPU, and against hand counts."""
 
+import gc
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -190,6 +191,20 @@ def test_generation_memory_is_within_15_percent(directory_of, dtype):
     layout = MemoryLayout(dtype=str(dtype).removeprefix("torch."), kernels="cpu")
     estimate = generation_memory(model_sizes(directory_of()), layout, 128 * 256, 128, prompt_tokens=16 * 64)
     check(estimate, peak_bytes(lambda: generate(engine, requests)))
+
+
+def test_a_measured_peak_does_not_depend_on_garbage_of_an_earlier_one():
+    from fixtures.peak_memory import peak_bytes
+
+    def make_garbage():
+        cycle = [torch.zeros(1000)]
+        cycle.append(cycle)
+
+    def free_garbage():
+        gc.collect()
+        torch.zeros(1000)
+
+    assert [peak_bytes(call) for call in (make_garbage, free_garbage)] == [4000, 4000]
 
 
 def test_parts_of_a_rank_are_counted_by_hand():
