@@ -11,25 +11,15 @@ that of the first row.
 """
 
 import logging
-import runpy
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 from support.arguments import names_in, parser_of, positive
-from support.environments import ROOT
-from support.program import INTERRUPTED, run
+from support.countdown import reinforce, warm_start, write_task
+from support.program import run
 from support.report import Row, print_rows, print_table
-
-from hybridflow.checkpoint import CheckpointStore, export_model
-from hybridflow.config import Config, load_config
-from hybridflow.observability import read_jsonl
-from hybridflow.trainers import OfflineTrainer, PPOTrainer, build_sft_trainer, build_trainer
 
 CORRECTED = ("algorithm.rollout_weights=token", "algorithm.rollout_weight_outside=truncate")
 UNIT_WEIGHTS = "algorithm.rollout_weight_bounds=[1.0, 1.0]"
@@ -61,7 +51,9 @@ def main() -> None:
         for name in args.only:
             start = time.perf_counter()
             changes = [*common, *ROWS[name], *args.changes, f"trainer.total_steps={args.steps}"]
-            accuracies[name] = [reinforce(directory, f"{name}_{seed}", seed, changes) for seed in range(args.seeds)]
+            accuracies[name] = [
+                reinforce(directory, f"{name}_{seed}", seed, changes)[-1]["val/accuracy"] for seed in range(args.seeds)
+            ]
             print(f"{name}: {accuracies[name]} in {time.perf_counter() - start:.0f} s", flush=True)
     means = {name: statistics.mean(of_seeds) for name, of_seeds in accuracies.items()}
     first = means[args.only[0]]
@@ -79,44 +71,6 @@ def main() -> None:
         for seed, value in enumerate(of_seeds)
     ]
     print_rows("lag_learning", rows, smoke=args.smoke)
-
-
-def write_task(directory: Path, sft_steps: int, problems: int) -> None:
-    """Write the demo's data, one demonstration for each row of the warm start, tokenizer and random model."""
-    task = runpy.run_path(str(ROOT / "examples" / "countdown_task.py"))
-    task["write_data"](directory / "data", num_examples=64 * sft_steps, num_train=8_000, num_test=problems, seed=0)
-    task["write_model"](directory / "model", seed=0)
-
-
-def warm_start(directory: Path, changes: Sequence[str]) -> None:
-    """Train the warm start and export it."""
-    train(build_sft_trainer, configured("countdown_sft", directory, "sft", changes))
-    checkpoint = CheckpointStore(directory / "sft" / "checkpoints").latest()
-    assert checkpoint is not None
-    export_model(checkpoint.directory, directory / "model", directory / "warm_start")
-
-
-def reinforce(directory: Path, name: str, seed: int, changes: Sequence[str]) -> float:
-    """Train with GRPO from the warm start and return the accuracy after the last step."""
-    seeded = [*changes, f"trainer.seed={seed}", "trainer.val_every=0", "trainer.val_before_train=false"]
-    train(build_trainer, configured("countdown_grpo", directory, name, seeded))
-    return read_jsonl(directory / name / "metrics.jsonl")[-1]["val/accuracy"]
-
-
-def configured(recipe: str, directory: Path, name: str, changes: Sequence[str]) -> Config:
-    """Return the demo's recipe with its files in `directory` and the run in the folder `name` of it."""
-    text = (ROOT / "recipes" / f"{recipe}.toml").read_text().replace("runs/countdown/", f"{directory}/")
-    path = directory / f"{name}.toml"
-    path.write_text(text)
-    return load_config(path, [*changes, f"trainer.run_dir={directory}/{name}"])
-
-
-def train(build: Callable[[Config], OfflineTrainer | PPOTrainer], config: Config) -> None:
-    """Train to the last step without output; on SIGINT `fit` finishes its step and returns."""
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()), build(config) as trainer:
-        trainer.fit()
-        if trainer.global_step < trainer.total_steps:
-            sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
