@@ -25,7 +25,7 @@ INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-rewards bench-rollout bench-scheduling bench-trace_share bench-train_engine
+.PHONY: bench-lag_learning bench-overlap bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-trace_share bench-train_engine
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -151,6 +151,9 @@ bench-lag_kills: $(STAMP) ## 50 kills and resumes of a run with trainer.lag, aga
 
 bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds each; ARGS="--help" for more
 	$(BIN)/python benchmarks/lag_learning.py $(ARGS)
+
+bench-slow_reward: $(STAMP) ## countdown with a reward of 200 ms: sync, streamed and lag; ARGS="--help" for more
+	$(BIN)/python benchmarks/slow_reward.py $(ARGS)
 
 bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)

@@ -8,13 +8,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from support.environments import ROOT
-from support.program import INTERRUPTED
-
 from hybridflow.checkpoint import CheckpointStore, export_model
 from hybridflow.config import Config, load_config
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import OfflineTrainer, PPOTrainer, build_sft_trainer, build_trainer
+from support.environments import ROOT
+from support.program import INTERRUPTED
 
 
 def write_task(directory: Path, sft_steps: int, problems: int) -> None:

@@ -138,7 +138,7 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
     parts = spans(tmp_path / "streamed", "next_sequences")
     assert len(parts) == 6 * 8
     ends = [max(end for _, end in parts[8 * step : 8 * step + 8]) for step in range(6)]
-    for method in ("score", "update_actor_in_parts"):
+    for method in ("finish_score", "update_actor_in_parts"):
         calls = spans(tmp_path / "streamed", method)[: 6 * 8]
         assert len(calls) == 6 * 8
         assert any(calls[8 * step + part][0] < ends[step] for step in range(6) for part in range(7)), method

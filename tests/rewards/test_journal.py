@@ -57,6 +57,18 @@ def score(scorer, texts, step=0):
     return scorer.score(texts, ["d"] * len(texts), [None] * len(texts), step=step)
 
 
+def test_outcomes_are_written_for_the_step_in_which_their_rows_began(place, scorer):
+    scores = scorer()
+    begun = [scores.begin([text], ["d"], [None], step=step) for step, text in enumerate(["one", "two"])]
+    results = [wait() for wait in begun]
+    rows = [(place / f"rewards/step_{step:06d}_rank_0.jsonl").read_text() for step in range(2)]
+    assert [row.count("key") for row in rows] == [1, 1]
+    again = scorer()
+    for step, text in enumerate(["one", "two"]):
+        assert score(again, [text], step).scores.tolist() == results[step].scores.tolist()
+    assert asked(place) == ["one", "two"]
+
+
 def test_a_repeated_step_reuses_all_outcomes(place, scorer):
     first = score(scorer(), ["a", "b", "a"])
     assert first.scores.tolist() == [1, 2, 3]

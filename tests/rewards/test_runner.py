@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +57,14 @@ def together(data_source, solution_str, ground_truth, extra_info):
     while len(os.listdir(solution_str)) < 2:
         time.sleep(0.01)
     return 1.0
+
+async def at_once(data_source, solution_str, ground_truth, extra_info):
+    import asyncio
+    directory, number = os.path.split(solution_str)
+    open(solution_str, "w").close()
+    while len(os.listdir(directory)) < 2:
+        await asyncio.sleep(0.01)
+    return float(number)
 
 def two(only, these):
     return 0.0
@@ -145,6 +155,46 @@ def test_processes_run_in_parallel(runner, tmp_path):
     assert [outcome.result for outcome in outcomes] == [1.0] * 4
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("first_waited_for", [0, 1])
+def test_samples_submitted_later_run_beside_earlier_ones(runner, tmp_path, first_waited_for):
+    at_once = runner("at_once", timeout_s=None, num_processes=1)
+    submitted = [at_once.submit(samples([f"{tmp_path}/{number}"])) for number in range(2)]
+    outcomes = {number: at_once.wait(submitted[number]) for number in (first_waited_for, 1 - first_waited_for)}
+    assert [outcomes[number][0].result for number in range(2)] == [0.0, 1.0]
+
+
+@pytest.mark.timeout(120)
+def test_samples_submitted_while_another_thread_waits_run_at_once(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "POLL_S", 1000.0)
+    directory = tmp_path / "calls"
+    directory.mkdir()
+    at_once = runner("at_once", timeout_s=None, num_processes=1)
+    first = at_once.submit(samples([f"{directory}/0"]))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(at_once.wait, first)
+        while not (directory / "0").exists():
+            time.sleep(0.01)
+        assert at_once.call(samples([f"{directory}/1"]))[0].result == 1.0
+        assert waits.result()[0].result == 0.0
+
+
+def test_an_error_while_waiting_leaves_the_samples_of_other_calls(runner):
+    def fail(number, outcome):
+        raise OSError("the disk is full")
+
+    scores = runner(num_processes=1)
+    before, failing, after = (
+        scores.submit(samples(["a"] * 3)),
+        scores.submit(samples(["bb"] * 3), fail),
+        scores.submit(samples(["ccc"] * 3)),
+    )
+    with pytest.raises(OSError, match="the disk is full"):
+        scores.wait(failing)
+    for submitted, score in ((after, 3), (before, 1)):
+        assert [outcome.result["score"] for outcome in scores.wait(submitted)] == [score] * 3
+
+
 def test_each_sample_has_the_whole_time_limit(runner, monkeypatch):
     now = [0.0]
     located = runner("located", timeout_s=1.0, num_processes=1)
@@ -203,7 +253,7 @@ def test_processes_close_with_the_runner_and_are_at_most_the_samples(runner):
     [
         (
             "{file}:nothing",
-            "mine.py has no function 'nothing'; it has score, noisy, environment, located, together, two",
+            "mine.py has no function 'nothing'; it has score, noisy, environment, located, together, at_once, two",
         ),
         ("{file}x.py:score", "there is no file"),
         ("no_such_module:score", "importing no_such_module failed: ModuleNotFoundError"),

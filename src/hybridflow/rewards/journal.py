@@ -30,6 +30,8 @@ class Call:
     """Number of equal calls before this one in the step."""
     known: Outcome | None
     """Outcome in the journal; None if the function must be called."""
+    writer: JsonlWriter
+    """File of the step."""
 
 
 class RewardJournal:
@@ -75,18 +77,18 @@ class RewardJournal:
 
     def call(self, sample: Mapping[str, Any], prompt: Any) -> Call:
         """Return the call with its known outcome, if any; equal calls use the known outcomes in order."""
+        assert self._writer is not None, "call open first"
         text = json.dumps(_canonical([self._identity, sample, prompt]))
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._counts[key] += 1
         outcomes = self._known.get(key)
-        return Call(key, self._counts[key] - 1, outcomes.popleft() if outcomes else None)
+        return Call(key, self._counts[key] - 1, outcomes.popleft() if outcomes else None, self._writer)
 
     def write(self, call: Call, outcome: Outcome, *, is_answer: bool) -> None:
         """Write an outcome if it is an answer or failures are kept. Raises DataError if writing fails."""
-        assert self._writer is not None, "call open first"
         if is_answer or self._failures:
             outcome_text = json.dumps(outcome.to_message())
-            self._writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
+            call.writer.write({"key": call.key, "number": call.number, "outcome": outcome_text})
 
     def forget_before(self, step: int) -> None:
         """Remove the files of earlier steps, which no checkpoint needs."""

@@ -47,8 +47,12 @@ class Outcomes:
     known: list[Outcome | None]
     on_outcome: OnOutcome | None = None
 
+    def __post_init__(self) -> None:
+        self.num_missing = self.known.count(None)
+
     def record(self, number: int, outcome: Outcome) -> None:
         """Store the outcome of a sample and pass it to the callback."""
+        self.num_missing -= self.known[number] is None
         self.known[number] = outcome
         if self.on_outcome:
             self.on_outcome(number, outcome)

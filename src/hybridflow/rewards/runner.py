@@ -5,17 +5,22 @@
 A process gets its next sample before it has answered the current one, so that it is never idle; a process with an
 `async` function gets many at a time. A process that does not answer in time is killed and replaced. Its current sample
 has failed and its next one goes to another process. If it was working on many samples, each of them is retried alone.
+
+Samples may be submitted in one thread while another waits for those of earlier calls: the processes work on both.
 """
 
 import hashlib
 import json
 import selectors
+import socket
 import subprocess
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,15 @@ START_TIMEOUT_S = 120.0
 
 Sample = tuple[int, Mapping[str, Any]]
 """A seed and the keyword arguments."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Samples that were submitted together, and their outcomes; the runner counts samples, from `first`."""
+
+    first: int
+    samples: Sequence[Sample]
+    outcomes: Outcomes
 
 
 class _Process(FramedProcess):
@@ -85,8 +99,13 @@ class RewardRunner:
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self.takes_batches, self._in_flight, self._grace_s = False, IN_FLIGHT, 0.0
         self.source = ""  # digest of the file that defines the function
-        self._num_samples = 0  # of the current call
-        self._num_earlier = 0  # samples of earlier calls: a late reply to one of them must not count for a new one
+        self._num_submitted = 0  # samples, whose numbers are never used again
+        self._submitted: dict[int, Submitted] = {}  # by the number of each sample, until `wait` returns
+        self._waiting: deque[int] = deque()  # samples that no process has
+        self._turn = threading.Lock()  # to use the processes
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
         self._is_known = False  # whether a process has reported the kind of the function
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
@@ -95,7 +114,7 @@ class RewardRunner:
         self._settings = json.dumps({**settings, "timeout_s": timeout_s, "kwargs": self.kwargs})
         self._processes: list[_Process] = []
         self._suspects: set[int] = set()
-        weakref.finalize(self, _kill_all, self._processes)
+        weakref.finalize(self, _end, self._processes, (self._woken, self._waker))
 
     def close(self) -> None:
         """Kill the processes."""
@@ -110,70 +129,105 @@ class RewardRunner:
 
     def call(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> list[Outcome]:
         """Call the function on each sample, or on each `batch_of` samples; `on_outcome` gets each outcome at once."""
-        for process in [p for p in self._processes if p.popen.poll() is not None]:
-            self._processes.remove(process)  # it was killed while it was idle
-            process.kill()
-        self._num_earlier += self._num_samples
-        self._num_samples = len(samples)
-        waiting = deque(range(len(samples)))
-        outcomes = Outcomes([None] * len(samples), on_outcome)
-        self._suspects.clear()
-        try:
-            while waiting or any(process.numbers for process in self._processes):
-                self._start_missing(len(waiting))
-                for process in self._processes:
-                    self._feed(process, samples, waiting)
-                self._communicate(outcomes, waiting)
-        except BaseException:
-            _kill_all(self._processes)  # pending answers would be taken for answers to the next call
-            raise
-        return [outcome for outcome in outcomes.known if outcome is not None]
+        return self.wait(self.submit(samples, on_outcome))
+
+    def submit(self, samples: Sequence[Sample], on_outcome: OnOutcome | None = None) -> Submitted:
+        """Submit samples for `wait`; the processes begin with them during any call of `wait`."""
+        submitted = Submitted(self._num_submitted, samples, Outcomes([None] * len(samples), on_outcome))
+        numbers = range(submitted.first, submitted.first + len(samples))
+        self._num_submitted += len(samples)
+        self._submitted.update(dict.fromkeys(numbers, submitted))
+        self._waiting.extend(numbers)
+        with suppress(BlockingIOError):  # it is woken already
+            self._waker.send(b" ")
+        return submitted
+
+    def wait(self, submitted: Submitted) -> list[Outcome]:
+        """Return the outcome of each submitted sample, in order; an error leaves what others have submitted."""
+        with self._turn:
+            try:
+                self._remove_killed()
+                while submitted.outcomes.num_missing:
+                    self._start_missing()
+                    for process in self._processes:
+                        self._feed(process)
+                    self._communicate()
+            except BaseException:
+                self._withdraw(submitted)
+                raise
+            finally:
+                for number in range(submitted.first, submitted.first + len(submitted.samples)):
+                    del self._submitted[number]
+        return [outcome for outcome in submitted.outcomes.known if outcome is not None]
 
     def start(self) -> None:
         """Start a process to learn the kind of the function, unless it is known."""
         if self._is_known:
             return
-        try:
-            self._start_missing(1)
-            while not any(process.is_ready for process in self._processes):
-                self._communicate(Outcomes([]), deque())
-        except BaseException:
-            _kill_all(self._processes)
-            raise
+        with self._turn:
+            try:
+                if not self._processes:
+                    self._processes.append(_Process(self._settings, self._start_timeout_s))
+                while not any(process.is_ready for process in self._processes):
+                    self._communicate()
+            except BaseException:
+                _kill_all(self._processes)
+                raise
 
-    def _communicate(self, outcomes: Outcomes, waiting: deque[int]) -> None:
-        """Wait until a process can be written to, has answered or is late, and handle it."""
+    def _remove_killed(self) -> None:
+        """Remove processes that were killed while they were idle."""
+        for process in [p for p in self._processes if not p.numbers and p.popen.poll() is not None]:
+            self._processes.remove(process)
+            process.kill()
+
+    def _withdraw(self, submitted: Submitted) -> None:
+        """Kill the processes; samples that were submitted with others wait for new ones."""
+        numbers = [number for process in self._processes for number in process.numbers]
+        _kill_all(self._processes)  # pending answers would be taken for answers to the next call
+        while self._waiting:
+            numbers.append(self._waiting.popleft())
+        others = [number for number in sorted(numbers) if self._submitted[number] is not submitted]
+        self._suspects.intersection_update(others)
+        self._waiting.extendleft(reversed(others))
+
+    def _communicate(self) -> None:
+        """Wait until a process can be written to, has answered or is late, and handle it; or until samples come."""
         with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
             for process in self._processes:
                 selector.register(process.connection, process.events, process)
-            events = selector.select(min(self._seconds_left(), POLL_S))
-        readable = {key.data for key, what in events if what & selectors.EVENT_READ}
-        for key, _ in events:
-            key.data.send()
+            events = [(key.data, what) for key, what in selector.select(min(self._seconds_left(), POLL_S))]
+        with suppress(BlockingIOError):
+            self._woken.recv(1 << 16)
+        readable = {process for process, what in events if process and what & selectors.EVENT_READ}
+        for process, _ in events:
+            if process:
+                process.send()
         for process in readable:
-            self._read(process, outcomes, waiting)
+            self._read(process)
         for process in list(self._processes):
             has_exited = (
                 process not in readable and process.popen.poll() is not None
             )  # a child may keep its connection open
             if process.is_late or has_exited:
-                self._give_up(process, outcomes, waiting)
+                self._give_up(process)
 
-    def _start_missing(self, num_waiting: int) -> None:
-        wanted = min(self._num_processes, len(self._processes) + num_waiting)
+    def _start_missing(self) -> None:
+        wanted = min(self._num_processes, len(self._processes) + len(self._waiting))
         while len(self._processes) < wanted:
             self._processes.append(_Process(self._settings, self._start_timeout_s))
 
-    def _feed(self, process: _Process, samples: Sequence[Sample], waiting: deque[int]) -> None:
+    def _feed(self, process: _Process) -> None:
         if not process.is_ready:
             return
-        while waiting and self._may_have(process, waiting[0]):
-            number = waiting.popleft()
-            seed, arguments = samples[number]
+        while self._waiting and self._may_have(process, self._waiting[0]):
+            number = self._waiting.popleft()
+            submitted = self._submitted[number]
+            seed, arguments = submitted.samples[number - submitted.first]
             if not process.numbers or self._grace_s:
                 process.deadline = self._deadline(num_samples_of(arguments))
             process.numbers.append(number)
-            process.put((self._num_earlier + number, seed, dict(arguments)))
+            process.put((number, seed, dict(arguments)))
         process.send()
 
     def _may_have(self, process: _Process, number: int) -> bool:
@@ -182,17 +236,17 @@ class RewardRunner:
             return not process.numbers
         return len(process.numbers) < self._in_flight
 
-    def _read(self, process: _Process, outcomes: Outcomes, waiting: deque[int]) -> None:
+    def _read(self, process: _Process) -> None:
         if not process.receive():
-            self._give_up(process, outcomes, waiting)
+            self._give_up(process)
             return
         try:
             for message in process.messages():
-                self._handle(message, process, outcomes)
+                self._handle(message, process)
         except WrongReplyError as error:
-            self._give_up(process, outcomes, waiting, str(error))
+            self._give_up(process, str(error))
 
-    def _handle(self, message: Mapping[str, Any], process: _Process, outcomes: Outcomes) -> None:
+    def _handle(self, message: Mapping[str, Any], process: _Process) -> None:
         """Record the outcome in a message; raise WrongReplyError for one that is not expected now."""
         if not process.is_ready:
             if isinstance(message.get("not_loaded"), str):
@@ -204,7 +258,6 @@ class RewardRunner:
         if type(number) is not int:
             raise WrongReplyError(f"sent {shorten(message)}, which is not a reply to a sample")
         process.has_repeated = number == process.last_number
-        number -= self._num_earlier
         # The samples of a function that is not async are answered in order.
         if number not in (process.numbers if self._grace_s else list(process.numbers)[:1]):
             raise WrongReplyError(f"sent a reply that is not expected, {shorten(message)}")
@@ -213,9 +266,15 @@ class RewardRunner:
         except (ValueError, RecursionError) as error:
             raise WrongReplyError(f"sent {shorten(message)}, which is not a reply: {error}") from None
         process.numbers.remove(number)
-        process.last_number = self._num_earlier + number
+        process.last_number = number
         process.deadline = self._deadline()
-        outcomes.record(number, outcome)
+        self._record(number, outcome)
+
+    def _record(self, number: int, outcome: Outcome) -> None:
+        """Store the outcome of a sample, unless it was returned already."""
+        self._suspects.discard(number)
+        if submitted := self._submitted.get(number):
+            submitted.outcomes.record(number - submitted.first, outcome)
 
     def _set_kind(self, message: Mapping[str, Any]) -> None:
         """Keep the kind of the function, of which each process informs the run when it is ready."""
@@ -226,7 +285,7 @@ class RewardRunner:
         if message["is_async"]:
             self._in_flight, self._grace_s = self._concurrency, GRACE_S
 
-    def _give_up(self, process: _Process, outcomes: Outcomes, waiting: deque[int], problem: str = "") -> None:
+    def _give_up(self, process: _Process, problem: str = "") -> None:
         """Kill a process that is late, has exited, or has another `problem`; its current sample has failed.
 
         If the process has answered a sample twice, that sample has failed instead.
@@ -248,8 +307,7 @@ class RewardRunner:
                 + "."
             )
         if process.has_repeated and process.last_number is not None:
-            if process.last_number >= self._num_earlier:
-                outcomes.record(process.last_number - self._num_earlier, Outcome(None, "died", problem))
+            self._record(process.last_number, Outcome(None, "died", problem))
         elif not process.numbers:
             return
         elif self._grace_s and len(process.numbers) > 1:  # it was working on all of them
@@ -258,8 +316,8 @@ class RewardRunner:
             if is_late:
                 problem = f"took longer than reward.timeout_s={self._timeout_s}"
             problem = problem or f"ended its process: {process.end()}"
-            outcomes.record(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
-        waiting.extendleft(reversed(process.numbers))
+            self._record(process.numbers.popleft(), Outcome(None, "timeout" if is_late else "died", problem))
+        self._waiting.extendleft(reversed(process.numbers))
 
     def _deadline(self, num_samples: int = 1) -> float:
         if not self._timeout_s:
@@ -290,6 +348,12 @@ def batch_of(samples: Sequence[Sample]) -> Sample:
     seeds = " ".join(str(seed) for seed, _ in samples).encode()
     seed = int.from_bytes(hashlib.blake2b(seeds, digest_size=7).digest(), "little")
     return seed, as_batch([arguments for _, arguments in samples])
+
+
+def _end(processes: list[_Process], sockets: Sequence[socket.socket]) -> None:
+    _kill_all(processes)
+    for each in sockets:
+        each.close()
 
 
 def _kill_all(processes: list[_Process]) -> None:

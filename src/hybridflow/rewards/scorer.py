@@ -3,7 +3,7 @@
 import hashlib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,6 +124,25 @@ class RewardScorer:
         Raises `RewardError` for arguments of different lengths and for a data source without a reward function,
         independent of `on_error`.
         """
+        return self.begin(
+            solution_texts, data_sources, ground_truths, extra_infos, raw_prompts, seed_keys=seed_keys, step=step
+        )()
+
+    def begin(
+        self,
+        solution_texts: Sequence[str],
+        data_sources: Sequence[str],
+        ground_truths: Sequence[Any],
+        extra_infos: Sequence[Any] | None = None,
+        raw_prompts: Sequence[Any] | None = None,
+        *,
+        seed_keys: tuple[int, ...] = (),
+        step: int | None = None,
+    ) -> Callable[[], RewardResult]:
+        """Submit the responses to the processes, see `score`; return a function that waits and returns the scores.
+
+        It may be called in another thread. Functions without processes are called before this returns.
+        """
         num_rows = len(solution_texts)
         extra_infos = [None] * num_rows if extra_infos is None else extra_infos
         raw_prompts = [None] * num_rows if raw_prompts is None else raw_prompts
@@ -145,17 +164,22 @@ class RewardScorer:
                 data_sources, solution_texts, ground_truths, extra_infos, strict=True
             )
         ]
+        wait = self._begin_outcomes(functions, samples, raw_prompts, seed_keys, step)
+        return lambda: self._result([*map(self._name_of, functions)], samples, raw_prompts, wait())
+
+    def _result(
+        self,
+        names: Sequence[str],
+        samples: Sequence[Mapping[str, Any]],
+        prompts: Sequence[Any],
+        outcomes: Sequence[Outcome],
+    ) -> RewardResult:
+        """Return the scores of the outcomes; `names` are those of the functions."""
         failures: list[RewardError] = []
         rows: list[_Row] = []
-        for function, sample, prompt, outcome in zip(
-            functions,
-            samples,
-            raw_prompts,
-            self._outcomes(functions, samples, raw_prompts, seed_keys, step),
-            strict=True,
-        ):
+        for name, sample, prompt, outcome in zip(names, samples, prompts, outcomes, strict=True):
             try:
-                rows.append(_read(self._name_of(function), self._weights, sample, prompt, outcome))
+                rows.append(_read(name, self._weights, sample, prompt, outcome))
             except RewardError as error:
                 if self._on_error == "stop":
                     fix = 'set reward.on_error="zero" to give such samples the score reward.error_score.'
@@ -163,7 +187,7 @@ class RewardScorer:
                 failures.append(error)
                 parts = [self._error_score] * len(self._weights)
                 rows.append(_Row(self._error_score, {}, parts, None, True, outcome.kind == "timeout"))
-        self._report(failures, num_rows)
+        self._report(failures, len(rows))
         components = torch.tensor([row.components for row in rows], dtype=torch.float32)
         return RewardResult(
             torch.tensor([row.score for row in rows], dtype=torch.float32),
@@ -171,7 +195,7 @@ class RewardScorer:
             torch.tensor([row.timed_out for row in rows], dtype=torch.bool),
             [row.extras for row in rows],
             [row.answer for row in rows],
-            components.reshape(num_rows, len(self._weights)) if self._weights else None,
+            components.reshape(len(rows), len(self._weights)) if self._weights else None,
         )
 
     def _report(self, failures: Sequence[RewardError], num_rows: int) -> None:
@@ -191,43 +215,51 @@ class RewardScorer:
                 failures[0],
             )
 
-    def _outcomes(
+    def _begin_outcomes(
         self,
         functions: Sequence[RewardFunction | None],
         samples: Sequence[Mapping[str, Any]],
         prompts: Sequence[Any],
         seed_keys: tuple[int, ...],
         step: int | None,
-    ) -> list[Outcome]:
-        """Return the outcome of each sample; the rows of one function are called together."""
-        outcomes: dict[int, Outcome] = {}
+    ) -> Callable[[], list[Outcome]]:
+        """Return a function that waits for the outcome of each sample; the rows of one function are called together."""
         rows_of: dict[RewardFunction | None, list[int]] = {}
         for row, function in enumerate(functions):
             rows_of.setdefault(None if self._runner_of(function) else function, []).append(row)
+        waits: list[Callable[[], list[Outcome]]] = []
         for function, rows in rows_of.items():
             here = [samples[row] for row in rows]
             if function is None:
                 seeds = [_seed_of(sample, seed_keys) for sample in here]
-                found = self._run_in_processes(
-                    list(zip(seeds, here, strict=True)), [prompts[row] for row in rows], step
+                waits.append(
+                    self._begin_in_processes(list(zip(seeds, here, strict=True)), [prompts[row] for row in rows], step)
                 )
             else:
                 found = call_here(function, here, self._kwargs, self._concurrency)
-            outcomes |= dict(zip(rows, found, strict=True))
-        return [outcomes[row] for row in range(len(samples))]
+                waits.append(lambda found=found: found)
 
-    def _run_in_processes(self, samples: Sequence[Sample], prompts: Sequence[Any], step: int | None) -> list[Outcome]:
-        """Return the outcomes in the journal of this step, and call the processes for the others."""
+        def wait() -> list[Outcome]:
+            outcomes: dict[int, Outcome] = {}
+            for rows, wait_for_rows in zip(rows_of.values(), waits, strict=True):
+                outcomes |= dict(zip(rows, wait_for_rows(), strict=True))
+            return [outcomes[row] for row in range(len(samples))]
+
+        return wait
+
+    def _begin_in_processes(
+        self, samples: Sequence[Sample], prompts: Sequence[Any], step: int | None
+    ) -> Callable[[], list[Outcome]]:
+        """Submit the samples that have no outcome in the journal of this step; return a function that waits."""
         runner = self._runner or self._table_runner
         assert runner is not None
-        if self._journal is None or step is None:
-            return runner.run(samples)
-        journal = self._journal
-        journal.open(step)
+        journal = None if step is None else self._journal
+        if journal and step is not None:
+            journal.open(step)
         runner.start()
         rows = range(len(samples))
         requests: list[tuple[Sequence[int], Sample, Any]] = [([row], samples[row], prompts[row]) for row in rows]
-        if runner.takes_batches:
+        if runner.takes_batches and samples:
             requests = [(rows, batch_of(samples), list(prompts))]
 
         def parts(rows: Sequence[int], outcome: Outcome) -> list[Outcome]:
@@ -241,8 +273,8 @@ class RewardScorer:
                 return False
             return True
 
-        calls = [journal.call(arguments, prompt) for _, (_, arguments), prompt in requests]
-        known = [call.known for call in calls]
+        calls = [journal.call(arguments, prompt) for _, (_, arguments), prompt in requests] if journal else []
+        known = [call.known for call in calls] if journal else [None] * len(requests)
         if self._on_error == "stop":  # failures kept under "zero" are computed again
             known = [
                 outcome if outcome and is_answer(rows, outcome) else None
@@ -251,12 +283,20 @@ class RewardScorer:
         missing = [number for number, outcome in enumerate(known) if outcome is None]
 
         def write(number: int, outcome: Outcome) -> None:
-            number = missing[number]
-            journal.write(calls[number], outcome, is_answer=is_answer(requests[number][0], outcome))
+            if journal:
+                number = missing[number]
+                journal.write(calls[number], outcome, is_answer=is_answer(requests[number][0], outcome))
 
-        found = iter(runner.call([requests[number][1] for number in missing], write) if missing else ())
-        outcomes = [outcome or next(found) for outcome in known]
-        return [part for (rows, _, _), outcome in zip(requests, outcomes, strict=True) for part in parts(rows, outcome)]
+        submitted = runner.submit([requests[number][1] for number in missing], write)
+
+        def wait() -> list[Outcome]:
+            found = iter(runner.wait(submitted))
+            outcomes = [outcome or next(found) for outcome in known]
+            return [
+                part for (rows, _, _), outcome in zip(requests, outcomes, strict=True) for part in parts(rows, outcome)
+            ]
+
+        return wait
 
     def _runner_of(self, function: RewardFunction | None) -> RewardRunner | None:
         if self._function is None and function in IN_PROCESSES:

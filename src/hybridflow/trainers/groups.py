@@ -27,6 +27,8 @@ STAGES = {
     "update_actor_in_parts": "update_actor",
     "finish_sequences": "gen",
     "score": "reward",
+    "begin_score": "reward",
+    "finish_score": "reward",
     "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",
     "compute_ref_log_probs": "ref_log_probs",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from hybridflow.config import Config
+from hybridflow.config.roles import has_own_pool
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, Worker, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
@@ -19,6 +20,7 @@ from hybridflow.workers import (
     RewardModelWorker,
     RewardWorker,
     RolloutWorker,
+    StreamedRewardWorker,
     TeacherWorker,
 )
 from hybridflow.workers.generating import DATASET_COLUMNS
@@ -49,7 +51,9 @@ def rollout_class(config: Config) -> type[RolloutWorker]:
 
 def reward_class(config: Config) -> type[Worker]:
     """Return the worker class for rewards: a reward model, or a reward function."""
-    return RewardModelWorker if config.reward.model_path else RewardWorker
+    if config.reward.model_path:
+        return RewardModelWorker
+    return StreamedRewardWorker if config.trainer.stream and has_own_pool(config, "reward") else RewardWorker
 
 
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:

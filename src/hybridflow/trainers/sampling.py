@@ -90,7 +90,11 @@ class Sampling:
         return self._with_scores(rows) if self._scores_at_once else rows
 
     def _with_scores(self, rows: DataProtoFuture) -> DataProtoFuture:
-        return rows if "scores" in (rows.columns or ()) else rows.union(self._rewards.score.remote(rows))
+        if "scores" in (rows.columns or ()):
+            return rows
+        if not hasattr(self._rewards, "begin_score"):
+            return rows.union(self._rewards.score.remote(rows))
+        return rows.union(self._rewards.finish_score.remote(self._rewards.begin_score.remote(rows)))
 
 
 def _scores_by_group(batch: DataProtoFuture) -> dict[int, torch.Tensor]:

@@ -10,6 +10,7 @@ from hybridflow.workers.reference import ReferenceWorker
 from hybridflow.workers.reward import RewardWorker
 from hybridflow.workers.reward_model import RewardModelWorker
 from hybridflow.workers.rollout import RolloutWorker
+from hybridflow.workers.streamed_reward import StreamedRewardWorker
 from hybridflow.workers.teacher import TeacherWorker
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "RewardModelWorker",
     "RewardWorker",
     "RolloutWorker",
+    "StreamedRewardWorker",
     "TeacherWorker",
 ]

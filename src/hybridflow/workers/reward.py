@@ -1,6 +1,8 @@
 """The reward worker: scores responses with reward functions, one score for each row."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +10,7 @@ from hybridflow.checkpoint import CheckpointStore, SavedFile, load_state, requir
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.protocol import DataProto
-from hybridflow.rewards import RewardRunner, RewardScorer
+from hybridflow.rewards import RewardResult, RewardRunner, RewardScorer
 from hybridflow.rewards.journal import RewardJournal
 from hybridflow.rewards.table import QUICK
 from hybridflow.runtime import (
@@ -83,8 +85,7 @@ class RewardWorker(Worker):
     )
     def score(self, batch: DataProto) -> DataProto:
         """Compute `scores`, flags of failed and timed-out rows, and the extra values returned for each row."""
-        noise_key = batch.meta_info.get("noise_key")
-        return self._score(batch, step=noise_key[-1] if noise_key else None)[0]
+        return result_columns(self._begin(batch, step=step_of(batch))())
 
     @register(
         Dispatch.DP_COMPUTE_PROTO,
@@ -94,12 +95,13 @@ class RewardWorker(Worker):
     def score_validation(self, batch: DataProto) -> DataProto:
         """Compute the columns of `score` and `answers` for validation, without changing the random state."""
         with unchanged_random_state():
-            scored, answers = self._score(batch)
-        return scored.union(DataProto.from_dict({}, {"answers": answers}))
+            result = self._begin(batch)()
+        return result_columns(result).union(DataProto.from_dict({}, {"answers": _objects(result.answers)}))
 
-    def _score(self, batch: DataProto, step: int | None = None) -> tuple[DataProto, np.ndarray]:
+    def _begin(self, batch: DataProto, step: int | None = None) -> Callable[[], RewardResult]:
+        """Begin to score, see `RewardScorer.begin`."""
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
-        result = self.scorer.score(
+        return self.scorer.begin(
             columns["solution_texts"],
             columns["data_sources"],
             columns["ground_truths"],
@@ -108,18 +110,6 @@ class RewardWorker(Worker):
             seed_keys=tuple(batch.meta_info.get("noise_key", (self.config.trainer.seed,))),
             step=step,
         )
-        extras = np.empty(len(batch), dtype=object)
-        extras[:] = result.extras
-        tensors = {
-            "scores": result.scores,
-            "reward_failed": result.failed,
-            "reward_timed_out": result.timed_out,
-        }
-        if result.components is not None:
-            tensors["reward_components"] = result.components
-        answers = np.empty(len(batch), dtype=object)
-        answers[:] = result.answers
-        return DataProto.from_dict(tensors, {"reward_extras": extras}), answers
 
     @register(Dispatch.ONE_TO_ALL)
     def save(self, directory: str, in_background: bool = False) -> list[SavedFile]:
@@ -147,3 +137,23 @@ class RewardWorker(Worker):
 
     def _state_file(self, directory: str) -> Path:
         return Path(directory) / (f"reward_{self.rank}" if self.rank else "reward")
+
+
+def step_of(batch: DataProto) -> int | None:
+    """Return the step whose journal the outcomes of a batch belong to; None without one."""
+    noise_key = batch.meta_info.get("noise_key")
+    return noise_key[-1] if noise_key else None
+
+
+def result_columns(result: RewardResult) -> DataProto:
+    """Return the columns of a result."""
+    tensors = {"scores": result.scores, "reward_failed": result.failed, "reward_timed_out": result.timed_out}
+    if result.components is not None:
+        tensors["reward_components"] = result.components
+    return DataProto.from_dict(tensors, {"reward_extras": _objects(result.extras)})
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
