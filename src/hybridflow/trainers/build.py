@@ -103,12 +103,13 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
     updates = updates_per_step(config, config.actor)
     logger.info(
         "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
-        "from them%s",
+        "from them%s%s",
         lag,
         "at most " if config.updates_in_flight else "",
         lag * updates,
         (lag + 1) * updates - 1,
         "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",
+        "; with rollout.order='ready' groups that finish late are older" if config.rollout.order == "ready" else "",
     )
 
 

@@ -11,6 +11,7 @@ from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wai
 from hybridflow.trainers.groups import BackendOwner, pool_of, pools_of
 from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
+from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
@@ -44,7 +45,7 @@ class PPOTrainer(PPO, BackendOwner):
         pools, num_processes = {role.value: pool_of(config, role) for role in groups}, pools_of(config)
         self.processes = {role: (pool, sum(num_processes[pool])) for role, pool in pools.items()}
         self.validator, self.speedometer = validator, speedometer
-        self.learning_signal = LearningSignalMonitor(config)
+        self.learning_signal, self.length_bias = LearningSignalMonitor(config), LengthBias(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.global_step = 0
         self.ahead: Ahead | None = None
@@ -57,6 +58,7 @@ class PPOTrainer(PPO, BackendOwner):
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.global_step = state["global_step"]
             self.sampling.schedule.load_state_dict(state.get("schedule", {}))
+            self.length_bias.load_state_dict(state.get("length_bias", {}))
             if self.ahead:
                 self.ahead.restore(run.checkpoint, state.get("pending", []))
 
@@ -77,6 +79,7 @@ class PPOTrainer(PPO, BackendOwner):
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
                 self.metrics |= staleness_metrics(batch, version, updates) | self.ahead.take_wait()
+                self.metrics |= self.length_bias.note(batch, self.global_step)
         self.global_step += 1
         self.write_schedule(self.global_step)
         self.learning_signal.check(self.global_step, self.metrics)
@@ -109,6 +112,7 @@ class PPOTrainer(PPO, BackendOwner):
             lambda directory: save_pending(pending, directory),
             kl_controller=self.kl_controller.state_dict(),
             pending=describe_pending(pending),
+            length_bias=self.length_bias.state_dict(),
             **schedule,
         )
 
