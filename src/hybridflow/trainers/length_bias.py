@@ -8,11 +8,11 @@ from hybridflow.trainers.stages import Batch, read
 
 
 class LengthBias:
-    """The response lengths of the groups trained on so far, against those of the groups that began.
+    """The response lengths of the groups trained on so far, against those of as many groups as they began.
 
-    A group that runs has no length yet. So m batches are compared with m batches: the first m that were trained on with
-    the first m that began, where m is the largest number for which all groups of the latter were trained on. The means
-    are equal if batches are trained on as they begin, and when a run has ended.
+    A group that runs has no length yet. So the first m batches that were trained on are compared with the first m that
+    began, which order "sampled" would have trained on, when all groups of the latter were trained on. m grows by one at
+    most with each step: no comparison is left out, also not while a long group runs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -37,7 +37,7 @@ class LengthBias:
             seen = self._begun.setdefault(batch_of_group, [0, 0])
             seen[0], seen[1] = seen[0] + 1, seen[1] + length
         self._trained.append(sum(tokens))
-        while self._begun.get(self._num_compared, [0])[0] == self._num_prompts:
+        if self._begun.get(self._num_compared, [0])[0] == self._num_prompts:
             self._begun_tokens += self._begun.pop(self._num_compared)[1]
             self._trained_tokens += self._trained.pop(0)
             self._num_compared += 1
@@ -52,6 +52,7 @@ class LengthBias:
             "ready/compared_batches": float(self._num_compared),
             "ready/length_trained": self._trained_tokens / responses,
             "ready/length_begun": self._begun_tokens / responses,
+            "ready/tokens_behind": float(self._begun_tokens - self._trained_tokens),
         }
 
     def state_dict(self) -> dict[str, Any]:

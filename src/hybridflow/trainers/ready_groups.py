@@ -1,7 +1,7 @@
 """Batches of the groups that finish next, of any batch that has begun (`rollout.order = "ready"`).
 
     begun         batch 0: a b C    batch 1: d e f    batch 2: g h i        C is long
-    trained on    a b d             e f g             C h i                 three groups, in the order in which they finish
+    trained on    a b d             e f g             C h i                 three groups, as they finish
 
 Each engine gives a batch as many groups as it began for one, so that each group is trained on once.
 """

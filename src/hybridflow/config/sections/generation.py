@@ -69,9 +69,9 @@ class RolloutConfig(Section):
     )
     order: Literal["sampled", "ready"] = Field(
         default="sampled",
-        description="With on_new_weights other than wait: sampled: batches are trained on as they began; ready: a batch "
-        "has the groups of responses that finish next, of any batch that has begun, so that a long response delays no "
-        "batch. ready depends on timings and needs trainer.deterministic = false.",
+        description="With on_new_weights other than wait: sampled: batches are trained on as they began; ready: a "
+        "batch has the groups of responses that finish next, of any batch that has begun, so that a long response "
+        "delays no batch. ready depends on timings and needs trainer.deterministic = false.",
     )
     replay: str = Field(
         default="",
