@@ -106,6 +106,39 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "rollout.schedule='expected' is not supported with rollout.on_new_weights='retract'; use schedule = 'even'",
         ),
         (
+            ["rollout.order=ready", "trainer.deterministic=false"],
+            "rollout.order='ready' takes groups of several batches that run side by side, but rollout.on_new_weights="
+            "'wait' with the given pools generates them one after another; set on_new_weights = 'retract' or 'keep-kv'",
+        ),
+        (
+            [
+                *("rollout.order=ready", "rollout.on_new_weights=retract", "trainer.lag=1"),
+                *("algorithm.rollout_weights=token", "trainer.deterministic=false"),
+            ],
+            "a separate pool (placement.roles.rollout), or order = 'sampled'",
+        ),
+        *[
+            (
+                [
+                    *("rollout.order=ready", "rollout.on_new_weights=retract", "trainer.lag=1", *changes),
+                    *("algorithm.rollout_weights=token", "controller.backend=ray"),
+                    *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
+                ],
+                message,
+            )
+            for changes, message in (
+                (
+                    ["trainer.deterministic=true"],
+                    "rollout.order='ready' lets timings decide which groups form a batch, but trainer.deterministic="
+                    "true rules that out; use deterministic = false, or order = 'sampled'",
+                ),
+                (
+                    ["trainer.deterministic=false", "trainer.stream=true"],
+                    "rollout.order='ready' is not supported with trainer.stream=true; use stream = false, or order",
+                ),
+            )
+        ],
+        (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
         ),

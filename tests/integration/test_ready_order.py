@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 
 import pytest
 
@@ -22,27 +23,25 @@ from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
 
 class OneLongPrompt(program.InFlightRolloutWorker):
-    # The responses to the first prompt of batch 0 have 40 tokens, all others at most 6. They wait for the weights of
-    # the third step, as if a step of the engine were slow.
+    # The responses to the first prompt of batch 0 have 40 tokens, all others 6. The long ones wait for other sequences
+    # until the last batch has begun, as if each step of the engine were slow.
     def requests_of(self, prompts, settings):
         def limited(request):
             *_, stream, step, group = request.noise_key
-            if (stream, step, group) == (0, 0, 0):
-                return replace(request, sampling=replace(request.sampling, stop_token_ids=()))
-            return replace(request, sampling=replace(request.sampling, max_new_tokens=6))
+            length = 40 if (stream, step, group) == (0, 0, 0) else 6
+            return replace(request, sampling=replace(request.sampling, stop_token_ids=(), max_new_tokens=length))
 
         return [limited(request) for request in super().requests_of(prompts, settings)]
 
     def between_steps(self):
-        deadline = time.time() + 120
-        while not self.config.rollout.replay and self.runs_alone() and time.time() < deadline:
-            if self._turn._num_asking:
-                break
+        self.newest = max([step for *_, step in self._begun._prompts], default=0)
+        deadline = time.time() + 240
+        while self.only_the_long_ones_run() and not self._turn._num_asking and time.time() < deadline:
             time.sleep(0.005)
         super().between_steps()
 
-    def runs_alone(self):
-        return self.rollout.version < 4 and list(self._begun._groups._running) == [0]
+    def only_the_long_ones_run(self):
+        return not self.config.rollout.replay and self.newest < 5 and list(self._begun._groups._running) == [0]
 
 program.InFlightRolloutWorker = OneLongPrompt
 with LocalCluster(4, object_store_bytes=512 * 2**20):
@@ -63,6 +62,7 @@ def run_with_a_long_prompt(fork_server):
         finally:
             process.discard()
         assert process.returncode == 0, out[-2000:] + err[-4000:]
+        return out + err
 
     return run
 
@@ -73,11 +73,29 @@ def test_a_long_prompt_delays_no_batch_and_a_replay_gives_the_same_bits(tiny, ta
     command = ["train", task / "rl.toml", *READY]
     recorded = [*command, *ON_RAY, f"trainer.run_dir={tmp_path}/run"]
     replayed = [*command, f"trainer.run_dir={tmp_path}/replay", f"rollout.replay={tmp_path}/run"]
-    run_with_a_long_prompt([*recorded, "--stop-after", "5"], recorded, replayed)  # the recorded run is resumed once
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
-    print(
-        [{k: v for k, v in row.items() if k.startswith(("ready/", "staleness/m", "response_length"))} for row in rows]
-    )
+    log = run_with_a_long_prompt(
+        [*recorded, "--stop-after", "4"], recorded, replayed
+    )  # the recorded run is resumed once
+    assert "with rollout.order='ready' groups that finish late are older" in log
+    rows, samples = (read_jsonl(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "samples"))
+    *before, last = rows[1:]
+    assert [row["response_length/max"] for row in before] == [6] * 5
+    assert [row["ready/late_share"] for row in before] == [0] * 5
+    assert max(row["staleness/max"] for row in before) <= 4  # two updates with each step
+    assert (last["response_length/max"], last["ready/late_share"], last["staleness/max"]) == (40, 1 / 8, 10)
+    compared = {name: value for name, value in last.items() if name.startswith("ready/")}
+    assert compared == {
+        "ready/late_share": 1 / 8,
+        "ready/compared_batches": 1,
+        "ready/length_trained": 6,
+        "ready/length_begun": (40 + 7 * 6) / 8,
+        "ready/tokens_behind": 3 * 34,
+    }
+    times_used = Counter(sample["rendered_prompt"] for sample in samples)
+    assert list(times_used.values()) == [2] * 24  # in two epochs
     run, replay = (tiny.results_of(tmp_path / name, 6) for name in ("run", "replay"))
     assert replay["actor.safetensors"] == run["actor.safetensors"]
     assert replay["samples"] == run["samples"]
+    for name in ("staleness/mean", "ready/late_share", "response_length/mean"):
+        values = [[row[name] for row in read_jsonl(tmp_path / n / "metrics.jsonl")[1:]] for n in ("run", "replay")]
+        assert values[0] == values[1]

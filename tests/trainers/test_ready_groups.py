@@ -263,4 +263,4 @@ def test_any_order_of_finishes_saves_and_crashes_uses_each_group_once():
 
 @pytest.mark.slow
 def test_many_long_orders_of_finishes_use_each_group_once():
-    run_state_machine_as_test(Runs, settings=settings(SETTINGS, max_examples=400, stateful_step_count=50))
+    run_state_machine_as_test(Runs, settings=settings(SETTINGS, max_examples=40, stateful_step_count=50))
