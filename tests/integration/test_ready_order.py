@@ -76,7 +76,7 @@ def test_a_long_prompt_delays_no_batch_and_a_replay_gives_the_same_bits(tiny, ta
     log = run_with_a_long_prompt(
         [*recorded, "--stop-after", "4"], recorded, replayed
     )  # the recorded run is resumed once
-    assert "with rollout.order='ready' groups that finish late are older" in log
+    assert "sampled with weights at most (late groups: more than) 4 optimizer steps old" in log
     rows, samples = (read_jsonl(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "samples"))
     *before, last = rows[1:]
     assert [row["response_length/max"] for row in before] == [6] * 5

@@ -20,7 +20,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.length_bias import LengthBias
-from hybridflow.trainers.ready_groups import begin_ready
+from hybridflow.trainers.ready_groups import begin_in_flight
 from hybridflow.trainers.stages import with_group_ids
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.workers import InFlightRolloutWorker
@@ -57,7 +57,7 @@ def test_each_engine_gives_a_batch_as_many_groups_as_it_began(num_prompts, num_e
     )
     prompts = with_group_ids(synthetic_batch(DATASET_COLUMNS, num_prompts))
     prompts.meta_info = {"noise_key": [0, 0, 5]}
-    running = begin_ready(group, prompts, 5)
+    running = begin_in_flight(group, prompts, 5, "ready")
     calls = [(event.worker, event.method) for event in backend.trace.take() if event.kind == "call"]
     workers = [f"InFlightRolloutWorker/{rank}" for rank in range(len(sizes))]
     assert calls == [(worker, "begin_sequences") for worker in workers]
@@ -162,7 +162,7 @@ class Runs(RuleBasedStateMachine):
         def begin(prompts, step):
             prompts = with_group_ids(prompts)
             prompts.meta_info["noise_key"] = [0, 0, step]
-            return begin_ready(group, prompts, step)
+            return begin_in_flight(group, prompts, step, "ready")
 
         sampling = SimpleNamespace(begin=begin, score=lambda begun: begun.parts)
         self.ahead = Ahead(sampling, self.lag, self.total_steps)  # pyright: ignore[reportArgumentType]

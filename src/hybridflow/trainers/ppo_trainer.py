@@ -47,7 +47,6 @@ class PPOTrainer(PPO, BackendOwner):
         self.validator, self.speedometer = validator, speedometer
         self.learning_signal, self.length_bias = LearningSignalMonitor(config), LengthBias(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
-        self.global_step = 0
         self.ahead: Ahead | None = None
         if config.trainer.lag:
             self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, total_steps)
@@ -74,12 +73,11 @@ class PPOTrainer(PPO, BackendOwner):
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
-            self.metrics |= self.sampling.schedule.note(batch)
+            self.metrics |= self.sampling.schedule.note(batch) | self.length_bias.note(batch, self.global_step)
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
                 self.metrics |= staleness_metrics(batch, version, updates) | self.ahead.take_wait()
-                self.metrics |= self.length_bias.note(batch, self.global_step)
         self.global_step += 1
         self.write_schedule(self.global_step)
         self.learning_signal.check(self.global_step, self.metrics)
@@ -106,14 +104,13 @@ class PPOTrainer(PPO, BackendOwner):
         pending = self.ahead.pending() if self.ahead else []
         if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
             wait_for(pending)
-        schedule = {"schedule": state} if (state := self.sampling.schedule.state_dict()) else {}
         self.saver.save(
             self.global_step,
             lambda directory: save_pending(pending, directory),
             kl_controller=self.kl_controller.state_dict(),
             pending=describe_pending(pending),
             length_bias=self.length_bias.state_dict(),
-            **schedule,
+            schedule=self.sampling.schedule.state_dict(),
         )
 
     def finish_save(self) -> None:

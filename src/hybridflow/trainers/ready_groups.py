@@ -17,7 +17,7 @@ from hybridflow.workers.generating import ROLLOUT_MESH
 
 
 class RunningReady(Running):
-    """A batch of the groups that finish next; see `begin_ready`."""
+    """A batch of the groups that finish next; see `begin_in_flight`."""
 
     @cached_property
     def parts(self) -> tuple[DataProtoFuture]:
@@ -27,8 +27,13 @@ class RunningReady(Running):
         return (DataProtoFuture.concat(rows).with_meta_info({"noise_key": self.prompts.meta_info["noise_key"]}),)
 
 
-def begin_ready(rollout: WorkerGroup, prompts: DataProto, step: int) -> RunningReady:
-    """Begin to generate the responses to `prompts`, split evenly over the engines; batches are of equal size."""
+def begin_in_flight(rollout: WorkerGroup, prompts: DataProto, step: int, order: str) -> Running:
+    """Begin to generate the responses to `prompts`, split evenly over the engines.
+
+    `order`: `rollout.order`; with "ready" all batches are of equal size.
+    """
+    if order == "sampled":
+        return Running(step, rollout, rollout.begin_sequences.remote(prompts), prompts)
     shares = _shares(rollout, len(prompts))
     begun = [engine.begin_sequences.remote(prompts.slice(*share)) for engine, share in shares]
     return RunningReady(step, rollout, DataProtoFuture.concat(begun), prompts)
