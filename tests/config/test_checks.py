@@ -106,6 +106,28 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "rollout.schedule='expected' is not supported with rollout.on_new_weights='retract'; use schedule = 'even'",
         ),
         (
+            ["rollout.order=ready", "trainer.deterministic=false"],
+            "rollout.order='ready' takes groups of several batches that run side by side, but rollout.on_new_weights="
+            "'wait' with the given pools generates them one after another; set on_new_weights = 'retract' or 'keep-kv'",
+        ),
+        (
+            [
+                *("rollout.order=ready", "rollout.on_new_weights=retract", "trainer.lag=1"),
+                *("algorithm.rollout_weights=token", "trainer.deterministic=false"),
+            ],
+            "rollout.order='ready' takes groups of several batches that run side by side, but rollout.on_new_weights="
+            "'retract' with the given pools",
+        ),
+        (
+            [
+                *("rollout.order=ready", "rollout.on_new_weights=retract", "trainer.lag=1"),
+                *("algorithm.rollout_weights=token", "controller.backend=ray"),
+                *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
+            ],
+            "rollout.order='ready' lets timings decide which groups form a batch, but trainer.deterministic=true rules "
+            "that out; use deterministic = false, or order = 'sampled'",
+        ),
+        (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
         ),
@@ -241,6 +263,11 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
     first, line = str(caught.value).split("\n  ")
     assert first == "1 problem(s) in overrides:"
     assert line.startswith(problem)
+
+
+def test_groups_that_finish_next_are_not_streamed():
+    with pytest.raises(ConfigError, match=r"rollout\.order='ready' is not supported with trainer\.stream=true; use "):
+        load_config(None, ["rollout.order=ready", "trainer.stream=true"])
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,44 @@ def test_an_error_of_the_engine_ends_all_batches(engine, monkeypatch):
         groups.next(0, 4)
     assert not groups
     assert not engine.has_unfinished()
+
+
+def test_groups_of_any_batch_come_in_the_order_in_which_they_finish(engine):
+    alone = {batch: generate(engine, batch_of(batch)) for batch in (0, 1)}
+    groups = RunningGroups(engine)
+    groups.begin(0, batch_of(0))
+    groups.begin(1, batch_of(1, first_id=5))
+    found = groups.next_of_any(4) + groups.next_of_any(6)
+    assert not groups
+    assert not engine.has_unfinished()
+    assert sorted((batch, index) for batch, (index, _) in found) == [(b, i) for b in (0, 1) for i in range(5)]
+    assert [batch for batch, _ in found] != sorted(batch for batch, _ in found), "batches did not mix"
+    lengths = [longest(group) for _, group in found]
+    assert all(earlier <= later + REPORTED_EVERY for earlier, later in itertools.combinations(lengths, 2))
+    for batch, (index, completions) in found:
+        expected = alone[batch][2 * index : 2 * index + 2]
+        assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
+
+
+def test_a_later_batch_is_ready_while_a_long_group_of_an_earlier_one_runs(engine):
+    long = [Request(9, [8, 9, 10], SamplingParams(60), 1, (0, 7, 0))]  # no stop tokens
+    short = [Request(i, [8, 9, 10 + i], SamplingParams(20), 2, (0, 0, i)) for i in range(5)]
+    groups = RunningGroups(engine)
+    groups.begin("long", long)
+    groups.begin("short", short)
+    assert [batch for batch, _ in groups.next_of_any(5)] == ["short"] * 5
+    assert "long" in groups
+    assert "short" not in groups
+    ((batch, (index, (completion,))),) = groups.next_of_any(1)
+    assert (batch, index, len(completion.token_ids)) == ("long", 0, 60)
+    assert not groups
+
+
+def test_more_groups_than_all_batches_have_are_an_error(engine):
+    groups = RunningGroups(engine)
+    groups.begin(0, batch_of(0))
+    groups.begin(1, batch_of(1, first_id=5))
+    groups.next_of_any(3)
+    with pytest.raises(RolloutError, match=r"the batches that have begun have 7 groups left, fewer than 8\."):
+        groups.next_of_any(8)
+    assert len(groups.next_of_any(7)) == 7

@@ -52,6 +52,13 @@ def test_every_difference_of_the_algorithm_is_listed(model):
     )
 
 
+def test_the_order_of_batches_cannot_change(model):
+    before, now = identity(model()), identity(model("again"))
+    now["config"]["rollout.order"] = "ready"
+    with pytest.raises(CheckpointError, match=r"rollout\.order was 'sampled' and is 'ready'"):
+        continues(before, now)
+
+
 def test_the_dtype_auto_continues_a_run_of_any_dtype(model, caplog):
     path = model()
     for dtype in ("float32", "bfloat16"):

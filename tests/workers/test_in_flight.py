@@ -102,10 +102,10 @@ def pair(configure):
     """Return a function that builds a pair with the weights of version 0."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
-    def build(how):
+    def build(how, *changes):
         common = ["trainer.lag=2", "algorithm.rollout_weights=token", "model.dtype=float64"]
         sizes = [f"data.max_response_length={LEN}", f"rollout.group_size={GROUP}", "rollout.sync_bucket_bytes=20000"]
-        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}"))
+        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}", *changes))
         built.sync(0)
         return built
 
@@ -148,6 +148,42 @@ def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair
             rows.batch["prompts"] if "prompts" in rows.batch else rows.batch["input_ids"][:, :3],
             expected.batch["input_ids"][:, :3],
         )
+
+
+READY = (
+    *("rollout.order=ready", "trainer.deterministic=false", "data.train_batch_size=4", "controller.backend=ray"),
+    *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
+)
+
+
+def test_ready_groups_come_with_their_own_prompts_and_ids_of_all_steps(pair):
+    both = pair("keep-kv", *READY)
+    wider = prompts_of(2, 3)  # a batch with prompts of other lengths
+    wider.batch["prompts"][0, 0] = 9
+    wide = {name: torch.cat([wider.batch[name][:, :1], wider.batch[name]], 1) for name in ("prompts", "prompt_mask")}
+    wider = DataProto.from_dict({**wide, "group_ids": torch.arange(3)}, meta_info=wider.meta_info)
+    batches = {1: prompts_of(1), 2: wider}
+    alone = {step: both.generate(prompts).batch for step, prompts in batches.items()}
+    begun = [both.begin(prompts) for prompts in batches.values()]
+    places = begun[0].repeat(2)
+    rows = [both.worker.next_ready_sequences(places.slice(0, count)) for count in (4, 1)]
+    with pytest.raises(RolloutError, match="have 0 groups left, fewer than 1"):
+        both.worker.next_ready_sequences(places.slice(0, 1))
+    groups = torch.cat([part.batch["group_ids"] for part in rows]).tolist()
+    assert groups[::GROUP] == groups[1::GROUP]
+    assert sorted(groups[::GROUP]) == [4, 5, 8, 9, 10]
+    for part in rows:
+        for index, (step, prompt) in enumerate(divmod(int(group), 4) for group in part.batch["group_ids"]):
+            own, expected = part.batch[index], alone[step][GROUP * prompt + index % GROUP]
+            length = int(expected["response_mask"].sum())
+            for name in ("responses", "rollout_log_probs", "response_mask"):
+                torch.testing.assert_close(own[name][:length], expected[name][:length], rtol=1e-12, atol=1e-12)
+            assert int(own["response_mask"].sum()) == length
+            real = own["prompt_mask"].bool()
+            assert torch.equal(own["prompts"][real], batches[step].batch["prompts"][prompt])
+            assert torch.equal(
+                own["input_ids"][own["attention_mask"].bool()], expected["input_ids"][expected["attention_mask"].bool()]
+            )
 
 
 def test_a_failed_sync_ends_the_running_batch_with_an_error(pair):

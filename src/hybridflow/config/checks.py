@@ -423,6 +423,7 @@ def _parts(config: Config) -> Iterator[str]:
 def _lag(config: Config) -> Iterator[str]:
     lag, algorithm, actor = config.trainer.lag, config.algorithm, config.actor
     yield from _in_flight(config)
+    yield from _ready(config)
     if not lag:
         return
     if algorithm.filter_groups:
@@ -496,6 +497,26 @@ def _in_flight(config: Config) -> Iterator[str]:
             f"{key} is not supported with rollout.tensor={rollout.tensor}, whose ranks would load weights at different "
             "steps; use tensor = 1, or on_new_weights = 'wait'"
         )
+
+
+def _ready(config: Config) -> Iterator[str]:
+    key = "rollout.order='ready'"
+    if config.rollout.order != "ready":
+        return
+    if not config.updates_in_flight:
+        yield (
+            f"{key} takes groups of several batches that run side by side, but rollout.on_new_weights="
+            f"{config.rollout.on_new_weights!r} with the given pools generates them one after another; set "
+            "on_new_weights = 'retract' or 'keep-kv' and a separate pool (placement.roles.rollout), or order = "
+            "'sampled'"
+        )
+    if config.trainer.deterministic:
+        yield (
+            f"{key} lets timings decide which groups form a batch, but trainer.deterministic=true rules that out; use "
+            "deterministic = false, or order = 'sampled'"
+        )
+    if config.trainer.stream:
+        yield f"{key} is not supported with trainer.stream=true; use stream = false, or order = 'sampled'"
 
 
 SUBJECTS = (

@@ -85,6 +85,24 @@ METRICS: dict[str, Metric] = {
     "staleness/age_4_to_7": Metric("trainer.lag: the same, 4 to 7 steps old."),
     "staleness/age_8_to_15": Metric("trainer.lag: the same, 8 to 15 steps old."),
     "staleness/age_16_or_more": Metric("trainer.lag: the same, 16 steps old or older."),
+    "ready/late_share": Metric(
+        "rollout.order = ready: share of the batch's groups that began for the batch of an earlier step."
+    ),
+    "ready/compared_batches": Metric(
+        "rollout.order = ready: number m of batches that the next three compare; at most one more with each step, when "
+        "all groups of the first m batches begun were trained on.",
+        "last",
+    ),
+    "ready/length_trained": Metric(
+        "rollout.order = ready: mean response length over the first m batches trained on, in tokens.", "last"
+    ),
+    "ready/length_begun": Metric(
+        "rollout.order = ready: mean response length over the first m batches begun, in tokens.", "last"
+    ),
+    "ready/tokens_behind": Metric(
+        "rollout.order = ready: response tokens of the first m batches begun minus those of the first m trained on.",
+        "last",
+    ),
     "sampling/queue_length": Metric(
         "trainer.lag: batches begun for later steps, when the step takes its own batch.", "last"
     ),

@@ -34,7 +34,7 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
 @dataclass
 class _Batch:
     remaining: int  # groups that were not returned yet
-    finished: list[Group] = field(default_factory=list)  # of these, in the order in which they finished
+    finished: list[tuple[int, Group]] = field(default_factory=list)  # of these, numbered over all batches, in order
 
 
 @dataclass
@@ -55,6 +55,7 @@ class RunningGroups:
         self._engine, self._between_steps = engine, between_steps
         self._batches: dict[Hashable, _Batch] = {}
         self._running: dict[int, _Running] = {}  # by the id of the request
+        self._num_finished = 0
 
     def __bool__(self) -> bool:
         """Return whether a batch has groups that were not returned yet."""
@@ -92,18 +93,25 @@ class RunningGroups:
         held = self._batches.get(batch, _Batch(0))
         if held.remaining < count:
             raise RolloutError(f"batch {batch!r} has {held.remaining} groups left, fewer than {count}.")
-        try:
-            while len(held.finished) < count:
-                self.step()
-        except BaseException:
-            self._abort(list(self._running))
-            self._batches.clear()
-            raise
+        self._step_until(lambda: len(held.finished) >= count)
         taken, held.finished = held.finished[:count], held.finished[count:]
         held.remaining -= count
         if not held.remaining:
             self._batches.pop(batch, None)
-        return taken
+        return [group for _, group in taken]
+
+    def next_of_any(self, count: int) -> list[tuple[Hashable, Group]]:
+        """Step the engine until `count` more groups of any batches have finished; return them in that order.
+
+        Each comes with its batch. Raises as `next`.
+        """
+        left = sum(held.remaining for held in self._batches.values())
+        if left < count:
+            raise RolloutError(f"the batches that have begun have {left} groups left, fewer than {count}.")
+        self._step_until(lambda: sum(len(held.finished) for held in self._batches.values()) >= count)
+        numbered = [(number, batch) for batch, held in self._batches.items() for number, _ in held.finished]
+        order = [batch for _, batch in sorted(numbered, key=lambda pair: pair[0])[:count]]
+        return [(batch, *self.next(batch, 1)) for batch in order]
 
     def num_left(self, batch: Hashable) -> int:
         """Return the number of groups of a batch that were not returned yet."""
@@ -115,6 +123,15 @@ class RunningGroups:
         self._take_finished()
         self._between_steps()
 
+    def _step_until(self, is_enough: Callable[[], bool]) -> None:
+        try:
+            while not is_enough():
+                self.step()
+        except BaseException:
+            self._abort(list(self._running))
+            self._batches.clear()
+            raise
+
     def _take_finished(self) -> None:
         """Take what the engine has finished, also what a load of weights or its probe has."""
         for completion in self._engine.finished():
@@ -123,7 +140,8 @@ class RunningGroups:
             if len(running.done) == running.group_size:
                 del self._running[completion.request_id]
                 group = sorted(running.done, key=lambda done: done.index)
-                self._batches[running.batch].finished.append((running.index, group))
+                self._batches[running.batch].finished.append((self._num_finished, (running.index, group)))
+                self._num_finished += 1
 
     def _abort(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:

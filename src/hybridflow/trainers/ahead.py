@@ -5,7 +5,8 @@
     trained     0            1            2
 
 Batches begin in order, and each is trained on once, in the same order. With `rollout.on_new_weights` other than "wait",
-the weights before the step are those of a response's first token; later tokens may be of later weights.
+the weights before the step are those of a response's first token; later tokens may be of later weights. With
+`rollout.order = "ready"`, batch n consists of the groups that finish next, which may be older (`ready_groups`).
 """
 
 import time

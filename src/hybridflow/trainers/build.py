@@ -101,11 +101,12 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
             f"{total_steps}, or more steps."
         )
     updates = updates_per_step(config, config.actor)
+    bound = "at most (late groups: more than) " if config.rollout.order == "ready" else "at most "
     logger.info(
         "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
         "from them%s",
         lag,
-        "at most " if config.updates_in_flight else "",
+        bound if config.updates_in_flight else "",
         lag * updates,
         (lag + 1) * updates - 1,
         "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",

@@ -21,12 +21,17 @@ class LoopStep(NamedTuple):
     trained: int
 
 
-def draw_loop(lag: int) -> str:
-    """Return a text with the first steps, up to the first whose batch is not sampled by the initial weights."""
+def draw_loop(lag: int, order: str = "sampled") -> str:
+    """Return a text with the first steps, up to the first whose batch is not sampled by the initial weights.
+
+    `order`: `rollout.order`.
+    """
     lines = [
         f"    weights of step {step}: sample {_named(sampled)}, then train on batch {trained}"
         for step, sampled, trained in loop_steps(lag)
     ]
+    if order == "ready":
+        lines.append('    rollout.order = "ready": train on the groups that finish next, of any batch sampled so far')
     return "\n".join([f"loop  (trainer.lag = {lag})", *lines]) + "\n" if lag else ""
 
 

@@ -11,6 +11,7 @@ from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wai
 from hybridflow.trainers.groups import BackendOwner, pool_of, pools_of
 from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
+from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
@@ -44,9 +45,8 @@ class PPOTrainer(PPO, BackendOwner):
         pools, num_processes = {role.value: pool_of(config, role) for role in groups}, pools_of(config)
         self.processes = {role: (pool, sum(num_processes[pool])) for role, pool in pools.items()}
         self.validator, self.speedometer = validator, speedometer
-        self.learning_signal = LearningSignalMonitor(config)
+        self.learning_signal, self.length_bias = LearningSignalMonitor(config), LengthBias(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
-        self.global_step = 0
         self.ahead: Ahead | None = None
         if config.trainer.lag:
             self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, total_steps)
@@ -57,6 +57,7 @@ class PPOTrainer(PPO, BackendOwner):
             self.kl_controller.load_state_dict(state["kl_controller"])
             self.global_step = state["global_step"]
             self.sampling.schedule.load_state_dict(state.get("schedule", {}))
+            self.length_bias.load_state_dict(state.get("length_bias", {}))
             if self.ahead:
                 self.ahead.restore(run.checkpoint, state.get("pending", []))
 
@@ -72,7 +73,7 @@ class PPOTrainer(PPO, BackendOwner):
         with timed("step", self.metrics):
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
-            self.metrics |= self.sampling.schedule.note(batch)
+            self.metrics |= self.sampling.schedule.note(batch) | self.length_bias.note(batch, self.global_step)
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
@@ -103,13 +104,13 @@ class PPOTrainer(PPO, BackendOwner):
         pending = self.ahead.pending() if self.ahead else []
         if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
             wait_for(pending)
-        schedule = {"schedule": state} if (state := self.sampling.schedule.state_dict()) else {}
         self.saver.save(
             self.global_step,
             lambda directory: save_pending(pending, directory),
             kl_controller=self.kl_controller.state_dict(),
             pending=describe_pending(pending),
-            **schedule,
+            length_bias=self.length_bias.state_dict(),
+            schedule=self.sampling.schedule.state_dict(),
         )
 
     def finish_save(self) -> None:

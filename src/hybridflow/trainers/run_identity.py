@@ -19,7 +19,7 @@ Kind = Literal["train", "sft", "dpo", "reward-model"]
 """The kind of a run, named after its command."""
 
 FIXED_SECTIONS = {
-    "train": ("model.dtype", "lora.", "algorithm.", "teacher.", "trainer.lag", "trainer.stream"),
+    "train": ("model.dtype", "lora.", "algorithm.", "teacher.", "trainer.lag", "trainer.stream", "rollout.order"),
     "sft": ("model.dtype", "lora."),
     "dpo": ("model.dtype", "lora.", "offline.preference_loss", "offline.beta"),
     "reward-model": ("model.dtype",),

@@ -13,6 +13,7 @@ from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.in_flight import Running
+from hybridflow.trainers.ready_groups import begin_in_flight
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
@@ -55,7 +56,7 @@ class Sampling:
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
         if config.updates_in_flight:
-            running = Running(step, self._rollout, self._rollout.begin_sequences.remote(prompts), prompts)
+            running = begin_in_flight(self._rollout, prompts, step, config.rollout.order)
             if config.rollout.replay:
                 return running
             return Begun(step, tuple(map(self._scored_at_once, running.parts)))

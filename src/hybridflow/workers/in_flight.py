@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightReceiver
 from hybridflow.workers.generating import PROMPT_COLUMNS, ROLLOUT_COLUMNS, TO_ENGINES
+from hybridflow.workers.generating_in_parts import begun_columns
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.schedule import Schedule, read_schedule
 from hybridflow.workers.turn import Turn
@@ -29,7 +32,11 @@ class InFlightRolloutWorker(RolloutWorker):
         replay = read_schedule(config.rollout.replay) if config.rollout.replay else None
         self._schedule = Schedule(self.rank, self._begun.step, self.rollout.has_unfinished, replay)
 
-    @register(TO_ENGINES, reads=PROMPT_COLUMNS, writes=("group_ids",))
+    @register(
+        TO_ENGINES,
+        reads=lambda config: begun_columns(config) if config.rollout.order == "ready" else PROMPT_COLUMNS,
+        writes=("group_ids",),
+    )
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin a batch between two steps, see `PartwiseGeneratingWorker.begin_sequences`."""
         self._turn.ask()
@@ -49,6 +56,25 @@ class InFlightRolloutWorker(RolloutWorker):
         """Generate a begun batch to its end, see `PartwiseGeneratingWorker.finish_sequences`."""
         with self._turn.generating():
             return super().finish_sequences(begun)
+
+    @register(
+        TO_ENGINES,
+        reads=("group_ids",),
+        writes=lambda config: (*ROLLOUT_COLUMNS, *begun_columns(config)),
+        rows=lambda config: config.rollout.group_size,
+    )
+    def next_ready_sequences(self, places: DataProto) -> DataProto:
+        """Return those prompts of any begun batches that finish next, each with its responses: one for each place.
+
+        `places`: any rows of a batch that has begun. `group_ids` of the result count the prompts of all steps: that of
+        prompt i of the batch that began for step n is n * data.train_batch_size + i.
+        """
+        with self._turn.generating():
+            batches, prompts, completions = self._begun.next_of_any(len(places))
+        steps = torch.tensor([step for *_, step in batches])
+        prompts.batch["group_ids"] = prompts.batch["group_ids"] + steps * self.config.data.train_batch_size
+        rows = self.rollouts_of(prompts, completions, self.config.rollout.group_size)
+        return prompts.repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
     def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
         with self._turn.generating():

@@ -67,6 +67,12 @@ class RolloutConfig(Section):
         "generated; retract: running sequences keep their tokens and compute keys and values again with the new "
         "weights; keep-kv: they go on with the old keys and values. Except with wait, a batch depends on timings.",
     )
+    order: Literal["sampled", "ready"] = Field(
+        default="sampled",
+        description="With on_new_weights other than wait: sampled: batches are trained on as they began; ready: a "
+        "batch has the groups of responses that finish next, of any batch that has begun, so that a long response "
+        "delays no batch. ready depends on timings and needs trainer.deterministic = false.",
+    )
     replay: str = Field(
         default="",
         description="With on_new_weights other than wait: a run directory; each engine begins batches and loads "
