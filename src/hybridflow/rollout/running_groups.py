@@ -116,9 +116,11 @@ class RunningGroups:
         self._between_steps()
 
     def _take_finished(self) -> None:
-        """Take what the engine has finished, also what a load of weights or its probe has."""
+        """Take what the engine has finished, also what a load of weights or its probe has; ignore aborted requests."""
         for completion in self._engine.finished():
-            running = self._running[completion.request_id]
+            running = self._running.get(completion.request_id)
+            if running is None:
+                continue
             running.done.append(completion)
             if len(running.done) == running.group_size:
                 del self._running[completion.request_id]
@@ -130,7 +132,7 @@ class RunningGroups:
             with suppress(RolloutError):  # finished
                 self._engine.abort(request_id)
             del self._running[request_id]
-        self._engine.finished()  # the aborted ones: others are taken after each step
+        self._take_finished()  # an abort may also end requests of other batches
 
 
 def _longest_first(request: Request) -> tuple[int, float, int]:
