@@ -90,22 +90,6 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "rollout.on_new_weights='keep-kv' is not supported with rollout.tensor=2, whose ranks would load weights",
         ),
         (
-            [
-                "rollout.on_new_weights=retract",
-                "trainer.lag=1",
-                "algorithm.rollout_weights=token",
-                "trainer.stream=true",
-            ],
-            "trainer.stream=true is not supported with rollout.on_new_weights='retract'; use stream = false",
-        ),
-        (
-            [
-                *("rollout.on_new_weights=retract", "trainer.lag=1", "algorithm.rollout_weights=token"),
-                "rollout.schedule=expected",
-            ],
-            "rollout.schedule='expected' is not supported with rollout.on_new_weights='retract'; use schedule = 'even'",
-        ),
-        (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",
         ),

@@ -6,10 +6,12 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybridflow.checkpoint import open_checkpoint
 from hybridflow.observability import read_jsonl
 
+WEIGHTS = "checkpoints/step_000006/actor.safetensors"
 LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
 
 
@@ -171,10 +173,27 @@ def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, tmp_path, 
 
 
 IN_FLIGHT = """
-import json, sys, time
+import json, os, sys, time
 import hybridflow.trainers.program as program
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.trainers.ppo_trainer import PPOTrainer
+
+COLUMNS = ("group_ids", "responses", "response_mask", "rollout_log_probs", "rollout_versions", "finish_reasons")
+step, save = PPOTrainer.step, PPOTrainer.save
+
+def recorded_step(self, next_prompts):
+    batch = step(self, next_prompts)
+    batch.get(COLUMNS).select(meta_info_keys=()).save_to_disk(self.run.path / f"tokens_{self.global_step}.safetensors")
+    return batch
+
+def releasing_save(self):  # before a checkpoint no weights come
+    released = self.run.path / "released"
+    released.touch()
+    save(self)
+    released.unlink()
+
+PPOTrainer.step, PPOTrainer.save = recorded_step, releasing_save
 
 class Held(program.InFlightRolloutWorker):
     # After three steps, the last batch waits for new weights, as if steps were slow.
@@ -182,8 +201,9 @@ class Held(program.InFlightRolloutWorker):
         began = self.__dict__.setdefault("began", {})  # batch -> steps and version when it began
         for batch in self._begun._prompts:
             began.setdefault(batch, (self._schedule.num_steps, self.rollout.version, time.time() + 30))
-        steps, version, deadline = max(began.values())  # before a checkpoint no weights come
-        while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2:
+        steps, version, deadline = max(began.values())
+        released = self.config.rollout.replay or self.config.trainer.run_dir + "/released"
+        while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2 and not os.path.exists(released):
             if self.rollout.version != version or self._turn._num_asking or time.time() > deadline:
                 break
             time.sleep(0.005)
@@ -197,7 +217,7 @@ with LocalCluster(4, object_store_bytes=512 * 2**20):
 
 @pytest.fixture
 def run_held(fork_server):
-    """Return a function that runs commands in which weights come while sequences run."""
+    """Return a function that runs commands in which weights come while sequences run, and records all tokens."""
 
     def run(*commands):
         argument_lists = [[str(part) for part in command] for command in commands]
@@ -212,23 +232,42 @@ def run_held(fork_server):
     return run
 
 
+def tokens_of(run):
+    """Return the bytes of the tokens, log-probs, versions and ends of all rows, by step."""
+    return {step: (run / f"tokens_{step}.safetensors").read_bytes() for step in range(6)}
+
+
+IN_FLIGHT_RUNS = {
+    "retract": (3, ("rollout.weight_sync=disk", "placement.pools={learn=[1],generate=[1]}")),  # validated when saved
+    "keep-kv": (
+        4,
+        (
+            *("rollout.weight_sync=ipc", "placement.pools={learn=[1],generate=[2]}", "rollout.schedule=expected"),
+            *("trainer.stream=true", "model.dtype=float64"),
+        ),
+    ),
+}
+"""The step after which the run stops to be resumed, and its other changes, by `rollout.on_new_weights`."""
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["retract", "keep-kv"])
-def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(
-    tiny, task, run_held, run_in_turn, tmp_path, how
-):
-    lag, pools = 2, ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
-    changes = [f"trainer.lag={lag}", f"rollout.on_new_weights={how}", "algorithm.rollout_weights=token"]
-    command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", *pools]
+@pytest.mark.parametrize("how", IN_FLIGHT_RUNS)
+def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(tiny, task, run_held, tmp_path, how):
+    lag, (stop, more) = 2, IN_FLIGHT_RUNS[how]
+    changes = [f"trainer.lag={lag}", f"rollout.on_new_weights={how}", "algorithm.rollout_weights=token", *more]
+    command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", "placement.roles.rollout=generate"]
     recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", f"trainer.run_dir={tmp_path}/run"]
-    run_held([*recorded, "--stop-after", "4"], recorded)  # resumed once
+    replay = [*command, f"rollout.replay={tmp_path}/run", f"trainer.run_dir={tmp_path}/replay"]
+    streams = "trainer.stream=true" in more
+    whole = [[*replay, "trainer.stream=false", f"trainer.run_dir={tmp_path}/whole"]] if streams else []
+    run_held([*recorded, "--stop-after", stop], recorded, replay, *whole)  # resumed once
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     assert len(rows) == 6
     assert all(row["staleness/max"] <= lag for row in rows)
     assert any(row["staleness/mean"] % 1 > 0 for row in rows), "no batch with tokens of several versions"
     assert all(row.get("weight_sync/probe_diff_max", 0) < 1e-4 for row in rows)
-    run_in_turn([*command, f"trainer.run_dir={tmp_path}/replay", f"rollout.replay={tmp_path}/run"])
+    assert tokens_of(tmp_path / "replay") == tokens_of(tmp_path / "run")
     run, replay = (tiny.results_of(tmp_path / name, 6) for name in ("run", "replay"))
     assert replay["actor.safetensors"] == run["actor.safetensors"]
     assert replay["samples"] == run["samples"]
@@ -236,6 +275,11 @@ def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(
         [row["staleness/mean"] for row in read_jsonl(tmp_path / n / "metrics.jsonl")[1:]] for n in ("run", "replay")
     ]
     assert staleness[0] == staleness[1]
+    if streams:  # the recorded samples train whole batches to the same weights, up to the rounding of float64
+        weights, expected = (load_file(tmp_path / name / WEIGHTS) for name in ("whole", "run"))
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11)
 
 
 def test_a_replay_without_a_schedule_is_an_error_before_a_worker_starts(task, tmp_path, hybridflow):

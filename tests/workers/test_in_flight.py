@@ -1,11 +1,12 @@
 """A generating worker whose running sequences go on with new weights, called from two threads as on Ray."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hybridflow.errors import RolloutError, WeightSyncError
+from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightReceiver, WeightSender
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker
@@ -78,8 +79,8 @@ class Pair:
         self.go.release()
         return result
 
-    def sync(self, version, shift=0.0, breaks=False):
-        """Send the weights, all of them larger by `shift`, as a version."""
+    def sync(self, version, shift=0.0, breaks=""):
+        """Send the weights, all of them larger by `shift`, as a version; `breaks` names the step that fails."""
         engine = self.sender.engine
         engine.num_updates = version
         with torch.no_grad():
@@ -87,14 +88,17 @@ class Pair:
                 parameter += shift
         send, receive = self.sender.send_weights, self.worker.receive_weights
         announced = send(WeightSender.announce)
-        receive(WeightReceiver.start, announced)
-        for _ in range(announced.num_buckets):
+        receive(WeightReceiver.start, replace(announced, specs=announced.specs[breaks == "start" :]))
+        for _ in range(announced.num_buckets - (breaks == "finish")):
             sent, contents = send(WeightSender.send)
-            if breaks:
+            if breaks == "receive":
                 contents = contents ^ 1
             receive(WeightReceiver.receive, (sent, contents))
         receive(WeightReceiver.finish)
-        return receive(WeightReceiver.check, send(WeightSender.compute_probe))
+        probe = send(WeightSender.compute_probe)
+        if breaks == "check":
+            probe = replace(probe, log_probs=[[value - 1 for value in row] for row in probe.log_probs])
+        return receive(WeightReceiver.check, probe)
 
 
 @pytest.fixture
@@ -150,17 +154,79 @@ def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair
         )
 
 
-def test_a_failed_sync_ends_the_running_batch_with_an_error(pair):
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        ("receive", "changed in transit"),
+        ("finish", "announced weights were not received"),
+        ("check", "log-probs of the probe differ"),
+    ],
+)
+def test_a_failed_sync_ends_the_running_batch_with_an_error(pair, breaks, message):
     both = pair("retract")
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
-    failed = both.between_steps(both.sync, 1, 0.02, True)
-    with pytest.raises(WeightSyncError, match="changed in transit"):
+    failed = both.between_steps(both.sync, 1, 0.02, breaks)
+    with pytest.raises(WeightSyncError, match=message):
         failed()
     with pytest.raises(RolloutError, match="no weights to generate with"):
         rows()
     assert both.sync(2)["weight_sync/probe_diff_max"] < 1e-9  # the turn was given back
     assert both.generate(prompts_of(3)).batch["rollout_versions"].max() == 2
+
+
+def without_tokens(step):
+    prompts = prompts_of(step)
+    prompts.batch["prompt_mask"][1] = False
+    return prompts
+
+
+@pytest.mark.parametrize("breaks", ["begin", "start"])
+def test_an_error_that_changes_nothing_leaves_the_running_batch_as_it_is(pair, breaks):
+    both = pair("retract")
+    alone = both.generate(prompts_of(1))
+    both.steps, both.holds = 0, {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    call = (both.begin, without_tokens(2)) if breaks == "begin" else (both.sync, 1, 0.0, "start")
+    failed = both.between_steps(*call)
+    with pytest.raises(HybridFlowError, match="empty prompt" if breaks == "begin" else "weights"):
+        failed()
+    assert torch.equal(rows().batch["responses"], alone.batch["responses"])
+    assert both.sync(2)["weight_sync/probe_diff_max"] < 1e-9
+    assert both.generate(prompts_of(3)).batch["rollout_versions"].max() == 2
+
+
+def test_an_error_after_the_load_reaches_its_caller_and_generation_goes_on(pair, monkeypatch):
+    both = pair("retract")
+    both.holds = {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    monkeypatch.setattr(both.worker.rollout, "retract", lambda: (_ for _ in ()).throw(RolloutError("out of memory")))
+    failed = both.between_steps(both.sync, 1, 0.02)
+    with pytest.raises(RolloutError, match="out of memory"):
+        failed()
+    assert rows().batch["rollout_versions"].max() == 1
+
+
+@pytest.mark.parametrize("how", ["retract", "keep-kv"])
+def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair, how):
+    both = pair(how)
+    both.holds = {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+
+    turn = both.worker._turn
+
+    def sync_twice():
+        turn._num_asking += 1  # the second sync asks before the first one ends
+        both.sync(1, 0.02)
+        both.sync(2, 0.02)
+        with turn._condition:
+            turn._num_asking -= 1
+            turn._condition.notify_all()
+
+    both.between_steps(sync_twice)()
+    for versions, mask in zip(*(rows().batch[name] for name in ("rollout_versions", "response_mask")), strict=True):
+        assert versions[mask.bool()].tolist() == ([0] * 3 + [2] * LEN)[: int(mask.sum())]
+    assert [row["engine_steps"] for row in both.worker.take_schedule()] == [None, None, 3, 0]
 
 
 def test_no_step_runs_while_a_sync_is_not_complete(pair):

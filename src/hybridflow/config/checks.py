@@ -484,13 +484,6 @@ def _in_flight(config: Config) -> Iterator[str]:
             f"{key} is for sequences that run while the policy learns, but trainer.lag=0 starts them afterwards; set "
             "trainer.lag = 1 or more, or on_new_weights = 'wait'"
         )
-    if config.trainer.stream:
-        yield f"trainer.stream=true is not supported with {key}; use stream = false, or on_new_weights = 'wait'"
-    if rollout.schedule != "even":
-        yield (
-            f"rollout.schedule={rollout.schedule!r} is not supported with {key}; use schedule = 'even', or "
-            "on_new_weights = 'wait'"
-        )
     if rollout.tensor > 1 and config.has_rollout_pool:
         yield (
             f"{key} is not supported with rollout.tensor={rollout.tensor}, whose ranks would load weights at different "

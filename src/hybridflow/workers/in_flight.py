@@ -1,16 +1,23 @@
 """Generation whose running sequences go on with new weights: batches begin and weights are loaded between two steps."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightReceiver
-from hybridflow.workers.generating import PROMPT_COLUMNS, ROLLOUT_COLUMNS, TO_ENGINES
+from hybridflow.workers.generating import TO_ENGINES, training_columns
+from hybridflow.workers.generating_in_parts import begun_columns
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.schedule import Schedule, read_schedule
 from hybridflow.workers.turn import Turn
+
+
+def in_flight_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns of prompts that begin in running engines."""
+    return begun_columns(config) if config.trainer.stream else training_columns(config)
 
 
 class InFlightRolloutWorker(RolloutWorker):
@@ -29,7 +36,7 @@ class InFlightRolloutWorker(RolloutWorker):
         replay = read_schedule(config.rollout.replay) if config.rollout.replay else None
         self._schedule = Schedule(self.rank, self._begun.step, self.rollout.has_unfinished, replay)
 
-    @register(TO_ENGINES, reads=PROMPT_COLUMNS, writes=("group_ids",))
+    @register(TO_ENGINES, reads=in_flight_columns, writes=("group_ids",))
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin a batch between two steps, see `PartwiseGeneratingWorker.begin_sequences`."""
         self._turn.ask()
@@ -39,19 +46,12 @@ class InFlightRolloutWorker(RolloutWorker):
         finally:
             self._turn.give_back()
 
-    @register(
-        TO_ENGINES,
-        reads=("group_ids",),
-        writes=ROLLOUT_COLUMNS,
-        rows=lambda config: config.rollout.group_size,
-    )
-    def finish_sequences(self, begun: DataProto) -> DataProto:
-        """Generate a begun batch to its end, see `PartwiseGeneratingWorker.finish_sequences`."""
-        with self._turn.generating():
-            return super().finish_sequences(begun)
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a context that holds the turn, except between steps."""
+        return self._turn.generating()
 
     def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
-        with self._turn.generating():
+        with self.generating():
             while self.rollout.has_unfinished():  # in a replay: otherwise the begun batches were finished before
                 self._begun.step()
             return super()._generate(prompts, settings)
