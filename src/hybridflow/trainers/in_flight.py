@@ -1,7 +1,7 @@
 """The controller's part of updates in flight: what they need, batches that run, and the log of the schedule."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,8 +9,10 @@ from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
 from hybridflow.errors import ConfigError
 from hybridflow.observability import JsonlWriter
-from hybridflow.protocol import DataProtoFuture
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.schedule import SCHEDULE, read_schedule
 
@@ -44,6 +46,19 @@ class Running:
     def parts(self) -> tuple[DataProtoFuture, ...]:
         """The parts of the batch, see `Begun`."""
         return self.finish()
+
+
+def begin_in_flight(
+    config: Config,
+    generation: StreamedGeneration | GenerationSchedule,
+    prompts: DataProto,
+    engines: Sequence[Sequence[int]],
+) -> Callable[[], tuple[DataProtoFuture, ...]]:
+    """Begin a batch with the rows of each engine; return a function that calls the generation of its parts."""
+    if isinstance(generation, StreamedGeneration):
+        return generation.begin(prompts, engines)
+    finish, rows = generation.begin(prompts, engines), prompts.repeat(config.rollout.group_size)
+    return lambda: (rows.union(finish()),)
 
 
 class ScheduleLog:

@@ -1,6 +1,6 @@
 """From prompts to scored responses, in one round of generation or several (dynamic sampling)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
-from hybridflow.trainers.in_flight import Running
+from hybridflow.trainers.in_flight import Running, begin_in_flight
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
@@ -55,7 +55,7 @@ class Sampling:
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
         if config.updates_in_flight:
-            running = Running(step, self._begin_in_flight(prompts, engines))
+            running = Running(step, begin_in_flight(config, self._stream or self.schedule, prompts, engines))
             if config.rollout.replay:
                 return running
             return Begun(step, tuple(map(self._scored_at_once, running.parts)))
@@ -65,15 +65,6 @@ class Sampling:
         rollouts = self.schedule.generate(prompts, engines)  # group_size rows for each prompt, in order
         batch = self._scored_at_once(prompts.repeat(config.rollout.group_size, interleave=True).union(rollouts))
         return Begun(step, (batch,), self._greedy(prompts))
-
-    def _begin_in_flight(
-        self, prompts: DataProto, engines: Sequence[Sequence[int]]
-    ) -> Callable[[], tuple[DataProtoFuture, ...]]:
-        """Begin a batch in running engines; return the function that calls the generation of its parts."""
-        if self._stream:
-            return self._stream.begin(prompts, engines)
-        finish, rows = self.schedule.begin(prompts, engines), prompts.repeat(self.config.rollout.group_size)
-        return lambda: (rows.union(finish()),)
 
     def score(self, begun: Begun | Running) -> ScoredParts:
         """Return the parts with scores, and `baseline_scores`: for each row that of the greedy response."""
