@@ -64,8 +64,10 @@ def test_resuming_with_another_lag_is_an_error(task, run, tmp_path, hybridflow):
     assert "trainer.lag was 2 and is 1" in outcome.err
 
 
-def test_a_lag_of_all_steps_is_an_error(task, tmp_path, hybridflow):
-    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *LAG, "trainer.lag=6")
+@pytest.mark.parametrize("how", ["wait", "retract"])
+def test_a_lag_of_all_steps_is_an_error(task, tmp_path, hybridflow, how):
+    changes = [*LAG, "trainer.lag=6", f"rollout.on_new_weights={how}", *POOLS]
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *changes)
     assert outcome.status != 0
     assert "trainer.lag=6 samples all 6 batches of the run with the initial weights; use a lag below 6" in outcome.err
 
@@ -244,8 +246,9 @@ def in_flight_runs(task, tmp_path_factory, fork_server):
         command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", "placement.roles.rollout=generate"]
         run, replay = (f"trainer.run_dir={directory}/{how}/{name}" for name in ("run", "replay"))
         recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", run]
-        command += [f"rollout.replay={directory}/{how}/run"]
-        commands += [[*recorded, "--stop-after", stop], recorded, [*command, replay]]  # resumed once
+        command += [f"rollout.replay={directory}/{how}/run", "rollout.weight_sync=broadcast"]  # in one process: none
+        both = recorded, [*command, replay]
+        commands += [arguments for each in both for arguments in ([*each, "--stop-after", stop], each)]  # resumed once
         if "trainer.stream=true" in more:
             commands.append([*command, "trainer.stream=false", f"trainer.run_dir={directory}/{how}/whole"])
     argument_lists = [[str(part) for part in command] for command in commands]
@@ -320,9 +323,9 @@ def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task,
     command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.log_samples=8"]
     command += [*LAG, "rollout.on_new_weights=retract", "trainer.val_before_train=false", *POOLS]
 
-    def start(**environment):
+    def start(*changes, **environment):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        processes.append(fork_server.start(["-c", ATTACKED, *map(str, command)], environment=environment))
+        processes.append(fork_server.start(["-c", ATTACKED, *map(str, command), *changes], environment=environment))
         return processes[-1]
 
     def signalled_in_a_sync(number):
@@ -347,7 +350,7 @@ def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task,
         _, err = terminated.communicate(300)
         assert terminated.returncode == 0, err
         assert "SIGTERM: this step will be finished, then a checkpoint is saved" in err
-        finished = start()
+        finished = start("rollout.on_new_weights=keep-kv")
         _, err = finished.communicate(300)
         assert finished.returncode == 0, err
     finally:
@@ -360,6 +363,18 @@ def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task,
     )
     assert found == wanted
     assert len(wanted) == 6 * 8
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_reward_that_never_returns_ends_a_run_with_running_batches(task, in_flight_runs, tmp_path, hybridflow):
+    (tmp_path / "reward.py").write_text("import time\n\ndef score(**_):\n    time.sleep(10000)\n")
+    changes = [*LAG, "rollout.on_new_weights=retract", "placement.pools={learn=[1],generate=[1]}", POOLS[-1]]
+    changes += [f"rollout.replay={in_flight_runs['retract']}/run", "trainer.val_before_train=false"]
+    changes += [f"trainer.run_dir={tmp_path}/run", f"reward.function={tmp_path}/reward.py:score"]
+    outcome = hybridflow("train", task / "rl.toml", *changes, "reward.timeout_s=0.3")
+    assert outcome.status == 1
+    assert "took longer than reward.timeout_s=0.3" in outcome.err
 
 
 def test_a_replay_without_a_schedule_is_an_error_before_a_worker_starts(task, tmp_path, hybridflow):

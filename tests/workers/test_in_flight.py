@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,12 @@ def prompts_of(step: int, size: int = 2) -> DataProto:
     ids = torch.tensor([[5, 6, 7 + i] for i in range(size)])
     columns = {"prompts": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool), "group_ids": torch.arange(size)}
     return DataProto.from_dict(columns, meta_info={"noise_key": [0, 0, step]})
+
+
+def columns_of_a_dataset(prompts: DataProto) -> DataProto:
+    """Return the prompts with the other columns of a dataset, which come back with parts."""
+    names = ("raw_prompts", "prompt_texts", "data_sources", "ground_truths", "extra_infos")
+    return prompts.union(DataProto.from_dict({}, {name: np.array(["a"] * len(prompts), object) for name in names}))
 
 
 def in_thread(function, *args):
@@ -106,10 +113,10 @@ def pair(configure):
     """Return a function that builds a pair with the weights of version 0."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
-    def build(how):
+    def build(how, *more):
         common = ["trainer.lag=2", "algorithm.rollout_weights=token", "model.dtype=float64"]
         sizes = [f"data.max_response_length={LEN}", f"rollout.group_size={GROUP}", "rollout.sync_bucket_bytes=20000"]
-        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}"))
+        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}", *more))
         built.sync(0)
         return built
 
@@ -152,6 +159,24 @@ def test_batches_begin_while_others_run_and_get_the_tokens_of_batches_alone(pair
             rows.batch["prompts"] if "prompts" in rows.batch else rows.batch["input_ids"][:, :3],
             expected.batch["input_ids"][:, :3],
         )
+
+
+def test_parts_of_a_running_batch_get_the_weights_that_come_before_them(pair):
+    both = pair("keep-kv", "trainer.stream=true")
+    whole = both.generate(columns_of_a_dataset(prompts_of(1, 3)))
+    both.steps, both.holds = 0, {4}
+    begun = both.begin(columns_of_a_dataset(prompts_of(1, 3)))
+    first = in_thread(both.worker.next_sequences, begun.slice(0, 1))
+    both.between_steps(both.sync, 1, 0.02)()
+    parts = [first(), both.worker.next_sequences(begun.slice(0, 2))]
+    rows = {int(group): part for part in parts for group in part.batch["group_ids"].unique()}
+    assert sorted(rows) == [0, 1, 2]
+    for group in range(3):
+        part = rows[group].select_idxs((rows[group].batch["group_ids"] == group).nonzero().flatten().tolist())
+        expected = whole.select_idxs(list(range(GROUP * group, GROUP * group + GROUP)))
+        assert torch.equal(part.batch["responses"][:, :5], expected.batch["responses"][:, :5])
+        for versions, mask in zip(part.batch["rollout_versions"], part.batch["response_mask"], strict=True):
+            assert versions[mask.bool()].tolist() == ([0] * 5 + [1] * LEN)[: int(mask.sum())]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ class PPOTrainer(PPO, BackendOwner):
             self.sampling.schedule.load_state_dict(state.get("schedule", {}))
             if self.ahead:
                 self.ahead.restore(run.checkpoint, state.get("pending", []))
+            if config.rollout.replay:
+                self.rollout.resume_schedule(self.global_step)
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""

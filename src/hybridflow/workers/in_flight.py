@@ -85,6 +85,11 @@ class InFlightRolloutWorker(RolloutWorker):
         """Return the events of this rank's engine since the last call, see `Schedule`."""
         return self._schedule.take()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def resume_schedule(self, step: int) -> None:
+        """Continue a replay after this step of training, see `Schedule`."""
+        self._schedule.resume(step)
+
     def _end_loading(self) -> None:
         if self._is_loading:
             self._is_loading = False
