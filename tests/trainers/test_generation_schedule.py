@@ -71,7 +71,9 @@ def test_even_is_one_call_of_the_group_on_unchanged_prompts(build):
 def test_a_batch_that_begins_and_is_finished_equals_a_generated_one(build, schedule):
     schedule, _ = build(2, f"rollout.schedule={schedule}")
     schedule.note(lengths_of(prompts(5, 8, 9), [1, 8, 7]))
-    batch, engines = schedule.scheduled(prompts(5, 8, 9))
+    others = ("raw_prompts", "prompt_texts", "ground_truths", "extra_infos")
+    texts = DataProto.from_dict({}, {name: np.array(["a", "b", "c"], dtype=object) for name in others})
+    batch, engines = schedule.scheduled(prompts(5, 8, 9).union(texts))
     whole = schedule.generate(batch, engines).get()
     finish = schedule.begin(batch, engines)
     rows = finish().get()
