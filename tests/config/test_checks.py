@@ -90,22 +90,6 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "rollout.on_new_weights='keep-kv' is not supported with rollout.tensor=2, whose ranks would load weights",
         ),
         (
-            [
-                "rollout.on_new_weights=retract",
-                "trainer.lag=1",
-                "algorithm.rollout_weights=token",
-                "trainer.stream=true",
-            ],
-            "trainer.stream=true is not supported with rollout.on_new_weights='retract'; use stream = false",
-        ),
-        (
-            [
-                *("rollout.on_new_weights=retract", "trainer.lag=1", "algorithm.rollout_weights=token"),
-                "rollout.schedule=expected",
-            ],
-            "rollout.schedule='expected' is not supported with rollout.on_new_weights='retract'; use schedule = 'even'",
-        ),
-        (
             ["rollout.order=ready", "trainer.deterministic=false"],
             "rollout.order='ready' takes groups of several batches that run side by side, but rollout.on_new_weights="
             "'wait' with the given pools generates them one after another; set on_new_weights = 'retract' or 'keep-kv'",
@@ -263,6 +247,13 @@ def test_a_contradiction_shows_both_values_and_the_fix(overrides, problem):
     first, line = str(caught.value).split("\n  ")
     assert first == "1 problem(s) in overrides:"
     assert line.startswith(problem)
+
+
+def test_groups_that_finish_next_are_not_scheduled_by_lengths():
+    with pytest.raises(
+        ConfigError, match=r"but rollout\.schedule='expected' changes the numbers; use schedule = 'even'"
+    ):
+        load_config(None, ["rollout.order=ready", "rollout.schedule=expected"])
 
 
 def test_groups_that_finish_next_are_not_streamed():

@@ -3,13 +3,17 @@
 import json
 import logging
 import os
+import signal
+import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybridflow.checkpoint import open_checkpoint
 from hybridflow.observability import read_jsonl
 
+WEIGHTS = "checkpoints/step_000006/actor.safetensors"
 LAG = ("trainer.lag=2", "algorithm.rollout_weights=token")
 
 
@@ -60,8 +64,10 @@ def test_resuming_with_another_lag_is_an_error(task, run, tmp_path, hybridflow):
     assert "trainer.lag was 2 and is 1" in outcome.err
 
 
-def test_a_lag_of_all_steps_is_an_error(task, tmp_path, hybridflow):
-    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *LAG, "trainer.lag=6")
+@pytest.mark.parametrize("how", ["wait", "retract"])
+def test_a_lag_of_all_steps_is_an_error(task, tmp_path, hybridflow, how):
+    changes = [*LAG, "trainer.lag=6", f"rollout.on_new_weights={how}", *POOLS]
+    outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *changes)
     assert outcome.status != 0
     assert "trainer.lag=6 samples all 6 batches of the run with the initial weights; use a lag below 6" in outcome.err
 
@@ -171,10 +177,27 @@ def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, tmp_path, 
 
 
 IN_FLIGHT = """
-import json, sys, time
+import json, os, sys, time
 import hybridflow.trainers.program as program
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
+from hybridflow.trainers.ppo_trainer import PPOTrainer
+
+COLUMNS = ("group_ids", "responses", "response_mask", "rollout_log_probs", "rollout_versions", "finish_reasons")
+step, save = PPOTrainer.step, PPOTrainer.save
+
+def recorded_step(self, next_prompts):
+    batch = step(self, next_prompts)
+    batch.get(COLUMNS).select(meta_info_keys=()).save_to_disk(self.run.path / f"tokens_{self.global_step}.safetensors")
+    return batch
+
+def releasing_save(self):  # before a checkpoint no weights come
+    released = self.run.path / "released"
+    released.touch()
+    save(self)
+    released.unlink()
+
+PPOTrainer.step, PPOTrainer.save = recorded_step, releasing_save
 
 class Held(program.InFlightRolloutWorker):
     # After three steps, the last batch waits for new weights, as if steps were slow.
@@ -182,8 +205,9 @@ class Held(program.InFlightRolloutWorker):
         began = self.__dict__.setdefault("began", {})  # batch -> steps and version when it began
         for batch in self._begun._prompts:
             began.setdefault(batch, (self._schedule.num_steps, self.rollout.version, time.time() + 30))
-        steps, version, deadline = max(began.values())  # before a checkpoint no weights come
-        while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2:
+        steps, version, deadline = max(began.values())
+        released = self.config.rollout.replay or self.config.trainer.run_dir + "/released"
+        while len(self._begun._prompts) == 1 and self._schedule.num_steps > steps + 2 and not os.path.exists(released):
             if self.rollout.version != version or self._turn._num_asking or time.time() > deadline:
                 break
             time.sleep(0.005)
@@ -195,47 +219,162 @@ with LocalCluster(4, object_store_bytes=512 * 2**20):
 """
 
 
-@pytest.fixture
-def run_held(fork_server):
-    """Return a function that runs commands in which weights come while sequences run."""
+def tokens_of(run):
+    """Return the bytes of the tokens, log-probs, versions and ends of all rows, by step."""
+    return {step: (run / f"tokens_{step}.safetensors").read_bytes() for step in range(6)}
 
-    def run(*commands):
-        argument_lists = [[str(part) for part in command] for command in commands]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = fork_server.start(["-c", IN_FLIGHT, json.dumps(argument_lists)], environment=environment)
-        try:
-            out, err = process.communicate()
-        finally:
-            process.discard()
-        assert process.returncode == 0, out[-2000:] + err[-4000:]
 
-    return run
+IN_FLIGHT_RUNS = {
+    "retract": (3, ("rollout.weight_sync=disk", "placement.pools={learn=[1],generate=[1]}")),  # validated when saved
+    "keep-kv": (
+        4,
+        (
+            *("rollout.weight_sync=ipc", "placement.pools={learn=[1],generate=[2]}", "rollout.schedule=expected"),
+            *("trainer.stream=true", "model.dtype=float64"),
+        ),
+    ),
+}
+"""The step after which the run stops to be resumed, and its other changes, by `rollout.on_new_weights`."""
+
+
+@pytest.fixture(scope="module")
+def in_flight_runs(task, tmp_path_factory, fork_server):
+    """Return the directories of the runs in which weights came while sequences ran, with their replays."""
+    directory, commands = tmp_path_factory.mktemp("in_flight"), []
+    for how, (stop, more) in IN_FLIGHT_RUNS.items():
+        changes = ["trainer.lag=2", f"rollout.on_new_weights={how}", "algorithm.rollout_weights=token", *more]
+        command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", "placement.roles.rollout=generate"]
+        run, replay = (f"trainer.run_dir={directory}/{how}/{name}" for name in ("run", "replay"))
+        recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", run]
+        command += [f"rollout.replay={directory}/{how}/run", "rollout.weight_sync=broadcast"]  # in one process: none
+        both = recorded, [*command, replay]
+        commands += [arguments for each in both for arguments in ([*each, "--stop-after", stop], each)]  # resumed once
+        if "trainer.stream=true" in more:
+            commands.append([*command, "trainer.stream=false", f"trainer.run_dir={directory}/{how}/whole"])
+    argument_lists = [[str(part) for part in command] for command in commands]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = fork_server.start(["-c", IN_FLIGHT, json.dumps(argument_lists)], environment=environment)
+    try:
+        out, err = process.communicate()
+    finally:
+        process.discard()
+    assert process.returncode == 0, out[-2000:] + err[-4000:]
+    return {how: directory / how for how in IN_FLIGHT_RUNS}
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["retract", "keep-kv"])
-def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(
-    tiny, task, run_held, run_in_turn, tmp_path, how
-):
-    lag, pools = 2, ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
-    changes = [f"trainer.lag={lag}", f"rollout.on_new_weights={how}", "algorithm.rollout_weights=token"]
-    command = ["train", task / "rl.toml", *changes, "trainer.val_every=3", *pools]
-    recorded = [*command, "controller.backend=ray", "controller.cpus_per_worker=0.5", f"trainer.run_dir={tmp_path}/run"]
-    run_held([*recorded, "--stop-after", "4"], recorded)  # resumed once
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+@pytest.mark.parametrize("how", IN_FLIGHT_RUNS)
+def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(tiny, in_flight_runs, how):
+    runs = in_flight_runs[how]
+    rows = read_jsonl(runs / "run" / "metrics.jsonl")[1:]
     assert len(rows) == 6
-    assert all(row["staleness/max"] <= lag for row in rows)
+    assert all(row["staleness/max"] <= 2 for row in rows)
     assert any(row["staleness/mean"] % 1 > 0 for row in rows), "no batch with tokens of several versions"
     assert all(row.get("weight_sync/probe_diff_max", 0) < 1e-4 for row in rows)
-    run_in_turn([*command, f"trainer.run_dir={tmp_path}/replay", f"rollout.replay={tmp_path}/run"])
-    run, replay = (tiny.results_of(tmp_path / name, 6) for name in ("run", "replay"))
+    assert tokens_of(runs / "replay") == tokens_of(runs / "run")
+    run, replay = (tiny.results_of(runs / name, 6) for name in ("run", "replay"))
     assert replay["actor.safetensors"] == run["actor.safetensors"]
     assert replay["samples"] == run["samples"]
     staleness = [
-        [row["staleness/mean"] for row in read_jsonl(tmp_path / n / "metrics.jsonl")[1:]] for n in ("run", "replay")
+        [row["staleness/mean"] for row in read_jsonl(runs / n / "metrics.jsonl")[1:]] for n in ("run", "replay")
     ]
     assert staleness[0] == staleness[1]
+    if (runs / "whole").exists():  # whole batches of these samples train to the same weights, up to rounding
+        weights, expected = (load_file(runs / name / WEIGHTS) for name in ("whole", "run"))
+        assert weights.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+ATTACKED = """
+import os, signal, sys, time
+from pathlib import Path
+import hybridflow.trainers.program as program
+from hybridflow.cli.main import main
+from hybridflow.controller import Dispatch, register
+from hybridflow.weight_sync import WeightReceiver
+
+class Attacked(program.InFlightRolloutWorker):
+    def between_steps(self):
+        groups = self._begun._groups._running.values()
+        if self.rollout.version > 2 and any(0 < len(group.done) < group.group_size for group in groups):
+            if "KILL" in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)
+        super().between_steps()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def receive_weights(self, step, *args):
+        result = super().receive_weights(step, *args)
+        if step is WeightReceiver.start and args[0].version > 1 and "SYNC" in os.environ:
+            Path(os.environ["SYNC"]).touch()
+            time.sleep(3)
+        return result
+
+program.InFlightRolloutWorker = Attacked
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task, finished_run, fork_server, tmp_path):
+    run, processes = tmp_path / "run", []
+    command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.log_samples=8"]
+    command += [*LAG, "rollout.on_new_weights=retract", "trainer.val_before_train=false", *POOLS]
+
+    def start(*changes, **environment):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        processes.append(fork_server.start(["-c", ATTACKED, *map(str, command), *changes], environment=environment))
+        return processes[-1]
+
+    def signalled_in_a_sync(number):
+        in_sync = tmp_path / f"sync_{number}"
+        process, end = start(SYNC=str(in_sync)), time.monotonic() + 300
+        while not in_sync.exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        process.send_signal(number)
+        return process
+
+    try:
+        assert signalled_in_a_sync(signal.SIGKILL).wait(300) == -signal.SIGKILL
+        steps = [row["step"] for row in read_jsonl(run / "metrics.jsonl")]
+        died = start(KILL="1")  # the engine dies when half of a group is generated
+        _, err = died.communicate(300)
+        assert died.returncode == 75, err
+        assert "rollout/0" in err
+        assert f"continuing '{run}' after step {steps[-1]}" in err
+        terminated = signalled_in_a_sync(signal.SIGTERM)
+        _, err = terminated.communicate(300)
+        assert terminated.returncode == 0, err
+        assert "SIGTERM: this step will be finished, then a checkpoint is saved" in err
+        finished = start("rollout.on_new_weights=keep-kv")
+        _, err = finished.communicate(300)
+        assert finished.returncode == 0, err
+    finally:
+        for process in processes:
+            process.discard()
+    names = ("step", "prompt")
+    whole = finished_run("train", "trainer.log_samples=8")
+    wanted, found = (
+        [[row[name] for name in names] for row in read_jsonl(directory / "samples.jsonl")] for directory in (whole, run)
+    )
+    assert found == wanted
+    assert len(wanted) == 6 * 8
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_reward_that_never_returns_ends_a_run_with_running_batches(task, in_flight_runs, tmp_path, hybridflow):
+    (tmp_path / "reward.py").write_text("import time\n\ndef score(**_):\n    time.sleep(10000)\n")
+    changes = [*LAG, "rollout.on_new_weights=retract", "placement.pools={learn=[1],generate=[1]}", POOLS[-1]]
+    changes += [f"rollout.replay={in_flight_runs['retract']}/run", "trainer.val_before_train=false"]
+    changes += [f"trainer.run_dir={tmp_path}/run", f"reward.function={tmp_path}/reward.py:score"]
+    outcome = hybridflow("train", task / "rl.toml", *changes, "reward.timeout_s=0.3")
+    assert outcome.status == 1
+    assert "took longer than reward.timeout_s=0.3" in outcome.err
 
 
 def test_a_replay_without_a_schedule_is_an_error_before_a_worker_starts(task, tmp_path, hybridflow):

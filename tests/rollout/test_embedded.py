@@ -311,6 +311,35 @@ def test_repeated_sequence_may_outlive_its_request_after_new_weights(tiny_model,
     assert sorted((c.request_id, c.index) for c in engine.finished()) == [(0, 1), (1, 0)]
 
 
+def test_repeated_sequence_that_loses_its_pages_is_not_served_later(tiny_model):
+    engine, other = (EmbeddedRollout(load_causal_lm(tiny_model(seed=seed)), paged=True) for seed in (0, 1))
+    sampling = SamplingParams(50, stop_token_ids=tuple(range(0, 40, 8)))
+    for key in range(1000):
+        request = Request(0, [5, 6], sampling, 2, (key,))
+        before, after = ([len(c.token_ids) for c in generate(e, [request])] for e in (engine, other))
+        if before[0] + 8 < before[1] and after[1] + 16 < after[0]:
+            break
+    engine.submit(Request(1, [7], SamplingParams(60)))  # the older one keeps its pages
+    engine.submit(request)
+    while not (done := engine.finished()):
+        engine.step()
+    assert [(c.request_id, c.index) for c in done] == [(0, 0)]
+    engine._running.advance = breaks_at(engine._running.advance, 0)
+    with pytest.raises(Broken):
+        engine.step()
+    load_weights(engine, other.model.named_parameters(), version=1)
+    while not engine.finished():
+        engine.step()
+    table = engine._running._cache.table
+    assert engine._running.num_running == 2  # (0, 0) runs again, although its request is complete
+    table.take(table.num_free)
+    while engine.has_unfinished():
+        engine.step()
+    engine.finished()
+    again = [Request(0, [9], SamplingParams(4), 2, (7,))]
+    assert [c.token_ids for c in generate(engine, again)] == [c.token_ids for c in generate(other, again)]
+
+
 @pytest.mark.parametrize("key", [(1.5,), ("a",), (None,), ()])
 def test_invalid_noise_key_is_an_error_on_submission(tiny_model, key):
     engine = EmbeddedRollout(load_causal_lm(tiny_model()))

@@ -151,6 +151,38 @@ def test_request_that_lost_its_pages_restarts_with_equal_tokens(tiny_model, num_
     assert recorded.num_restarts > 0
 
 
+@pytest.mark.parametrize("loads", [{1: 1, 20: 2}, {0: 1, 1: 2}, {30: 1, 31: 2}, dict.fromkeys(range(1, 300, 7), 2)])
+def test_every_token_has_the_log_prob_of_its_version_if_pages_run_out(tiny_model, loads):
+    models = [load_causal_lm(long_model(tiny_model, seed=seed), torch.float64) for seed in range(3)]
+    engine = paged(long_model(tiny_model), kv_cache_bytes=(22 + SCRATCH) * PAGE_BYTES)
+    wanted = [Request(i, [5 + i] * 40, SamplingParams(80), 4, (0, i)) for i in range(4)]
+    recorded, step = Recorded(engine), engine.step
+    steps = 0
+
+    def step_after_loads():
+        nonlocal steps
+        while steps in loads:  # two versions before the same step, or one
+            version = loads[steps]
+            load_weights(engine, models[version].named_parameters(), version=version)
+            engine.retract()
+            steps += 1
+        steps += 1
+        step()
+
+    engine.step = step_after_loads
+    done = recorded.serve(wanted)
+    assert [(c.request_id, c.index) for c in done] == [(i, index) for i in range(4) for index in range(4)]
+    assert recorded.num_restarts > 0
+    assert {version for c in done for version in c.versions} >= {2}
+    for c in done:
+        assert c.versions == sorted(c.versions)
+        for version in set(c.versions):
+            prompt = list(wanted[c.request_id].prompt_ids)
+            expected = EmbeddedRollout(models[version]).log_probs([[*prompt, *c.token_ids]])[0][len(prompt) - 1 :]
+            for found, own, of_token in zip(c.log_probs, expected, c.versions, strict=True):
+                assert of_token != version or found == pytest.approx(own, abs=1e-9)
+
+
 def test_group_that_memory_never_holds_is_an_error(tiny_model):
     engine = paged(long_model(tiny_model), kv_cache_bytes=(12 + SCRATCH) * PAGE_BYTES)
     message = (

@@ -96,6 +96,22 @@ def test_an_invalid_request_leaves_other_batches_running(engine):
     assert not engine.has_unfinished()
 
 
+def test_an_invalid_batch_drops_no_completion_of_another_batch(engine):
+    steps = itertools.count()
+
+    def between_steps():
+        assert next(steps) < 500, "the batch never ends"
+        with pytest.raises(RolloutError, match="request 99 has an empty prompt"):  # which the engine aborts
+            groups.begin(1, [Request(98, [8], SamplingParams(60)), Request(99, [], SAMPLING)])
+
+    expected = generate(engine, batch_of(0))
+    groups = RunningGroups(engine, between_steps)
+    groups.begin(0, batch_of(0))
+    done = sorted(groups.next(0, 5), key=lambda group: group[0])
+    assert [each.token_ids for _, group in done for each in group] == [each.token_ids for each in expected]
+    assert not engine.has_unfinished()
+
+
 def test_an_error_of_the_engine_ends_all_batches(engine, monkeypatch):
     groups = RunningGroups(engine)
     groups.begin(0, batch_of(0))

@@ -67,6 +67,20 @@ def test_even_is_one_call_of_the_group_on_unchanged_prompts(build):
     assert torch.equal(rows.get().batch["rollout_log_probs"], whole.batch["rollout_log_probs"])
 
 
+@pytest.mark.parametrize("schedule", ["even", "expected"])
+def test_a_batch_that_begins_and_is_finished_equals_a_generated_one(build, schedule):
+    schedule, _ = build(2, f"rollout.schedule={schedule}")
+    schedule.note(lengths_of(prompts(5, 8, 9), [1, 8, 7]))
+    others = ("raw_prompts", "prompt_texts", "ground_truths", "extra_infos")
+    texts = DataProto.from_dict({}, {name: np.array(["a", "b", "c"], dtype=object) for name in others})
+    batch, engines = schedule.scheduled(prompts(5, 8, 9).union(texts))
+    whole = schedule.generate(batch, engines).get()
+    finish = schedule.begin(batch, engines)
+    rows = finish().get()
+    for name in ("responses", "rollout_log_probs", "rollout_versions"):
+        assert torch.equal(rows.batch[name], whole.batch[name])
+
+
 def test_without_history_or_with_too_few_prompts_the_group_splits(build):
     schedule, _ = build(3, EXPECTED)
     kept, engines = schedule.scheduled(prompts(5, 8, 9))

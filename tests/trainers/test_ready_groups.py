@@ -19,8 +19,9 @@ from hybridflow.data import BatchLoader
 from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
+from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.length_bias import LengthBias
-from hybridflow.trainers.ready_groups import begin_in_flight
+from hybridflow.trainers.ready_groups import ReadyGroups
 from hybridflow.trainers.stages import with_group_ids
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.workers import InFlightRolloutWorker
@@ -57,11 +58,11 @@ def test_each_engine_gives_a_batch_as_many_groups_as_it_began(num_prompts, num_e
     )
     prompts = with_group_ids(synthetic_batch(DATASET_COLUMNS, num_prompts))
     prompts.meta_info = {"noise_key": [0, 0, 5]}
-    running = begin_in_flight(group, prompts, 5, "ready")
+    finish = ReadyGroups(group).begin(prompts)
     calls = [(event.worker, event.method) for event in backend.trace.take() if event.kind == "call"]
     workers = [f"InFlightRolloutWorker/{rank}" for rank in range(len(sizes))]
     assert calls == [(worker, "begin_sequences") for worker in workers]
-    (part,) = running.parts
+    (part,) = finish()
     calls = [(event.worker, event.method) for event in backend.trace.take() if event.kind == "call"]
     assert calls == [(worker, "next_ready_sequences") for worker in workers]
     assert [len(rows) for rows in (handle.get() for handle in part.handles())] == [GROUP_SIZE * n for n in sizes]
@@ -156,13 +157,14 @@ class Runs(RuleBasedStateMachine):
             ClassWithInitArgs(ScriptedWorker, config=self.config, seed=self.seed),
             meshes={"rollout": {"data": self.num_engines, "tensor": 1}},
         )
+        ready = ReadyGroups(group)
         run = SimpleNamespace(store=CheckpointStore(Path(self.folder.name) / "checkpoints"), identity={})
         self.loader = BatchLoader(Prompts(3 * self.batch_size), self.batch_size, seed=3)
 
         def begin(prompts, step):
             prompts = with_group_ids(prompts)
             prompts.meta_info["noise_key"] = [0, 0, step]
-            return begin_in_flight(group, prompts, step, "ready")
+            return Running(step, ready.begin(prompts))
 
         sampling = SimpleNamespace(begin=begin, score=lambda begun: begun.parts)
         self.ahead = Ahead(sampling, self.lag, self.total_steps)  # pyright: ignore[reportArgumentType]

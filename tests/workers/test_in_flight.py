@@ -1,11 +1,13 @@
 """A generating worker whose running sequences go on with new weights, called from two threads as on Ray."""
 
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from hybridflow.errors import RolloutError, WeightSyncError
+from hybridflow.errors import HybridFlowError, RolloutError, WeightSyncError
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightReceiver, WeightSender
 from hybridflow.workers import ActorWorker, InFlightRolloutWorker
@@ -18,6 +20,12 @@ def prompts_of(step: int, size: int = 2) -> DataProto:
     ids = torch.tensor([[5, 6, 7 + i] for i in range(size)])
     columns = {"prompts": ids, "prompt_mask": torch.ones_like(ids, dtype=torch.bool), "group_ids": torch.arange(size)}
     return DataProto.from_dict(columns, meta_info={"noise_key": [0, 0, step]})
+
+
+def columns_of_a_dataset(prompts: DataProto) -> DataProto:
+    """Return the prompts with the other columns of a dataset, which come back with parts."""
+    names = ("raw_prompts", "prompt_texts", "data_sources", "ground_truths", "extra_infos")
+    return prompts.union(DataProto.from_dict({}, {name: np.array(["a"] * len(prompts), object) for name in names}))
 
 
 def in_thread(function, *args):
@@ -78,8 +86,8 @@ class Pair:
         self.go.release()
         return result
 
-    def sync(self, version, shift=0.0, breaks=False):
-        """Send the weights, all of them larger by `shift`, as a version."""
+    def sync(self, version, shift=0.0, breaks=""):
+        """Send the weights, all of them larger by `shift`, as a version; `breaks` names the step that fails."""
         engine = self.sender.engine
         engine.num_updates = version
         with torch.no_grad():
@@ -87,14 +95,17 @@ class Pair:
                 parameter += shift
         send, receive = self.sender.send_weights, self.worker.receive_weights
         announced = send(WeightSender.announce)
-        receive(WeightReceiver.start, announced)
-        for _ in range(announced.num_buckets):
+        receive(WeightReceiver.start, replace(announced, specs=announced.specs[breaks == "start" :]))
+        for _ in range(announced.num_buckets - (breaks == "finish")):
             sent, contents = send(WeightSender.send)
-            if breaks:
+            if breaks == "receive":
                 contents = contents ^ 1
             receive(WeightReceiver.receive, (sent, contents))
         receive(WeightReceiver.finish)
-        return receive(WeightReceiver.check, send(WeightSender.compute_probe))
+        probe = send(WeightSender.compute_probe)
+        if breaks == "check":
+            probe = replace(probe, log_probs=[[value - 1 for value in row] for row in probe.log_probs])
+        return receive(WeightReceiver.check, probe)
 
 
 @pytest.fixture
@@ -102,10 +113,10 @@ def pair(configure):
     """Return a function that builds a pair with the weights of version 0."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
-    def build(how, *changes):
+    def build(how, *more):
         common = ["trainer.lag=2", "algorithm.rollout_weights=token", "model.dtype=float64"]
         sizes = [f"data.max_response_length={LEN}", f"rollout.group_size={GROUP}", "rollout.sync_bucket_bytes=20000"]
-        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}", *changes))
+        built = Pair(configure(*common, *sizes, f"rollout.on_new_weights={how}", *more))
         built.sync(0)
         return built
 
@@ -186,17 +197,97 @@ def test_ready_groups_come_with_their_own_prompts_and_ids_of_all_steps(pair):
             )
 
 
-def test_a_failed_sync_ends_the_running_batch_with_an_error(pair):
+def test_parts_of_a_running_batch_get_the_weights_that_come_before_them(pair):
+    both = pair("keep-kv", "trainer.stream=true")
+    whole = both.generate(columns_of_a_dataset(prompts_of(1, 3)))
+    both.steps, both.holds = 0, {4}
+    begun = both.begin(columns_of_a_dataset(prompts_of(1, 3)))
+    first = in_thread(both.worker.next_sequences, begun.slice(0, 1))
+    both.between_steps(both.sync, 1, 0.02)()
+    parts = [first(), both.worker.next_sequences(begun.slice(0, 2))]
+    rows = {int(group): part for part in parts for group in part.batch["group_ids"].unique()}
+    assert sorted(rows) == [0, 1, 2]
+    for group in range(3):
+        part = rows[group].select_idxs((rows[group].batch["group_ids"] == group).nonzero().flatten().tolist())
+        expected = whole.select_idxs(list(range(GROUP * group, GROUP * group + GROUP)))
+        assert torch.equal(part.batch["responses"][:, :5], expected.batch["responses"][:, :5])
+        for versions, mask in zip(part.batch["rollout_versions"], part.batch["response_mask"], strict=True):
+            assert versions[mask.bool()].tolist() == ([0] * 5 + [1] * LEN)[: int(mask.sum())]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        ("receive", "changed in transit"),
+        ("finish", "announced weights were not received"),
+        ("check", "log-probs of the probe differ"),
+    ],
+)
+def test_a_failed_sync_ends_the_running_batch_with_an_error(pair, breaks, message):
     both = pair("retract")
     both.holds = {2}
     rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
-    failed = both.between_steps(both.sync, 1, 0.02, True)
-    with pytest.raises(WeightSyncError, match="changed in transit"):
+    failed = both.between_steps(both.sync, 1, 0.02, breaks)
+    with pytest.raises(WeightSyncError, match=message):
         failed()
     with pytest.raises(RolloutError, match="no weights to generate with"):
         rows()
     assert both.sync(2)["weight_sync/probe_diff_max"] < 1e-9  # the turn was given back
     assert both.generate(prompts_of(3)).batch["rollout_versions"].max() == 2
+
+
+def without_tokens(step):
+    prompts = prompts_of(step)
+    prompts.batch["prompt_mask"][1] = False
+    return prompts
+
+
+@pytest.mark.parametrize("breaks", ["begin", "start"])
+def test_an_error_that_changes_nothing_leaves_the_running_batch_as_it_is(pair, breaks):
+    both = pair("retract")
+    alone = both.generate(prompts_of(1))
+    both.steps, both.holds = 0, {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    call = (both.begin, without_tokens(2)) if breaks == "begin" else (both.sync, 1, 0.0, "start")
+    failed = both.between_steps(*call)
+    with pytest.raises(HybridFlowError, match="empty prompt" if breaks == "begin" else "weights"):
+        failed()
+    assert torch.equal(rows().batch["responses"], alone.batch["responses"])
+    assert both.sync(2)["weight_sync/probe_diff_max"] < 1e-9
+    assert both.generate(prompts_of(3)).batch["rollout_versions"].max() == 2
+
+
+def test_an_error_after_the_load_reaches_its_caller_and_generation_goes_on(pair, monkeypatch):
+    both = pair("retract")
+    both.holds = {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+    monkeypatch.setattr(both.worker.rollout, "retract", lambda: (_ for _ in ()).throw(RolloutError("out of memory")))
+    failed = both.between_steps(both.sync, 1, 0.02)
+    with pytest.raises(RolloutError, match="out of memory"):
+        failed()
+    assert rows().batch["rollout_versions"].max() == 1
+
+
+@pytest.mark.parametrize("how", ["retract", "keep-kv"])
+def test_two_loads_before_the_same_step_give_tokens_of_the_second(pair, how):
+    both = pair(how)
+    both.holds = {2}
+    rows = in_thread(both.worker.finish_sequences, both.begin(prompts_of(1)))
+
+    turn = both.worker._turn
+
+    def sync_twice():
+        turn._num_asking += 1  # the second sync asks before the first one ends
+        both.sync(1, 0.02)
+        both.sync(2, 0.02)
+        with turn._condition:
+            turn._num_asking -= 1
+            turn._condition.notify_all()
+
+    both.between_steps(sync_twice)()
+    for versions, mask in zip(*(rows().batch[name] for name in ("rollout_versions", "response_mask")), strict=True):
+        assert versions[mask.bool()].tolist() == ([0] * 3 + [2] * LEN)[: int(mask.sum())]
+    assert [row["engine_steps"] for row in both.worker.take_schedule()] == [None, None, 3, 0]
 
 
 def test_no_step_runs_while_a_sync_is_not_complete(pair):

@@ -57,6 +57,19 @@ def test_weights_that_a_resumed_run_loaded_again_are_loaded_once():
     assert engine.schedule.take() == recorded()
 
 
+@pytest.mark.parametrize("first", [0, 1])  # again weights that were loaded before the checkpoint, or the next ones
+def test_a_resumed_replay_goes_on_after_the_step_of_its_checkpoint(first):
+    events = [(1, "load", 0), (1, "begin", 4), (2, "load", 1), (2, "begin", 5), (3, "load", 2)]
+    rows = [{"step": s, "rank": 1, "event": e, "number": n, "engine_steps": None} for s, e, n in events]
+    engine, again = Engine(0, rows), [("load", 0)] * (first == 0)
+    engine.schedule.resume(1)
+    for kind, number in (*again, ("load", 1), ("begin", 5), ("load", 2)):
+        engine.schedule.event(kind, number)
+    assert [row["number"] for row in engine.schedule.take()] == [0] * len(again) + [1, 5, 2]
+    with pytest.raises(RolloutConfigError, match="has no event in place of load 3"):
+        engine.schedule.event("load", 3)
+
+
 @pytest.mark.parametrize(
     ("num_steps", "events", "message"),
     [
@@ -77,7 +90,7 @@ def test_a_schedule_that_does_not_fit_is_an_error(num_steps, events, message):
 def test_a_file_that_is_no_schedule_is_an_error(tmp_path):
     with pytest.raises(DataConfigError, match=r"schedule\.jsonl not found"):
         read_schedule(str(tmp_path))
-    row = {"rank": 0, "event": "load", "number": 7}
+    row = {"step": 1, "rank": 0, "event": "load", "number": 7}
     (tmp_path / "schedule.jsonl").write_text(json.dumps(row | {"engine_steps": 3}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(RolloutConfigError, match="line 2: expected rank, event, number and engine_steps"):
+    with pytest.raises(RolloutConfigError, match="line 2: expected step, rank, event, number and engine_steps"):
         read_schedule(str(tmp_path))

@@ -485,13 +485,6 @@ def _in_flight(config: Config) -> Iterator[str]:
             f"{key} is for sequences that run while the policy learns, but trainer.lag=0 starts them afterwards; set "
             "trainer.lag = 1 or more, or on_new_weights = 'wait'"
         )
-    if config.trainer.stream:
-        yield f"trainer.stream=true is not supported with {key}; use stream = false, or on_new_weights = 'wait'"
-    if rollout.schedule != "even":
-        yield (
-            f"rollout.schedule={rollout.schedule!r} is not supported with {key}; use schedule = 'even', or "
-            "on_new_weights = 'wait'"
-        )
     if rollout.tensor > 1 and config.has_rollout_pool:
         yield (
             f"{key} is not supported with rollout.tensor={rollout.tensor}, whose ranks would load weights at different "
@@ -517,6 +510,11 @@ def _ready(config: Config) -> Iterator[str]:
         )
     if config.trainer.stream:
         yield f"{key} is not supported with trainer.stream=true; use stream = false, or order = 'sampled'"
+    if config.rollout.schedule != "even":
+        yield (
+            f"{key} needs as many prompts on an engine in each batch, but rollout.schedule="
+            f"{config.rollout.schedule!r} changes the numbers; use schedule = 'even', or order = 'sampled'"
+        )
 
 
 SUBJECTS = (

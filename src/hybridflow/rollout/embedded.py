@@ -243,8 +243,9 @@ class EmbeddedRollout:
             self._free()
 
     def _free(self) -> None:
-        """Free the memory of running sequences."""
+        """Free the memory of running sequences; forget requests that wait for pages although they are complete."""
         self._running = None
+        self._waiting = deque(request for request in self._waiting if request.request_id in self._unfinished)
         self._forward.drop_packed_weights()
         self._is_packed = False
         free_cached_memory()

@@ -111,7 +111,7 @@ class RunningGroups:
         self._step_until(lambda: sum(len(held.finished) for held in self._batches.values()) >= count)
         numbered = [(number, batch) for batch, held in self._batches.items() for number, _ in held.finished]
         order = [batch for _, batch in sorted(numbered, key=lambda pair: pair[0])[:count]]
-        return [(batch, *self.next(batch, 1)) for batch in order]
+        return [(batch, self.next(batch, 1)[0]) for batch in order]
 
     def num_left(self, batch: Hashable) -> int:
         """Return the number of groups of a batch that were not returned yet."""
@@ -133,9 +133,11 @@ class RunningGroups:
             raise
 
     def _take_finished(self) -> None:
-        """Take what the engine has finished, also what a load of weights or its probe has."""
+        """Take what the engine has finished, also what a load of weights or its probe has; ignore aborted requests."""
         for completion in self._engine.finished():
-            running = self._running[completion.request_id]
+            running = self._running.get(completion.request_id)
+            if running is None:
+                continue
             running.done.append(completion)
             if len(running.done) == running.group_size:
                 del self._running[completion.request_id]
@@ -148,7 +150,7 @@ class RunningGroups:
             with suppress(RolloutError):  # finished
                 self._engine.abort(request_id)
             del self._running[request_id]
-        self._engine.finished()  # the aborted ones: others are taken after each step
+        self._take_finished()  # an abort may also end requests of other batches
 
 
 def _longest_first(request: Request) -> tuple[int, float, int]:

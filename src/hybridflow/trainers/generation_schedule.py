@@ -3,7 +3,7 @@
 past lengths ──expected lengths──> assignment ──rows of each engine──> calls ──rows in the order of prompts
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,20 @@ class GenerationSchedule:
             return self._rollout.generate_sequences.remote(prompts)
         parts = zip(self.engines, engines, strict=True)
         rollouts = [engine.generate_sequences.remote(prompts.select_idxs(rows)) for engine, rows in parts]
+        return self._in_order(rollouts, engines)
+
+    def begin(self, prompts: DataProto, engines: Sequence[Sequence[int]]) -> Callable[[], DataProtoFuture]:
+        """Begin a batch with the rows of each engine; return a function that calls the generation of its rollouts."""
+        of_engines = [prompts.select_idxs(rows) for rows in engines] or [prompts]
+        workers, key = self.engines if engines else [self._rollout], {"noise_key": prompts.meta_info["noise_key"]}
+        parts = zip(workers, of_engines, strict=True)
+        begun = [(each, each.begin_sequences.remote(rows).with_meta_info(key)) for each, rows in parts]
+        return lambda: self._in_order([each.finish_sequences.remote(rows) for each, rows in begun], engines)
+
+    def _in_order(self, rollouts: Sequence[DataProtoFuture], engines: Sequence[Sequence[int]]) -> DataProtoFuture:
+        """Return the rollouts of the engines in the order of prompts."""
+        if not engines:
+            return rollouts[0]
         size = self._config.rollout.group_size
         groups = np.argsort(np.concatenate(engines))  # where each prompt's group is
         rows = (groups[:, None] * size + np.arange(size)).ravel()

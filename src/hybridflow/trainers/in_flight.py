@@ -1,6 +1,7 @@
 """The controller's part of updates in flight: what they need, batches that run, and the log of the schedule."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +10,10 @@ from hybridflow.controller import WorkerGroup
 from hybridflow.errors import ConfigError
 from hybridflow.observability import JsonlWriter
 from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.generation_schedule import GenerationSchedule
+from hybridflow.trainers.ready_groups import ReadyGroups
 from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.schedule import SCHEDULE, read_schedule
 
@@ -33,23 +37,29 @@ def require_in_flight(config: Config) -> None:
 
 @dataclass(frozen=True)
 class Running:
-    """A batch whose sequences run; reading `parts`, which is one, calls the generation of what is left.
-
-    `begun`: the result of `begin_sequences` on these prompts.
-    """
+    """A batch whose sequences run; reading `parts` calls `finish`, the generation of what is left."""
 
     step: int
-    rollout: WorkerGroup
-    begun: DataProtoFuture
-    prompts: DataProto
+    finish: Callable[[], tuple[DataProtoFuture, ...]]
     greedy: None = None
 
     @cached_property
-    def parts(self) -> tuple[DataProtoFuture]:
-        """The batch: `group_size` rows for each prompt, in order."""
-        begun = self.begun.with_meta_info({"noise_key": self.prompts.meta_info["noise_key"]})
-        rows = self.rollout.finish_sequences.remote(begun)
-        return (self.prompts.repeat(len(rows) // len(self.prompts), interleave=True).union(rows),)
+    def parts(self) -> tuple[DataProtoFuture, ...]:
+        """The parts of the batch, see `Begun`."""
+        return self.finish()
+
+
+def begin_in_flight(
+    config: Config,
+    generation: StreamedGeneration | ReadyGroups | GenerationSchedule,
+    prompts: DataProto,
+    engines: Sequence[Sequence[int]],
+) -> Callable[[], tuple[DataProtoFuture, ...]]:
+    """Begin a batch with the rows of each engine; return a function that calls the generation of its parts."""
+    if not isinstance(generation, GenerationSchedule):
+        return generation.begin(prompts, engines)
+    finish, rows = generation.begin(prompts, engines), prompts.repeat(config.rollout.group_size)
+    return lambda: (rows.union(finish()),)
 
 
 class ScheduleLog:

@@ -60,6 +60,8 @@ class PPOTrainer(PPO, BackendOwner):
             self.length_bias.load_state_dict(state.get("length_bias", {}))
             if self.ahead:
                 self.ahead.restore(run.checkpoint, state.get("pending", []))
+            if config.rollout.replay:
+                self.rollout.resume_schedule(self.global_step)
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""

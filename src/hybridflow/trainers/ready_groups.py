@@ -6,41 +6,39 @@
 Each engine gives a batch as many groups as it began for one, so that each group is trained on once.
 """
 
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from hybridflow.controller import WorkerGroup
 from hybridflow.controller.part_sizes import even_sizes
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.in_flight import Running
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 
-class RunningReady(Running):
-    """A batch of the groups that finish next; see `begin_in_flight`."""
+class ReadyGroups:
+    """Generates with the engines of a worker group."""
 
-    @cached_property
-    def parts(self) -> tuple[DataProtoFuture]:
-        """The batch: `group_size` rows for each prompt, with the columns of their own prompts, engine by engine."""
-        shares = _shares(self.rollout, len(self.prompts))
-        rows = [engine.next_ready_sequences.remote(self.begun.slice(*share)) for engine, share in shares]
-        return (DataProtoFuture.concat(rows).with_meta_info({"noise_key": self.prompts.meta_info["noise_key"]}),)
+    def __init__(self, rollout: WorkerGroup) -> None:
+        self._engines = rollout.replicas(ROLLOUT_MESH)
 
+    def begin(
+        self, prompts: DataProto, assigned: Sequence[Sequence[int]] = ()
+    ) -> Callable[[], tuple[DataProtoFuture, ...]]:
+        """Begin to generate the responses to `prompts`, split evenly over the engines; all batches are of equal size.
 
-def begin_in_flight(rollout: WorkerGroup, prompts: DataProto, step: int, order: str) -> Running:
-    """Begin to generate the responses to `prompts`, split evenly over the engines.
+        Return a function that calls the generation of a batch: `group_size` rows for each prompt, with the columns of
+        their own prompts, engine by engine. `assigned` is empty.
+        """
+        assert not assigned, "counts of an engine must not change"
+        engines = self._engines[: len(prompts)]
+        shares = pairwise(accumulate(even_sizes(len(prompts), len(engines)), initial=0))
+        begun = [
+            engine.begin_sequences.remote(prompts.slice(*share)) for engine, share in zip(engines, shares, strict=True)
+        ]
+        noise_key = {"noise_key": prompts.meta_info["noise_key"]}
 
-    `order`: `rollout.order`; with "ready" all batches are of equal size.
-    """
-    if order == "sampled":
-        return Running(step, rollout, rollout.begin_sequences.remote(prompts), prompts)
-    shares = _shares(rollout, len(prompts))
-    begun = [engine.begin_sequences.remote(prompts.slice(*share)) for engine, share in shares]
-    return RunningReady(step, rollout, DataProtoFuture.concat(begun), prompts)
+        def finish_next() -> tuple[DataProtoFuture]:
+            rows = [engine.next_ready_sequences.remote(places) for engine, places in zip(engines, begun, strict=True)]
+            return (DataProtoFuture.concat(rows).with_meta_info(noise_key),)
 
-
-def _shares(rollout: WorkerGroup, num_prompts: int) -> list[tuple[WorkerGroup, tuple[int, int]]]:
-    """Return each engine that gets prompts, with its first prompt and the one after its last."""
-    engines = rollout.replicas(ROLLOUT_MESH)[:num_prompts]
-    ends = accumulate(even_sizes(num_prompts, len(engines)), initial=0)
-    return list(zip(engines, pairwise(ends), strict=True))
+        return finish_next

@@ -12,8 +12,8 @@ from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
-from hybridflow.trainers.in_flight import Running
-from hybridflow.trainers.ready_groups import begin_in_flight
+from hybridflow.trainers.in_flight import Running, begin_in_flight
+from hybridflow.trainers.ready_groups import ReadyGroups
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
@@ -29,6 +29,7 @@ class Sampling:
         self.config, self._rollout, self._rewards = config, rollout, rewards
         self.schedule = GenerationSchedule(config, rollout)
         self._stream = StreamedGeneration(rollout) if config.trainer.stream else None
+        self._in_flight = ReadyGroups(rollout) if config.rollout.order == "ready" else self._stream or self.schedule
         self._scores_at_once = has_own_pool(config, "reward")
         self.metrics: dict[str, Any] = {}
 
@@ -56,7 +57,7 @@ class Sampling:
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
         if config.updates_in_flight:
-            running = begin_in_flight(self._rollout, prompts, step, config.rollout.order)
+            running = Running(step, begin_in_flight(config, self._in_flight, prompts, engines))
             if config.rollout.replay:
                 return running
             return Begun(step, tuple(map(self._scored_at_once, running.parts)))

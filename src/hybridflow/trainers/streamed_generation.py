@@ -7,7 +7,7 @@ All calls are queued at once: an engine does not wait for the controller between
 depends on the lengths of responses, not on time, so that equal seeds give equal parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -30,23 +30,35 @@ class StreamedGeneration:
     def __call__(self, prompts: DataProto, assigned: Sequence[Sequence[int]] = ()) -> tuple[DataProtoFuture, ...]:
         """Begin to generate; return the parts, each with the groups of all engines that finish next.
 
-        `prompts` have `group_ids`. Rows have the columns of the prompts; the responses to a prompt are adjacent.
-        `assigned`: the rows of each engine; empty: the prompts are split evenly, in order.
+        Rows have the columns of the prompts; the responses to a prompt are adjacent. The arguments are those of
+        `begin`.
+        """
+        return self.begin(prompts, assigned)()
+
+    def begin(
+        self, prompts: DataProto, assigned: Sequence[Sequence[int]] = ()
+    ) -> Callable[[], tuple[DataProtoFuture, ...]]:
+        """Begin to generate; return a function that calls the generation of the parts.
+
+        `prompts` have `group_ids`. `assigned`: the rows of each engine; empty: the prompts are split evenly, in order.
         """
         if not assigned:
             assigned = [rows.tolist() for rows in np.array_split(np.arange(len(prompts)), len(self._engines))]
         # An engine without prompts gets one too, since loading weights may need all ranks; nothing reads its responses.
         own = [prompts.select_idxs(rows or [0]) for rows in assigned]
-        for engine, rows in zip(self._engines, own, strict=True):
-            engine.begin_sequences.remote(rows)
-        parts_of = [self._parts(engine, rows) for engine, rows in zip(self._engines, own, strict=True)]
-        used = [parts for parts, rows in zip(parts_of, assigned, strict=True) if rows]
         noise_key = {"noise_key": prompts.meta_info["noise_key"]}
-        joined = [[part for part in parts if part is not None] for parts in zip_longest(*used)]
-        return tuple(DataProtoFuture.concat(parts).with_meta_info(noise_key) for parts in joined)
+        parts = zip(self._engines, own, strict=True)
+        begun = [(engine, engine.begin_sequences.remote(rows).with_meta_info(noise_key)) for engine, rows in parts]
 
-    def _parts(self, engine: WorkerGroup, prompts: DataProto) -> list[DataProtoFuture]:
-        places, parts = prompts.select(["group_ids"]), []
-        for size in even_sizes(len(prompts), min(PARTS, len(prompts))):
-            parts.append(engine.next_sequences.remote(places.slice(0, size)))
-        return parts
+        def parts_of_all() -> tuple[DataProtoFuture, ...]:
+            parts_of = [self._parts(engine, places) for engine, places in begun]
+            used = [parts for parts, rows in zip(parts_of, assigned, strict=True) if rows]
+            joined = [[part for part in parts if part is not None] for parts in zip_longest(*used)]
+            return tuple(DataProtoFuture.concat(parts).with_meta_info(noise_key) for parts in joined)
+
+        return parts_of_all
+
+    def _parts(self, engine: WorkerGroup, places: DataProtoFuture) -> list[DataProtoFuture]:
+        """Call the generation of the parts of an engine; it needs only the number of `places`, and that they began."""
+        sizes = even_sizes(len(places), min(PARTS, len(places)))
+        return [engine.next_sequences.remote(places.slice(0, size)) for size in sizes]

@@ -19,8 +19,12 @@ TRANSPORTS: Mapping[str, Callable[[Config], WeightTransport]] = {
 
 
 def build_transport(config: Config) -> WeightTransport:
-    """Build one end of the configured transport."""
-    return TRANSPORTS[config.rollout.weight_sync](config)
+    """Build one end of the configured transport.
+
+    A replay in one process uses the object store: its two sides could not wait for each other.
+    """
+    in_one_process = config.rollout.replay and config.controller.backend == "local"
+    return TRANSPORTS["object_store" if in_one_process else config.rollout.weight_sync](config)
 
 
 def build_sending_transport(config: Config) -> WeightTransport:

@@ -1,5 +1,6 @@
 """Generation of batches that begin, run side by side, and are read in parts or as a whole."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 from hybridflow.config import Config
@@ -44,7 +45,8 @@ class PartwiseGeneratingWorker(GeneratingWorker):
 
         `places`: any rows of a batch that has begun. The `group_ids` of the result name its prompts.
         """
-        prompts, completions = self._begun.next(noise_key(places), len(places))
+        with self.generating():
+            prompts, completions = self._begun.next(noise_key(places), len(places))
         rows = self.rollouts_of(prompts, completions, self.config.rollout.group_size)
         return prompts.select(meta_info_keys=()).repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
@@ -67,8 +69,13 @@ class PartwiseGeneratingWorker(GeneratingWorker):
 
         `begun`: the result of `begin_sequences`, with the same `meta_info["noise_key"]`.
         """
-        prompts, completions = self._begun.rest(noise_key(begun))
+        with self.generating():
+            prompts, completions = self._begun.rest(noise_key(begun))
         return self.rollouts_of(prompts, completions, self.config.rollout.group_size)
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a context in which begun batches take steps; it does nothing here."""
+        return nullcontext()
 
     def between_steps(self) -> None:
         """Do what must be done between two steps of begun batches; nothing here."""

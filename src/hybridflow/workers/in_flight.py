@@ -1,6 +1,7 @@
 """Generation whose running sequences go on with new weights: batches begin and weights are loaded between two steps."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,11 +10,17 @@ from hybridflow.config import Config, RolloutConfig, ValidationConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
 from hybridflow.weight_sync import WeightReceiver
-from hybridflow.workers.generating import PROMPT_COLUMNS, ROLLOUT_COLUMNS, TO_ENGINES
+from hybridflow.workers.generating import ROLLOUT_COLUMNS, TO_ENGINES, training_columns
 from hybridflow.workers.generating_in_parts import begun_columns
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.schedule import Schedule, read_schedule
 from hybridflow.workers.turn import Turn
+
+
+def in_flight_columns(config: Config) -> tuple[str, ...]:
+    """Return the columns of prompts that begin in running engines."""
+    comes_back = config.trainer.stream or config.rollout.order == "ready"
+    return begun_columns(config) if comes_back else training_columns(config)
 
 
 class InFlightRolloutWorker(RolloutWorker):
@@ -32,11 +39,7 @@ class InFlightRolloutWorker(RolloutWorker):
         replay = read_schedule(config.rollout.replay) if config.rollout.replay else None
         self._schedule = Schedule(self.rank, self._begun.step, self.rollout.has_unfinished, replay)
 
-    @register(
-        TO_ENGINES,
-        reads=lambda config: begun_columns(config) if config.rollout.order == "ready" else PROMPT_COLUMNS,
-        writes=("group_ids",),
-    )
+    @register(TO_ENGINES, reads=in_flight_columns, writes=("group_ids",))
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """Begin a batch between two steps, see `PartwiseGeneratingWorker.begin_sequences`."""
         self._turn.ask()
@@ -46,16 +49,9 @@ class InFlightRolloutWorker(RolloutWorker):
         finally:
             self._turn.give_back()
 
-    @register(
-        TO_ENGINES,
-        reads=("group_ids",),
-        writes=ROLLOUT_COLUMNS,
-        rows=lambda config: config.rollout.group_size,
-    )
-    def finish_sequences(self, begun: DataProto) -> DataProto:
-        """Generate a begun batch to its end, see `PartwiseGeneratingWorker.finish_sequences`."""
-        with self._turn.generating():
-            return super().finish_sequences(begun)
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a context that holds the turn, except between steps."""
+        return self._turn.generating()
 
     @register(
         TO_ENGINES,
@@ -69,7 +65,7 @@ class InFlightRolloutWorker(RolloutWorker):
         `places`: any rows of a batch that has begun. `group_ids` of the result count the prompts of all steps: that of
         prompt i of the batch that began for step n is n * data.train_batch_size + i.
         """
-        with self._turn.generating():
+        with self.generating():
             batches, prompts, completions = self._begun.next_of_any(len(places))
         steps = torch.tensor([step for *_, step in batches])
         prompts.batch["group_ids"] = prompts.batch["group_ids"] + steps * self.config.data.train_batch_size
@@ -77,7 +73,7 @@ class InFlightRolloutWorker(RolloutWorker):
         return prompts.repeat(self.config.rollout.group_size, interleave=True).union(rows)
 
     def _generate(self, prompts: DataProto, settings: RolloutConfig | ValidationConfig) -> DataProto:
-        with self._turn.generating():
+        with self.generating():
             while self.rollout.has_unfinished():  # in a replay: otherwise the begun batches were finished before
                 self._begun.step()
             return super()._generate(prompts, settings)
@@ -110,6 +106,11 @@ class InFlightRolloutWorker(RolloutWorker):
     def take_schedule(self) -> list[dict[str, Any]]:
         """Return the events of this rank's engine since the last call, see `Schedule`."""
         return self._schedule.take()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def resume_schedule(self, step: int) -> None:
+        """Continue a replay after this step of training, see `Schedule`."""
+        self._schedule.resume(step)
 
     def _end_loading(self) -> None:
         if self._is_loading:

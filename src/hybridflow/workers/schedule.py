@@ -31,6 +31,13 @@ class Schedule:
         self._rows: list[dict[str, Any]] = []
         self.num_steps = 0
         self._last, self._version = 0, -1
+        self._loads_again = False
+
+    def resume(self, step: int) -> None:
+        """Continue a replay after this step of training, with weights that are loaded again."""
+        if self._replayed is not None:
+            self._replayed = deque(row for row in self._replayed if row["step"] > step)
+            self._loads_again = True
 
     def note_step(self) -> None:
         """Count a step of the engine."""
@@ -41,7 +48,7 @@ class Schedule:
 
         Raises RolloutConfigError if the replayed run had another event, or fewer steps until its sequences finished.
         """
-        if self._replayed is not None:
+        if self._replayed is not None and not self._is_reload(kind, number):
             while self._replayed and self._is_repeated(self._replayed[0]):
                 self._replayed.popleft()
             self._run_until(kind, number, self._replayed.popleft() if self._replayed else {})
@@ -54,6 +61,12 @@ class Schedule:
         """Return the rows since the last call."""
         rows, self._rows = self._rows, []
         return rows
+
+    def _is_reload(self, kind: str, number: int) -> bool:
+        """Return whether a resumed replay loads weights that the run had loaded before this step."""
+        loads_again, self._loads_again = self._loads_again and kind == "load", False
+        following = self._replayed[0] if self._replayed else {}
+        return loads_again and (following.get("event"), following.get("number")) != (kind, number)
 
     def _is_repeated(self, row: dict[str, Any]) -> bool:
         """Return whether the row loads weights that are loaded: in a resumed run, before which all had finished."""
@@ -73,14 +86,14 @@ class Schedule:
 
 def read_schedule(run: str) -> list[dict[str, Any]]:
     """Return the rows of a run directory. Raises RolloutConfigError for a row that is not one of a schedule."""
-    path, wanted = Path(run) / SCHEDULE, {"rank": int, "event": str, "number": int}
+    path, wanted = Path(run) / SCHEDULE, {"step": int, "rank": int, "event": str, "number": int}
     rows = read_jsonl(path)
     for line, row in enumerate(rows, start=1):
         steps = row.get("engine_steps", "")
         if not all(type(row.get(name)) is kind for name, kind in wanted.items()) or not isinstance(steps, int | None):
             raise RolloutConfigError(
-                f"{path}, line {line}: expected rank, event, number and engine_steps, got {row}; use the file that the "
-                "run wrote."
+                f"{path}, line {line}: expected step, rank, event, number and engine_steps, got {row}; use the file "
+                "that the run wrote."
             )
     return rows
 
