@@ -121,6 +121,9 @@ import contextlib, json, sys
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
 commands, shares_cluster = json.loads(sys.argv[1])
+if shares_cluster:
+    from fixtures.forked import fork_ray_workers
+    fork_ray_workers()
 with LocalCluster(16, object_store_bytes=512 * 2**20) if shares_cluster else contextlib.nullcontext():
     status = max(main(arguments) for arguments in commands)
 sys.exit(status)
@@ -136,7 +139,7 @@ def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
 
     def run(*commands: Sequence[str | Path], shares_cluster: bool = False, **environment: str) -> None:
         argument_lists = [[str(part) for part in command] for command in commands]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FORK_SERVER": fork_server.address, **environment}
         program = ["-c", SEQUENTIAL, json.dumps([argument_lists, shares_cluster])]
         process = fork_server.start(program, environment=environment)
         try:
