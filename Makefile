@@ -22,6 +22,8 @@ peers = $(if $(filter --smoke,$(ARGS)),,$(1))
 
 # Bytecode is compiled at the first import of a module: compiling all of it takes as long as the installation itself.
 INSTALL := -m pip install --quiet --no-compile
+# So it must be written, whatever the environment says: without it, each process compiles all modules that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills

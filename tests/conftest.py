@@ -172,7 +172,7 @@ def ray_backend() -> "Iterator[RayBackend]":
 
 @pytest.fixture(scope="session")
 def fork_server() -> "Iterator[ForkServer]":
-    """Yield a process that starts Python programs without importing torch, Ray and hybridflow again."""
+    """Yield a process that starts Python programs without importing torch and hybridflow again."""
     from fixtures.forked import ForkServer
 
     with contextlib.closing(ForkServer()) as server:

@@ -17,8 +17,13 @@ def is_figure(value):
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def marks_of(name):
+    """Return the marks of a benchmark: each is a group of its own, which any process of the tests may run."""
+    return [pytest.mark.xdist_group(f"smoke_{name}"), *[pytest.mark.ray] * (name in ON_RAY)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.ray] * (name in ON_RAY)) for name in SCRIPTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in SCRIPTS])
 def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name):
     absent = [BARE_MACHINE] * (name == "gpu")  # which must run without Ray, vLLM and TRL
     paths = os.pathsep.join([*absent, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -120,7 +120,10 @@ SEQUENTIAL = """
 import contextlib, json, sys
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
-commands, shares_cluster = json.loads(sys.argv[1])
+commands, shares_cluster, forks_workers = json.loads(sys.argv[1])
+if forks_workers:
+    from fixtures.forked import fork_ray_workers
+    fork_ray_workers()
 with LocalCluster(16, object_store_bytes=512 * 2**20) if shares_cluster else contextlib.nullcontext():
     status = max(main(arguments) for arguments in commands)
 sys.exit(status)
@@ -131,13 +134,16 @@ sys.exit(status)
 def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
     """Return a function that runs `hybridflow` commands one after another in one separate process.
 
-    With `shares_cluster=True` they use one existing Ray cluster; otherwise each run starts and stops its own.
+    With `shares_cluster=True` they use one existing Ray cluster, whose workers the fork server starts (see
+    `fork_ray_workers`) unless `forks_workers` is False; otherwise each run starts and stops its own.
     """
 
-    def run(*commands: Sequence[str | Path], shares_cluster: bool = False, **environment: str) -> None:
+    def run(
+        *commands: Sequence[str | Path], shares_cluster: bool = False, forks_workers: bool = True, **environment: str
+    ) -> None:
         argument_lists = [[str(part) for part in command] for command in commands]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        program = ["-c", SEQUENTIAL, json.dumps([argument_lists, shares_cluster])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FORK_SERVER": fork_server.address, **environment}
+        program = ["-c", SEQUENTIAL, json.dumps([argument_lists, shares_cluster, shares_cluster and forks_workers])]
         process = fork_server.start(program, environment=environment)
         try:
             out, err = process.communicate()
@@ -161,6 +167,7 @@ def uninterrupted(tiny, task, tmp_path_factory) -> SimpleNamespace:
         arguments = tiny.commands(task)[name]
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}"])
         commands.append([*arguments, f"trainer.run_dir={runs}/{name}_after_{stop}", "--stop-after", str(stop)])
-    program = [sys.executable, "-c", SEQUENTIAL, json.dumps([commands, False])]  # a string hash seed unlike the forks'
+    arguments = json.dumps([commands, False, False])
+    program = [sys.executable, "-c", SEQUENTIAL, arguments]  # with a string hash seed unlike the forks'
     subprocess.run(program, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return SimpleNamespace(**{directory.name: directory for directory in runs.iterdir()})

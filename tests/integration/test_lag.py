@@ -214,6 +214,8 @@ class Held(program.InFlightRolloutWorker):
         super().between_steps()
 
 program.InFlightRolloutWorker = Held
+from fixtures.forked import fork_ray_workers
+fork_ray_workers()
 with LocalCluster(4, object_store_bytes=512 * 2**20):
     sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
 """
@@ -252,7 +254,7 @@ def in_flight_runs(task, tmp_path_factory, fork_server):
         if "trainer.stream=true" in more:
             commands.append([*command, "trainer.stream=false", f"trainer.run_dir={directory}/{how}/whole"])
     argument_lists = [[str(part) for part in command] for command in commands]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FORK_SERVER": fork_server.address}
     process = fork_server.start(["-c", IN_FLIGHT, json.dumps(argument_lists)], environment=environment)
     try:
         out, err = process.communicate()

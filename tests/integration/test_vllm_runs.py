@@ -50,7 +50,7 @@ def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
     )
     on_ray = ["train", recipe, *VLLM, *ON_RAY]
     layouts = ([*on_ray, *layout, f"trainer.run_dir={directory}/{name}"] for name, layout in LAYOUTS.items())
-    run_in_turn(*layouts, shares_cluster=True)
+    run_in_turn(*layouts, shares_cluster=True, forks_workers=False)  # vLLM sets up its process at import
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 

@@ -28,6 +28,13 @@ def test_load_that_passes_between_rounds_does_not_lower_the_peak():
     assert measure_peak_flops(torch.float32, size=8, clock=machine.clock, sleep=machine.sleep) == 2 * 8**3 / 0.5
 
 
+@pytest.mark.parametrize(
+    ("device", "num_threads", "size"), [("cpu", 1, 512), ("cpu", 8, 512), ("cpu", 9, 1024), ("cuda", 1, 8192)]
+)
+def test_few_threads_of_a_cpu_multiply_smaller_matrices(device, num_threads, size):
+    assert matmul_peak.enough_for(torch.device(device), num_threads) == size
+
+
 def test_a_process_measures_its_peak_once():
     assert peak_flops(torch.float32) == peak_flops(torch.float32)
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 PRODUCTS_PER_ROUND = 4
-CPU_SIZE, GPU_SIZE = 1024, 8192
+CPU_SIZE, CPU_SIZE_OF_FEW_THREADS, GPU_SIZE = 1024, 512, 8192
+MAX_FEW_THREADS = 8
 PAUSE_S = 0.05
 
 
@@ -41,14 +42,14 @@ def measure_peak_flops(
     """Return the floating-point operations per second of the fastest square matrix product in several rounds.
 
     `size`: rows and columns of the matrices; 0: enough for the device, by default the CPU. The pauses between the
-    rounds keep a short load on the machine from lowering the result. Takes about 0.5 s. A GPU multiplies random
+    rounds keep a short load on the machine from lowering the result. Takes about 0.3 s. A GPU multiplies random
     numbers: equal ones need less power, so that its clock is higher than for the products of a model.
     """
     import torch
 
     device = device or torch.device("cpu")
     wait = torch.cuda.synchronize if device.type == "cuda" else _return_at_once
-    size = size or (GPU_SIZE if device.type == "cuda" else CPU_SIZE)
+    size = size or enough_for(device, torch.get_num_threads())
     a, b = (_matrix(size, dtype, device) for _ in range(2))
     fastest_s = float("inf")
     for index in range(rounds * PRODUCTS_PER_ROUND):
@@ -60,6 +61,16 @@ def measure_peak_flops(
         wait()
         fastest_s = min(fastest_s, clock() - start)
     return 2 * size**3 / fastest_s
+
+
+def enough_for(device: torch.device, num_threads: int) -> int:
+    """Return the size of matrices whose product reaches the peak of a device; each product of a few threads is short.
+
+    A short product often runs undisturbed on a busy machine.
+    """
+    if device.type == "cuda":
+        return GPU_SIZE
+    return CPU_SIZE_OF_FEW_THREADS if num_threads <= MAX_FEW_THREADS else CPU_SIZE
 
 
 def _matrix(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hybridflow.protocol import DataProto
 pytestmark = pytest.mark.ray
 
 ONE_CPU = {"CPU": 1.0}
+TESTS = Path(__file__).parents[2]
 
 
 def node(address, cpus, free=None, gpus=0.0, node_id=""):
@@ -295,8 +296,10 @@ def test_closing_a_backend_releases_places_reserved_through_a_part(cluster):
 
 START = """
 import json, os, subprocess, sys, time
+from fixtures.forked import fork_ray_workers
 from ray.cluster_utils import Cluster
 
+fork_ray_workers()
 STORE = 80 * 2**20
 
 def start_nodes(*cpus):
@@ -463,7 +466,7 @@ print(json.dumps(seen))
 """
 
 
-def run_cluster(script):
+def run_cluster(script, fork_server):
     """Return the JSON that the script prints last; it runs in a separate process with a separate Ray directory."""
     directory = Path(f"/tmp/hfp{os.getpid() % 10**6}")
     directory.mkdir()
@@ -473,6 +476,8 @@ def run_cluster(script):
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface
         "RAY_worker_niceness": "0",
+        "FORK_SERVER": fork_server.address,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [environment.get("PYTHONPATH")])]),
     }
     process = subprocess.Popen(
         [sys.executable, "-c", f"{START}\nDRIVER = {DRIVER!r}\n{script}"],
@@ -493,8 +498,8 @@ def run_cluster(script):
 
 
 @pytest.fixture(scope="module")
-def unequal():
-    return run_cluster(UNEQUAL)
+def unequal(fork_server):
+    return run_cluster(UNEQUAL, fork_server)
 
 
 @pytest.mark.slow
@@ -545,8 +550,8 @@ def test_a_pool_with_too_many_or_too_large_nodes_is_an_error_without_a_wait(uneq
 
 
 @pytest.fixture(scope="module")
-def detached():
-    return run_cluster(DETACHED)
+def detached(fork_server):
+    return run_cluster(DETACHED, fork_server)
 
 
 @pytest.mark.slow
