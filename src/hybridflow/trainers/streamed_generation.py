@@ -13,7 +13,6 @@ from itertools import zip_longest
 import numpy as np
 
 from hybridflow.controller import WorkerGroup
-from hybridflow.controller.part_sizes import even_sizes
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.workers.generating import ROLLOUT_MESH
 
@@ -47,6 +46,18 @@ class StreamedGeneration:
 
     def _parts(self, engine: WorkerGroup, prompts: DataProto) -> list[DataProtoFuture]:
         places, parts = prompts.select(["group_ids"]), []
-        for size in even_sizes(len(prompts), min(PARTS, len(prompts))):
+        for size in part_sizes(len(prompts)):
             parts.append(engine.next_sequences.remote(places.slice(0, size)))
         return parts
+
+
+def part_sizes(num_groups: int) -> list[int]:
+    """Return the number of groups in each part of an engine's groups: at least one, and fewer towards the end.
+
+    The sizes fall about linearly. The groups that finish last are the longest, and nothing is generated while the ranks
+    train on the last part, so that it should be small.
+    """
+    num_parts = min(PARTS, num_groups)
+    ends = np.arange(num_parts + 1) / num_parts
+    more = np.diff(np.rint((num_groups - num_parts) * ends * (2 - ends))).astype(int)
+    return [1 + size for size in sorted(more.tolist(), reverse=True)]
