@@ -15,13 +15,12 @@ update is chosen so that both take about equally long.
 The ratio is the step time of `sync` divided by that of the row. `idle` is the share of the devices' time in which they
 waited; with updates in flight, an engine that waits for weights does not count as waiting. `limit` is the time of a
 step without overheads, from the lengths alone, plus the weight sync: of `sync` the sum of its stages, of `streamed` the
-calculation in support/streamed_model.py, of the others the bound. With updates in flight two batches share decoding
+calculation in support/step_model.py, of the others the bound. With updates in flight two batches share decoding
 steps, so that these rows can be below it. Figures depend on the split, and not on this machine as long as its cores are
 free for the controller. With --rounds the rows alternate, and medians are shown.
 """
 
 import argparse
-import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,17 +34,10 @@ from support.errors import BenchmarkError
 from support.models import MODELS, write_config, write_tokenizer
 from support.program import run
 from support.report import Row, print_rows, print_table
-from support.streamed_model import streamed_s
-from support.waiting_workers import (
-    STEP_S,
-    TOKEN_S,
-    WaitingActor,
-    WaitingGenerator,
-    WaitingInFlightGenerator,
-    response_length,
-)
+from support.step_model import CONCURRENCY, GROUP_SIZE, PROMPTS_PER_ENGINE, REWARD_S, StepModel, batch_of
+from support.waiting_workers import WaitingActor, WaitingGenerator, WaitingInFlightGenerator
 
-from hybridflow.config import Config, load_config
+from hybridflow.config import Config, TrainerConfig, load_config
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, Worker, WorkerGroup
 from hybridflow.controller.colocate import spawn_colocated
 from hybridflow.controller.ray import RayResourcePool
@@ -58,7 +50,6 @@ from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.groups import build_backend, meshes_of
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.sampling import TRAINING_STREAM
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.workers import RewardWorker
 
@@ -72,8 +63,7 @@ SCHEDULES = {
 }
 """Name of a row -> its configuration keys; the first is the reference for the others."""
 ROLES = {"learn": Role.ActorRollout, "generate": Role.Rollout, "score": Role.Reward}
-PROMPTS_PER_DEVICE, GROUP_SIZE, LONGEST, PROMPT_LEN = 8, 4, 2048, 2
-REWARD_S, CONCURRENCY = 0.05, 64
+LONGEST = 2048
 REWARD = f"""
 import asyncio
 
@@ -97,6 +87,9 @@ class Measured:
 
 def main() -> None:
     args = arguments()
+    if args.limits:
+        print_limits(args)
+        return
     skipped = 1 + max(map(lag_of, args.schedules))  # the first steps begin several batches, the last ones none
     if args.steps < 2 * skipped:
         raise BenchmarkError(f"--steps {args.steps} leaves no step to measure; use at least {2 * skipped}.")
@@ -119,10 +112,30 @@ def main() -> None:
     print_rows("overlap", rows, smoke=args.smoke)
 
 
+def print_limits(args: argparse.Namespace) -> None:
+    """Print the calculated times of `--steps` steps, without the weight sync; nothing is run."""
+    rows, lines = [], []
+    for devices in args.devices:
+        models = models_of(devices // 2, args.longest, range(args.steps))
+        limits = {
+            "sync": mean(model.sync for model in models),
+            "streamed_unbalanced": mean(model.streamed(balanced=False) for model in models),
+            "streamed": mean(model.streamed() for model in models),
+            "bound": mean(model.bound for model in models),
+        }
+        for name, seconds in limits.items():
+            ratio = limits["sync"] / seconds
+            lines.append((f"{devices} devices, {name}", f"{seconds:.3f}", f"{ratio:.2f}"))
+            rows.append(Row(f"limit_{name}_{devices}", "s", seconds, peer=limits["sync"], ratio=ratio))
+    print_table("calculated time of a step", ("", "s", "times sync"), lines)
+    print_rows("overlap", rows, smoke=args.smoke)
+
+
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, None, smoke=SMOKE)
     parser.add_argument("--steps", type=positive, default=16, metavar="N", help="steps of a run (default: 16)")
     parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="runs of each row (default: 1)")
+    parser.add_argument("--limits", action="store_true", help="calculate the times from the lengths alone; run nothing")
     parser.add_argument(
         "--longest", type=positive, default=LONGEST, metavar="N", help=f"tokens of a response (default: {LONGEST})"
     )
@@ -198,24 +211,22 @@ def worker_class(role: Role, config: Config) -> type[Worker]:
 
 def figures(config: Config, steps: Sequence[int]) -> Measured:
     """Return the figures of a finished run in `steps`."""
-    run_dir = Path(config.trainer.run_dir)
+    run_dir, pools = Path(config.trainer.run_dir), config.placement.pools
     metrics = {row["step"] - 1: row for row in read_jsonl(run_dir / "metrics.jsonl")}
     seconds, sync = (mean(metrics[step][f"timing_s/{name}"] for step in steps) for name in ("step", "weight_sync"))
-    num_rows, num_ranks = config.data.train_batch_size * GROUP_SIZE, config.placement.pools["learn"][0]
-    reward = REWARD_S * math.ceil(num_rows / CONCURRENCY)
-    limits, bounds, busy = [], [], []
-    for step in steps:
-        engines = lengths_of(config, step)
-        generation = [STEP_S * max(map(max, groups)) for groups in engines]
-        training = TOKEN_S * num_tokens(engines) / num_ranks  # of balanced ranks
-        streamed = streamed_s(engines, PROMPT_LEN, num_ranks, REWARD_S, CONCURRENCY)
-        limits.append(streamed if config.trainer.stream else max(generation) + reward + training)
-        bounds.append(max(*generation, training))
-        busy.append(sum(generation) + num_ranks * training)
-        if config.updates_in_flight:  # the batches of an engine share decoding steps
-            busy[-1] += finishing_s(run_dir, steps) / len(steps) - sum(generation)
-    num_devices = num_ranks + len(lengths_of(config, 0))
-    return Measured(seconds, 1 - mean(busy) / (num_devices * seconds), mean(limits) + sync, mean(bounds) + sync)
+    models = models_of(sum(pools["generate"]), config.data.max_response_length, steps)
+    generating = sum(sum(model.generation) for model in models)
+    if config.updates_in_flight:  # the batches of an engine share decoding steps
+        generating = finishing_s(run_dir, steps)
+    busy = generating + sum(model.num_ranks * model.training for model in models)
+    idle = 1 - busy / len(steps) / (sum(pools["generate"] + pools["learn"]) * seconds)
+    limit = mean(model.streamed() if config.trainer.stream else model.sync for model in models) + sync
+    return Measured(seconds, idle, limit, mean(model.bound for model in models) + sync)
+
+
+def models_of(num_engines: int, longest: int, steps: Sequence[int]) -> list[StepModel]:
+    """Return the calculation of each step; as many ranks train as there are engines."""
+    return [StepModel(batch_of(TrainerConfig().seed, step, num_engines, longest), num_engines) for step in steps]
 
 
 def finishing_s(run_dir: Path, steps: Sequence[int]) -> float:
@@ -227,27 +238,13 @@ def finishing_s(run_dir: Path, steps: Sequence[int]) -> float:
     return sum(max(0.0, min(row["end"], end) - max(row["start"], start)) for row in finishing)
 
 
-def num_tokens(engines: Sequence[Sequence[Sequence[int]]]) -> int:
-    """Return the tokens of all prompts and responses of a batch."""
-    return sum(PROMPT_LEN + length for groups in engines for group in groups for length in group)
-
-
-def lengths_of(config: Config, step: int) -> list[list[list[int]]]:
-    """Return for each engine the response lengths of each of its groups."""
-    num_engines = config.placement.pools["generate"][0]
-    size, longest = config.data.train_batch_size // num_engines, config.data.max_response_length
-    keys = [(config.trainer.seed, TRAINING_STREAM, step, prompt) for prompt in range(config.data.train_batch_size)]
-    groups = [[response_length(key, index, longest) for index in range(GROUP_SIZE)] for key in keys]
-    return [groups[engine * size : (engine + 1) * size] for engine in range(num_engines)]
-
-
 def write_task(directory: Path, devices: int) -> None:
     """Write a model's configuration, prompts and a reward."""
     write_config(directory / "model", "small")
     write_tokenizer(directory / "model", MODELS["small"]["vocab_size"] - 1)
     rows = [
         prompt_row(data_source="d", prompt=f"{i % 80 + 1} 2", ground_truth="", split="train", index=i)
-        for i in range(4 * PROMPTS_PER_DEVICE * (devices // 2))
+        for i in range(4 * PROMPTS_PER_ENGINE * (devices // 2))
     ]
     write_prompt_file(directory / "train.parquet", rows)
     (directory / "reward.py").write_text(REWARD)
@@ -260,7 +257,7 @@ def config_of(directory: Path, devices: int, name: str, number: int, args: argpa
         "model.path": f"{directory}/model",
         "model.dtype": "float32",
         "data.train_files": f"['{directory}/train.parquet']",
-        "data.train_batch_size": PROMPTS_PER_DEVICE * half,
+        "data.train_batch_size": PROMPTS_PER_ENGINE * half,
         "data.max_prompt_length": 4,
         "data.max_response_length": args.longest,
         "data.chat_template": "false",
