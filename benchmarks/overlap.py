@@ -15,9 +15,9 @@ update is chosen so that both take about equally long.
 The ratio is the step time of `sync` divided by that of the row. `idle` is the share of the devices' time in which they
 waited; with updates in flight, an engine that waits for weights does not count as waiting. `limit` is the time of a
 step without overheads, from the lengths alone, plus the weight sync: of `sync` the sum of its stages, of `streamed` the
-calculation in support/step_model.py, of the others the bound. With updates in flight two batches share decoding
-steps, so that these rows can be below it. Figures depend on the split, and not on this machine as long as its cores are
-free for the controller. With --rounds the rows alternate, and medians are shown.
+calculation in support/step_model.py, of the others the bound. With a lag above 1 or updates in flight, an engine goes
+on with the next batch while others finish one, so that these rows can be below it. Figures depend on the split, and not
+on this machine as long as its cores are free for the controller. With --rounds the rows take turns; medians are shown.
 """
 
 import argparse
@@ -90,6 +90,8 @@ def main() -> None:
     if args.limits:
         print_limits(args)
         return
+    if "sync" not in args.schedules:
+        raise BenchmarkError("--schedules lacks sync, with which the other rows are compared; add it.")
     skipped = 1 + max(map(lag_of, args.schedules))  # the first steps begin several batches, the last ones none
     if args.steps < 2 * skipped:
         raise BenchmarkError(f"--steps {args.steps} leaves no step to measure; use at least {2 * skipped}.")
