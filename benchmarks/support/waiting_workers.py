@@ -18,7 +18,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rollout import Completion, Request
 from hybridflow.runtime import uniform
 from hybridflow.weight_sync import WeightReceiver, WeightSender, build_sending_transport, build_transport
-from hybridflow.workers import ActorWorker, RolloutWorker
+from hybridflow.workers import ActorWorker, InFlightRolloutWorker, RolloutWorker
 from hybridflow.workers.worker_process import prepare_worker_process
 
 STEP_S = 1e-3
@@ -27,6 +27,8 @@ TOKEN_S = 2e-4
 """Seconds per token of an update; a forward pass takes a third."""
 MEDIAN, TAIL = 128, 8
 """Median of the response lengths, and their 99th percentile as a multiple of it."""
+INTERRUPTIBLE_STEPS = 16
+"""Decoding steps in one wait of an engine whose sequences may be interrupted by new weights."""
 WEIGHTS = torch.Size([1 << 18])
 
 
@@ -104,31 +106,38 @@ class WaitingActor(ActorWorker):
 
 
 class WaitingRollout:
-    """A rollout engine that waits STEP_S for each decoding step; `step` ends when the next sequences end."""
+    """A rollout engine that waits STEP_S for each decoding step, whatever the number of sequences.
 
-    def __init__(self) -> None:
+    `step` ends when the next sequences end, and after `max_steps` decoding steps at the latest.
+    """
+
+    def __init__(self, max_steps: int = 1 << 30) -> None:
         self.version: int | None = None
-        self._running: dict[tuple[int, int], tuple[int, int]] = {}  # request and index -> length, step of its end
-        self._decoded, self._waited = 0, 0.0  # steps, and the seconds that they took
+        self._max_steps = max_steps
+        self._running: dict[tuple[int, int], tuple[int, int]] = {}  # request and index -> steps of its start and end
+        self._versions: list[int] = []  # of each decoding step
+        self._waited = 0.0  # seconds of the decoding steps
         self._done: list[Completion] = []
 
     def submit(self, request: Request) -> None:
+        start = len(self._versions)
         for index in range(request.group_size):
             length = response_length(request.noise_key, index, request.sampling.max_new_tokens)
-            self._running[request.request_id, index] = length, self._decoded + length
+            self._running[request.request_id, index] = start, start + length
 
     def has_unfinished(self) -> bool:
         return bool(self._running)
 
     def step(self) -> None:
         assert self.version is not None, "weights were loaded"
-        start = time.perf_counter()
-        self._decoded = min(end for _, end in self._running.values())
-        time.sleep(max(0.0, STEP_S * self._decoded - self._waited))
-        self._waited += time.perf_counter() - start
-        for key in [key for key, (_, end) in self._running.items() if end == self._decoded]:
-            length, _ = self._running.pop(key)
-            self._done.append(Completion(*key, [1] * length, [0.0] * length, [self.version] * length))
+        began, before = time.perf_counter(), len(self._versions)
+        decoded = min(before + self._max_steps, *(end for _, end in self._running.values()))
+        time.sleep(max(0.0, STEP_S * decoded - self._waited))
+        self._waited += time.perf_counter() - began
+        self._versions += [self.version] * (decoded - before)
+        for key in [key for key, (_, end) in self._running.items() if end == decoded]:
+            versions = self._versions[slice(*self._running.pop(key))]
+            self._done.append(Completion(*key, [1] * len(versions), [0.0] * len(versions), versions))
 
     def abort(self, request_id: int) -> None:
         self._running = {key: end for key, end in self._running.items() if key[0] != request_id}
@@ -145,6 +154,10 @@ class WaitingRollout:
 
     def finish_loading(self, version: int) -> None:
         self.version = version
+
+    def retract(self) -> None:
+        """Wait for a forward pass over the tokens of all running sequences."""
+        time.sleep(TOKEN_S / 3 * sum(len(self._versions) - start for start, _ in self._running.values()))
 
     def abandon_loading(self) -> None:
         self.version = None
@@ -165,6 +178,10 @@ class WaitingGenerator(RolloutWorker):
 
         prepare_worker_process(self, config)
         self.config, self.tokenizer, self.stop_ids = config, load_tokenizer(config.model.path), ()
-        self.rollout = WaitingRollout()
+        self.rollout = WaitingRollout(*[INTERRUPTIBLE_STEPS] * config.updates_in_flight)
         transport = build_transport(config)
         self.weight_receiver = WeightReceiver(self.rollout, config.model.dtype, transport, self.rank, self.world_size)
+
+
+class WaitingInFlightGenerator(InFlightRolloutWorker, WaitingGenerator):
+    """A generating worker whose engine waits, and whose running sequences continue with new weights."""

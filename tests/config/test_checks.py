@@ -67,10 +67,6 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
                 (["algorithm.advantage=gae"], "algorithm.whiten_advantages=true normalizes over the batch; use"),
                 (["algorithm.filter_groups=true"], "algorithm.filter_groups=true selects groups of the batch; use"),
                 (["actor.policy_loss=kl-cov"], "actor.policy_loss='kl-cov' selects among the tokens of the batch; use"),
-                (
-                    ["controller.backend=ray", "placement.pools={learn=[2,2]}", "parallel.sequence=2"],
-                    "controller.balance='rows' orders the rows of the batch over 2 ranks; use balance = 'none', or",
-                ),
             )
         ],
         (
@@ -343,6 +339,8 @@ def test_declared_columns_decide_the_models_of_a_run(monkeypatch):
         ["algorithm.advantage=gae", "algorithm.whiten_advantages=false", "critic.epochs=2"],
         ["controller.backend=ray", "placement.pools={learn=[2]}", "controller.balance=none"],
         ["controller.backend=ray", "placement.pools={learn=[2]}", "parallel.sequence=2"],
+        ["controller.backend=ray", "placement.pools={learn=[2]}", "controller.balance=groups"],
+        ["controller.backend=ray", "placement.pools={learn=[2,2]}", "parallel.sequence=2"],
     ],
 )
 def test_a_batch_can_be_streamed_if_no_key_needs_all_of_it(keys):

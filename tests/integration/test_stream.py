@@ -29,13 +29,17 @@ def assert_same_training(streamed, whole):
     assert_same_metrics(streamed, whole)
 
 
-def assert_same_metrics(streamed, whole):
-    """Assert equality, up to rounding, of all metrics of the batch and the update, and of the samples."""
+def assert_same_metrics(streamed, whole, *additional):
+    """Assert equality, up to rounding, of all metrics of the batch and the update, and of the samples.
+
+    `additional`: prefixes of metrics that one of the runs lacks.
+    """
     rows, expected_rows = (read_jsonl(run / "metrics.jsonl")[1:] for run in (streamed, whole))
     varying = ("timing", "perf/", "mfu/", "memory_bytes/", "transfer/", "rollout/log_prob", "actor/shared_prompts")
     for row, expected_row in zip(rows, expected_rows, strict=True):
         more = row.keys() ^ expected_row.keys()  # on Ray, of the weight sync
-        assert all(name.startswith(("weight_sync/", "timing_s/weight_sync", *varying)) for name in more), more
+        allowed = ("weight_sync/", "timing_s/weight_sync", *additional, *varying)
+        assert all(name.startswith(allowed) for name in more), more
         for name, value in expected_row.items():
             if isinstance(value, float) and not name.startswith((*varying, "balance/")):
                 assert row[name] == pytest.approx(value, rel=1e-7, abs=1e-9), name
@@ -97,9 +101,9 @@ def test_resuming_without_the_stream_is_an_error(task, run, tmp_path, hybridflow
     assert "trainer.stream was True and is False" in outcome.err
 
 
-def pools(learn, generate):
+def pools(learn, generate, balance="none"):
     return (
-        *("controller.backend=ray", "controller.cpus_per_worker=0.5", "controller.balance=none"),
+        *("controller.backend=ray", "controller.cpus_per_worker=0.5", f"controller.balance={balance}"),
         f"placement.pools={{learn=[{learn}],generate=[{generate}],score=[1]}}",
         "placement.roles={rollout='generate',reward='score'}",
     )
@@ -124,6 +128,8 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
         "whole": [*slow_tail, "model.dtype=float64"],
         "streamed": [*slow_tail, *STREAM, *pools(1, 1)],
         "ranks": [*slow_tail, *STREAM, *pools(2, 2)],
+        "whole_critic": [*slow_tail, "model.dtype=float64", *ALGORITHMS["gae"]],
+        "balanced": [*slow_tail, *STREAM, *pools(2, 2, "rows"), *ALGORITHMS["gae"]],
         "whole_lag": [*slow_tail, *lag, "model.dtype=float64"],
         "streamed_lag": [*slow_tail, *lag, *STREAM, *pools(1, 1)],
     }
@@ -134,6 +140,10 @@ def test_streamed_runs_on_ray_overlap_and_equal_whole_batches(task, tmp_path, ru
     run_in_turn(*arguments, shares_cluster=True)
     assert_same_training(tmp_path / "streamed", tmp_path / "whole")
     assert_same_metrics(tmp_path / "ranks", tmp_path / "whole")  # its checkpoint has shards
+    assert_same_metrics(tmp_path / "balanced", tmp_path / "whole_critic", "balance/")
+    rows = read_jsonl(tmp_path / "balanced/metrics.jsonl")[1:]
+    before, after = (sum(row[f"balance/imbalance_{when}"] for row in rows) for when in ("before", "after"))
+    assert after < before
     assert_same_training(tmp_path / "streamed_lag", tmp_path / "whole_lag")
     parts = spans(tmp_path / "streamed", "next_sequences")
     assert len(parts) == 6 * 8

@@ -8,7 +8,7 @@ from hybridflow.config import load_config
 from hybridflow.controller import ClassWithInitArgs, ResourcePool, WorkerGroup
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.protocol import DataProto
-from hybridflow.trainers.streamed_generation import PARTS, StreamedGeneration
+from hybridflow.trainers.streamed_generation import PARTS, StreamedGeneration, part_sizes
 from hybridflow.workers import RolloutWorker
 from hybridflow.workers.generating import DATASET_COLUMNS
 
@@ -36,13 +36,31 @@ def generate():
 
 @pytest.mark.parametrize(
     ("num_prompts", "num_engines", "sizes"),
-    [(16, 1, [2] * 8), (20, 2, [4, 4] + [2] * 6), (7, 2, [2, 2, 2, 1]), (2, 2, [2]), (3, 4, [3]), (1, 1, [1])],
+    [
+        (16, 1, [3, 3, 2, 2, 2, 2, 1, 1]),
+        (20, 2, [4, 4] + [2] * 6),
+        (7, 2, [2, 2, 2, 1]),
+        (2, 2, [2]),
+        (3, 4, [3]),
+        (1, 1, [1]),
+    ],
 )
 def test_a_part_joins_the_parts_of_all_engines(generate, num_prompts, num_engines, sizes):
     parts, _ = generate(num_prompts, num_engines)
     assert [len(part) for part in parts] == [2 * size for size in sizes]
     assert len(parts) <= PARTS
     assert {tuple(part.get("group_ids").meta_info["noise_key"]) for part in parts} == {(0, 0, 5)}
+
+
+def test_parts_shrink_towards_the_end():
+    assert part_sizes(8) == [1] * 8
+    assert part_sizes(32) == [7, 6, 5, 4, 4, 3, 2, 1]
+    for num_groups in range(1, 300):
+        sizes = part_sizes(num_groups)
+        assert sum(sizes) == num_groups
+        assert len(sizes) == min(8, num_groups)
+        assert min(sizes) >= 1
+        assert sizes == sorted(sizes, reverse=True)
 
 
 def test_assigned_prompts_are_those_of_their_engines(generate):

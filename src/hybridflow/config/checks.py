@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS
-from hybridflow.config.roles import ROLES, ranks_of
+from hybridflow.config.roles import ROLES
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
@@ -447,7 +447,6 @@ def _stream(config: Config) -> Iterator[str]:
     estimator = f"algorithm.advantage={algorithm.advantage!r}"
     switch = algorithm.estimator.compares_batch_if
     streamed = " or ".join(repr(name) for name, each in ESTIMATORS.items() if not each.compares_batch)
-    ranks = ranks_of(config, "actor_rollout") // (config.parallel.tensor * config.parallel.sequence)
     needs_whole_batch = {
         f"actor.epochs={actor.epochs} passes over the batch several times; use epochs = 1": actor.epochs > 1,
         f"actor.mini_batch_size={actor.mini_batch_size} makes several optimizer steps of data.train_batch_size="
@@ -463,8 +462,6 @@ def _stream(config: Config) -> Iterator[str]:
         f"actor.policy_loss={actor.policy_loss!r} selects among the tokens of the batch; use another policy_loss": (
             actor.loss.selection is not None
         ),
-        f"controller.balance={config.controller.balance!r} orders the rows of the batch over {ranks} ranks; use "
-        "balance = 'none'": config.controller.balance != "none" and ranks > 1,
     }
     for reason, applies in needs_whole_batch.items():
         if applies:

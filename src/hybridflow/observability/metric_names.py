@@ -150,7 +150,7 @@ METRICS: dict[str, Metric] = {
     "schedule/imbalance": Metric('The same for the prompts that each engine got (rollout.schedule = "expected").'),
     "balance/imbalance_before": Metric(
         "Relative extra time of the slowest rank if rows kept the order of generation: max / mean - 1 of the model's "
-        "cost, mean over mini-batches.",
+        "cost, mean over mini-batches or, with trainer.stream, over parts.",
         "mean",
     ),
     "balance/imbalance_after": Metric("The same for the order of rows after balancing (controller.balance).", "mean"),

@@ -62,5 +62,6 @@ def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
 
 
 def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:
-    """Return the row numbers that sort the batch by group; rows of a group keep their order."""
-    return np.argsort(read(batch, ("group_ids",)).batch["group_ids"].numpy(), kind="stable")
+    """Return the row numbers that sort the batch by group, and the rows of a group by `row_ids`."""
+    columns = read(batch, ("group_ids", "row_ids")).batch
+    return np.lexsort((columns["row_ids"].numpy(), columns["group_ids"].numpy()))

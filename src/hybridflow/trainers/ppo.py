@@ -35,6 +35,7 @@ from hybridflow.trainers.stages import (
     with_row_ids,
 )
 from hybridflow.trainers.weight_sync import weight_sync_of
+from hybridflow.workers.updates import mean_metrics
 
 
 class PPO:
@@ -69,7 +70,7 @@ class PPO:
         """
         config, algorithm = self.config, self.config.algorithm
         trains_actor = self.global_step >= config.critic.warmup_steps
-        sums, corrections, kls, updates, parts = [], [], [], [], []
+        sums, corrections, kls, updates, parts, imbalances = [], [], [], [], [], []
         self.metrics |= self.sync_weights()  # no-op if generation uses the trained weights themselves
         sampled = self.sample(next_prompts, self.global_step)  # generate and score
         self.metrics |= self.sample.metrics
@@ -77,7 +78,8 @@ class PPO:
             batch = with_row_ids(rows, first=sum(map(len, parts)))
             if config.reward.overlong_buffer:
                 batch = with_overlong_penalty(batch, config)
-            batch, as_generated = self._balanced(batch)
+            batch, as_generated, imbalance = self._balanced(batch)
+            imbalances.append(imbalance)
             if config.actor.old_log_probs_from == "rollout":
                 batch = batch.union(rollout_as_old_log_probs(batch))
             elif needs_old_log_probs(config):
@@ -104,11 +106,14 @@ class PPO:
                 updates.append(self.actor.update_actor_in_parts.remote(batch.with_meta_info(meta_info)))
             parts.append(batch)
         batch = joined(parts)
+        self.metrics |= mean_metrics(imbalances)
         if corrections:
             self.metrics |= correction_metrics(corrections)
         if algorithm.kl_in_reward:
             self._adjust_kl(float(torch.cat(kls).mean()), num_samples=len(batch))
         if self.critic:
+            if config.trainer.stream:  # each part was balanced, but a rank's share of all rows is not that of the parts
+                batch, *_ = self._balanced(batch)
             steps = self._with_mini_batches(batch, config.critic.mini_batch_size, config.critic.epochs)
             updates.append(self.critic.update_critic.remote(steps))
         if trains_actor and not config.trainer.stream:
@@ -120,16 +125,15 @@ class PPO:
             self.metrics |= log_prob_metrics(sums)
         return batch.select_rows(in_order_of_groups(batch) if config.trainer.stream else as_generated)
 
-    def _balanced(self, batch: DataProtoFuture) -> tuple[DataProtoFuture, np.ndarray]:
-        """Return the rows in an order that balances the ranks, and the row numbers that restore the old order."""
+    def _balanced(self, batch: DataProtoFuture) -> tuple[DataProtoFuture, np.ndarray, dict[str, float]]:
+        """Return the rows in an order that balances the ranks, the row numbers of the old order in it, and metrics."""
         if self.num_replicas == 1 or self.config.controller.balance == "none":
-            return batch, np.arange(len(batch))
+            return batch, np.arange(len(batch)), {}
         seed_keys = (self.config.trainer.seed, self.global_step)
         steps = mini_batch_rows(batch, self.config.actor.mini_batch_size, 1, seed_keys)
         keep_groups = self.config.controller.balance == "groups"
         order, metrics = balanced_order(batch, self.num_replicas, steps, self.shape, keep_groups=keep_groups)
-        self.metrics |= metrics
-        return batch.select_rows(order), np.argsort(order)
+        return batch.select_rows(order), np.argsort(order), metrics
 
     def _adjust_kl(self, kl: float, num_samples: int) -> None:
         """Add the KL and its coefficient to the metrics, then update the coefficient for the next step."""

@@ -13,7 +13,6 @@ from itertools import zip_longest
 import numpy as np
 
 from hybridflow.controller import WorkerGroup
-from hybridflow.controller.part_sizes import even_sizes
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.workers.generating import ROLLOUT_MESH
 
@@ -60,5 +59,16 @@ class StreamedGeneration:
 
     def _parts(self, engine: WorkerGroup, places: DataProtoFuture) -> list[DataProtoFuture]:
         """Call the generation of the parts of an engine; it needs only the number of `places`, and that they began."""
-        sizes = even_sizes(len(places), min(PARTS, len(places)))
-        return [engine.next_sequences.remote(places.slice(0, size)) for size in sizes]
+        return [engine.next_sequences.remote(places.slice(0, size)) for size in part_sizes(len(places))]
+
+
+def part_sizes(num_groups: int) -> list[int]:
+    """Return the number of groups in each part of an engine's groups: at least one, and fewer towards the end.
+
+    The sizes fall about linearly. The groups that finish last are the longest, and nothing is generated while the ranks
+    train on the last part, so that it should be small.
+    """
+    num_parts = min(PARTS, num_groups)
+    ends = np.arange(num_parts + 1) / num_parts
+    more = np.diff(np.rint((num_groups - num_parts) * ends * (2 - ends))).astype(int)
+    return [1 + size for size in sorted(more.tolist(), reverse=True)]

@@ -1,0 +1,105 @@
+"""A step on a batch that is read in parts: which rows each training rank gets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridflow.config import load_config
+from hybridflow.controller import Role
+from hybridflow.protocol import DataProto, DataProtoFuture
+from hybridflow.trainers.begun import Begun, ScoredParts
+from hybridflow.trainers.ppo import PPO
+
+KEYS = (
+    *("trainer.stream=true", "algorithm.advantage=gae", "algorithm.whiten_advantages=false", "model.path="),
+    *("controller.backend=ray", "placement.pools={learn=[2]}", "data.train_batch_size=4", "rollout.group_size=2"),
+)
+LENGTHS = ([2, 3, 9, 8], [4, 7, 20, 30])
+"""The response lengths of two parts, each of two groups."""
+
+
+def part_of(lengths, first_group):
+    """Return rows with one prompt token."""
+    mask = torch.arange(30) < torch.tensor(lengths)[:, None]
+    return DataProtoFuture.of(
+        DataProto.from_dict(
+            {
+                "prompt_mask": torch.ones(len(lengths), 1, dtype=torch.bool),
+                "response_mask": mask,
+                "group_ids": first_group + torch.arange(len(lengths)) // 2,
+                "scores": torch.ones(len(lengths)),
+            }
+        )
+    )
+
+
+@pytest.fixture
+def step():
+    """Return a function from overrides to the lengths of each call by rank, the metrics and the lengths returned."""
+
+    def run(*changes):
+        calls = {}
+
+        def method(name, columns):
+            def remote(batch):
+                rows = batch.get()
+                lengths = rows.batch["response_mask"].sum(-1)
+                calls.setdefault(name, []).append([rank.tolist() for rank in lengths.chunk(2)])
+                return DataProtoFuture.of(DataProto.from_dict(columns(rows), meta_info={"metrics": {}}))
+
+            return SimpleNamespace(remote=remote)
+
+        def values(rows):
+            return {"values": torch.zeros(rows.batch["response_mask"].shape)}
+
+        actor = SimpleNamespace(
+            mesh=lambda: SimpleNamespace(axes={"data": 2}),
+            replicas=lambda name: [],
+            update_actor_in_parts=method("update_actor_in_parts", lambda _: {}),
+        )
+        critic = SimpleNamespace(
+            compute_values=method("compute_values", values), update_critic=method("update_critic", lambda _: {})
+        )
+        groups = {Role.ActorRollout: actor, Role.Critic: critic, Role.Reward: SimpleNamespace()}
+        ppo = PPO(load_config(None, [*KEYS, *changes]), groups)  # pyright: ignore[reportArgumentType]
+        begun = Begun(0, tuple(part_of(lengths, 2 * part) for part, lengths in enumerate(LENGTHS)))
+
+        class Parts:
+            def __init__(self):
+                self.metrics = {}
+
+            def __call__(self, next_prompts, step):
+                return ScoredParts(begun, lambda begun: iter(begun.parts))
+
+        ppo.sample = Parts()
+        batch = ppo.step(lambda: DataProto.from_dict({"unused": torch.zeros(1)}))
+        return calls, ppo.metrics, batch.get(["response_mask"]).batch["response_mask"].sum(-1).tolist()
+
+    return run
+
+
+def sums(call):
+    return sorted(sum(lengths) for lengths in call)
+
+
+def test_the_rows_of_each_part_are_balanced_over_the_ranks(step):
+    calls, metrics, returned = step()
+    assert [sums(call) for call in calls["update_actor_in_parts"]] == [[11, 11], [27, 34]]
+    assert metrics["balance/imbalance_before"] == pytest.approx(((19 / 13 - 1) + (52 / 32.5 - 1)) / 2)
+    assert metrics["balance/imbalance_after"] == pytest.approx((0 + (36 / 32.5 - 1)) / 2)
+    assert returned == [*LENGTHS[0], *LENGTHS[1]]
+
+
+def test_the_critic_learns_from_the_whole_batch_balanced_over_the_ranks(step):
+    calls, _, _ = step()
+    (update,) = calls["update_critic"]
+    low, high = sums(update)
+    assert (low + high, high - low) == (83, 1)
+
+
+def test_without_balancing_rows_of_a_part_stay_in_order(step):
+    calls, metrics, _ = step("controller.balance=none")
+    assert calls["update_actor_in_parts"] == [[[2, 3], [9, 8]], [[4, 7], [20, 30]]]
+    assert calls["update_critic"] == [[LENGTHS[0], LENGTHS[1]]]
+    assert not any(name.startswith("balance/") for name in metrics)
