@@ -40,8 +40,9 @@ class Ahead:
             self._begun.append(self._sampling.begin(next_prompts(), begins))
         begun = self._begun.popleft()
         self._taken = time.time(), begun
-        self.metrics = {"sampling/queue_length": float(len(self._begun))}
-        return self._sampling.score(begun)
+        scored = self._sampling.score(begun)
+        self.metrics = {**self._sampling.metrics, "sampling/queue_length": float(len(self._begun))}
+        return scored
 
     def take_wait(self) -> dict[str, float]:
         """Return `timing_s/queue_wait`: seconds from the end of generation of the last batch to its return, or 0.

@@ -101,7 +101,8 @@ class PPOTrainer(PPO, BackendOwner):
         """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.sync_weights.finish()
         pending = self.ahead.pending() if self.ahead else []
-        if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
+        if self.config.updates_in_flight or self.config.placement.lend:
+            # also before a save in the background: later weights must not reach them, and nothing of them is lent
             wait_for(pending)
         schedule = {"schedule": state} if (state := self.sampling.schedule.state_dict()) else {}
         self.saver.save(

@@ -14,7 +14,10 @@ from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
     CriticWorker,
+    GivingWorker,
+    InFlightGivingWorker,
     InFlightRolloutWorker,
+    LendingActorWorker,
     ReferenceWorker,
     RewardModelWorker,
     RewardWorker,
@@ -30,9 +33,8 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
 
     Learning-rate schedules end after `actor_updates` and `critic_updates`.
     """
-    actor = ActorWorker if config.has_rollout_pool else ActorRolloutWorker
     classes = {
-        Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates),
+        Role.ActorRollout: ClassWithInitArgs(actor_class(config), config=config, total_updates=actor_updates),
         Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
         Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
         Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
@@ -42,8 +44,17 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
     return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
 
 
+def actor_class(config: Config) -> type[ActorWorker]:
+    """Return the worker class of the processes that train the policy."""
+    if config.placement.lend:
+        return LendingActorWorker
+    return ActorWorker if config.has_rollout_pool else ActorRolloutWorker
+
+
 def rollout_class(config: Config) -> type[RolloutWorker]:
     """Return the worker class of a pool that generates."""
+    if config.placement.lend:
+        return InFlightGivingWorker if config.updates_in_flight else GivingWorker
     return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
 
 
@@ -69,6 +80,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
     algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
     algorithm.sync_weights = SharedWeights()  # placeholders have no weights
+    algorithm.sampling.lend = None  # nor do requests wait
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(DATASET_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()

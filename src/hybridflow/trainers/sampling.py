@@ -13,6 +13,7 @@ from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.in_flight import Running
+from hybridflow.trainers.lending import Lending
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
 from hybridflow.workers.algorithm_functions import reads_column
@@ -24,10 +25,14 @@ TRAINING_STREAM = 0
 class Sampling:
     """Sampling of `rollout.group_size` responses to each prompt, with scores. `metrics` are of the last call."""
 
-    def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
+    def __init__(
+        self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup, actor: WorkerGroup | None = None
+    ) -> None:
+        """`actor`: the group that trains, whose idle ranks generate too with placement.lend."""
         self.config, self._rollout, self._rewards = config, rollout, rewards
         self.schedule = GenerationSchedule(config, rollout)
         self._stream = StreamedGeneration(rollout) if config.trainer.stream else None
+        self.lend = Lending(config, rollout, actor) if config.placement.lend and actor else None
         self._scores_at_once = has_own_pool(config, "reward")
         self.metrics: dict[str, Any] = {}
 
@@ -54,10 +59,12 @@ class Sampling:
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
-        if config.updates_in_flight:
+        if config.updates_in_flight or self.lend:
             running = Running(step, self._rollout, self._rollout.begin_sequences.remote(prompts), prompts)
             if config.rollout.replay:
                 return running
+            if self.lend:  # scored when it is complete
+                return Begun(step, running.parts, self._greedy(prompts), running)
             return Begun(step, tuple(map(self._scored_at_once, running.parts)))
         if self._stream:
             greedy = self._greedy(prompts)  # before the others, since each part is compared with it
@@ -68,6 +75,9 @@ class Sampling:
 
     def score(self, begun: Begun | Running) -> ScoredParts:
         """Return the parts with scores, and `baseline_scores`: for each row that of the greedy response."""
+        if self.lend and isinstance(begun, Begun):
+            begun = self.lend(begun)
+            self.metrics |= self.lend.metrics
         return ScoredParts(begun, self._score)
 
     def _greedy(self, prompts: DataProto) -> DataProtoFuture | None:

@@ -44,6 +44,14 @@ class BegunBatches:
         groups = self._next(batch, max(1, self._groups.num_left(batch)))
         return self._taken(batch, sorted(groups, key=lambda group: group[0]))
 
+    def give_waiting(self, batch: Hashable, share: float) -> list[int]:
+        """Give up a share of the groups that wait, see `RunningGroups.give_waiting`; return their `group_ids`."""
+        return self._prompts[batch].batch["group_ids"][self._groups.give_waiting(batch, share)].tolist()
+
+    def __contains__(self, batch: Hashable) -> bool:
+        """Return whether the batch has begun and has groups that were not returned yet."""
+        return batch in self._groups
+
     def step(self) -> None:
         """Step the engine once, if sequences run, and keep what finishes."""
         with self._leaving_when_empty():

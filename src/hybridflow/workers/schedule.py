@@ -36,10 +36,11 @@ class Schedule:
         """Count a step of the engine."""
         self.num_steps += 1
 
-    def event(self, kind: Literal["begin", "load"], number: int) -> None:
-        """Record that the batch of step `number` begins, or that weights of version `number` are loaded.
+    def event(self, kind: Literal["begin", "load", "give"], number: int, **details: Any) -> None:
+        """Record that the batch of step `number` begins or gives up groups, or that version `number` is loaded.
 
-        Raises RolloutConfigError if the replayed run had another event, or fewer steps until its sequences finished.
+        `details` are added to the row. Raises RolloutConfigError if the replayed run had another event, or fewer steps
+        until its sequences finished.
         """
         if self._replayed is not None:
             while self._replayed and self._is_repeated(self._replayed[0]):
@@ -48,7 +49,7 @@ class Schedule:
         steps = self.num_steps - self._last if self._has_unfinished() else None
         self._last = self.num_steps
         self._version = number if kind == "load" else self._version
-        self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps})
+        self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps, **details})
 
     def take(self) -> list[dict[str, Any]]:
         """Return the rows since the last call."""
