@@ -21,13 +21,14 @@ class Begun:
     `parts`: the whole batch, or with trainer.stream its groups in the order in which they finish. They have scores if
     rewards run in processes of their own; others are scored when they are read.
     `greedy`: the greedy response to each prompt, if the advantage estimator compares with its score.
-    `running`: the same batch, if its groups that wait may be lent (placement.lend).
+    `running`: the same batch, as long as its groups that wait may be lent (placement.lend); `num_lent`: how many were.
     """
 
     step: int
     parts: tuple[DataProtoFuture, ...]
     greedy: DataProtoFuture | None = None
     running: Running | None = None
+    num_lent: int = 0
 
 
 class ScoredParts:

@@ -90,6 +90,13 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
         )
     if lag := config.trainer.lag:
         _report_lag(config, lag, total_steps)
+    if config.placement.lend:
+        is_repeatable = not lag and config.rollout.backend == "embedded"
+        logger.info(
+            "placement.lend: training ranks that wait for a batch generate prompts of it that wait in the rollout "
+            "engines%s",
+            "" if is_repeatable else "; which ones depends on timings, so that two runs differ",
+        )
     return classes
 
 

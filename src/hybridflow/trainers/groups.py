@@ -26,6 +26,7 @@ STAGES = {
     "next_sequences": "gen",
     "update_actor_in_parts": "update_actor",
     "finish_sequences": "gen",
+    "give_waiting": "gen",
     "score": "reward",
     "sync_weights": "weight_sync",
     "compute_log_probs": "old_log_probs",

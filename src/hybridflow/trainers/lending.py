@@ -32,16 +32,16 @@ class Lending:
         self.metrics: dict[str, float] = {}
 
     def __call__(self, begun: Begun) -> Begun:
-        """Return the batch, with lent groups in the places of their prompts; a restored batch is returned as it is.
+        """Return the batch when no group of it waits, with lent groups in the places of their prompts.
 
-        Raises the errors of generation, on either side.
+        A batch that is restored, or was completed before, is returned as it is. Raises the errors of generation.
         """
-        self.metrics = {"sampling/lent_groups": 0.0}
-        if begun.running is None:
-            return begun
-        lent, parts = self._lend(begun.running)
-        self.metrics = {"sampling/lent_groups": float(len(lent))}
-        return Begun(begun.step, (self._joined(begun, lent, parts),), begun.greedy) if lent else begun
+        if begun.running is not None:
+            lent, parts = self._lend(begun.running)
+            whole = self._joined(begun.parts[0], lent, parts) if lent else begun.parts[0]
+            begun = Begun(begun.step, (whole,), begun.greedy, num_lent=len(lent))
+        self.metrics = {"sampling/lent_groups": float(begun.num_lent)}
+        return begun
 
     def _lend(self, running: Running) -> tuple[list[int], list[DataProtoFuture]]:
         """Return the indices of the prompts that the training ranks have generated, and their rows in this order."""
@@ -59,10 +59,9 @@ class Lending:
             lent += indices
         return lent, parts
 
-    def _joined(self, begun: Begun, lent: list[int], parts: list[DataProtoFuture]) -> DataProtoFuture:
+    def _joined(self, own: DataProtoFuture, lent: list[int], parts: list[DataProtoFuture]) -> DataProtoFuture:
         """Return the rows of the batch in the order of its prompts."""
-        (own,), size = begun.parts, self._group_size
-        columns = parts[0].columns or ()
+        size, columns = self._group_size, parts[0].columns or ()
         places = np.arange(len(own) // size)
         places[lent] = len(places) + np.arange(len(lent))
         rows = (places[:, None] * size + np.arange(size)).ravel()

@@ -70,9 +70,13 @@ class PPOTrainer(PPO, BackendOwner):
         start = time.time()
         self.metrics["training/epoch"] = self.global_step // len(self.loader) if self.ahead else self.loader.epoch
         with timed("step", self.metrics):
+            if self.ahead and not self.config.updates_in_flight:
+                self.ahead.lend()  # the sync waits for generation
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
             self.metrics |= self.sampling.schedule.note(batch)
+            if self.sampling.lend:
+                self.metrics |= self.sampling.lend.metrics
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)

@@ -77,7 +77,6 @@ class Sampling:
         """Return the parts with scores, and `baseline_scores`: for each row that of the greedy response."""
         if self.lend and isinstance(begun, Begun):
             begun = self.lend(begun)
-            self.metrics |= self.lend.metrics
         return ScoredParts(begun, self._score)
 
     def _greedy(self, prompts: DataProto) -> DataProtoFuture | None:
