@@ -1,5 +1,9 @@
 """Runs with `placement.lend`: training ranks generate prompts that wait for memory in the rollout engine."""
 
+import json
+import logging
+import os
+
 import pytest
 
 from hybridflow.observability import read_jsonl
@@ -40,42 +44,116 @@ def test_a_run_that_lends_has_the_samples_and_weights_of_one_that_does_not(tiny,
     assert own["samples"] == alone["samples"]
     assert own["actor.safetensors"] == alone["actor.safetensors"]
     assert len(calls(tmp_path / "lent", "LendingActorWorker.generate_sequences")) > 0
+    events = [row["event"] for row in read_jsonl(tmp_path / "lent" / "schedule.jsonl")]
+    assert events.count("give") == len(calls(tmp_path / "lent", "LendingActorWorker.generate_sequences"))
+
+
+HELD = """
+import json, os, signal, sys, time
+from pathlib import Path
+import hybridflow.trainers.program as program
+from hybridflow.cli.main import main
+from hybridflow.controller.ray.local_cluster import LocalCluster
+
+commands, killed, marker = json.loads(sys.argv[1])
+
+def die_once():
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Slow:
+    # A step takes 5 ms, so that prompts wait in the engine while the learner is idle.
+    def between_steps(self):
+        time.sleep(0.005)
+        if killed == "engine" and any(row["event"] == "give" for row in self._schedule._rows):
+            die_once()
+        super().between_steps()
+
+class SlowGiving(Slow, program.GivingWorker): ...
+class SlowInFlight(Slow, program.InFlightGivingWorker): ...
+
+class Learner(program.LendingActorWorker):
+    def _generate(self, prompts, settings):
+        if killed == "learner":
+            die_once()
+        return super()._generate(prompts, settings)
+
+program.GivingWorker, program.InFlightGivingWorker, program.LendingActorWorker = SlowGiving, SlowInFlight, Learner
+with LocalCluster(4, object_store_bytes=512 * 2**20):
+    print(json.dumps([main(arguments) for arguments in commands]))
+"""
+
+
+@pytest.fixture
+def run_slowly(fork_server):
+    """Return a function that runs commands with slow rollout engines; it returns their exit codes and the errors."""
+
+    def run(*commands, killed="", marker=""):
+        argument_lists = [[str(part) for part in command] for command in commands]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        program = ["-c", HELD, json.dumps([argument_lists, killed, str(marker)])]
+        process = fork_server.start(program, environment=environment)
+        try:
+            out, err = process.communicate()
+        finally:
+            process.discard()
+        assert process.returncode == 0, out[-2000:] + err[-4000:]
+        return json.loads(out.splitlines()[-1]), err
+
+    return run
+
+
+def prompts_of(run):
+    """Return the prompts of each step, one for each row, in order."""
+    return [[row["prompt"] for row in read_jsonl(run / "samples.jsonl") if row["step"] == step] for step in range(1, 5)]
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_scratch(tiny, task, tmp_path, run_in_turn):
-    base = ["train", task / "rl.toml", *LITTLE_MEMORY, LEND]
-    lag = ["trainer.lag=2", "algorithm.rollout_weights=token"]
-    two = [POOLS[0], POOLS[1], "placement.pools={learn=[2],generate=[2]}", POOLS[3]]
-    runs = {
-        "a": [*base, *POOLS],
-        "lag": [*base, *POOLS, *lag, "trainer.save_every=1"],
-        "flight": [*base, *POOLS, *lag, "rollout.on_new_weights=retract", "trainer.save_every=2"],
-        "two": [*base, *two],
-        "remax": [*base, *two, *lag, "algorithm.advantage=remax"],
-    }
-    import traceback
+@pytest.mark.parametrize(
+    ("lag", "more"), [(1, ("trainer.save_in_background=true",)), (2, ("rollout.on_new_weights=retract",))]
+)
+def test_lent_groups_of_a_run_with_a_lag_have_newer_weights(task, run, run_slowly, tmp_path, lag, more):
+    changes = [*LITTLE_MEMORY, f"trainer.lag={lag}", "algorithm.rollout_weights=token", "trainer.log_samples=99"]
+    command = ["train", task / "rl.toml", *changes, *POOLS, LEND, *more, f"trainer.run_dir={tmp_path}/lent"]
+    statuses, errors = run_slowly([*command, "--stop-after", "2"], command)
+    assert statuses == [0, 0], errors[-3000:]
+    rows = read_jsonl(tmp_path / "lent" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["staleness/max"] <= lag for row in rows)
+    assert all(row["response_length/min"] >= 1 for row in rows)
+    mixed = [row for row in rows[1:] if 0 < row["staleness/age_0"] < 1]
+    assert mixed
+    assert all(row["sampling/lent_groups"] > 0 for row in mixed)
+    prompts = prompts_of(tmp_path / "lent")
+    assert prompts == prompts_of(run("local", *changes))
+    assert [len(of_step) for of_step in prompts] == [24] * 4
 
-    try:
-        run_in_turn(*[[*c, f"trainer.run_dir={tmp_path}/{n}"] for n, c in runs.items()], shares_cluster=True)
-    finally:
-        for name in runs:
-            try:
-                print(name, lent(tmp_path / name))
-                for row in read_jsonl(tmp_path / name / "metrics.jsonl"):
-                    print(
-                        {
-                            k: round(v, 3)
-                            for k, v in row.items()
-                            if k.startswith(
-                                ("staleness/", "timing_s", "perf/actor_rollout", "perf/rollout", "sampling")
-                            )
-                        }
-                    )
-                for who in ("LendingActorWorker.generate_sequences", "GivingWorker.give_waiting"):
-                    print(who, len(calls(tmp_path / name, who)))
-                s = tmp_path / name / "schedule.jsonl"
-                print(s.read_text()[:600] if s.exists() else "no schedule")
-            except Exception:
-                traceback.print_exc()
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["learner", "engine"])
+def test_a_run_killed_while_it_lends_resumes_to_the_same_weights(tiny, task, run, run_slowly, tmp_path, killed):
+    changes = [*LITTLE_MEMORY, "trainer.save_every=1"]
+    command = ["train", task / "rl.toml", *changes, *POOLS, LEND, f"trainer.run_dir={tmp_path}/lent"]
+    statuses, errors = run_slowly(command, command, killed=killed, marker=tmp_path / "killed")
+    assert (tmp_path / "killed").exists()
+    assert statuses == [75, 0], errors[-3000:]
+    assert "died before" in errors
+    whole, resumed = (tiny.results_of(path, 4) for path in (run("local", *changes), tmp_path / "lent"))
+    assert resumed["actor.safetensors"] == whole["actor.safetensors"]
+    assert resumed["samples"] == whole["samples"]
+    assert max(lent(tmp_path / "lent")) > 0
+
+
+def test_in_one_process_nothing_waits_and_nothing_is_lent(tiny, run, tmp_path, caplog):
+    pools = ("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate")
+    with caplog.at_level(logging.INFO):
+        own = run("lent", *LITTLE_MEMORY, *pools, LEND)
+    assert "placement.lend: training ranks that wait for a batch generate prompts of it that wait in the" in caplog.text
+    assert "two runs differ" not in caplog.text
+    assert lent(own) == [0.0] * 4
+    whole, found = (tiny.results_of(path, 4) for path in (run("whole", *LITTLE_MEMORY), own))
+    assert found["actor.safetensors"] == whole["actor.safetensors"]
+    assert found["samples"] == whole["samples"]
