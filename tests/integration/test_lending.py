@@ -112,7 +112,8 @@ def prompts_of(run):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lag", "more"), [(1, ("trainer.save_in_background=true",)), (2, ("rollout.on_new_weights=retract",))]
+    ("lag", "more"),
+    [(1, ("trainer.save_in_background=true",)), (2, ()), (2, ("rollout.on_new_weights=retract",))],
 )
 def test_lent_groups_of_a_run_with_a_lag_have_newer_weights(task, run, run_slowly, tmp_path, lag, more):
     changes = [*LITTLE_MEMORY, f"trainer.lag={lag}", "algorithm.rollout_weights=token", "trainer.log_samples=99"]

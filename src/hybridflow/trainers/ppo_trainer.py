@@ -20,6 +20,7 @@ from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
+from hybridflow.trainers.weight_sync import num_syncs_ahead
 
 
 class PPOTrainer(PPO, BackendOwner):
@@ -70,7 +71,7 @@ class PPOTrainer(PPO, BackendOwner):
         start = time.time()
         self.metrics["training/epoch"] = self.global_step // len(self.loader) if self.ahead else self.loader.epoch
         with timed("step", self.metrics):
-            if self.ahead and not self.config.updates_in_flight:
+            if self.ahead and not self.config.updates_in_flight and not num_syncs_ahead(self.config):
                 self.ahead.lend()  # the sync waits for generation
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)

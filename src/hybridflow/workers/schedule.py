@@ -28,7 +28,7 @@ class Schedule:
     ) -> None:
         self._rank, self._step, self._has_unfinished = rank, step, has_unfinished
         self._replayed = None if replay is None else deque(row for row in replay if row["rank"] == rank)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: deque[dict[str, Any]] = deque()
         self.num_steps = 0
         self._last, self._version = 0, -1
 
@@ -52,9 +52,8 @@ class Schedule:
         self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps, **details})
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the rows since the last call."""
-        rows, self._rows = self._rows, []
-        return rows
+        """Return the rows since the last call; another thread may add one meanwhile."""
+        return [self._rows.popleft() for _ in range(len(self._rows))]
 
     def _is_repeated(self, row: dict[str, Any]) -> bool:
         """Return whether the row loads weights that are loaded: in a resumed run, before which all had finished."""
