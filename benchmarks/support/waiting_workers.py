@@ -120,6 +120,9 @@ class WaitingRollout:
     def has_unfinished(self) -> bool:
         return bool(self._running)
 
+    def waiting(self) -> list[int]:
+        return []
+
     def step(self) -> None:
         assert self.version is not None, "weights were loaded"
         start = time.perf_counter()
