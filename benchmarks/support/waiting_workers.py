@@ -128,6 +128,9 @@ class WaitingRollout:
     def has_unfinished(self) -> bool:
         return bool(self._running)
 
+    def waiting(self) -> list[int]:
+        return []
+
     def step(self) -> None:
         assert self.version is not None, "weights were loaded"
         began, before = time.perf_counter(), len(self._versions)

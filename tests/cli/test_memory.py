@@ -81,6 +81,16 @@ def test_generation_in_a_pool_of_its_own_is_estimated_there(lines_of):
     assert cell(lines, "generation", "weights") > 0
 
 
+def test_lending_is_estimated_in_the_pool_that_trains(lines_of):
+    pools = ["controller.backend=ray", "placement.pools={learn=[2],generate=[1]}", "placement.roles.rollout=generate"]
+    alone, lines = lines_of(*pools), lines_of(*pools, "placement.lend=true")
+    assert list(lines) == ["", "actor_rollout", "generation", "lending", "pool learn", "pool generate"]
+    assert lines["lending"][0] == "2"
+    assert cell(lines, "lending", "weights") > 0  # a whole copy of sharded ones
+    assert lines["generation"] == alone["generation"]
+    assert lines["pool generate"] == alone["pool generate"]
+
+
 def test_generation_by_vllm_is_reported_as_left_out(lines_of, caplog):
     assert list(lines_of("rollout.backend=vllm")) == ["", "actor_rollout", "pool main"]
     assert "generation: left out; vLLM takes rollout.gpu_memory_utilization=0.5" in caplog.text

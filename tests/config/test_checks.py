@@ -6,6 +6,8 @@ from hybridflow.config.checks import contradictions
 from hybridflow.errors import ConfigError
 
 VLLM, ON_RAY = ["rollout.backend=vllm"], ["controller.backend=ray"]
+LAG = ["trainer.lag=1", "algorithm.rollout_weights=token"]
+LEND_POOLS = "placement.pools={learn=[1],generate=[2]}"
 ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
 
 
@@ -107,6 +109,27 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "rollout.order='ready' lets timings decide which groups form a batch, but trainer.deterministic=true rules "
             "that out; use deterministic = false, or order = 'sampled'",
         ),
+        (
+            ["placement.lend=true"],
+            "placement.lend=true lends training ranks to generation, but the actor generates itself",
+        ),
+        *[
+            (
+                ["placement.lend=true", *ON_RAY, "placement.roles.rollout=generate", *changes],
+                f"placement.lend=true lends training ranks to generation, but {problem}",
+            )
+            for changes, problem in (
+                (["placement.pools={learn=[2],generate=[1]}", "parallel.tensor=2"], "parallel.tensor=2 splits layers"),
+                ([LEND_POOLS, *VLLM, "rollout.tensor=2"], "rollout.tensor=2 has ranks that would give up prompts"),
+                ([LEND_POOLS, "rollout.schedule=expected"], "rollout.schedule='expected' assigns prompts to engines"),
+                (
+                    [LEND_POOLS, "rollout.replay=x", "rollout.on_new_weights=retract", *LAG],
+                    "rollout.replay='x' cannot repeat which prompts were lent",
+                ),
+                ([LEND_POOLS, "trainer.stream=true"], "trainer.stream=true reads groups in the order"),
+                ([LEND_POOLS, "algorithm.filter_groups=true"], "algorithm.filter_groups=true begins several batches"),
+            )
+        ],
         (
             ["algorithm.advantage=gdpo"],
             "algorithm.advantage='gdpo' compares several rewards, but reward.weights={} names",

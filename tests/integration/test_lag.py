@@ -178,7 +178,7 @@ def test_several_training_ranks_with_a_lag_equal_one_in_float64(task, tmp_path, 
 
 IN_FLIGHT = """
 import json, os, sys, time
-import hybridflow.trainers.program as program
+import hybridflow.trainers.role_classes as role_classes
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.trainers.ppo_trainer import PPOTrainer
@@ -199,7 +199,7 @@ def releasing_save(self):  # before a checkpoint no weights come
 
 PPOTrainer.step, PPOTrainer.save = recorded_step, releasing_save
 
-class Held(program.InFlightRolloutWorker):
+class Held(role_classes.InFlightRolloutWorker):
     # After three steps, the last batch waits for new weights, as if steps were slow.
     def between_steps(self):
         began = self.__dict__.setdefault("began", {})  # batch -> steps and version when it began
@@ -213,7 +213,7 @@ class Held(program.InFlightRolloutWorker):
             time.sleep(0.005)
         super().between_steps()
 
-program.InFlightRolloutWorker = Held
+role_classes.InFlightRolloutWorker = Held
 from fixtures.forked import fork_ray_workers
 fork_ray_workers()
 with LocalCluster(4, object_store_bytes=512 * 2**20):
@@ -292,12 +292,12 @@ def test_sequences_go_on_with_new_weights_and_a_replay_gives_the_same_bits(tiny,
 ATTACKED = """
 import os, signal, sys, time
 from pathlib import Path
-import hybridflow.trainers.program as program
+import hybridflow.trainers.role_classes as role_classes
 from hybridflow.cli.main import main
 from hybridflow.controller import Dispatch, register
 from hybridflow.weight_sync import WeightReceiver
 
-class Attacked(program.InFlightRolloutWorker):
+class Attacked(role_classes.InFlightRolloutWorker):
     def between_steps(self):
         groups = self._begun._groups._running.values()
         if self.rollout.version > 2 and any(0 < len(group.done) < group.group_size for group in groups):
@@ -313,7 +313,7 @@ class Attacked(program.InFlightRolloutWorker):
             time.sleep(3)
         return result
 
-program.InFlightRolloutWorker = Attacked
+role_classes.InFlightRolloutWorker = Attacked
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -18,11 +18,11 @@ ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5")
 PROGRAM = """
 import json, sys, time
 from dataclasses import replace
-import hybridflow.trainers.program as program
+import hybridflow.trainers.role_classes as role_classes
 from hybridflow.cli.main import main
 from hybridflow.controller.ray.local_cluster import LocalCluster
 
-class OneLongPrompt(program.InFlightRolloutWorker):
+class OneLongPrompt(role_classes.InFlightRolloutWorker):
     # The responses to the first prompt of batch 0 have 40 tokens, all others 6. The long ones wait for other sequences
     # until the last batch has begun, as if each step of the engine were slow.
     def requests_of(self, prompts, settings):
@@ -43,7 +43,7 @@ class OneLongPrompt(program.InFlightRolloutWorker):
     def only_the_long_ones_run(self):
         return not self.config.rollout.replay and self.newest < 5 and list(self._begun._groups._running) == [0]
 
-program.InFlightRolloutWorker = OneLongPrompt
+role_classes.InFlightRolloutWorker = OneLongPrompt
 with LocalCluster(4, object_store_bytes=512 * 2**20):
     sys.exit(max(main(arguments) for arguments in json.loads(sys.argv[1])))
 """

@@ -487,6 +487,20 @@ def test_waiting_request_is_aborted_without_tokens(build_rollout, tiny_model):
     assert {c.request_id for c in serve(engine)} == {0, 1, 3, 4}
 
 
+def test_requests_wait_until_they_run(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), max_running_sequences=4)
+    assert engine.waiting() == []
+    for request in requests(SamplingParams(3)):
+        engine.submit(request)
+    assert engine.waiting() == [0, 1, 2, 3, 4]
+    engine.step()
+    assert engine.waiting() == [2, 3, 4]
+    engine.abort(3)
+    assert engine.waiting() == [2, 4]
+    assert {c.request_id for c in serve(engine) if c.token_ids} == {0, 1, 2, 4}
+    assert engine.waiting() == []
+
+
 def test_aborting_all_requests_leaves_the_engine_idle(build_rollout, tiny_model):
     engine = build_rollout(tiny_model(), max_running_sequences=4)
     for request in requests(SamplingParams(3)):

@@ -73,6 +73,29 @@ def test_the_longest_limit_then_the_longest_expected_response_starts_first():
     assert engine.order == [2, 1, 3, 0]
 
 
+def test_the_last_waiting_groups_of_a_batch_are_given_up(build_rollout, tiny_model):
+    engine = build_rollout(tiny_model(), max_running_sequences=4)  # two groups
+    expected = generate(engine, batch_of(0))
+    groups = RunningGroups(engine)
+    groups.begin("a", batch_of(0))
+    groups.begin("b", batch_of(1, first_id=5))
+    groups.step()
+    assert groups.give_waiting("a", 0.5) == [3, 4]
+    assert groups.give_waiting("a", 0.25) == [2]
+    assert groups.give_waiting("a", 1.0) == []
+    found = sorted(groups.next("a", 5))
+    for index, group in found:
+        if index < 2:
+            assert [each.token_ids for each in group] == [e.token_ids for e in expected[2 * index : 2 * index + 2]]
+        else:
+            assert [(each.index, each.token_ids, each.finish_reason) for each in group] == [
+                (0, [], "abort"),
+                (1, [], "abort"),
+            ]
+    assert all(each.token_ids for _, group in groups.next("b", 5) for each in group)
+    assert not engine.has_unfinished()
+
+
 def test_more_groups_than_a_batch_has_are_an_error(engine):
     groups = RunningGroups(engine)
     groups.begin(0, batch_of(0))

@@ -2,7 +2,7 @@ from hybridflow.config import AlgorithmConfig, Config, load_config
 from hybridflow.config.roles import ROLES
 from hybridflow.controller import Role
 from hybridflow.trainers import run_on_placeholders
-from hybridflow.trainers.program import role_classes
+from hybridflow.trainers.role_classes import role_classes
 
 USER = """
 def my_advantages(*, scores, baseline_scores):

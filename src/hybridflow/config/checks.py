@@ -514,6 +514,36 @@ def _ready(config: Config) -> Iterator[str]:
         )
 
 
+def _lend(config: Config) -> Iterator[str]:
+    rollout, parallel = config.rollout, config.parallel
+    if not config.placement.lend:
+        return
+    unsupported = {
+        "the actor generates itself; name a separate pool in placement.roles.rollout": not config.has_rollout_pool,
+        f"parallel.tensor={parallel.tensor} splits layers over the training ranks, which generate with the whole model "
+        "on each rank; use tensor = 1": parallel.tensor > 1,
+        f"rollout.tensor={rollout.tensor} has ranks that would give up prompts at different steps; use tensor = 1": (
+            rollout.tensor > 1
+        ),
+        f"rollout.schedule={rollout.schedule!r} assigns prompts to engines; use schedule = 'even'": (
+            rollout.schedule != "even"
+        ),
+        f"rollout.replay={rollout.replay!r} cannot repeat which prompts were lent; remove replay": bool(rollout.replay),
+        f"rollout.order={rollout.order!r} takes groups of other batches; use order = 'sampled'": (
+            rollout.order != "sampled"
+        ),
+        "trainer.stream=true reads groups in the order in which engines finish them; use stream = false": (
+            config.trainer.stream
+        ),
+        "algorithm.filter_groups=true begins several batches in a step; use filter_groups = false": (
+            config.algorithm.filter_groups
+        ),
+    }
+    for reason, applies in unsupported.items():
+        if applies:
+            yield f"placement.lend=true lends training ranks to generation, but {reason}, or lend = false"
+
+
 SUBJECTS = (
     _placement,
     _backend,
@@ -538,4 +568,5 @@ SUBJECTS = (
     _validation,
     _lag,
     _stream,
+    _lend,
 )

@@ -106,6 +106,9 @@ METRICS: dict[str, Metric] = {
     "sampling/queue_length": Metric(
         "trainer.lag: batches begun for later steps, when the step takes its own batch.", "last"
     ),
+    "sampling/lent_groups": Metric(
+        "placement.lend: groups of the batch that training ranks generated while they waited for it."
+    ),
     "sampling/rounds": Metric("Batches of prompts that dynamic sampling generated for this step.", "max"),
     "sampling/differing_groups": Metric("Share of the sampled groups whose scores are not all equal."),
     "sampling/filled_groups": Metric(

@@ -3,6 +3,7 @@
 A part holds the groups of its batch that finish next. Which these are depends on the lengths of responses, not on time.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -112,6 +113,19 @@ class RunningGroups:
         numbered = [(number, batch) for batch, held in self._batches.items() for number, _ in held.finished]
         order = [batch for _, batch in sorted(numbered, key=lambda pair: pair[0])[:count]]
         return [(batch, self.next(batch, 1)[0]) for batch in order]
+
+    def give_waiting(self, batch: Hashable, share: float) -> list[int]:
+        """Give up this share of the batch's groups that wait, at least one; return their indices.
+
+        They are those that would start last. Their completions are finished, without tokens and for the reason "abort".
+        """
+        waiting = [each for each in self._engine.waiting() if self._running[each].batch == batch]
+        given = waiting[len(waiting) - math.ceil(share * len(waiting)) :]
+        indices = [self._running[request_id].index for request_id in given]
+        for request_id in given:
+            self._engine.abort(request_id)
+        self._take_finished()
+        return indices
 
     def num_left(self, batch: Hashable) -> int:
         """Return the number of groups of a batch that were not returned yet."""

@@ -44,6 +44,11 @@ class Ahead:
         self.metrics = {"sampling/queue_length": float(len(self._begun))}
         return self._sampling.score(begun)
 
+    def lend(self) -> None:
+        """Complete the batch of the next step with the help of training ranks, see `Lending`; no-op without lending."""
+        if self._sampling.lend and self._begun and isinstance(oldest := self._begun[0], Begun):
+            self._begun[0] = self._sampling.lend(oldest)
+
     def take_wait(self) -> dict[str, float]:
         """Return `timing_s/queue_wait`: seconds from the end of generation of the last batch to its return, or 0.
 

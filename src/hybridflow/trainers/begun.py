@@ -15,17 +15,32 @@ NextPrompts = Callable[[], DataProto]
 
 
 @dataclass(frozen=True)
+class Lendable:
+    """Prompts that have begun in the rollout engines, and the rows of the batch; see `Lending`.
+
+    `begun`: the result of `begin_sequences`.
+    """
+
+    prompts: DataProto
+    begun: DataProtoFuture
+    rows: DataProtoFuture
+
+
+@dataclass(frozen=True)
 class Begun:
     """A batch of step `step` whose generation has begun: `group_size` rows for each prompt.
 
     `parts`: the whole batch, or with trainer.stream its groups in the order in which they finish. They have scores if
     rewards run in processes of their own; others are scored when they are read.
     `greedy`: the greedy response to each prompt, if the advantage estimator compares with its score.
+    `lendable`: the same batch, as long as its groups that wait may be lent (placement.lend); `num_lent`: how many were.
     """
 
     step: int
     parts: tuple[DataProtoFuture, ...]
     greedy: DataProtoFuture | None = None
+    lendable: Lendable | None = None
+    num_lent: int = 0
 
 
 class ScoredParts:

@@ -7,7 +7,6 @@ from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.data import RLHFDataset
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
-from hybridflow.observability import get_logger
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.compute_dtype import settle_dtype
@@ -20,12 +19,11 @@ from hybridflow.trainers.preconditions import (
     require_rollout_engine,
     require_same_tokenizer,
 )
-from hybridflow.trainers.program import role_classes, run_on_placeholders
+from hybridflow.trainers.program import run_on_placeholders
+from hybridflow.trainers.role_classes import role_classes
 from hybridflow.trainers.speed import Learner
 from hybridflow.trainers.stages import updates_per_step
-from hybridflow.workers.algorithm_functions import keys_without_effect
-
-logger = get_logger(__name__)
+from hybridflow.trainers.start_report import report_start
 
 
 def build_trainer(config: Config) -> PPOTrainer:
@@ -81,36 +79,8 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
     classes = role_classes(config, actor_updates, total_steps * updates_per_step(config, config.critic))
     require_in_flight(config)
     run_on_placeholders(config, classes)
-    for line in keys_without_effect(config):
-        logger.warning("%s", line)
-    if config.trainer.stream and not config.has_rollout_pool:
-        logger.info(
-            "trainer.stream: generation and the actor share processes, so only roles in other pools compute while "
-            "responses are generated"
-        )
-    if lag := config.trainer.lag:
-        _report_lag(config, lag, total_steps)
+    report_start(config, total_steps)
     return classes
-
-
-def _report_lag(config: Config, lag: int, total_steps: int) -> None:
-    """Log how old the weights of a batch are. Raises ConfigError if all batches would be sampled before training."""
-    if lag >= total_steps:
-        raise ConfigError(
-            f"trainer.lag={lag} samples all {total_steps} batches of the run with the initial weights; use a lag below "
-            f"{total_steps}, or more steps."
-        )
-    updates = updates_per_step(config, config.actor)
-    bound = "at most (late groups: more than) " if config.rollout.order == "ready" else "at most "
-    logger.info(
-        "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
-        "from them%s",
-        lag,
-        bound if config.updates_in_flight else "",
-        lag * updates,
-        (lag + 1) * updates - 1,
-        "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",
-    )
 
 
 def _learners(config: Config) -> dict[str, Learner]:

@@ -17,7 +17,7 @@ from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
-from hybridflow.trainers.program import reward_class
+from hybridflow.trainers.role_classes import reward_class
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
 

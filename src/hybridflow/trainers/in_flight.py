@@ -69,8 +69,8 @@ class ScheduleLog:
         self._config, self._run, self._rollout = config, run, rollout
 
     def __call__(self, step: int) -> None:
-        """Append the events since the last call; nothing without updates in flight."""
-        if self._config.updates_in_flight:
+        """Append the events since the last call; nothing without updates in flight and lending."""
+        if self._config.updates_in_flight or self._config.placement.lend:
             rows = [row for of_rank in self._rollout.take_schedule() for row in of_rank]
             self._file.write_all({"step": step, **row} for row in rows)
 

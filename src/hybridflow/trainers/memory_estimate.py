@@ -23,9 +23,9 @@ from hybridflow.observability import get_logger
 from hybridflow.runtime import own_device
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
 from hybridflow.trainers.model_directories import require_model_directory
-from hybridflow.trainers.program import role_classes
+from hybridflow.trainers.role_classes import role_classes
 
-GENERATION = "generation"
+GENERATION, LENDING = "generation", "lending"
 LEARNING = (Role.ActorRollout, Role.Critic)
 VALUE_HEADS = (Role.Critic, Role.Reward)
 """Roles whose models have one output per token or sequence."""
@@ -130,14 +130,21 @@ def _estimates_of(config: Config, role: Role, sizes: ModelSizes, device: str, ma
     waits_on_host = offload == "idle" and device == "gpu"
     resident = 0 if waits_on_host else memory.resident
     found = [RoleEstimate(role.value, pool, ranks, memory, resident)]
-    if role is Role.ActorRollout and config.rollout.backend == "embedded":
-        found.append(_generation(config, sizes, layout, has_weights=resident > 0 and ranks == 1))
+    if role is Role.ActorRollout:
+        has_weights = resident > 0 and ranks == 1
+        if config.rollout.backend == "embedded":
+            found.append(_generation(config, sizes, layout, config.has_rollout_pool, has_weights=has_weights))
+        if config.placement.lend:
+            lent = _generation(config, sizes, layout, False, has_weights=has_weights)
+            found.append(replace(lent, name=LENDING))
     return found
 
 
-def _generation(config: Config, sizes: ModelSizes, layout: MemoryLayout, *, has_weights: bool) -> RoleEstimate:
+def _generation(
+    config: Config, sizes: ModelSizes, layout: MemoryLayout, in_own_pool: bool, *, has_weights: bool
+) -> RoleEstimate:
     """Return the estimate of generation, which needs a copy of the weights unless the actor's own are on the device."""
-    data, pool = config.data, pool_of(config, Role.Rollout if config.has_rollout_pool else Role.ActorRollout)
+    data, pool = config.data, pool_of(config, Role.Rollout if in_own_pool else Role.ActorRollout)
     ranks = sum(pools_of(config)[pool])
     of_rank = -(-data.train_batch_size * config.rollout.group_size // ranks)
     running = min(of_rank, config.rollout.max_running_sequences)
@@ -145,7 +152,7 @@ def _generation(config: Config, sizes: ModelSizes, layout: MemoryLayout, *, has_
     memory = generation_memory(sizes, layout, cached, running)
     if config.rollout.kv_cache_bytes and layout.kernels != "cpu":
         memory = replace(memory, keys_and_values=min(memory.keys_and_values, config.rollout.kv_cache_bytes))
-    if not has_weights or layout.lora_rank or config.has_rollout_pool:
+    if not has_weights or layout.lora_rank or in_own_pool:
         memory = replace(memory, weights=memory.weights + sizes.parameters * layout.width)
-    resident = memory.weights if config.has_rollout_pool else 0
+    resident = memory.weights if in_own_pool else 0
     return RoleEstimate(GENERATION, pool, ranks, memory, resident)

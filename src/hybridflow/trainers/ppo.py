@@ -51,7 +51,7 @@ class PPO:
         self.actor, self.rewards = groups[Role.ActorRollout], groups[Role.Reward]
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.sync_weights = weight_sync_of(config, self.actor, groups.get(Role.Rollout))
-        self.sampling = Sampling(config, self.rollout, self.rewards)
+        self.sampling = Sampling(config, self.rollout, self.rewards, self.actor)
         self.sample: Sampler = self.sampling
         self.critic = groups.get(Role.Critic)
         reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy

@@ -21,6 +21,7 @@ from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
+from hybridflow.trainers.weight_sync import num_syncs_ahead
 
 
 class PPOTrainer(PPO, BackendOwner):
@@ -73,9 +74,13 @@ class PPOTrainer(PPO, BackendOwner):
         start = time.time()
         self.metrics["training/epoch"] = self.global_step // len(self.loader) if self.ahead else self.loader.epoch
         with timed("step", self.metrics):
+            if self.ahead and not self.config.updates_in_flight and not num_syncs_ahead(self.config):
+                self.ahead.lend()  # the sync waits for generation
             batch = self.step(self.loader.next_batch)
             self.metrics |= batch_metrics(batch, self.config.data.max_response_length)
             self.metrics |= self.sampling.schedule.note(batch) | self.length_bias.note(batch, self.global_step)
+            if self.sampling.lend:
+                self.metrics |= self.sampling.lend.metrics
             if self.ahead:
                 updates = updates_per_step(self.config, self.config.actor)
                 version = updates * max(0, self.global_step - self.config.critic.warmup_steps)
@@ -104,7 +109,8 @@ class PPOTrainer(PPO, BackendOwner):
         """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.sync_weights.finish()
         pending = self.ahead.pending() if self.ahead else []
-        if self.config.updates_in_flight:  # also before a save in the background: later weights must not reach them
+        if self.config.updates_in_flight or self.config.placement.lend:
+            # also before a save in the background: later weights must not reach them, and nothing of them is lent
             wait_for(pending)
         self.saver.save(
             self.global_step,

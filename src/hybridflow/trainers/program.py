@@ -3,57 +3,16 @@
 from collections.abc import Mapping
 
 from hybridflow.config import Config
-from hybridflow.config.roles import has_own_pool
-from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, Worker, spawn_colocated
+from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_colocated
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
-from hybridflow.trainers.groups import meshes_of, pool_of, pools_of, traits_of
+from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.trainers.role_classes import role_classes
 from hybridflow.trainers.weight_sync import SharedWeights
-from hybridflow.workers import (
-    ActorRolloutWorker,
-    ActorWorker,
-    CriticWorker,
-    InFlightRolloutWorker,
-    ReferenceWorker,
-    RewardModelWorker,
-    RewardWorker,
-    RolloutWorker,
-    StreamedRewardWorker,
-    TeacherWorker,
-)
 from hybridflow.workers.generating import DATASET_COLUMNS
 from hybridflow.workers.losses import actor_columns, actor_loss
-
-
-def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
-    """Return the worker class of each role that the configuration uses.
-
-    Learning-rate schedules end after `actor_updates` and `critic_updates`.
-    """
-    actor = ActorWorker if config.has_rollout_pool else ActorRolloutWorker
-    classes = {
-        Role.ActorRollout: ClassWithInitArgs(actor, config=config, total_updates=actor_updates),
-        Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
-        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
-        Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
-        Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
-        Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),
-    }
-    return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
-
-
-def rollout_class(config: Config) -> type[RolloutWorker]:
-    """Return the worker class of a pool that generates."""
-    return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
-
-
-def reward_class(config: Config) -> type[Worker]:
-    """Return the worker class for rewards: a reward model, or a reward function."""
-    if config.reward.model_path:
-        return RewardModelWorker
-    return StreamedRewardWorker if config.trainer.stream and has_own_pool(config, "reward") else RewardWorker
 
 
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
@@ -73,6 +32,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     one_round = config.algorithm.model_copy(update={"max_sampling_rounds": 1})
     algorithm = PPO(config.model_copy(update={"algorithm": one_round}), groups)
     algorithm.sync_weights = SharedWeights()  # placeholders have no weights
+    algorithm.sampling.lend = None  # nor do requests wait
     algorithm.global_step = config.critic.warmup_steps
     prompts = synthetic_batch(DATASET_COLUMNS, config.data.train_batch_size)
     prompts.meta_info.clear()

@@ -13,6 +13,7 @@ from hybridflow.trainers.begun import Begun, NextPrompts, ScoredParts
 from hybridflow.trainers.dynamic_sampling import dynamic_sampling
 from hybridflow.trainers.generation_schedule import GenerationSchedule
 from hybridflow.trainers.in_flight import Running, begin_in_flight
+from hybridflow.trainers.lending import Lending
 from hybridflow.trainers.ready_groups import ReadyGroups
 from hybridflow.trainers.stages import read, with_group_ids
 from hybridflow.trainers.streamed_generation import StreamedGeneration
@@ -25,11 +26,15 @@ TRAINING_STREAM = 0
 class Sampling:
     """Sampling of `rollout.group_size` responses to each prompt, with scores. `metrics` are of the last call."""
 
-    def __init__(self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup) -> None:
+    def __init__(
+        self, config: Config, rollout: WorkerGroup, rewards: WorkerGroup, actor: WorkerGroup | None = None
+    ) -> None:
+        """`actor`: the group that trains, whose idle ranks generate too with placement.lend."""
         self.config, self._rollout, self._rewards = config, rollout, rewards
         self.schedule = GenerationSchedule(config, rollout)
         self._stream = StreamedGeneration(rollout) if config.trainer.stream else None
         self._in_flight = ReadyGroups(rollout) if config.rollout.order == "ready" else self._stream or self.schedule
+        self.lend = Lending(config, rollout, actor) if config.placement.lend and actor else None
         self._scores_at_once = has_own_pool(config, "reward")
         self.metrics: dict[str, Any] = {}
 
@@ -56,6 +61,9 @@ class Sampling:
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
+        if self.lend:  # scored when it is complete
+            lendable = self.lend.begin(prompts)
+            return Begun(step, (lendable.rows,), self._greedy(prompts), lendable)
         if config.updates_in_flight:
             running = Running(step, begin_in_flight(config, self._in_flight, prompts, engines))
             if config.rollout.replay:
@@ -70,6 +78,8 @@ class Sampling:
 
     def score(self, begun: Begun | Running) -> ScoredParts:
         """Return the parts with scores, and `baseline_scores`: for each row that of the greedy response."""
+        if self.lend and isinstance(begun, Begun):
+            begun = self.lend(begun)
         return ScoredParts(begun, self._score)
 
     def _greedy(self, prompts: DataProto) -> DataProtoFuture | None:

@@ -31,11 +31,16 @@ class WeightSync(Protocol):
 def weight_sync_of(config: Config, trainer: WorkerGroup, rollout: WorkerGroup | None) -> WeightSync:
     """Return the weight sync of a program; a no-op if the embedded engine generates in the training process."""
     if rollout is not None:
-        waits = config.updates_in_flight or config.rollout.weight_sync != "object_store"
-        return BetweenPools(trainer, rollout, num_ahead=0 if waits or config.trainer.lag < 2 else config.trainer.lag)
+        return BetweenPools(trainer, rollout, num_ahead=num_syncs_ahead(config))
     if config.rollout.backend == "vllm":
         return InEachProcess(trainer)
     return SharedWeights()
+
+
+def num_syncs_ahead(config: Config) -> int:
+    """Return how many syncs may be unfinished while engines generate; 0: a sync waits for the begun batches."""
+    waits = config.updates_in_flight or config.rollout.weight_sync != "object_store" or config.trainer.lag < 2
+    return 0 if waits else config.trainer.lag
 
 
 class SharedWeights:

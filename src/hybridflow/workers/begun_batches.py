@@ -54,6 +54,14 @@ class BegunBatches:
         completions = [completion for _, (_, group) in groups for completion in group]
         return [batch for batch, _ in groups], DataProto.concat(rows), completions
 
+    def give_waiting(self, batch: Hashable, share: float) -> list[int]:
+        """Give up a share of the groups that wait, see `RunningGroups.give_waiting`; return their `group_ids`."""
+        return self._prompts[batch].batch["group_ids"][self._groups.give_waiting(batch, share)].tolist()
+
+    def __contains__(self, batch: Hashable) -> bool:
+        """Return whether the batch has begun and has groups that were not returned yet."""
+        return batch in self._groups
+
     def step(self) -> None:
         """Step the engine once, if sequences run, and keep what finishes."""
         with self._leaving_when_empty():

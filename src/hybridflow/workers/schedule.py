@@ -28,7 +28,7 @@ class Schedule:
     ) -> None:
         self._rank, self._step, self._has_unfinished = rank, step, has_unfinished
         self._replayed = None if replay is None else deque(row for row in replay if row["rank"] == rank)
-        self._rows: list[dict[str, Any]] = []
+        self._rows: deque[dict[str, Any]] = deque()
         self.num_steps = 0
         self._last, self._version = 0, -1
         self._loads_again = False
@@ -43,10 +43,11 @@ class Schedule:
         """Count a step of the engine."""
         self.num_steps += 1
 
-    def event(self, kind: Literal["begin", "load"], number: int) -> None:
-        """Record that the batch of step `number` begins, or that weights of version `number` are loaded.
+    def event(self, kind: Literal["begin", "load", "give"], number: int, **details: Any) -> None:
+        """Record that the batch of step `number` begins or gives up groups, or that version `number` is loaded.
 
-        Raises RolloutConfigError if the replayed run had another event, or fewer steps until its sequences finished.
+        `details` are added to the row. Raises RolloutConfigError if the replayed run had another event, or fewer steps
+        until its sequences finished.
         """
         if self._replayed is not None and not self._is_reload(kind, number):
             while self._replayed and self._is_repeated(self._replayed[0]):
@@ -55,12 +56,11 @@ class Schedule:
         steps = self.num_steps - self._last if self._has_unfinished() else None
         self._last = self.num_steps
         self._version = number if kind == "load" else self._version
-        self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps})
+        self._rows.append({"rank": self._rank, "event": kind, "number": number, "engine_steps": steps, **details})
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the rows since the last call."""
-        rows, self._rows = self._rows, []
-        return rows
+        """Return the rows since the last call; another thread may add one meanwhile."""
+        return [self._rows.popleft() for _ in range(len(self._rows))]
 
     def _is_reload(self, kind: str, number: int) -> bool:
         """Return whether a resumed replay loads weights that the run had loaded before this step."""

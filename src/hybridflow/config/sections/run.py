@@ -133,3 +133,8 @@ class PlacementConfig(Section):
         description="Pool of a role, as in {critic = 'second'}; other roles are on the first pool. Roles of one pool "
         "share its processes and run one after another.",
     )
+    lend: bool = Field(
+        default=False,
+        description="With a separate pool for generation: while the actor's ranks wait for a batch, they generate "
+        "prompts of it that wait for memory in the rollout engines, with the weights that they hold.",
+    )

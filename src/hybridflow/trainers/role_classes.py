@@ -1,0 +1,58 @@
+"""The worker class of each role of a run."""
+
+from hybridflow.config import Config
+from hybridflow.config.roles import has_own_pool
+from hybridflow.controller import ClassWithInitArgs, Role, Worker
+from hybridflow.trainers.groups import traits_of
+from hybridflow.workers import (
+    ActorRolloutWorker,
+    ActorWorker,
+    CriticWorker,
+    GivingWorker,
+    InFlightGivingWorker,
+    InFlightRolloutWorker,
+    LendingActorWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RewardWorker,
+    RolloutWorker,
+    StreamedRewardWorker,
+    TeacherWorker,
+)
+
+
+def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1) -> dict[Role, ClassWithInitArgs]:
+    """Return the worker class of each role that the configuration uses.
+
+    Learning-rate schedules end after `actor_updates` and `critic_updates`.
+    """
+    classes = {
+        Role.ActorRollout: ClassWithInitArgs(actor_class(config), config=config, total_updates=actor_updates),
+        Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
+        Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
+        Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
+        Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
+        Role.Teacher: ClassWithInitArgs(TeacherWorker, config=config),
+    }
+    return {role: worker for role, worker in classes.items() if traits_of(role).has_group(config)}
+
+
+def actor_class(config: Config) -> type[ActorWorker]:
+    """Return the worker class of the processes that train the policy."""
+    if config.placement.lend:
+        return LendingActorWorker
+    return ActorWorker if config.has_rollout_pool else ActorRolloutWorker
+
+
+def rollout_class(config: Config) -> type[RolloutWorker]:
+    """Return the worker class of a pool that generates."""
+    if config.placement.lend:
+        return InFlightGivingWorker if config.updates_in_flight else GivingWorker
+    return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
+
+
+def reward_class(config: Config) -> type[Worker]:
+    """Return the worker class for rewards: a reward model, or a reward function."""
+    if config.reward.model_path:
+        return RewardModelWorker
+    return StreamedRewardWorker if config.trainer.stream and has_own_pool(config, "reward") else RewardWorker

@@ -1,0 +1,48 @@
+"""What a run logs at its start: keys without effect, and what a stream, a lag and lending do in its placement."""
+
+from hybridflow.config import Config
+from hybridflow.errors import ConfigError
+from hybridflow.observability import get_logger
+from hybridflow.trainers.stages import updates_per_step
+from hybridflow.workers.algorithm_functions import keys_without_effect
+
+logger = get_logger(__name__)
+
+
+def report_start(config: Config, total_steps: int) -> None:
+    """Log these lines. Raises ConfigError if all batches would be sampled before training."""
+    for line in keys_without_effect(config):
+        logger.warning("%s", line)
+    if config.trainer.stream and not config.has_rollout_pool:
+        logger.info(
+            "trainer.stream: generation and the actor share processes, so only roles in other pools compute while "
+            "responses are generated"
+        )
+    if lag := config.trainer.lag:
+        _report_lag(config, lag, total_steps)
+    if config.placement.lend:
+        is_repeatable = not lag and config.rollout.backend == "embedded"
+        logger.info(
+            "placement.lend: training ranks that wait for a batch generate prompts of it that wait in the rollout "
+            "engines%s",
+            "" if is_repeatable else "; which ones depends on timings, so that two runs differ",
+        )
+
+
+def _report_lag(config: Config, lag: int, total_steps: int) -> None:
+    if lag >= total_steps:
+        raise ConfigError(
+            f"trainer.lag={lag} samples all {total_steps} batches of the run with the initial weights; use a lag below "
+            f"{total_steps}, or more steps."
+        )
+    updates = updates_per_step(config, config.actor)
+    bound = "at most (late groups: more than) " if config.rollout.order == "ready" else "at most "
+    logger.info(
+        "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
+        "from them%s",
+        lag,
+        bound if config.updates_in_flight or config.placement.lend else "",
+        lag * updates,
+        (lag + 1) * updates - 1,
+        "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",
+    )
