@@ -10,6 +10,7 @@ update is chosen so that both take about equally long.
   lag_1, lag_4       trainer.lag = 1 and 4
   in_flight_retract, in_flight_keep_kv
                      lag 1, and running sequences go on with new weights: rollout.on_new_weights = "retract", "keep-kv"
+  ready              in_flight_retract, and a batch has the groups that finish next: rollout.order = "ready"
   bound              max(generation with its longest response, training) + weight sync, the mean over the steps
 
 The ratio is the step time of `sync` divided by that of the row. `idle` is the share of the devices' time in which they
@@ -49,9 +50,9 @@ from hybridflow.trainers.build_generation import open_prompts
 from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.groups import build_backend, meshes_of
 from hybridflow.trainers.ppo_trainer import PPOTrainer
+from hybridflow.trainers.role_classes import reward_class
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.speed import Speedometer
-from hybridflow.workers import RewardWorker
 
 SCHEDULES = {
     "sync": (),
@@ -59,6 +60,10 @@ SCHEDULES = {
     "lag_1": ("trainer.lag=1",),
     "lag_4": ("trainer.lag=4",),
     "in_flight_retract": ("trainer.lag=1", "rollout.on_new_weights=retract"),
+    "ready": (
+        *("trainer.lag=1", "rollout.on_new_weights=retract"),
+        *("rollout.order=ready", "trainer.deterministic=false"),
+    ),
     "in_flight_keep_kv": ("trainer.lag=1", "rollout.on_new_weights=keep-kv"),
 }
 """Name of a row -> its configuration keys; the first is the reference for the others."""
@@ -205,7 +210,7 @@ def build_all(configs: Mapping[str, Config], backend: Backend) -> dict[str, dict
 def worker_class(role: Role, config: Config) -> type[Worker]:
     """Return the class of a role's workers."""
     if role is Role.Reward:
-        return RewardWorker
+        return reward_class(config)
     if role is Role.ActorRollout:
         return WaitingActor
     return WaitingInFlightGenerator if config.updates_in_flight else WaitingGenerator
@@ -236,7 +241,7 @@ def finishing_s(run_dir: Path, steps: Sequence[int]) -> float:
     calls = [row for row in read_jsonl(run_dir / "trace" / "calls.jsonl") if row["kind"] == "call"]
     updates = [(row["step"] - 1, row["end"]) for row in calls if row["where"].endswith(".update_actor")]
     start, end = (max(ended for step, ended in updates if step == edge) for edge in (steps[0] - 1, steps[-1]))
-    finishing = [row for row in calls if row["where"].endswith(".finish_sequences")]
+    finishing = [row for row in calls if row["where"].endswith((".finish_sequences", ".next_ready_sequences"))]
     return sum(max(0.0, min(row["end"], end) - max(row["start"], start)) for row in finishing)
 
 

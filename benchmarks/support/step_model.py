@@ -61,13 +61,13 @@ class StepModel:
     def streamed(self, *, balanced: bool = True) -> float:
         """Return the time with trainer.stream.
 
-        A part is generated when its longest response is, and scored after the part before it. The ranks train on one
-        part after another, each on equally many rows of it: balanced by their tokens, or in the order of generation.
+        A part is generated when its longest response is, and then scored, beside others. The ranks train on one part
+        after another, each on equally many rows of it: balanced by their tokens, or in the order of generation.
         """
-        scored = trained = 0.0
+        trained = 0.0
         for part in zip_longest(*map(_parts, self.engines), fillvalue=()):
             tokens = [count for groups in part for count in _tokens(groups)]
-            scored = max(scored, STEP_S * (max(tokens) - PROMPT_LEN)) + _reward_s(len(tokens))
+            scored = STEP_S * (max(tokens) - PROMPT_LEN) + _reward_s(len(tokens))
             if balanced:
                 ranks = balanced_partition(tokens, self.num_ranks, equal_counts=True)
             else:
