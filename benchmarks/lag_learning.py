@@ -3,9 +3,11 @@
 The warm start of the demo is trained once; GRPO of the demo then runs from it with every lag and seed, in one process,
 since what a lag means does not depend on where it runs. Only updates in flight need a second process, on Ray.
 
-  lag_0, lag_1, lag_4     importance weights of each token, truncated at 2 (algorithm.rollout_weights = "token")
+  lag_0, lag_1, lag_4     PPO's ratio, clipped, to the log-probs of the rollout (actor.old_log_probs_from = "rollout")
   lag_4_in_flight         the same with running sequences that go on with new weights (on_new_weights = "retract")
-  lag_4_without           the same as lag_4 with all weights truncated to 1, so that nothing corrects for older samples
+  lag_4_decoupled         decoupled PPO (actor.policy_loss = "decoupled-ppo")
+  lag_4_weights           importance weights of each token, truncated at 2 (algorithm.rollout_weights = "token")
+  lag_4_without           the same with all weights truncated to 1, so that nothing corrects for older samples
 
 The figures are the greedy accuracy on held-out problems after the last step, by seed; the ratio compares the mean with
 that of the first row.
@@ -22,18 +24,20 @@ from support.countdown import reinforce, warm_start, write_task
 from support.program import run
 from support.report import Row, print_rows, print_table
 
-CORRECTED = ("algorithm.rollout_weights=token", "algorithm.rollout_weight_outside=truncate")
+RATIO = "actor.old_log_probs_from=rollout"
+WEIGHTS = ("algorithm.rollout_weights=token", "algorithm.rollout_weight_outside=truncate")
 IN_FLIGHT = (
     *("rollout.on_new_weights=retract", "controller.backend=ray"),
     *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
 )
-UNIT_WEIGHTS = "algorithm.rollout_weight_bounds=[1.0, 1.0]"
 ROWS = {
-    "lag_0": ("trainer.lag=0", *CORRECTED),
-    "lag_1": ("trainer.lag=1", *CORRECTED),
-    "lag_4": ("trainer.lag=4", *CORRECTED),
-    "lag_4_in_flight": ("trainer.lag=4", *CORRECTED, *IN_FLIGHT),
-    "lag_4_without": ("trainer.lag=4", *CORRECTED, UNIT_WEIGHTS),
+    "lag_0": ("trainer.lag=0", RATIO),
+    "lag_1": ("trainer.lag=1", RATIO),
+    "lag_4": ("trainer.lag=4", RATIO),
+    "lag_4_in_flight": ("trainer.lag=4", RATIO, *IN_FLIGHT),
+    "lag_4_decoupled": ("trainer.lag=4", "actor.policy_loss=decoupled-ppo"),
+    "lag_4_weights": ("trainer.lag=4", *WEIGHTS),
+    "lag_4_without": ("trainer.lag=4", *WEIGHTS, "algorithm.rollout_weight_bounds=[1.0, 1.0]"),
 }
 
 
