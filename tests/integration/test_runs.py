@@ -61,7 +61,10 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     schedule = ["schedule/imbalance_even", "schedule/imbalance"]
     balance = ["balance/imbalance_before", "balance/imbalance_after"]
     ready = ["late_share", "compared_batches", "length_trained", "length_begun", "tokens_behind"]
-    pools = [*(f"ready/{name}" for name in ready), "sampling/lent_groups"]  # see test_ready_order.py and test_lending.py
+    pools = [
+        *(f"ready/{name}" for name in ready),
+        "sampling/lent_groups",
+    ]  # see test_ready_order.py and test_lending.py
     assert missing == [*pools, *sync, *schedule, *balance]  # these need several ranks or two engines
 
 

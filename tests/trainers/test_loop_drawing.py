@@ -20,6 +20,11 @@ def test_groups_that_finish_next_are_named_below_the_loop():
     assert added == '    rollout.order = "ready": train on the groups that finish next, of any batch sampled so far\n'
 
 
+def test_weights_that_come_while_sequences_run_are_named_below_the_loop():
+    added = draw_loop(1, on_new_weights="retract").removeprefix(draw_loop(1))
+    assert added == '    rollout.on_new_weights = "retract": batches that run go on with the weights of later steps\n'
+
+
 def test_edges_lead_from_weights_to_batches_to_the_next_weights():
     assert loop_edges(1) == [
         ("weights of step 0", "batches 0 to 1", "sample"),

@@ -1,6 +1,9 @@
+import pytest
+
 from hybridflow.config import AlgorithmConfig, Config, load_config
 from hybridflow.config.roles import ROLES
 from hybridflow.controller import Role
+from hybridflow.errors import ConfigError
 from hybridflow.trainers import run_on_placeholders
 from hybridflow.trainers.role_classes import role_classes
 
@@ -25,3 +28,10 @@ def test_every_online_role_has_a_worker_class():
     models = ["algorithm.advantage=gae", "algorithm.kl_in_loss=true", "teacher.model_path=m", "teacher.loss=reverse_kl"]
     classes = role_classes(load_config(None, [*pool, *models]))
     assert set(classes) == {Role(name) for name, traits in ROLES.items() if not traits.offline}
+
+
+def test_updates_in_flight_that_cannot_serve_the_algorithm_are_an_error():
+    flight = ["trainer.lag=1", "algorithm.rollout_weights=token", "rollout.on_new_weights=retract"]
+    pool = ["controller.backend=ray", "placement.pools={learn=[1],gen=[1]}", "placement.roles.rollout=gen"]
+    with pytest.raises(ConfigError, match=r"is not supported with algorithm\.advantage='remax'"):
+        run_on_placeholders(load_config(None, [*flight, *pool, "algorithm.advantage=remax"]))

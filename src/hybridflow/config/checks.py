@@ -497,7 +497,9 @@ def _ready(config: Config) -> Iterator[str]:
         yield (
             f"{key} takes groups of several batches that run side by side, but rollout.on_new_weights="
             f"{config.rollout.on_new_weights!r} with the given pools generates them one after another; set "
-            "on_new_weights = 'retract' or 'keep-kv' and a separate pool (placement.roles.rollout), or order = "
+            + "on_new_weights = 'retract' or 'keep-kv' and "
+            * (config.rollout.on_new_weights == "wait")
+            + "a separate pool (placement.pools and placement.roles.rollout, controller.backend = 'ray'), or order = "
             "'sampled'"
         )
     if config.trainer.deterministic:

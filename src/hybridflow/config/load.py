@@ -36,7 +36,10 @@ def load_config(recipe: str | Path | Sequence[str | Path] | None, overrides: Seq
         elif len(key) > LONGEST_KEY:
             problems.append(f"{_shown(key)}: no such key; it has {len(key)} characters")
         else:
-            values = _merged(values, _nested(names, _override_value(key.strip(), text.strip())))
+            value = _override_value(key.strip(), text.strip())
+            if key.strip() in leaf_keys():  # a table replaces that of the key
+                values = _merged(values, _nested(names, None))
+            values = _merged(values, _nested(names, value))
     config = None
     try:
         config = Config.model_validate(values, strict=True)

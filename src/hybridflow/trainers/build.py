@@ -10,7 +10,6 @@ from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_generation import build_group_validator, open_prompts
 from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.compute_dtype import settle_dtype
-from hybridflow.trainers.in_flight import require_in_flight
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
     require_files,
@@ -77,7 +76,6 @@ def _classes(config: Config, total_steps: int) -> Mapping[Role, ClassWithInitArg
         )
     actor_updates = (total_steps - warmup_steps) * updates_per_step(config, config.actor)
     classes = role_classes(config, actor_updates, total_steps * updates_per_step(config, config.critic))
-    require_in_flight(config)
     run_on_placeholders(config, classes)
     report_start(config, total_steps)
     return classes

@@ -21,15 +21,19 @@ class LoopStep(NamedTuple):
     trained: int
 
 
-def draw_loop(lag: int, order: str = "sampled") -> str:
+def draw_loop(lag: int, order: str = "sampled", on_new_weights: str = "wait") -> str:
     """Return a text with the first steps, up to the first whose batch is not sampled by the initial weights.
 
-    `order`: `rollout.order`.
+    `order`: `rollout.order`; `on_new_weights`: that of rollout, if weights come while sequences run.
     """
     lines = [
         f"    weights of step {step}: sample {_named(sampled)}, then train on batch {trained}"
         for step, sampled, trained in loop_steps(lag)
     ]
+    if on_new_weights != "wait":
+        lines.append(
+            f'    rollout.on_new_weights = "{on_new_weights}": batches that run go on with the weights of later steps'
+        )
     if order == "ready":
         lines.append('    rollout.order = "ready": train on the groups that finish next, of any batch sampled so far')
     return "\n".join([f"loop  (trainer.lag = {lag})", *lines]) + "\n" if lag else ""

@@ -7,6 +7,7 @@ from hybridflow.controller import ClassWithInitArgs, ResourcePool, Role, spawn_c
 from hybridflow.controller.placeholder import PlaceholderBackend, synthetic_batch
 from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
+from hybridflow.trainers.in_flight import require_in_flight
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
 from hybridflow.trainers.role_classes import role_classes
@@ -18,9 +19,10 @@ from hybridflow.workers.losses import actor_columns, actor_loss
 def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs] | None = None) -> list[TraceEvent]:
     """Run one step on synthetic prompts with placeholder workers, and return its trace.
 
-    Raises AlgorithmError for a parameter out of range, and FieldError for a column that no method made, with the method
-    that needs it and the method that makes it.
+    Raises ConfigError if updates in flight cannot serve the algorithm, AlgorithmError for a parameter out of range, and
+    FieldError for a column that no method made, with the method that needs it and the method that makes it.
     """
+    require_in_flight(config)
     backend = PlaceholderBackend(_lengths(config))
     groups = {}
     for name, processes in pools_of(config).items():

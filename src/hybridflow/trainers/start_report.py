@@ -1,6 +1,8 @@
 """What a run logs at its start: keys without effect, and what a stream, a lag and lending do in its placement."""
 
-from hybridflow.config import Config
+from pathlib import Path
+
+from hybridflow.config import Config, leaf_keys, load_config
 from hybridflow.errors import ConfigError
 from hybridflow.observability import get_logger
 from hybridflow.trainers.stages import updates_per_step
@@ -18,6 +20,8 @@ def report_start(config: Config, total_steps: int) -> None:
             "trainer.stream: generation and the actor share processes, so only roles in other pools compute while "
             "responses are generated"
         )
+    if config.rollout.replay:
+        _report_replay(config)
     if lag := config.trainer.lag:
         _report_lag(config, lag, total_steps)
     if config.placement.lend:
@@ -37,6 +41,9 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
         )
     updates = updates_per_step(config, config.actor)
     bound = "at most (late groups: more than) " if config.rollout.order == "ready" else "at most "
+    in_turn = "; generation and training share processes, so they run in turn"
+    if config.rollout.on_new_weights != "wait":
+        in_turn += ", and no weights come while sequences run"
     logger.info(
         "trainer.lag=%d: a batch is sampled with weights %s%d optimizer steps old, and its last mini-batch is %d steps "
         "from them%s",
@@ -44,5 +51,21 @@ def _report_lag(config: Config, lag: int, total_steps: int) -> None:
         bound if config.updates_in_flight or config.placement.lend else "",
         lag * updates,
         (lag + 1) * updates - 1,
-        "" if config.has_rollout_pool else "; generation and training share processes, so they run in turn",
+        "" if config.has_rollout_pool else in_turn,
     )
+
+
+def _report_replay(config: Config) -> None:
+    """Warn of keys that differ from those of the replayed run."""
+    recipe = Path(config.rollout.replay) / "config.toml"
+    if not recipe.is_file():
+        return
+    replayed, keys = leaf_keys(load_config(recipe)), leaf_keys(config)
+    free = ("controller.", "placement.", "rollout.replay", "rollout.weight_sync", "trainer.run_dir", "trainer.stream")
+    differ = [
+        f"{key} was {replayed[key]!r} and is {value!r}"
+        for key, value in keys.items()
+        if replayed[key] != value and not key.startswith(free)
+    ]
+    if differ:
+        logger.warning("the replay of %s may have other results: %s", config.rollout.replay, "; ".join(differ))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridflow.errors import RolloutConfigError
+from hybridflow.errors import DataConfigError, RolloutConfigError
 from hybridflow.observability import read_jsonl
 
 SCHEDULE = "schedule.jsonl"
@@ -87,6 +87,10 @@ class Schedule:
 def read_schedule(run: str) -> list[dict[str, Any]]:
     """Return the rows of a run directory. Raises RolloutConfigError for a row that is not one of a schedule."""
     path, wanted = Path(run) / SCHEDULE, {"step": int, "rank": int, "event": str, "number": int}
+    if not path.is_file():
+        raise DataConfigError(
+            f"{path} not found; a run with rollout.on_new_weights = 'retract' or 'keep-kv' writes it at its first step."
+        )
     rows = read_jsonl(path)
     for line, row in enumerate(rows, start=1):
         steps = row.get("engine_steps", "")
@@ -101,5 +105,5 @@ def read_schedule(run: str) -> list[dict[str, Any]]:
 def _does_not_fit(rank: int, found: str) -> RolloutConfigError:
     return RolloutConfigError(
         f"the schedule of rollout.replay does not fit this run: rank {rank} has {found}; use the recipe of that run, "
-        "with equal pools, data, trainer.lag, trainer.val_every and trainer.save_every."
+        "with equal pools, data, trainer.lag, trainer.total_steps, trainer.val_every and trainer.save_every."
     )
