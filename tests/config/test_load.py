@@ -71,7 +71,7 @@ def test_later_overrides_win_over_earlier_ones_and_the_recipe(tmp_path):
 def test_a_table_as_override_replaces_the_table_and_a_dotted_key_changes_one_entry(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        "[controller]\nbackend = 'ray'\n[placement.pools]\nlearn = [1]\nscore = [1]\n[placement.roles]\nreward = 'score'\n"
+        "controller.backend = 'ray'\nplacement.roles.reward = 'score'\n[placement.pools]\nlearn = [1]\nscore = [1]\n"
     )
     assert load_config(recipe, ["placement.pools.score=[2]"]).placement.pools == {"learn": (1,), "score": (2,)}
     assert load_config(recipe, ["placement.pools={a=[3]}", "placement.roles={}"]).placement.pools == {"a": (3,)}
