@@ -10,6 +10,7 @@ TWO_ENGINES = {
     "shared": (*ON_RAY, "controller.num_workers=2"),
     "separate": (*ON_RAY, "placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate"),
 }
+TWO_ENGINES["streamed"] = (*TWO_ENGINES["separate"], "trainer.stream=true")
 NAMES = ("actor.safetensors", "actor.json", "metrics", "samples")  # random states differ, see `uninterrupted`
 
 

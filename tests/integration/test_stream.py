@@ -94,6 +94,29 @@ def test_a_reward_that_fails_in_a_part_stops_the_run_with_its_error(task, tmp_pa
     assert "part" not in outcome.err.splitlines()[0]
 
 
+REWARD_THAT_FAILS_RARELY = """
+import zlib
+
+def score(solution_str, **_):
+    if zlib.crc32(solution_str.encode()) % 12 == 0:
+        raise ValueError("a rare failure")
+    return float(len(solution_str) % 3)
+"""
+
+
+def test_the_failure_rate_of_a_streamed_batch_is_that_of_all_its_parts(run, task, tmp_path, hybridflow):
+    (tmp_path / "reward.py").write_text(REWARD_THAT_FAILS_RARELY)
+    changes = [f"reward.function={tmp_path}/reward.py:score", "reward.processes=0", "reward.on_error=zero"]
+    changes += ["trainer.stream=true", "data.val_files=[]"]
+    rows = read_jsonl(run("run", *changes, "reward.max_failure_rate=0.25") / "metrics.jsonl")
+    rates = [row["reward/error_rate"] for row in rows]
+    assert 0 < max(rates) < 0.25  # in a part of three rows, one failure is more
+    changes += [f"trainer.run_dir={tmp_path}/fewer", f"reward.max_failure_rate={max(rates) - 0.01}"]
+    outcome = hybridflow("train", task / "rl.toml", *changes)
+    assert outcome.status != 0
+    assert f"{round(24 * max(rates))} of 24 rewards failed, more than reward.max_failure_rate=" in outcome.err
+
+
 def test_resuming_without_the_stream_is_an_error(task, run, tmp_path, hybridflow):
     run("run", "trainer.stream=true", "--stop-after", "2")
     outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}")

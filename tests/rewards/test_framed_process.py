@@ -1,7 +1,9 @@
 """Bytes on the connection of a reward process that are not a reply: a failure of the sample, and a new process."""
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -9,7 +11,7 @@ import pytest
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards import RewardRunner
-from hybridflow.rewards.reward_process import HEAD, MARK
+from hybridflow.rewards.reward_process import HEAD, MARK, receive
 
 FUNCTIONS = """
 import os, stat, time
@@ -152,3 +154,11 @@ def test_a_process_whose_rank_was_killed_exits_without_a_traceback():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_process_whose_rank_died_with_unread_replies_exits_quietly():
+    rank, process = socket.socketpair()
+    with rank, process, os.fdopen(os.dup(process.fileno()), "rb") as samples:
+        process.send(b"a reply")
+        rank.close()  # with unread bytes: reading at the other end raises ConnectionResetError
+        assert receive(samples) is None

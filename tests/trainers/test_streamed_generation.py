@@ -15,18 +15,24 @@ from hybridflow.workers.generating import DATASET_COLUMNS
 
 @pytest.fixture
 def generate():
-    """Return a function (prompts, engines, rows of each engine) -> parts and trace; placeholders finish in order."""
+    """Return a function (prompts, engines, rows of each engine, changes) -> parts and trace.
 
-    def run(num_prompts, num_engines, assigned=()):
+    Placeholders finish in order.
+    """
+
+    def run(num_prompts, num_engines, assigned=(), *changes):
         backend = PlaceholderBackend()
         group = WorkerGroup(
             ResourcePool([num_engines]),
-            ClassWithInitArgs(RolloutWorker, config=load_config(None, ["rollout.group_size=2"])),
+            ClassWithInitArgs(RolloutWorker, config=load_config(None, ["rollout.group_size=2", *changes])),
             backend,
             meshes={"rollout": {"data": num_engines, "tensor": 1}},
         )
         prompts = synthetic_batch(DATASET_COLUMNS, num_prompts)
         prompts = prompts.union(DataProto.from_dict({"group_ids": torch.arange(num_prompts)}))
+        if changes:
+            scheduled = {"expected_lengths": torch.ones(num_prompts), "engine_ids": torch.zeros(num_prompts).long()}
+            prompts = prompts.union(DataProto.from_dict(scheduled))
         prompts.meta_info = {"noise_key": [0, 0, 5]}
         parts = StreamedGeneration(group)(prompts, assigned)
         return parts, [(event.worker, event.method) for event in backend.trace.take() if event.kind == "call"]
@@ -68,6 +74,11 @@ def test_assigned_prompts_are_those_of_their_engines(generate):
     assert [len(part) for part in parts] == [4, 2, 2]
     assert [worker for worker, method in calls if method == "next_sequences"].count("RolloutWorker/1") == 1
     assert parts[0].get("group_ids").batch["group_ids"].tolist() == [3, 3, 2, 2]
+
+
+def test_parts_have_the_columns_of_the_schedule_for_its_metrics(generate):
+    parts, _ = generate(4, 2, [[3, 1, 0], [2]], "rollout.schedule=expected")
+    assert all({"expected_lengths", "engine_ids"} <= set(part.columns) for part in parts)
 
 
 def test_all_calls_of_an_engine_are_queued_at_once(generate):

@@ -255,12 +255,14 @@ def as_plain(value: Any) -> Any:
 
 
 def receive(stream: BinaryIO) -> Any:
-    """Return the next sample; None at the end of the stream."""
-    head = stream.read(HEAD.size)
-    if len(head) < HEAD.size:
+    """Return the next sample; None at the end of the stream, also in the middle of a sample."""
+    try:
+        head = stream.read(HEAD.size)
+        length = HEAD.unpack(head)[1] if len(head) == HEAD.size else -1
+        contents = stream.read(max(0, length))
+    except ConnectionResetError:  # the rank was killed before it read a reply
         return None
-    _, length = HEAD.unpack(head)
-    return pickle.loads(stream.read(length))
+    return pickle.loads(contents) if len(contents) == length else None
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ class RewardScorer:
     keyword arguments data_source, solution_str, ground_truth, extra_info (copies) and `kwargs`, and returns a number,
     or a dict with a `score` whose other numbers become `extras`. It may be `async`, or take the plurals of the four
     arguments, lists of all rows, and return a list. `runner` calls it in processes; `table_runner` does so for the
-    functions of the table that may take long; `journal` stores their outcomes of a step.
+    functions of the table that may take long; `journal` stores their outcomes of a step. `rows_of_step`: the rows of a
+    step whose batch is scored in parts; `max_failure_rate` then limits the failures of the step, not those of a part.
 
     An exception in the function, or an invalid result, is a `RewardError` that shows the sample; with
     `on_error="zero"` it is counted and scores `error_score`. With `weights` the score is the weighted sum of numbers
@@ -91,6 +92,7 @@ class RewardScorer:
         runner: RewardRunner | None = None,
         table_runner: RewardRunner | None = None,
         journal: RewardJournal | None = None,
+        rows_of_step: float = 0.0,
     ) -> None:
         if on_error not in ("stop", "zero"):
             raise RewardConfigError(f"on_error={on_error!r} is not one of stop, zero.")
@@ -103,7 +105,8 @@ class RewardScorer:
         self._function, self._on_error, self._error_score = function, on_error, error_score
         self._weights, self._kwargs, self._max_failure_rate = dict(weights or {}), dict(kwargs or {}), max_failure_rate
         self._runner, self._table_runner, self._journal = runner, table_runner, journal
-        self._concurrency = concurrency
+        self._concurrency, self._rows_of_step = concurrency, rows_of_step
+        self._step, self._num_failed, self._num_rows = -1, 0, 0  # the step that is scored in parts, and its rows so far
 
     def score(
         self,
@@ -165,7 +168,7 @@ class RewardScorer:
             )
         ]
         wait = self._begin_outcomes(functions, samples, raw_prompts, seed_keys, step)
-        return lambda: self._result([*map(self._name_of, functions)], samples, raw_prompts, wait())
+        return lambda: self._result([*map(self._name_of, functions)], samples, raw_prompts, wait(), step)
 
     def _result(
         self,
@@ -173,6 +176,7 @@ class RewardScorer:
         samples: Sequence[Mapping[str, Any]],
         prompts: Sequence[Any],
         outcomes: Sequence[Outcome],
+        step: int | None,
     ) -> RewardResult:
         """Return the scores of the outcomes; `names` are those of the functions."""
         failures: list[RewardError] = []
@@ -187,7 +191,7 @@ class RewardScorer:
                 failures.append(error)
                 parts = [self._error_score] * len(self._weights)
                 rows.append(_Row(self._error_score, {}, parts, None, True, outcome.kind == "timeout"))
-        self._report(failures, len(rows))
+        self._report(failures, len(rows), step)
         components = torch.tensor([row.components for row in rows], dtype=torch.float32)
         return RewardResult(
             torch.tensor([row.score for row in rows], dtype=torch.float32),
@@ -198,12 +202,13 @@ class RewardScorer:
             components.reshape(len(rows), len(self._weights)) if self._weights else None,
         )
 
-    def _report(self, failures: Sequence[RewardError], num_rows: int) -> None:
+    def _report(self, failures: Sequence[RewardError], num_rows: int, step: int | None) -> None:
         """Log the failures; raise RewardError if there are too many."""
-        if len(failures) > self._max_failure_rate * num_rows:
+        num_failed, num_scored = self._count(len(failures), num_rows, step)
+        if failures and num_failed > self._max_failure_rate * num_scored:
             shown = "\n".join(str(failure) for failure in failures[:MAX_SHOWN])
             raise RewardError(
-                f"{len(failures)} of {num_rows} rewards failed, more than reward.max_failure_rate="
+                f"{num_failed} of {num_scored:.0f} rewards failed, more than reward.max_failure_rate="
                 f"{self._max_failure_rate} allows. The first {min(len(failures), MAX_SHOWN)}:\n{shown}"
             )
         if failures:
@@ -214,6 +219,15 @@ class RewardScorer:
                 self._error_score,
                 failures[0],
             )
+
+    def _count(self, num_failed: int, num_rows: int, step: int | None) -> tuple[int, float]:
+        """Return the failures and the rows to which the limit applies: with `rows_of_step` those of the step."""
+        if step is None or not self._rows_of_step:
+            return num_failed, num_rows
+        if step != self._step:
+            self._step, self._num_failed, self._num_rows = step, 0, 0
+        self._num_failed, self._num_rows = self._num_failed + num_failed, self._num_rows + num_rows
+        return self._num_failed, max(self._num_rows, self._rows_of_step)
 
     def _begin_outcomes(
         self,

@@ -62,7 +62,7 @@ class GenerationSchedule:
     def scheduled(self, prompts: DataProto) -> tuple[DataProto, list[list[int]]]:
         """Return the prompts with the schedule's columns, and the rows of each engine.
 
-        No rows: split the batch evenly, in its order. The columns are `expected_lengths`, and `engine_ids` with rows.
+        No rows: split the batch evenly, in its order. The columns are `expected_lengths` and `engine_ids` (-1: none).
         """
         if self._history is None:
             return prompts, []
@@ -71,7 +71,7 @@ class GenerationSchedule:
         expected = self._history.expected(keys, sources)
         prompts = prompts.union(DataProto.from_dict({"expected_lengths": torch.tensor(expected, dtype=torch.float32)}))
         if not self._history or not 1 < len(self.engines) <= len(prompts):
-            return prompts, []
+            return prompts.union(DataProto.from_dict({"engine_ids": torch.full((len(prompts),), -1)})), []
         mask = prompts.batch["prompt_mask"].bool()
         tokens = [ids[own].tolist() for ids, own in zip(prompts.batch["prompts"], mask, strict=True)]
         costs = expected_tokens(mask.sum(-1).numpy(), expected, self._config.rollout.group_size)
@@ -95,8 +95,7 @@ class GenerationSchedule:
         metrics = {}
         if "expected_lengths" in scheduled and (expected := prompts.batch["expected_lengths"].numpy()).all():
             metrics["schedule/length_error"] = float(np.abs(expected - lengths).mean() / lengths.mean())
-        if "engine_ids" in scheduled:
-            engine_ids = prompts.batch["engine_ids"].numpy()
+        if "engine_ids" in scheduled and (engine_ids := prompts.batch["engine_ids"].numpy()).min() >= 0:
             size = self._config.rollout.group_size
             costs = expected_tokens(prompts.batch["prompt_mask"].sum(-1).numpy(), lengths, size).tolist()
             num_engines = int(engine_ids.max()) + 1

@@ -35,7 +35,8 @@ class Sampling:
         self._stream = StreamedGeneration(rollout) if config.trainer.stream else None
         self._in_flight = ReadyGroups(rollout) if config.rollout.order == "ready" else self._stream or self.schedule
         self.lend = Lending(config, rollout, actor) if config.placement.lend and actor else None
-        self._scores_at_once = has_own_pool(config, "reward")
+        # The journal of rewards is open for one step at a time: greedy responses are scored with a batch that is lent.
+        self._scores_at_once = has_own_pool(config, "reward") and not self.lend
         self.metrics: dict[str, Any] = {}
 
     def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
@@ -61,7 +62,7 @@ class Sampling:
         prompts = with_group_ids(prompts, first_group)
         prompts.meta_info["noise_key"] = [config.trainer.seed, TRAINING_STREAM, step]
         prompts, engines = self.schedule.scheduled(prompts)
-        if self.lend:  # scored when it is complete
+        if self.lend:  # scored when it is complete, as its greedy responses
             lendable = self.lend.begin(prompts)
             return Begun(step, (lendable.rows,), self._greedy(prompts), lendable)
         if config.updates_in_flight:

@@ -19,7 +19,8 @@ from hybridflow.workers.generating import (
 
 def begun_columns(config: Config) -> tuple[str, ...]:
     """Return the columns of prompts that come back with the responses of a batch that is read in parts."""
-    return (*DATASET_COLUMNS, "group_ids", *["expected_lengths"] * (config.rollout.schedule == "expected"))
+    scheduled = ("expected_lengths", "engine_ids") if config.rollout.schedule == "expected" else ()
+    return (*DATASET_COLUMNS, "group_ids", *scheduled)
 
 
 class PartwiseGeneratingWorker(GeneratingWorker):

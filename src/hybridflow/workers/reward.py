@@ -64,6 +64,7 @@ class RewardWorker(Worker):
                 [self.runner.name, self.runner.kwargs, self.runner.source],
                 failures=reward.on_error == "zero",
             )
+        num_rows = config.data.train_batch_size * config.rollout.group_size
         self.scorer = RewardScorer(
             reward.function,
             on_error=reward.on_error,
@@ -75,6 +76,7 @@ class RewardWorker(Worker):
             runner=self.runner if reward.function else None,
             table_runner=None if reward.function else self.runner,
             journal=self.journal,
+            rows_of_step=num_rows / self.world_size if config.trainer.stream else 0.0,
         )
 
     @register(
