@@ -72,6 +72,22 @@ def test_measured_memory_grows_with_tokens(tiny_model, build_engine):
     assert peaks[2] - peaks[1] > 16 * 504 * 4000 * 4  # the logits alone
 
 
+def test_gradient_of_an_earlier_micro_batch_counts(engine):
+    from fixtures.peak_memory import peak_bytes
+
+    rows, gradient = (
+        token_budget._rows(16, 4, 60),
+        sum(4 * parameter.numel() for parameter in engine.parameters.values()),
+    )
+
+    def learn():
+        engine._learn(rows, lambda outputs, part: (-outputs["log_probs"].mean(), {}), True, 1.0)
+
+    alone, trial = peak_bytes(learn), peak_bytes(lambda: token_budget._try(engine, rows))
+    engine.optimizer.zero_grad(set_to_none=True)
+    assert alone < trial <= alone + gradient  # a part of the gradient is there at the peak in both
+
+
 def test_moments_count_until_the_optimizer_has_them(tiny_model, build_engine, monkeypatch):
     engine = build_engine(tiny_model("qwen2"))
     memory(monkeypatch, limit=2_000_000 + moments_of(engine) + 600_000, base=2_000_000, per_token=1000)
@@ -96,4 +112,5 @@ def test_no_prompt_of_the_trials_is_shared(tiny_model, build_engine, monkeypatch
     monkeypatch.setattr(torch_engine, "pack", recording)
     engine = build_engine(tiny_model("qwen2", max_position_embeddings=1024), max_tokens=100_000)
     engine.find_token_budget(300, 4, 1)
-    assert [tokens for tokens, _ in computed] == [tokens for _, tokens in computed] == [304, 608, 2432]
+    trials = [304, 304, 304, 608, 304, 2432]  # each after one row, whose gradient is there
+    assert [tokens for tokens, _ in computed] == [tokens for _, tokens in computed] == trials

@@ -90,5 +90,6 @@ def _try(engine: "TorchEngine", rows: DataProto) -> None:
         return torch.stack([values.float().mean() for values in outputs.values()]).sum(), {}
 
     with engine.reduction.of_no_last_micro_batch():
-        engine._learn(engine._part(rows, torch.arange(len(rows))), loss, with_entropy, 1.0)
+        for count in (1, len(rows)):  # the gradient of the first micro-batch is there while the second is computed
+            engine._learn(engine._part(rows, torch.arange(count)), loss, with_entropy, 1.0)
     engine.optimizer.zero_grad(set_to_none=True)
