@@ -68,7 +68,7 @@ def test_later_overrides_win_over_earlier_ones_and_the_recipe(tmp_path):
     assert (config.trainer.seed, config.trainer.epochs) == (3, 7)
 
 
-def test_a_table_as_override_replaces_the_table_and_a_dotted_key_changes_one_entry(tmp_path):
+def test_a_table_as_override_replaces_the_table_and_a_dotted_key_one_entry(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         "controller.backend = 'ray'\nplacement.roles.reward = 'score'\n[placement.pools]\nlearn = [1]\nscore = [1]\n"
