@@ -4,10 +4,7 @@ group.method(batch) -> parts packed, put into the store of this node -> actor ca
 future, DataProto  <- status of each rank (small)  ..  batches stay in the stores until they are read
 """
 
-import os
-import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,33 +13,25 @@ from typing import Any, NamedTuple, Self
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
+from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
 from hybridflow.controller.ray.probe import probe_nodes
-from hybridflow.controller.ray.processes import BESIDE, RayCall, RayHandle, RayProcess, RayWorker
-from hybridflow.controller.ray.resource_pool import Place, RayResourcePool, require_fit
+from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
+from hybridflow.controller.ray.resource_pool import RayResourcePool, require_fit
 from hybridflow.controller.ray.store import delete_stores
-from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, pickled_class, thaw
+from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
 from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiting
-from hybridflow.controller.ray.worker_process import WorkerProcess
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import ConfigError, DispatchError, LostWorkerError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
-from hybridflow.observability.log import LEVEL_VARIABLE
 from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
-
-START_TIMEOUT_S = 300.0
-"""The shortest deadline for the start of a process, in seconds; Ray may be slow to start one."""
-
-NAMESPACE = "hybridflow"
-"""The Ray namespace of detached workers."""
 
 
 class RayBackend:
@@ -77,7 +66,7 @@ class RayBackend:
         self._waiting = Waiting(self._processes, self._stop, self._trace, self._connection.require_cluster)
         self._own_pools: dict[int, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
-        self._stores = f"stores-{secrets.token_hex(8)}"
+        self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
 
     @property
     def trace(self) -> Trace:
@@ -109,46 +98,51 @@ class RayBackend:
 
         `detached_as`: if not empty, the processes outlive this one; `find_detached` finds them by this name.
         """
-        by_role = {name: cls_with_init.cls for name, cls_with_init in classes.items()}
-        concurrent_calls, beside = concurrent_calls_of(by_role), beside_of(by_role)
-        pool = self._as_ray_pool(resource_pool)
-        self._connection.open([pool])
+        launch = Launch(classes, self._as_ray_pool(resource_pool), detached_as)
+        launch.require_threads()
+        self._connection.open([launch.pool])
         if detached_as:
             self._check_detached(detached_as)
-        pool.take_tenancy(detached=bool(detached_as))
-        label = "+".join(classes)
+        processes = self._launch(launch)
+        workers = {
+            name: [RayWorker(f"{name}/{p.rank}", name, p.rank, cls_with_init.cls.__name__, p) for p in processes]
+            for name, cls_with_init in classes.items()
+        }
+        for process in processes:
+            process.workers = [of_role[process.rank] for of_role in workers.values()]
+        return workers
+
+    def restart(self, workers: Sequence[WorkerRef]) -> None:
+        """Replace the processes of the groups of these workers, as specified by `Backend.restart`."""
+        for worker in workers:
+            if not isinstance(worker, RayWorker) or worker.process.launch is None:
+                raise WorkerError(f"worker {worker.name} was not started by this backend, so it cannot be restarted.")
+        done: list[RayProcess] = []
+        for old in [worker.process for worker in workers if isinstance(worker, RayWorker)]:
+            if old in done or old.launch is None:
+                continue
+            done += old.peers
+            self._stop(old.peers)
+            for new, before in zip(self._launch(old.launch), old.peers, strict=True):
+                new.workers, new.roles = before.workers, before.roles
+                for worker in new.workers:
+                    worker.process = new
+
+    def _launch(self, launch: Launch) -> list[RayProcess]:
+        """Start and build the processes; if one constructor raises, all are stopped."""
+        launch.pool.take_tenancy(detached=bool(launch.detached_as))
         processes: list[RayProcess] = []
         try:
-            places = pool.places()
-            actors = [
-                self._start_process(
-                    f"{label}/{rank}",
-                    place,
-                    pool,
-                    f"{detached_as}/{rank}" if detached_as else "",
-                    concurrent_calls,
-                    {BESIDE: 1} if beside else None,
-                )
-                for rank, place in enumerate(places)
-            ]
-            processes += [RayProcess(actor, f"{label}/{rank}", rank, set(classes)) for rank, actor in enumerate(actors)]
-            for process in processes:
-                process.peers, process.on_last_stop = processes, pool.give_up_tenancy
-                process.is_detached = bool(detached_as)
-                process.concurrent_calls, process.beside = concurrent_calls, beside
+            processes = self._launcher.start(launch)
             self._processes += processes
-            self._find_homes(processes)
-            self._build(processes, classes)
+            self._launcher.build(processes, launch.classes)
             self.measure_nodes(processes, again=False)
         except BaseException:
             self._stop(processes)
             if not processes:
-                pool.give_up_tenancy()
+                launch.pool.give_up_tenancy()
             raise
-        return {
-            name: [RayWorker(f"{name}/{p.rank}", name, p.rank, cls_with_init.cls.__name__, p) for p in processes]
-            for name, cls_with_init in classes.items()
-        }
+        return processes
 
     def measure_nodes(self, processes: Sequence[RayProcess] | None = None, again: bool = True) -> None:
         """Measure latency and bandwidth of each node with a worker process, for the trace and `transfer_report`.
@@ -159,7 +153,7 @@ class RayBackend:
         for process in self._processes if processes is None else processes:
             if process.home is not None and (again or process.home.node_id not in self._measured_nodes):
                 first_on.setdefault(process.home.node_id, process)
-        probe_nodes(list(first_on.values()), self._ask, self._trace)
+        probe_nodes(list(first_on.values()), self._launcher.ask, self._trace)
         self._measured_nodes.update(first_on)
 
     def _as_ray_pool(self, pool: ResourcePool) -> RayResourcePool:
@@ -200,7 +194,7 @@ class RayBackend:
                 f"created with detached=True, on this cluster."
             )
         processes = [RayProcess(actors[0], f"{name}/0", 0, {name})]
-        (world_size,) = self._ask(processes, "world_size")
+        (world_size,) = self._launcher.ask(processes, "world_size")
         for rank in range(1, world_size):
             actor = _find_actor(f"{name}/{rank}")
             if actor is None:
@@ -216,94 +210,14 @@ class RayBackend:
             process.is_detached = True
             process.concurrent_calls, process.beside = concurrent_calls, beside_of({name: cls_with_init.cls})
         self._processes += processes
-        self._find_homes(processes)
+        self._launcher.find_homes(processes)
         nodes = [process.home.node_id for process in processes if process.home]
         pool = RayResourcePool([nodes.count(node) for node in dict.fromkeys(nodes)])
-        group = self._ask(processes[:1], "placement_group")[0]
+        group = self._launcher.ask(processes[:1], "placement_group")[0]
         for process in processes:
             process.peers, process.on_last_stop = processes, partial(remove_placement_group, group)
         class_name = cls_with_init.cls.__name__
         return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
-
-    def _find_homes(self, processes: Sequence[RayProcess]) -> None:
-        """Wait until the processes have started, and store their homes."""
-        timeout_s = self.call_timeout_s and max(self.call_timeout_s, START_TIMEOUT_S)
-        for process, home in zip(processes, self._ask(processes, "home", timeout_s=timeout_s), strict=True):
-            process.home = home
-
-    def _start_process(
-        self,
-        label: str,
-        place: Place,
-        pool: RayResourcePool,
-        detached_as: str,
-        concurrent_calls: int,
-        concurrency_groups: dict[str, int] | None,
-    ) -> Any:
-        share = pool.share_of_one_group
-        options: Any = {
-            "num_cpus": share["CPU"],
-            "num_gpus": share.get("GPU", 0),
-            "max_restarts": 0,
-            "max_concurrency": concurrent_calls,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
-            ),
-        }
-        if detached_as:
-            options |= {"name": detached_as, "namespace": NAMESPACE, "lifetime": "detached"}
-        actor: Any = ray.remote(concurrency_groups=concurrency_groups)(WorkerProcess)  # pyright: ignore
-        return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
-
-    def _build(self, processes: Sequence[RayProcess], classes: Mapping[str, ClassWithInitArgs]) -> None:
-        """Construct the objects of all ranks at the same time, as constructors may use collectives."""
-        packed = {}
-        for name, cls_with_init in classes.items():
-            outgoing, where = Outgoing(), f"{cls_with_init.cls.__name__}.__init__"
-            args = [
-                outgoing.pack(value, f"argument {index} of {where}") for index, value in enumerate(cls_with_init.args)
-            ]
-            kwargs = {
-                key: outgoing.pack(value, f"argument {key} of {where}") for key, value in cls_with_init.kwargs.items()
-            }
-            packed[name] = (pickled_class(cls_with_init.cls), args, kwargs)
-        (port,) = self._ask(processes[:1], "free_port")
-        store = f"{self._stores}/{secrets.token_hex(4)}"
-        shared, homes = ray.put(packed), [process.home for process in processes if process.home]
-        nodes = [home.node_id for home in homes]
-        arguments = []
-        for rank, node in enumerate(nodes):
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(nodes)),
-                "LOCAL_RANK": str(nodes[:rank].count(node)),
-                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-                "MASTER_ADDR": homes[0].node_address,
-                "MASTER_PORT": str(port),
-            }
-            if LEVEL_VARIABLE in os.environ:
-                environment[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
-            arguments.append((shared, environment, store, self.threads, self.compress))
-        where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
-        self._ask(processes, "build", arguments, where)
-
-    def _ask(
-        self,
-        processes: Sequence[RayProcess],
-        method: str,
-        arguments: Any = None,
-        where: str = "",
-        timeout_s: float | None = None,
-    ) -> list[Any]:
-        """Call a method of `WorkerProcess` on all processes at the same time and return the results."""
-        calls = []
-        for index, process in enumerate(processes):
-            ref = getattr(process.actor, method).remote(*(arguments[index] if arguments else ()))
-            worker = RayWorker(process.label, process.label.rpartition("/")[0], process.rank, "", process)
-            calls.append(RayCall(ref, worker, where or f"WorkerProcess.{method}", timeout_s or self.call_timeout_s))
-            self._waiting.track(calls[-1])
-        self._waiting.wait(calls)
-        return [ray.get(call.done) for call in calls]
 
     def running(self) -> list[tuple[str, float]]:
         """Return worker and start of the oldest unfinished call of each process, unless it waits for another call."""
@@ -351,7 +265,7 @@ class RayBackend:
         self._stop([process for process in self._processes if not process.is_detached])
         self._own_pools.clear()
         if ray.is_initialized() and not self._connection.ends_with_us and not self._connection.is_lost:
-            delete_stores(self._stores)
+            delete_stores(self._launcher.stores)
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -528,7 +442,3 @@ def _find_actor(name: str) -> Any:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
-
-
-def _importable_paths() -> list[str]:
-    return [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.transport import StoredBatch, unpack
@@ -12,6 +12,9 @@ from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability.trace import Sources
 from hybridflow.protocol.handle import Duration, Handle
 from hybridflow.protocol.row_index import RowIndex
+
+if TYPE_CHECKING:
+    from hybridflow.controller.ray.launcher import Launch
 
 BESIDE = "beside"
 """Ray's concurrency group of the calls that run in the second thread of a process."""
@@ -23,12 +26,15 @@ class RayProcess:
     `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first
     `concurrent_calls` of them, and the first of those whose role and method are in `beside`. `home`: None until it has
     started. `exit_error`: the error for which it was stopped or
-    lost. `peers`: the processes of all ranks.
+    lost. `peers`: the processes of all ranks. `launch`: what it was started with, None if another process started it.
+    `workers`: the references to its roles.
     """
 
     def __init__(self, actor: Any, label: str, rank: int, roles: set[str]) -> None:
         self.actor, self.label, self.rank, self.roles = actor, label, rank, roles
         self.home: Home | None = None
+        self.launch: Launch | None = None
+        self.workers: list[RayWorker] = []
         self.unfinished: list[RayCall] = []
         self.is_stopped = self.is_detached = False
         self.concurrent_calls = 1

@@ -1,0 +1,158 @@
+"""Starts the worker processes of a group and constructs the objects of their roles; also once more, after a failure."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridflow.controller.class_with_init_args import ClassWithInitArgs
+from hybridflow.controller.ray.processes import BESIDE, RayCall, RayProcess, RayWorker
+from hybridflow.controller.ray.resource_pool import Place, RayResourcePool
+from hybridflow.controller.ray.transport import Outgoing, pickled_class
+from hybridflow.controller.ray.waiting import Waiting
+from hybridflow.controller.ray.worker_process import WorkerProcess
+from hybridflow.controller.threads import beside_of, concurrent_calls_of
+from hybridflow.observability.log import LEVEL_VARIABLE
+
+START_TIMEOUT_S = 300.0
+"""The shortest deadline for the start of a process, in seconds; Ray may be slow to start one."""
+
+NAMESPACE = "hybridflow"
+"""The Ray namespace of detached workers."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the processes of a group are started with. `detached_as`: the name that finds them; "": they end with us."""
+
+    classes: Mapping[str, ClassWithInitArgs]
+    pool: RayResourcePool
+    detached_as: str = ""
+
+    @property
+    def label(self) -> str:
+        """The roles of each process, for logs and errors."""
+        return "+".join(self.classes)
+
+    @property
+    def threads(self) -> tuple[int, frozenset[tuple[str, str]]]:
+        """The number of calls that a process runs at the same time, and the calls of its second thread."""
+        by_role = {name: cls_with_init.cls for name, cls_with_init in self.classes.items()}
+        return concurrent_calls_of(by_role), beside_of(by_role)
+
+    def require_threads(self) -> None:
+        """Raise DispatchError if the roles cannot share a process."""
+        _ = self.threads
+
+
+class Launcher:
+    """Starts processes on their places. `call_timeout_s()` is the deadline of a call, in seconds, or None.
+
+    `threads`, `compress`: as of `RayBackend`. `stores`: the prefix of the names of the groups' stores.
+    """
+
+    def __init__(
+        self, waiting: Waiting, call_timeout_s: Callable[[], float | None], threads: int, compress: bool
+    ) -> None:
+        self._waiting, self._call_timeout_s = waiting, call_timeout_s
+        self._threads, self._compress = threads, compress
+        self.stores = f"stores-{secrets.token_hex(8)}"
+
+    def start(self, launch: Launch) -> list[RayProcess]:
+        """Ask Ray for a process at each place of the pool; `build` waits for them."""
+        concurrent_calls, beside = launch.threads
+        processes: list[RayProcess] = []
+        for rank, place in enumerate(launch.pool.places()):
+            label = f"{launch.label}/{rank}"
+            process = RayProcess(self._new_actor(label, place, rank, launch), label, rank, set(launch.classes))
+            process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
+            process.is_detached, process.launch = bool(launch.detached_as), launch
+            process.concurrent_calls, process.beside = concurrent_calls, beside
+            processes.append(process)
+        return processes
+
+    def build(self, processes: Sequence[RayProcess], classes: Mapping[str, ClassWithInitArgs]) -> None:
+        """Wait for the processes of a group and construct the objects of all ranks at the same time.
+
+        Constructors may use collectives.
+        """
+        self.find_homes(processes)
+        packed = {}
+        for name, cls_with_init in classes.items():
+            outgoing, where = Outgoing(), f"{cls_with_init.cls.__name__}.__init__"
+            args = [
+                outgoing.pack(value, f"argument {index} of {where}") for index, value in enumerate(cls_with_init.args)
+            ]
+            kwargs = {
+                key: outgoing.pack(value, f"argument {key} of {where}") for key, value in cls_with_init.kwargs.items()
+            }
+            packed[name] = (pickled_class(cls_with_init.cls), args, kwargs)
+        (port,) = self.ask(processes[:1], "free_port")
+        store = f"{self.stores}/{secrets.token_hex(4)}"
+        shared, homes = ray.put(packed), [process.home for process in processes if process.home]
+        nodes = [home.node_id for home in homes]
+        arguments = []
+        for rank, node in enumerate(nodes):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(nodes)),
+                "LOCAL_RANK": str(nodes[:rank].count(node)),
+                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+                "MASTER_ADDR": homes[0].node_address,
+                "MASTER_PORT": str(port),
+            }
+            if LEVEL_VARIABLE in os.environ:
+                environment[LEVEL_VARIABLE] = os.environ[LEVEL_VARIABLE]
+            arguments.append((shared, environment, store, self._threads, self._compress))
+        where = "+".join(f"{cls_with_init.cls.__name__}.__init__" for cls_with_init in classes.values())
+        self.ask(processes, "build", arguments, where)
+
+    def find_homes(self, processes: Sequence[RayProcess]) -> None:
+        """Wait until the processes have started, and store their homes."""
+        timeout_s = self._call_timeout_s()
+        timeout_s = timeout_s and max(timeout_s, START_TIMEOUT_S)
+        for process, home in zip(processes, self.ask(processes, "home", timeout_s=timeout_s), strict=True):
+            process.home = home
+
+    def ask(
+        self,
+        processes: Sequence[RayProcess],
+        method: str,
+        arguments: Any = None,
+        where: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of `WorkerProcess` on all processes at the same time and return the results."""
+        calls = []
+        for index, process in enumerate(processes):
+            ref = getattr(process.actor, method).remote(*(arguments[index] if arguments else ()))
+            worker = RayWorker(process.label, process.label.rpartition("/")[0], process.rank, "", process)
+            calls.append(RayCall(ref, worker, where or f"WorkerProcess.{method}", timeout_s or self._call_timeout_s()))
+            self._waiting.track(calls[-1])
+        self._waiting.wait(calls)
+        return [ray.get(call.done) for call in calls]
+
+    def _new_actor(self, label: str, place: Place, rank: int, launch: Launch) -> Any:
+        share, (concurrent_calls, beside) = launch.pool.share_of_one_group, launch.threads
+        options: Any = {
+            "num_cpus": share["CPU"],
+            "num_gpus": share.get("GPU", 0),
+            "max_restarts": 0,
+            "max_concurrency": concurrent_calls,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
+            ),
+        }
+        if launch.detached_as:
+            options |= {"name": f"{launch.detached_as}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+        actor: Any = ray.remote(concurrency_groups={BESIDE: 1} if beside else None)(WorkerProcess)  # pyright: ignore
+        return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
+
+
+def _importable_paths() -> list[str]:
+    return [os.path.abspath(path) for path in sys.path if path != ""] + [os.getcwd()]
