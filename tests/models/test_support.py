@@ -71,7 +71,11 @@ def test_other_families_with_full_attention_work(tmp_path, family, config):
             {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2},
             "only 0 of 2 layers use a supported attention",
         ),
-        ("GPTJ", GPT2 | {"rotary_dim": 8}, "its attention is not supported"),
+        (
+            "Falcon",
+            {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+            "its attention is not supported",
+        ),
     ],
 )
 def test_models_without_full_causal_attention_are_rejected(tmp_path, family, config, message):
