@@ -61,6 +61,10 @@ class LostWorkerError(WorkerError):
     """A worker died, missed its deadline or is unreachable; the same call may succeed with new workers."""
 
 
+class LostClusterError(LostWorkerError):
+    """A service of the Ray cluster has died, and all workers with it; the same command may succeed again."""
+
+
 class WorkerDiedError(LostWorkerError):
     """The process of a worker exited; the message has its exit reason and the last lines of its log."""
 
@@ -71,6 +75,10 @@ class WorkerTimeoutError(LostWorkerError):
 
 class ModelError(HybridFlowError):
     """A model directory cannot be loaded, or the model lacks a required part."""
+
+
+class OutOfMemoryError(ModelError):
+    """A forward pass or an update ran out of memory; nothing was applied, and fewer tokens at a time may fit."""
 
 
 class ModelConfigError(ConfigError, ModelError):

@@ -94,7 +94,7 @@ class Runs(RuleBasedStateMachine):
         self.loader = BatchLoader(Prompts(self.num_rows), BATCH_SIZE, seed=3)
         self.sampling = RecordingSampling(is_greedy=self.is_greedy)
         self.ahead = Ahead(self.sampling, self.lag, len(self.admitted))  # pyright: ignore[reportArgumentType]
-        self.saver = TrainingSaver(run, [], self.loader, in_background=self.in_background)  # pyright: ignore
+        self.saver = TrainingSaver(run.store, run.identity, [], self.loader, in_background=self.in_background)  # pyright: ignore
         self.step, self.is_alive = 0, True
         if checkpoint := run.store.latest():
             state = restore_training(checkpoint, [], self.loader)

@@ -169,7 +169,7 @@ class Runs(RuleBasedStateMachine):
         sampling = SimpleNamespace(begin=begin, score=lambda begun: begun.parts)
         self.ahead = Ahead(sampling, self.lag, self.total_steps)  # pyright: ignore[reportArgumentType]
         self.bias = LengthBias(self.config)
-        self.saver = TrainingSaver(run, [], self.loader, in_background=self.in_background)  # pyright: ignore
+        self.saver = TrainingSaver(run.store, run.identity, [], self.loader, in_background=self.in_background)  # pyright: ignore
         self.step, self.is_alive = 0, True
         if checkpoint := run.store.latest():
             state = restore_training(checkpoint, [], self.loader)

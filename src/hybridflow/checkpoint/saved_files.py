@@ -1,13 +1,16 @@
 """Files of a checkpoint as their writers report them, so that each process reads and hashes only what it wrote."""
 
 import hashlib
+import json
 import os
+import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import write_text_atomically
 
 
 class SavedFile(NamedTuple):
@@ -27,6 +30,26 @@ def saved_files(directory: Path, files: Iterable[Path]) -> list[SavedFile]:
             os.fsync(file.fileno())
             saved.append(SavedFile(path.relative_to(directory).as_posix(), file.tell(), digest))
     return saved
+
+
+REPORTS = "reports"
+"""A folder of an unfinished checkpoint, in which ranks that write in the background report their files."""
+
+
+def report_files(directory: Path, name: str, saved: Iterable[SavedFile]) -> None:
+    """Write the report `name` on files that are complete, so that they count even if this process dies now."""
+    (directory / REPORTS).mkdir(exist_ok=True)
+    write_text_atomically(directory / REPORTS / f"{name}.json", json.dumps(list(saved)))
+
+
+def take_reports(directory: Path) -> list[list[SavedFile]]:
+    """Remove the reports of an unfinished checkpoint and return them."""
+    reports = [
+        [SavedFile(*entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        for path in sorted((directory / REPORTS).glob("*.json"))
+    ]
+    shutil.rmtree(directory / REPORTS, ignore_errors=True)
+    return reports
 
 
 def require_shared(directory: Path) -> None:

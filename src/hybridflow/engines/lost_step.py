@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.engines.ranks import Ranks
-from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, WorkerError
+from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, OutOfMemoryError, WorkerError
 from hybridflow.runtime import is_out_of_memory, out_of_memory
 
 
@@ -24,7 +24,8 @@ class StepGuard:
     def __call__(self, step: str = "an update") -> Iterator[None]:
         """Enter the context of a `step`, which errors name.
 
-        Raises WorkerError after an earlier error, ModelError if memory runs out, LostWorkerError if a rank is lost.
+        Raises WorkerError after an earlier error, OutOfMemoryError if memory runs out, LostWorkerError if a rank is
+        lost.
         """
         if self._cause:
             raise WorkerError(
@@ -43,7 +44,8 @@ class StepGuard:
             if isinstance(error, HybridFlowError):
                 raise
             if is_out_of_memory(error):
-                raise out_of_memory(error, f"{step}, nothing was applied", self._device) from error
+                where = f"{step}, nothing was applied"
+                raise out_of_memory(error, where, self._device, kind=OutOfMemoryError) from error
             if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text[:300].lower()):
                 raise LostWorkerError(
                     f"another rank died or timed out in a collective operation, and the step was not applied: "

@@ -40,7 +40,7 @@ from hybridflow.engines.sequence_shard import sequence_shard_of
 from hybridflow.engines.sharding import shard_model
 from hybridflow.engines.started_update import StartedUpdate, UpdatePart, require_next
 from hybridflow.engines.token_budget import find_token_budget
-from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError
+from hybridflow.errors import BatchError, ModelConfigError, ModelError, NonFiniteError, OutOfMemoryError
 from hybridflow.kernels import fused_log_probs
 from hybridflow.models import (
     DTYPES,
@@ -234,7 +234,7 @@ class TorchEngine:
         part = UpdatePart(rows, loss_function, with_entropy, temperature)
         started = self._start_update()
         try:
-            with naming_out_of_memory(PARTIAL_STEP, self.device):
+            with naming_out_of_memory(PARTIAL_STEP, self.device, kind=OutOfMemoryError):
                 self._add_part(started, part, is_last=True)
                 return self._finish_update(started)
         finally:
@@ -253,7 +253,7 @@ class TorchEngine:
         """Add the gradients of one part of an optimizer step; see `TrainEngine`."""
         started = self._start_update() if number == 0 else require_next(number, self._started)
         try:
-            with naming_out_of_memory(PARTIAL_STEP, self.device):
+            with naming_out_of_memory(PARTIAL_STEP, self.device, kind=OutOfMemoryError):
                 self._add_part(started, UpdatePart(rows, loss_function, with_entropy, temperature), is_last=is_last)
         except BaseException:
             self._end_update()
@@ -263,7 +263,7 @@ class TorchEngine:
         """Make the optimizer step of the parts that were added; see `TrainEngine`."""
         started = require_next(num_parts, self._started)
         try:
-            with naming_out_of_memory(PARTIAL_STEP, self.device):
+            with naming_out_of_memory(PARTIAL_STEP, self.device, kind=OutOfMemoryError):
                 return self._finish_update(started, scale)
         finally:
             self._end_update()

@@ -181,6 +181,9 @@ METRICS: dict[str, Metric] = {
     "transfer/bytes_sent": Metric("Bytes of batches that the controller sent.", "sum"),
     "transfer/bytes_read": Metric("Bytes of batches that the controller read.", "sum"),
     "transfer/seconds": Metric("Seconds of packing, unpacking, sending and reading, summed over processes.", "sum"),
+    "recovery/failures": Metric("Failures since the last row that the run recovered from.", "sum"),
+    "recovery/repeated_steps": Metric("Completed steps that were repeated after these failures.", "sum"),
+    "recovery/time_s": Metric("Seconds from these failures until the run could go on.", "sum"),
     "memory_bytes/<kind>": Metric(
         "Memory of the controller's process: resident, peak_resident; on CUDA cuda_allocated, cuda_reserved, ...",
         "max",

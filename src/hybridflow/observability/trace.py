@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["call", "send", "read", "probe"]
+Kind = Literal["call", "send", "read", "probe", "recovery"]
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
 
 CONTROLLER = "controller"
@@ -20,10 +20,11 @@ class TraceEvent(NamedTuple):
     """One call on a worker, or one transfer of the controller.
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
-    store; "read", the controller read contents; "probe", a measurement of a node. `where`: the method. Times are
-    seconds of `time.time()`. `transfer_s`: the part of a call spent on unpacking arguments and packing the result.
-    `bytes_in`, `bytes_out`: bytes copied from and to the store. `memory_bytes`: resident memory of the worker's process
-    after a call. `sources`: the columns that were read, by producer ("controller" or a method).
+    store; "read", the controller read contents; "probe", a measurement of a node; "recovery", a failure that was
+    mended, with the restarted groups as `worker` and the action as `where`. `where`: the method. Times are seconds of
+    `time.time()`. `transfer_s`: the part of a call spent on unpacking arguments and packing the result. `bytes_in`,
+    `bytes_out`: bytes copied from and to the store. `memory_bytes`: resident memory of the worker's process after a
+    call. `sources`: the columns that were read, by producer ("controller" or a method).
     """
 
     kind: Kind
@@ -100,7 +101,7 @@ def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> di
 
 def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
     """Return `transfer/...` of a step: bytes of the workers, bytes sent and read by the controller, and seconds."""
-    events = [event for event in events if event.kind != "probe"]
+    events = [event for event in events if event.kind not in ("probe", "recovery")]
     calls = [event for event in events if event.kind == "call"]
     return {
         "transfer/bytes_flowed": sum(event.bytes_moved for event in calls),

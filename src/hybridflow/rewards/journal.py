@@ -50,11 +50,15 @@ class RewardJournal:
                 require_plain_file(path)
         except OSError as error:
             raise RewardError(f"the journal of rewards cannot be used: {error}; remove it.") from error
-        self._sizes = {path: path.stat().st_size for path in self._files()}
-        self._step = -1
         self._known: dict[str, deque[Outcome]] = {}
         self._counts: Counter[str] = Counter()
         self._writer: JsonlWriter | None = None
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Use all outcomes that exist now from the next `open` on, as if the journal were created again."""
+        self._sizes = {path: path.stat().st_size for path in self._files()}
+        self._step = -1
 
     def open(self, step: int) -> None:
         """Load the known outcomes of a step and open its file for new ones. Raises RewardError if it cannot."""

@@ -86,6 +86,11 @@ class RunningGroups:
         if requests:
             self._batches[batch] = _Batch(len(requests))
 
+    def abandon(self) -> None:
+        """Abort the requests of all batches, and forget them."""
+        self._abort(list(self._running))
+        self._batches.clear()
+
     def next(self, batch: Hashable, count: int) -> list[Group]:
         """Step the engine until `count` more groups of the batch have finished; return them in that order.
 
@@ -142,8 +147,7 @@ class RunningGroups:
             while not is_enough():
                 self.step()
         except BaseException:
-            self._abort(list(self._running))
-            self._batches.clear()
+            self.abandon()
             raise
 
     def _take_finished(self) -> None:

@@ -52,6 +52,7 @@ def build_trainer(config: Config) -> PPOTrainer:
             validator=validator,
             speedometer=parts.speedometer,
             backend=parts.backend,
+            token_budgets=parts.token_budgets,
         )
 
     program = Program(

@@ -114,6 +114,8 @@ def _build(
             validation=parts.validation,
             speedometer=parts.speedometer,
             backend=parts.backend,
+            groups=parts.groups,
+            token_budgets=parts.token_budgets,
         )
 
     shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")

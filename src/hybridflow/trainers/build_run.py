@@ -24,7 +24,7 @@ from hybridflow.trainers.preconditions import require_one_rank
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner, Speedometer
-from hybridflow.trainers.token_budgets import settle_token_budgets
+from hybridflow.trainers.token_budgets import TokenBudgets
 
 ACTORS = (Role.ActorRollout, Role.Actor)
 """Roles of the group that trains the policy, or the model of an offline run."""
@@ -47,6 +47,7 @@ class RunParts(Generic[D]):
     run: RunDirectory
     speedometer: Speedometer
     backend: Backend
+    token_budgets: TokenBudgets
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     run = RunDirectory(config, program.kind)
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
-        settle_token_budgets(config, groups, run)
+        budgets = TokenBudgets(config, groups, run)
+        budgets.settle()
         speedometer = _build_speedometer(config, program.learners, groups)
         run.start_facts["matmul_peak_flops_per_s"] = next(iter(speedometer.learners.values())).peak_flops
-        return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend))
+        return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend, budgets))
 
 
 def _build_speedometer(

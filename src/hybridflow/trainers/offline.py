@@ -1,18 +1,22 @@
 """The trainer of offline training: one optimizer step of an objective for each batch."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config
-from hybridflow.controller import Backend, WorkerGroup
+from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
 from hybridflow.observability import timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
+from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.speed import Lengths, Speedometer
 from hybridflow.trainers.stages import read
+from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 
@@ -35,16 +39,32 @@ class OfflineTrainer(BackendOwner):
         speedometer: Speedometer,
         validation: Dataset | None = None,
         backend: Backend | None = None,
+        groups: Mapping[Role, WorkerGroup] | None = None,
+        token_budgets: TokenBudgets | None = None,
     ) -> None:
+        """Train `learner`; `groups` (by default it alone), backend and token budgets are those that recovery needs."""
         self.backend = backend
         self.config, self.loader, self.total_steps, self.run = config, loader, total_steps, run
         self.metrics: dict[str, Any] = {}
         self.objective, self.figures = objective, objective.figures
         self.validation, self.speedometer = validation, speedometer
         self.global_step = 0
-        self.saver = TrainingSaver(run, [learner], loader, in_background=config.trainer.save_in_background)
+        self.stateful_groups = [learner]
+        self.saver = self.new_saver(run.store, in_background=config.trainer.save_in_background)
         if run.checkpoint:
-            self.global_step = restore_training(run.checkpoint, [learner], loader)["global_step"]
+            self.restore(run.checkpoint)
+        self.recovery: Recovery | None = None
+        if backend and token_budgets:
+            self.recovery = build_recovery(self, groups or {Role.Actor: learner}, backend, token_budgets)
+
+    def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
+        """Return a saver of the training state into a store."""
+        return TrainingSaver(store, self.run.identity, self.stateful_groups, self.loader, in_background=in_background)
+
+    def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
+        """Continue from a checkpoint or a snapshot; with `verify`, compare the state of the workers with it."""
+        state = restore_training(checkpoint, self.stateful_groups, self.loader, verify=verify)
+        self.global_step = state["global_step"]
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
@@ -81,7 +101,11 @@ class OfflineTrainer(BackendOwner):
 
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
-        self.saver.save(self.global_step)
+        self.save_with(self.saver)
+
+    def save_with(self, saver: TrainingSaver) -> None:
+        """Save the training state, or begin to."""
+        saver.save(self.global_step)
 
     def finish_save(self) -> None:
         """Wait until a background save is complete."""

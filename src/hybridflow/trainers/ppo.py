@@ -50,16 +50,21 @@ class PPO:
         self.metrics: dict[str, Any] = {}
         self.actor, self.rewards = groups[Role.ActorRollout], groups[Role.Reward]
         self.rollout = groups.get(Role.Rollout, self.actor)
-        self.sync_weights = weight_sync_of(config, self.actor, groups.get(Role.Rollout))
-        self.sampling = Sampling(config, self.rollout, self.rewards, self.actor)
-        self.sample: Sampler = self.sampling
         self.critic = groups.get(Role.Critic)
         reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy
         self.reference = groups[reference] if config.uses_reference else None
         self.teacher = groups.get(Role.Teacher)
-        self.kl_controller = _kl_controller(config)
         self.num_replicas = self.actor.mesh().axes["data"]
         self.shape = decoder_shape(config.model.path) if config.model.path else None
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all steps and what they have begun on the groups, whose own state is kept."""
+        config = self.config
+        self.sync_weights = weight_sync_of(config, self.actor, None if self.rollout is self.actor else self.rollout)
+        self.sampling = Sampling(config, self.rollout, self.rewards, self.actor)
+        self.sample: Sampler = self.sampling
+        self.kl_controller = _kl_controller(config)
         self.global_step = 0
 
     def step(self, next_prompts: NextPrompts) -> DataProtoFuture:

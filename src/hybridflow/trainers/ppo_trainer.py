@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 
+from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
@@ -13,11 +14,13 @@ from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.ppo import PPO
+from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
+from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_loop import fit
 from hybridflow.trainers.training_state import TrainingSaver, restore_training
 from hybridflow.trainers.validation import Validator
@@ -38,31 +41,49 @@ class PPOTrainer(PPO, BackendOwner):
         speedometer: Speedometer,
         validator: Validator | None = None,
         backend: Backend | None = None,
+        token_budgets: TokenBudgets | None = None,
     ) -> None:
+        self.loader, self.total_steps, self.run = loader, total_steps, run
         super().__init__(config, groups)
         self.backend = backend
-        self.loader, self.total_steps, self.run = loader, total_steps, run
         self.figures = RL_FIGURES
         pools, num_processes = {role.value: pool_of(config, role) for role in groups}, pools_of(config)
         self.processes = {role: (pool, sum(num_processes[pool])) for role, pool in pools.items()}
         self.validator, self.speedometer = validator, speedometer
-        self.learning_signal, self.length_bias = LearningSignalMonitor(config), LengthBias(config)
+        self.learning_signal = LearningSignalMonitor(config)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
+        self.saver = self.new_saver(run.store, in_background=config.trainer.save_in_background)
+        if run.checkpoint:
+            self.restore(run.checkpoint)
+        if backend and token_budgets:
+            self.recovery = build_recovery(self, groups, backend, token_budgets)
+
+    def start_over(self) -> None:
+        """Forget all steps, see `PPO.start_over`."""
+        super().start_over()
+        config = self.config
         self.ahead: Ahead | None = None
         if config.trainer.lag:
-            self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, total_steps)
-        self.write_schedule = ScheduleLog(config, run, self.rollout)
-        self.saver = TrainingSaver(run, self.stateful_groups, loader, in_background=config.trainer.save_in_background)
-        if run.checkpoint:
-            state = restore_training(run.checkpoint, self.stateful_groups, loader)
-            self.kl_controller.load_state_dict(state["kl_controller"])
-            self.global_step = state["global_step"]
-            self.sampling.schedule.load_state_dict(state.get("schedule", {}))
-            self.length_bias.load_state_dict(state.get("length_bias", {}))
-            if self.ahead:
-                self.ahead.restore(run.checkpoint, state.get("pending", []))
-            if config.rollout.replay:
-                self.rollout.resume_schedule(self.global_step)
+            self.sample = self.ahead = Ahead(self.sampling, config.trainer.lag, self.total_steps)
+        self.length_bias = LengthBias(config)
+        self.write_schedule = ScheduleLog(config, self.run, self.rollout)
+
+    def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
+        """Return a saver of the training state into a store."""
+        return TrainingSaver(store, self.run.identity, self.stateful_groups, self.loader, in_background=in_background)
+
+    def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
+        """Continue from a checkpoint or a snapshot; with `verify`, compare the state of the workers with it."""
+        self.start_over()
+        state = restore_training(checkpoint, self.stateful_groups, self.loader, verify=verify)
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.global_step = state["global_step"]
+        self.sampling.schedule.load_state_dict(state.get("schedule", {}))
+        self.length_bias.load_state_dict(state.get("length_bias", {}))
+        if self.ahead:
+            self.ahead.restore(checkpoint, state.get("pending", []))
+        if self.config.rollout.replay:
+            self.rollout.resume_schedule(self.global_step)
 
     def fit(self, stop_after: int | None = None) -> None:
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
@@ -108,11 +129,15 @@ class PPOTrainer(PPO, BackendOwner):
     def save(self) -> None:
         """Save a checkpoint of the full training state, or begin to save it in the background."""
         self.sync_weights.finish()
-        pending = self.ahead.pending() if self.ahead else []
-        if self.config.updates_in_flight or self.config.placement.lend:
+        if self.ahead and (self.config.updates_in_flight or self.config.placement.lend):
             # also before a save in the background: later weights must not reach them, and nothing of them is lent
-            wait_for(pending)
-        self.saver.save(
+            wait_for(self.ahead.pending())
+        self.save_with(self.saver)
+
+    def save_with(self, saver: TrainingSaver) -> None:
+        """Save the training state, or begin to; a batch that has begun is written at the end of the save."""
+        pending = self.ahead.pending() if self.ahead else []
+        saver.save(
             self.global_step,
             lambda directory: save_pending(pending, directory),
             kl_controller=self.kl_controller.state_dict(),

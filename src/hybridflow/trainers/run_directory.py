@@ -20,7 +20,8 @@ logger = get_logger(__name__)
 LOGS = ("metrics.jsonl", "samples.jsonl", "trace/calls.jsonl")
 """The files that a run appends rows to."""
 TOKEN_BUDGETS = "token_budgets.json"
-WRITTEN = (*LOGS, "schedule.jsonl", "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
+RECOVERIES = "recoveries.jsonl"
+WRITTEN = (*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
 _NUM_SHOWN = 10

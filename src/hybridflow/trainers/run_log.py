@@ -16,9 +16,9 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
         self._run = run
-        metrics, self._samples, self._trace = run.begin()
+        self._metrics, self._samples, self._trace = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
-        trackers: list[Tracker] = [metrics, self._console]
+        trackers: list[Tracker] = [self._metrics, self._console]
         if "tensorboard" in run.config.trainer.trackers:
             trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
         self._trackers = MultiTracker(trackers)
@@ -37,6 +37,11 @@ class RunLog:
             self._trackers.log(step, dict(sorted(metrics.items())))
         if samples:
             self._console.log_samples(samples)
+
+    def rewind(self, step: int) -> None:
+        """Remove the rows of later steps, which the run writes again."""
+        for writer in (self._metrics, self._samples, self._trace):
+            writer.truncate_after(step)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,8 @@
-"""Token budgets of `memory.max_tokens_per_micro_batch = "auto"`: found by a trial at the first start, then kept."""
+"""Token budgets of micro-batches that the configuration does not give: found by a trial, or after too little memory.
+
+A trial at the first start finds those of `memory.max_tokens_per_micro_batch = "auto"`. Any budget is halved when
+training runs out of memory (`recovery`). Both are kept by the run.
+"""
 
 import json
 from collections.abc import Mapping
@@ -8,31 +12,56 @@ from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.errors import CheckpointError
 from hybridflow.observability import get_logger
+from hybridflow.runtime import write_text_atomically
 from hybridflow.trainers.groups import pools_of, traits_of
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS, RunDirectory
 
 logger = get_logger(__name__)
 
 
-def settle_token_budgets(config: Config, groups: Mapping[Role, WorkerGroup], run: RunDirectory) -> None:
-    """Set the token budget of each role with a model: the recorded one for the same layout, otherwise a new one.
+class TokenBudgets:
+    """The token budgets of the roles with a model, kept in the run directory, since rounding depends on them."""
 
-    Rounding depends on the budget, so a resumed run keeps it.
-    """
-    if config.memory.max_tokens_per_micro_batch != "auto":
-        return
-    layout = _layout_of(config)
-    kept = _read(run)
-    budgets: dict[str, int] = kept["budgets"] if kept.get("layout") == layout else {}
-    for role, group in groups.items():
-        if not traits_of(role).has_sharded_model(config):
-            continue
-        if role.value not in budgets:
-            lengths = (config.data.max_prompt_length, config.data.max_response_length)
-            budgets[role.value] = min(group.find_token_budget(*lengths))
-            logger.info("%s: %d tokens per micro-batch fit in memory", role.value, budgets[role.value])
-        group.set_token_budget(budgets[role.value])
-    run.documents[TOKEN_BUDGETS] = json.dumps({"layout": layout, "budgets": budgets}, indent=1) + "\n"
+    def __init__(self, config: Config, groups: Mapping[Role, WorkerGroup], run: RunDirectory) -> None:
+        self._config, self._run, self._layout = config, run, _layout_of(config)
+        self._groups = {
+            role.value: group for role, group in groups.items() if traits_of(role).has_sharded_model(config)
+        }
+        kept = _read(run)
+        self._budgets: dict[str, int] = kept["budgets"] if kept.get("layout") == self._layout else {}
+
+    def settle(self) -> None:
+        """Set the recorded budgets of the same layout; with "auto", find those that are missing by a trial."""
+        if self._config.memory.max_tokens_per_micro_batch == "auto":
+            lengths = (self._config.data.max_prompt_length, self._config.data.max_response_length)
+            for role, group in self._groups.items():
+                if role not in self._budgets:
+                    self._budgets[role] = min(group.find_token_budget(*lengths))
+                    logger.info("%s: %d tokens per micro-batch fit in memory", role, self._budgets[role])
+        self.apply()
+        if self._budgets:
+            self._run.documents[TOKEN_BUDGETS] = self._document()
+
+    def apply(self) -> None:
+        """Set the budgets, also those of new processes."""
+        for role, budget in self._budgets.items():
+            self._groups[role].set_token_budget(budget)
+
+    def halve(self) -> bool:
+        """Halve the budgets, down to the longest sequence, and record them; return whether one became smaller."""
+        configured = self._config.memory.max_tokens_per_micro_batch
+        least = self._config.data.max_prompt_length + self._config.data.max_response_length
+        before = {role: self._budgets.get(role, configured) for role in self._groups}
+        halved = {role: max(least, budget // 2) for role, budget in before.items() if isinstance(budget, int)}
+        if all(before[role] == budget for role, budget in halved.items()):
+            return False
+        self._budgets = halved
+        write_text_atomically(self._run.path / TOKEN_BUDGETS, self._document())
+        logger.warning("tokens per micro-batch from now on: %s", ", ".join(f"{r} {n}" for r, n in halved.items()))
+        return True
+
+    def _document(self) -> str:
+        return json.dumps({"layout": self._layout, "budgets": self._budgets}, indent=1) + "\n"
 
 
 def _layout_of(config: Config) -> dict[str, Any]:
@@ -41,7 +70,8 @@ def _layout_of(config: Config) -> dict[str, Any]:
     layout: dict[str, Any] = {name: getattr(config, name).model_dump() for name in sections}
     layout["models"] = [config.critic.model_path, config.reference.model_path, config.reward.model_path]
     layout["models"] += [config.teacher.model_path] * config.uses_teacher
-    layout["memory"] = config.memory.model_dump(exclude={"max_tokens_per_micro_batch"})
+    is_auto = config.memory.max_tokens_per_micro_batch == "auto"
+    layout["memory"] = config.memory.model_dump(exclude={"max_tokens_per_micro_batch"} if is_auto else set())
     layout["pools"] = pools_of(config)
     layout["lengths"] = [config.data.max_prompt_length, config.data.max_response_length]
     return json.loads(json.dumps(layout))

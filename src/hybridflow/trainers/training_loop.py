@@ -1,6 +1,6 @@
 """The training loop around the steps of any trainer: validation, logs, checkpoints, signals. Knows no algorithm."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ from hybridflow.config import Config
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
+from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
 from hybridflow.trainers.save_schedule import SaveSchedule
@@ -23,6 +24,7 @@ class Trainer(Protocol):
     total_steps: int
     global_step: int
     metrics: dict[str, Any]
+    recovery: Recovery | None
 
     @property
     def figures(self) -> Mapping[str, str]:
@@ -62,25 +64,17 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
         _log_nothing_to_do(trainer)
         return
     log = RunLog(trainer.run, total_steps=trainer.total_steps, figures=trainer.figures)
-    saves = SaveSchedule(how)
+    saves, recovery = SaveSchedule(how), trainer.recovery
     with log, StopRequest() as stop, _completing_saves(trainer):
-        if trainer.global_step == 0 and how.val_before_train:
-            log.write(0, trainer.validate(), events=trainer.take_events())
-        stopping = stop.requested
+        is_begun = stopping = False
         while not stopping:
-            samples = trainer.train_step()
-            trainer.finish_save()  # the background save of the step before
-            step, validation = trainer.global_step, {}
-            if step == trainer.total_steps or (how.val_every and step % how.val_every == 0):
-                validation = trainer.validate()
-                trainer.metrics |= validation
-            trainer.metrics |= {f"memory_bytes/{kind}": size for kind, size in memory_bytes().items()}
-            # before saving: every checkpoint has its row
-            log.write(step, trainer.metrics, samples, trainer.take_events())
-            stopping = step >= last_step or stop.requested  # read once: a later signal stops after the next step
-            if stopping or saves.is_due(step, has_validated=bool(validation)):
-                trainer.save()
-                saves.restart()
+            with recovering(recovery, lambda: log.rewind(trainer.global_step)):
+                if not is_begun:
+                    _begin(trainer, log)
+                    is_begun = True
+                    if stop.requested:
+                        break
+                stopping = _train_one_step(trainer, log, saves, lambda step: step >= last_step or stop.requested)
     if trainer.global_step < trainer.total_steps:
         logger.warning(
             "stopped after step %d of %d; run the same command to continue%s",
@@ -88,6 +82,40 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             trainer.total_steps,
             "" if stop.requested else ", without --stop-after",
         )
+
+
+def _begin(trainer: Trainer, log: RunLog) -> None:
+    """Take the snapshot of the state before the first step; validate there in a new run."""
+    if trainer.recovery:
+        trainer.recovery.begin_snapshot()
+        trainer.recovery.finish_snapshot()
+    if trainer.global_step == 0 and trainer.config.trainer.val_before_train:
+        log.write(0, trainer.validate(), events=trainer.take_events())
+
+
+def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last: Callable[[int], bool]) -> bool:
+    """Make a step, validate, log and save as configured; return whether the run stops, which `is_last(step)` tells."""
+    how, recovery = trainer.config.trainer, trainer.recovery
+    samples = trainer.train_step()
+    trainer.finish_save()  # the background save of the step before
+    if recovery:
+        trainer.metrics |= recovery.note_step()
+    step, validation = trainer.global_step, {}
+    if step == trainer.total_steps or (how.val_every and step % how.val_every == 0):
+        validation = trainer.validate()
+        trainer.metrics |= validation
+    trainer.metrics |= {f"memory_bytes/{kind}": size for kind, size in memory_bytes().items()}
+    # before saving: every checkpoint has its row
+    log.write(step, trainer.metrics, samples, trainer.take_events())
+    stops = is_last(step)  # read once: a later signal stops after the next step
+    if stops or saves.is_due(step, has_validated=bool(validation)):
+        if recovery:
+            recovery.finish_snapshot()  # each rank writes one state at a time
+        trainer.save()
+        saves.restart()
+    elif recovery:
+        recovery.begin_snapshot()
+    return stops
 
 
 @contextmanager

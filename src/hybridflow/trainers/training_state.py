@@ -6,13 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint import Checkpoint, SavedFile, save_state
+from hybridflow.checkpoint import Checkpoint, CheckpointStore, SavedFile, save_state, take_reports
 from hybridflow.controller import WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import CheckpointError, HybridFlowError
 from hybridflow.observability import get_logger
 from hybridflow.runtime import capture_random_state, restore_random_state
-from hybridflow.trainers.run_directory import RunDirectory
 
 logger = get_logger(__name__)
 
@@ -28,11 +27,21 @@ class TrainingSaver:
     """
 
     def __init__(
-        self, run: RunDirectory, groups: Iterable[WorkerGroup], loader: BatchLoader, *, in_background: bool = False
+        self,
+        store: CheckpointStore,
+        identity: dict[str, Any],
+        groups: Iterable[WorkerGroup],
+        loader: BatchLoader,
+        *,
+        in_background: bool = False,
     ) -> None:
-        self._run, self._groups, self._loader, self._in_background = run, list(groups), loader, in_background
+        """Save into `store` the state of the groups that have one; `identity` is recorded in each checkpoint."""
+        self._store, self._identity = store, identity
+        self._groups, self._loader, self._in_background = list(groups), loader, in_background
         self._open: ExitStack | None = None
         self._saved: list[SavedFile] = []
+        self._directory = Path()
+        self._num_reports = 0
         self._write_last: Callable[[], None] = _do_nothing
         self._step = 0
 
@@ -43,8 +52,8 @@ class TrainingSaver:
         """
         self.finish()
         with ExitStack() as stack:
-            self._saved = []
-            directory = stack.enter_context(self._run.store.begin(step, self._run.identity, self._saved))
+            self._saved, self._num_reports = [], 0
+            directory = self._directory = stack.enter_context(self._store.begin(step, self._identity, self._saved))
             stack.push(self._wait_for_groups_on_error)
             for group in self._groups:
                 self._note(group.save(str(directory), in_background=self._in_background))
@@ -69,27 +78,46 @@ class TrainingSaver:
         with stack:
             for group in self._groups if self._in_background else ():
                 self._note(group.finish_save())
+            take_reports(self._directory)
             self._write_last()
-        logger.debug("saved '%s'", self._run.store.path(self._step))
+        logger.debug("saved '%s'", self._store.path(self._step))
+
+    def rescue(self) -> None:
+        """Complete a pending save if all its files were written, although their ranks may be lost; else abandon it."""
+        stack, self._open = self._open, None
+        if stack is None:
+            return
+        with suppress(HybridFlowError), stack:
+            reports = take_reports(self._directory)
+            if len(reports) < self._num_reports:
+                raise CheckpointError("a rank was lost while it wrote")
+            self._note(reports)
+            self._write_last()
 
     def _note(self, files_of_ranks: Iterable[Sequence[SavedFile] | None] | None) -> None:
         """Record the files that the ranks of a group report; others are hashed by this process."""
         for files in files_of_ranks or ():
             self._saved += files or ()
+            self._num_reports += files is None
 
 
 def _do_nothing() -> None:
     """Do nothing: no further file."""
 
 
-def restore_training(checkpoint: Checkpoint, groups: Iterable[WorkerGroup], loader: BatchLoader) -> dict[str, Any]:
+def restore_training(
+    checkpoint: Checkpoint, groups: Iterable[WorkerGroup], loader: BatchLoader, *, verify: bool = False
+) -> dict[str, Any]:
     """Restore groups, loader and random state from a checkpoint; return the controller's state.
 
-    Raises CheckpointError if the weights do not fit, DataError if the data differs.
+    With `verify`, compare the state that the groups have then with the checkpoint. Raises CheckpointError if the
+    weights do not fit or differ, DataError if the data differs.
     """
     state = checkpoint.load(CONTROLLER)
     loader.load_state_dict(state["loader"])
     for group in groups:
         group.load(str(checkpoint.directory))
+        if verify:
+            group.verify(str(checkpoint.directory))
     restore_random_state(state["random"])
     return state

@@ -80,6 +80,10 @@ class WeightSender:
         self._buckets = fill_buckets(plan, weights, version, with_fingerprints=sends)
         return Announcement(specs, len(plan), version, self._store)
 
+    def abandon(self) -> None:
+        """Discard an unfinished sync, and connect anew for the next one."""
+        self._buckets, self._transport = iter(()), None
+
     def join(self, num_receivers: int) -> None:
         """Connect to the receivers, which call `join` at the same time."""
         if self._transport is not None:

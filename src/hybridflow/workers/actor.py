@@ -132,6 +132,12 @@ class ActorWorker(ModelWorker):
         return StreamedUpdate(self.config, self.engine)
 
     @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left, a weight sync too."""
+        super().abandon_step()
+        self.weight_sender.abandon()
+
+    @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run one step of a weight sync to another pool: a method of `WeightSender`, with its arguments."""
         return step(self.weight_sender, *args)

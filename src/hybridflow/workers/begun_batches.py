@@ -62,6 +62,12 @@ class BegunBatches:
         """Return whether the batch has begun and has groups that were not returned yet."""
         return batch in self._groups
 
+    def abandon(self) -> None:
+        """Abort all requests and forget the batches."""
+        with self._leaving_when_empty():
+            self._groups.abandon()
+        self._prompts.clear()
+
     def step(self) -> None:
         """Step the engine once, if sequences run, and keep what finishes."""
         with self._leaving_when_empty():

@@ -74,6 +74,13 @@ class PartwiseGeneratingWorker(GeneratingWorker):
             prompts, completions = self._begun.rest(noise_key(begun))
         return self.rollouts_of(prompts, completions, self.config.rollout.group_size)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left: batches that have begun, and a weight sync."""
+        self._begun.abandon()
+        self.rollout.abandon_loading()
+        super().abandon_step()
+
     def generating(self) -> AbstractContextManager[None]:
         """Return a context in which begun batches take steps; it does nothing here."""
         return nullcontext()

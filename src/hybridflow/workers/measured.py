@@ -9,6 +9,10 @@ class MeasuredWorker(Worker):
     """Base class of workers with a model."""
 
     @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left, before the run goes back to an earlier state."""
+
+    @register(Dispatch.ONE_TO_ALL)
     def measure_peak(self, dtype: str) -> float:
         """Return the matrix-product peak of this rank's device in FLOP/s, measured while the other ranks measure too.
 

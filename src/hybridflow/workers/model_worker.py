@@ -1,5 +1,6 @@
 """`ModelWorker`: the common part of all workers with a model: building, saving and loading their engine."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +12,20 @@ from hybridflow.checkpoint import (
     SavedFile,
     StateCopy,
     describe_state,
+    first_difference,
     load_state,
     read_state_into,
+    report_files,
     require_shared,
     save_sharded_state,
     save_state,
     saved_files,
+    zeros_like_state,
 )
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from hybridflow.engines import TorchEngine, TrainEngine
+from hybridflow.errors import CheckpointError
 from hybridflow.runtime import naming_out_of_memory, own_device
 from hybridflow.workers.measured import MeasuredWorker
 
@@ -84,11 +89,11 @@ class ModelWorker(MeasuredWorker):
         self.engine.max_tokens = max_tokens
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, directory: str, in_background: bool = False) -> list[SavedFile]:
+    def save(self, directory: str, in_background: bool = False) -> list[SavedFile] | None:
         """Write the engine's state into a checkpoint directory: each rank its shards, or rank 0 an unsharded state.
 
-        Return the files that this rank wrote. `in_background`: copy the state now, write it in a thread and return no
-        file; `finish_save` waits for it. Raises CheckpointError.
+        Return the files that this rank wrote. `in_background`: copy the state now, write it in a thread and return
+        None; `finish_save` waits for it, and the files are reported in the directory too. Raises CheckpointError.
         """
         if self.rank and not self.engine.is_sharded:
             return []
@@ -98,8 +103,13 @@ class ModelWorker(MeasuredWorker):
         group = self._group_for_saves() if self.engine.is_sharded else None
         if self._save is not None or self._copy_state is None:  # a pending save still reads its copy
             self._copy_state = StateCopy()
-        self._save = BackgroundSave(partial(self._write, Path(directory), self._copy_state(state), group))
-        return []
+        self._save = BackgroundSave(partial(self._write_and_report, Path(directory), self._copy_state(state), group))
+        return None
+
+    def _write_and_report(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
+        saved = self._write(directory, state, group)
+        report_files(directory, f"{self.component}_{self.rank}", saved)
+        return saved
 
     def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
         path = directory / self.component
@@ -120,6 +130,28 @@ class ModelWorker(MeasuredWorker):
         assert isinstance(group, dist.ProcessGroup), "the group contains every rank"
         self._save_group = group
         return group
+
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left, before `load` goes back to an earlier state."""
+        super().abandon_step()
+        with suppress(CheckpointError):  # of a save that is no longer wanted
+            self.finish_save()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify(self, directory: str) -> None:
+        """Compare the engine's state with the one that `load` has read, bit for bit. Raises CheckpointError."""
+        path, state = Path(directory) / self.component, self.engine.state_dict()
+        if self.engine.is_sharded:
+            stored = zeros_like_state(state)
+            read_state_into(stored, path)
+        else:
+            stored = load_state(path)
+        if different := first_difference(state, stored):
+            raise CheckpointError(
+                f"{self.role}, rank {self.rank}: {different} differs from '{path}' after it was loaded; the memory or "
+                "the disk of this node is faulty."
+            )
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:

@@ -127,6 +127,12 @@ class RewardWorker(Worker):
         return saved_files(Path(directory), files)
 
     @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Forget the unfinished step; its outcomes in the journal are known when it is repeated."""
+        if self.journal:
+            self.journal.reopen()
+
+    @register(Dispatch.ONE_TO_ALL)
     def finish_save(self) -> None:
         """Do nothing: `save` has written everything."""
 
@@ -136,6 +142,10 @@ class RewardWorker(Worker):
         file = self._state_file(directory)
         if file.with_suffix(".json").exists():
             restore_random_state(load_state(file)["random"])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify(self, directory: str) -> None:
+        """Do nothing: the random state has no other copy to compare it with."""
 
     def _state_file(self, directory: str) -> Path:
         return Path(directory) / (f"reward_{self.rank}" if self.rank else "reward")

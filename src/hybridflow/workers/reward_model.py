@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.checkpoint import SavedFile
 from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.data import load_tokenizer
@@ -62,11 +63,16 @@ class RewardModelWorker(ModelWorker):
         return self.score(batch).union(DataProto.from_dict({}, {"answers": np.full(len(batch), None, dtype=object)}))
 
     @register(Dispatch.ONE_TO_ALL)
-    def save(self, directory: str, in_background: bool = False) -> None:
-        """Do nothing: the model is frozen."""
+    def save(self, directory: str, in_background: bool = False) -> list[SavedFile]:
+        """Return no files: the model is frozen."""
+        return []
 
     @register(Dispatch.ONE_TO_ALL)
     def load(self, directory: str) -> None:
+        """Do nothing: the model is frozen."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify(self, directory: str) -> None:
         """Do nothing: the model is frozen."""
 
     def _encode(self, prompts: Sequence[Any], responses: Sequence[str]) -> list[list[int]]:

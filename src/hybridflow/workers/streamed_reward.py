@@ -26,6 +26,12 @@ class StreamedRewardWorker(RewardWorker):
         self._begun: dict[int, Callable[[], RewardResult]] = {}
         self._numbers = count()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Forget the unfinished step and the calls that have begun."""
+        super().abandon_step()
+        self._begun.clear()
+
     @register(Dispatch.DP_COMPUTE_PROTO, reads=SCORED_COLUMNS, writes=("score_numbers",))
     def begin_score(self, batch: DataProto) -> DataProto:
         """Begin to score; return a row with the number of the call for each row, for `finish_score`."""

@@ -13,7 +13,7 @@ from hybridflow.config.sections.models import (
     ReferenceConfig,
     TeacherConfig,
 )
-from hybridflow.config.sections.run import ControllerConfig, PlacementConfig, TrainerConfig
+from hybridflow.config.sections.run import ControllerConfig, PlacementConfig, RecoveryConfig, TrainerConfig
 
 
 class Config(Section):
@@ -35,6 +35,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
     placement: PlacementConfig = PlacementConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     offline: OfflineConfig = OfflineConfig()
 
     def with_dtype(self, dtype: DTypeName) -> "Config":

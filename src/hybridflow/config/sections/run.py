@@ -138,3 +138,28 @@ class PlacementConfig(Section):
         description="With a separate pool for generation: while the actor's ranks wait for a batch, they generate "
         "prompts of it that wait for memory in the rollout engines, with the weights that they hold.",
     )
+
+
+class RecoveryConfig(Section):
+    """Recovery inside a run: what happens when a worker dies, hangs or runs out of memory."""
+
+    max_restarts: NonNegative = Field(
+        default=3,
+        description="ray: after the loss of a worker, start new ones, go back to the last snapshot or checkpoint and "
+        "go on; stop after N such failures without a completed step between them. 0: stop at the first.",
+    )
+    snapshot_every: NonNegative = Field(
+        default=1,
+        description="ray: take a snapshot of the training state every N steps, in the background, from which a run "
+        "recovers; 0: none, a run goes back to its last checkpoint.",
+    )
+    snapshot_dir: str = Field(
+        default="",
+        description="Directory of snapshots; empty: shared memory (/dev/shm) if all workers are on the node of the "
+        "controller, otherwise run_dir/snapshots.",
+    )
+    backoff_s: Annotated[float, Field(ge=0)] = Field(
+        default=1.0,
+        description="Pause before the second restart of a failed step, in seconds; it doubles with each further one, "
+        "and varies by a quarter.",
+    )

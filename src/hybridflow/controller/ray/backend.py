@@ -103,7 +103,8 @@ class RayBackend:
         self._connection.open([launch.pool])
         if detached_as:
             self._check_detached(detached_as)
-        processes = self._launch(launch)
+        processes = self._start(launch)
+        self._build(launch, processes)
         workers = {
             name: [RayWorker(f"{name}/{p.rank}", name, p.rank, cls_with_init.cls.__name__, p) for p in processes]
             for name, cls_with_init in classes.items()
@@ -112,37 +113,64 @@ class RayBackend:
             process.workers = [of_role[process.rank] for of_role in workers.values()]
         return workers
 
-    def restart(self, workers: Sequence[WorkerRef]) -> None:
-        """Replace the processes of the groups of these workers, as specified by `Backend.restart`."""
-        for worker in workers:
-            if not isinstance(worker, RayWorker) or worker.process.launch is None:
-                raise WorkerError(f"worker {worker.name} was not started by this backend, so it cannot be restarted.")
-        done: list[RayProcess] = []
-        for old in [worker.process for worker in workers if isinstance(worker, RayWorker)]:
-            if old in done or old.launch is None:
-                continue
-            done += old.peers
-            self._stop(old.peers)
-            for new, before in zip(self._launch(old.launch), old.peers, strict=True):
-                new.workers, new.roles = before.workers, before.roles
-                for worker in new.workers:
-                    worker.process = new
+    def settle(self, workers: Sequence[RayWorker], timeout_s: float) -> list[RayWorker]:
+        """Wait until no call of the workers is unfinished; return the workers of groups that cannot go on.
 
-    def _launch(self, launch: Launch) -> list[RayProcess]:
-        """Start and build the processes; if one constructor raises, all are stopped."""
+        These are the groups in which a process has ended or a method has raised an error, after which ranks may be out
+        of sync, or in which a call takes longer than `timeout_s`: its processes are stopped. Errors of calls are
+        dropped. Raises LostClusterError if the cluster has died.
+        """
+        self._connection.require_cluster()
+        processes = list(dict.fromkeys(worker.process for worker in workers))
+        deadline = time.monotonic() + timeout_s
+        while busy := [process for process in processes if process.unfinished and not process.is_stopped]:
+            if time.monotonic() > deadline:
+                self._stop([peer for process in busy for peer in process.peers])
+                break
+            self._waiting.collect_finished()
+            time.sleep(POLL_INTERVAL_S / 10)
+        failed = {worker.process for worker in workers if not self.is_alive(worker) or worker.process.has_failed}
+        return [worker for worker in workers if failed.intersection(worker.process.peers)]
+
+    def restart(self, workers: Sequence[RayWorker]) -> None:
+        """Replace the processes of the groups of these workers by new ones, with objects built from the same arguments.
+
+        The references to the workers, and groups that hold them, then mean the new processes. Raises WorkerError for
+        workers that another process started, and as `spawn`.
+        """
+        old: dict[RayProcess, Launch] = {}  # rank 0 of each group
+        for worker in workers:
+            if worker.process.launch is None:
+                raise WorkerError(f"worker {worker.name} was not started by this backend, so it cannot be restarted.")
+            old.setdefault(worker.process.peers[0], worker.process.launch)
+        self._stop([peer for process in old for peer in process.peers])
+        new = {process: self._start(launch) for process, launch in old.items()}
+        for first, launch in old.items():
+            self._build(launch, new[first])
+            for process, before in zip(new[first], first.peers, strict=True):
+                process.workers, process.roles = before.workers, before.roles
+                for worker in process.workers:
+                    worker.process = process
+
+    def _start(self, launch: Launch) -> list[RayProcess]:
+        """Start the processes of a group, which `_build` waits for."""
         launch.pool.take_tenancy(detached=bool(launch.detached_as))
-        processes: list[RayProcess] = []
         try:
             processes = self._launcher.start(launch)
-            self._processes += processes
+        except BaseException:
+            launch.pool.give_up_tenancy()
+            raise
+        self._processes += processes
+        return processes
+
+    def _build(self, launch: Launch, processes: Sequence[RayProcess]) -> None:
+        """Construct the objects of the processes; if one constructor raises, all are stopped."""
+        try:
             self._launcher.build(processes, launch.classes)
             self.measure_nodes(processes, again=False)
         except BaseException:
             self._stop(processes)
-            if not processes:
-                launch.pool.give_up_tenancy()
             raise
-        return processes
 
     def measure_nodes(self, processes: Sequence[RayProcess] | None = None, again: bool = True) -> None:
         """Measure latency and bandwidth of each node with a worker process, for the trace and `transfer_report`.
@@ -218,6 +246,11 @@ class RayBackend:
             process.peers, process.on_last_stop = processes, partial(remove_placement_group, group)
         class_name = cls_with_init.cls.__name__
         return pool, [RayWorker(f"{name}/{p.rank}", name, p.rank, class_name, p) for p in processes]
+
+    def hostnames(self, workers: Sequence[WorkerRef]) -> set[str]:
+        """Return the names of the hosts on which the workers run."""
+        homes = [worker.process.home for worker in workers if isinstance(worker, RayWorker)]
+        return {home.hostname for home in homes if home is not None}
 
     def running(self) -> list[tuple[str, float]]:
         """Return worker and start of the oldest unfinished call of each process, unless it waits for another call."""

@@ -105,7 +105,7 @@ class Connection:
         return self._watch is not None and self._watch.is_lost
 
     def require_cluster(self) -> None:
-        """Raise LostWorkerError if a service of the cluster has died."""
+        """Raise LostClusterError if a service of the cluster has died."""
         if self._watch is not None:
             self._watch.require_cluster()
 

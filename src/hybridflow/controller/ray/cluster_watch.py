@@ -12,7 +12,7 @@ from typing import Any
 
 import ray._private.worker
 
-from hybridflow.errors import LostWorkerError
+from hybridflow.errors import LostClusterError
 
 PROBE_EVERY_S = 1.0
 
@@ -60,10 +60,10 @@ class ClusterWatch:
         return bool(self._lost)
 
     def require_cluster(self) -> None:
-        """Raise LostWorkerError if a service has been gone for long."""
+        """Raise LostClusterError if a service has been gone for long."""
         if self._lost:
             self._is_noticed = True
-            raise LostWorkerError(self._lost)
+            raise LostClusterError(self._lost)
 
     def stop(self) -> None:
         """End the thread."""

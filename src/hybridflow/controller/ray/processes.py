@@ -25,8 +25,8 @@ class RayProcess:
 
     `unfinished`: the calls that are not known to have finished, oldest first; the process runs the first
     `concurrent_calls` of them, and the first of those whose role and method are in `beside`. `home`: None until it has
-    started. `exit_error`: the error for which it was stopped or
-    lost. `peers`: the processes of all ranks. `launch`: what it was started with, None if another process started it.
+    started. `exit_error`: the error for which it was stopped or lost. `has_failed`: whether a method has raised an
+    error. `peers`: the processes of all ranks. `launch`: what it was started with, None if another process started it.
     `workers`: the references to its roles.
     """
 
@@ -36,7 +36,7 @@ class RayProcess:
         self.launch: Launch | None = None
         self.workers: list[RayWorker] = []
         self.unfinished: list[RayCall] = []
-        self.is_stopped = self.is_detached = False
+        self.is_stopped = self.is_detached = self.has_failed = False
         self.concurrent_calls = 1
         self.beside: frozenset[tuple[str, str]] = frozenset()
         self.exit_error: WorkerError | None = None

@@ -113,6 +113,9 @@ def _remove_shared_memory(started_s: float) -> None:
         return
     for entry in os.scandir(_SHARED_MEMORY):
         with contextlib.suppress(OSError):
+            if _is_left_snapshot(entry):
+                shutil.rmtree(entry.path, ignore_errors=True)
+                continue
             status = entry.stat(follow_symlinks=False)
             is_new = status.st_uid == os.geteuid() and status.st_ctime >= started_s
             if is_new and _may_be_left(entry.name) and not is_open(status):
@@ -124,6 +127,14 @@ def _may_be_left(name: str) -> bool:
     of_torch = re.fullmatch(r"torch_(\d+)_\d+_\d+", name)
     ended = of_torch is not None and not os.path.exists(f"/proc/{of_torch[1]}")
     return ended or re.fullmatch(r"plasma\w{6}", name) is not None
+
+
+def _is_left_snapshot(entry: os.DirEntry[str]) -> bool:
+    """Return whether an entry is the directory of snapshots of a driver of this user that has ended."""
+    named = re.fullmatch(r"hybridflow-snapshots-(\d+)-[0-9a-f]{8}", entry.name)
+    if named is None or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+        return False
+    return entry.is_dir(follow_symlinks=False) and not os.path.exists(f"/proc/{named[1]}")
 
 
 def is_open(status: os.stat_result) -> bool:

@@ -135,6 +135,7 @@ class Waiting:
         if isinstance(cause, RayActorError):
             return self._death_error(call.worker, call.where, cause)
         if isinstance(cause, CallFailed):
+            call.worker.process.has_failed = True
             return self._death_of_a_peer(call) or cause.error()
         if isinstance(cause, STORE_FULL):
             made = [producer for producer, _ in call.sources if producer != CONTROLLER] or [call.where]

@@ -1,0 +1,47 @@
+"""The worker groups of a run, some of which get new processes after a failure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hybridflow.controller import WorkerGroup
+
+
+class Restartable(Protocol):
+    """What a backend offers for recovery; see `RayBackend`."""
+
+    def settle(self, workers: Sequence[Any], timeout_s: float) -> Sequence[Any]:
+        """Wait until no call of the workers is unfinished; return the workers of groups that cannot go on."""
+        ...
+
+    def restart(self, workers: Sequence[Any]) -> None:
+        """Replace the processes of the groups of these workers by new ones."""
+        ...
+
+
+SETTLE_TIMEOUT_S = 60.0
+"""Seconds in which groups that did not fail finish their calls; after that their processes are replaced too."""
+
+
+class RestartedGroups:
+    """The groups of a run by name. `connected`: whether the groups hold connections to each other or run in parallel.
+
+    Then one group cannot go on without the others, and all get new processes.
+    """
+
+    def __init__(self, backend: Restartable, groups: Mapping[str, WorkerGroup], *, connected: bool) -> None:
+        self._backend, self._groups, self._connected = backend, dict(groups), connected
+
+    def settle(self) -> list[str]:
+        """Wait until no call is unfinished; return the names of the groups that need new processes."""
+        workers = [worker for group in self._groups.values() for worker in group.workers]
+        failed = set(map(id, self._backend.settle(workers, SETTLE_TIMEOUT_S)))
+        if failed and self._connected:
+            return list(self._groups)
+        return [name for name, group in self._groups.items() if failed.intersection(map(id, group.workers))]
+
+    def restart(self, names: Sequence[str]) -> None:
+        """Start new processes for the named groups; let the others discard what the unfinished step has left."""
+        self._backend.restart([worker for name in names for worker in self._groups[name].workers])
+        for name, group in self._groups.items():
+            if name not in names and "abandon_step" in group.methods:
+                group.abandon_step()

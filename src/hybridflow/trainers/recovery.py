@@ -1,0 +1,196 @@
+"""Recovery inside a run: after a failure that new processes can mend, it goes back to a snapshot and repeats the step.
+
+    worker dies ── settle ── restart its group ── restore the snapshot ── verify ── repeat the step
+
+A step depends only on the state at its begin, the data and the seed, so the repeated step has the same results.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from hybridflow.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.config import Config
+from hybridflow.controller import Backend, Role, WorkerGroup
+from hybridflow.errors import CheckpointError, HybridFlowError
+from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
+from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
+from hybridflow.trainers.run_directory import RECOVERIES, RunDirectory
+from hybridflow.trainers.snapshots import Snapshots, snapshot_directory
+from hybridflow.trainers.token_budgets import TokenBudgets
+from hybridflow.trainers.training_state import TrainingSaver
+
+logger = get_logger(__name__)
+
+
+class Recoverable(Protocol):
+    """A trainer whose run can go back to an earlier state."""
+
+    config: Config
+    run: RunDirectory
+    global_step: int
+    events: list[TraceEvent]
+    saver: TrainingSaver
+
+    def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
+        """Return a saver of the training state into a store."""
+        ...
+
+    def save_with(self, saver: TrainingSaver) -> None:
+        """Save the training state, or begin to."""
+        ...
+
+    def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
+        """Continue from a checkpoint; with `verify`, compare the state of the workers with it."""
+        ...
+
+
+class Recovery:
+    """The recovery of one run. `snapshots` is None if the run goes back to its checkpoints only."""
+
+    def __init__(
+        self, trainer: Recoverable, groups: RestartedGroups, budgets: TokenBudgets, snapshots: Snapshots | None
+    ) -> None:
+        recovery = trainer.config.recovery
+        self._trainer, self._groups, self._budgets, self.snapshots = trainer, groups, budgets, snapshots
+        self._tries = Tries(recovery.max_restarts, recovery.backoff_s)
+        self._metrics: dict[str, float] = {}
+
+    def begin_snapshot(self) -> None:
+        """Begin the snapshot of the last step, if one is due."""
+        if self.snapshots:
+            self.snapshots.begin(self._trainer.global_step, self._trainer.save_with)
+
+    def finish_snapshot(self) -> None:
+        """Complete the pending snapshot."""
+        if self.snapshots:
+            self.snapshots.finish()
+
+    def note_step(self) -> dict[str, float]:
+        """Complete the snapshot of an earlier step; return metrics of the recoveries since the last call."""
+        step = self._trainer.global_step
+        if self.snapshots:
+            self.snapshots.finish(step)
+        self._tries.note_step(step)
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def __call__(self, error: HybridFlowError) -> None:
+        """Go back to the newest snapshot or checkpoint with workers that can go on. Raises `error` if that is no use.
+
+        Another failure meanwhile counts as a further try.
+        """
+        while True:
+            action, start, step = action_for(error), time.time(), self._trainer.global_step
+            if action is Action.STOP or self._tries.is_exhausted():
+                if action is not Action.STOP:
+                    logger.error("%d tries in a row have failed (recovery.max_restarts)", self._tries.count)
+                raise error
+            logger.warning("step %d failed (%s): %s", step + 1, fault_of(error).value, error)
+            try:
+                point, restarted = self._go_back(error, action)
+            except HybridFlowError as again:
+                if again is error:
+                    raise
+                error = again
+                continue
+            self._record(error, action, restarted, step - point.step, start)
+            return
+
+    def _go_back(self, error: HybridFlowError, action: Action) -> tuple[Checkpoint, list[str]]:
+        """Return the point from which the run goes on, and the groups with new processes."""
+        failed = self._groups.settle()
+        self._trainer.saver.rescue()
+        if self.snapshots:
+            self.snapshots.rescue()
+        point = self._newest_point()
+        if point is None or (action is Action.SMALLER and not self._budgets.halve()):
+            raise error
+        pause_s, most = self._tries.next_pause_s(self._trainer.global_step), self._trainer.config.recovery.max_restarts
+        logger.warning(
+            "going back to step %d with new processes for %s, try %d of %d",
+            *(point.step, ", ".join(failed) or "no group", self._tries.count, most),
+        )
+        time.sleep(pause_s)
+        self._groups.restart(failed)
+        self._budgets.apply()
+        self._trainer.restore(point, verify=True)
+        return point, failed
+
+    def close(self) -> None:
+        """Remove the snapshots."""
+        if self.snapshots:
+            self.snapshots.close()
+
+    def _newest_point(self) -> Checkpoint | None:
+        """Return the newest snapshot or checkpoint whose files are undamaged; None if there is none."""
+        stores = [self._trainer.run.store, *([self.snapshots.store] if self.snapshots else [])]
+        found = sorted(((step, store) for store in stores for step in store.list()), key=lambda pair: pair[0])
+        for step, store in reversed(found):
+            try:
+                return store.open(step)
+            except CheckpointError as error:
+                logger.warning("%s", error)
+        return None
+
+    def _record(
+        self, error: HybridFlowError, action: Action, restarted: list[str], repeated: int, start: float
+    ) -> None:
+        """Write the recovery to the trace, the metrics of the next row, the console and `recoveries.jsonl`."""
+        trainer, end = self._trainer, time.time()
+        where = ",".join(restarted) or "no group"
+        trainer.events = [*trainer.events, TraceEvent("recovery", action.name.lower(), where, "", start, end)]
+        for name, value in (("failures", 1.0), ("repeated_steps", float(repeated)), ("time_s", end - start)):
+            self._metrics[f"recovery/{name}"] = self._metrics.get(f"recovery/{name}", 0.0) + value
+        JsonlWriter(trainer.run.path / RECOVERIES).write(
+            {
+                "step": trainer.global_step + repeated + 1,
+                "from_step": trainer.global_step,
+                "fault": fault_of(error).name.lower(),
+                "action": action.name.lower(),
+                "restarted": restarted,
+                "seconds": round(end - start, 3),
+                "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            }
+        )
+        logger.warning(
+            "recovered in %.1f s: %s restarted, going on after step %d", end - start, where, trainer.global_step
+        )
+
+
+@contextmanager
+def recovering(recovery: Recovery | None, rewind: Any) -> Iterator[None]:
+    """Recover from an error of the block, if the run can, and call `rewind()` afterwards."""
+    try:
+        yield
+    except HybridFlowError as error:
+        if recovery is None:
+            raise
+        recovery(error)
+        rewind()
+
+
+def build_recovery(
+    trainer: Recoverable, groups: Mapping[Role, WorkerGroup], backend: Backend, budgets: TokenBudgets
+) -> Recovery | None:
+    """Return the recovery of a run on Ray; None in one process, and with recovery.max_restarts = 0."""
+    config = trainer.config
+    if config.controller.backend != "ray" or not config.recovery.max_restarts:
+        return None
+    from hybridflow.controller.ray import RayBackend
+
+    assert isinstance(backend, RayBackend)
+    runs_on = config.updates_in_flight or config.placement.lend  # a snapshot would wait for batches that have begun
+    connected = runs_on or config.rollout.weight_sync in ("broadcast", "ipc")
+    snapshots = None
+    if config.recovery.snapshot_every and not runs_on:
+        hostnames = backend.hostnames([worker for group in groups.values() for worker in group.workers])
+        snapshots = Snapshots(
+            snapshot_directory(config, hostnames),
+            config.recovery.snapshot_every,
+            config.trainer.lag,
+            lambda store: trainer.new_saver(store, in_background=True),
+        )
+    by_name = {role.value: group for role, group in groups.items()}
+    return Recovery(trainer, RestartedGroups(backend, by_name, connected=connected), budgets, snapshots)
