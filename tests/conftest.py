@@ -219,6 +219,17 @@ def gpu(pytestconfig: pytest.Config) -> "torch.device":
 
 
 @pytest.fixture
+def gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> "torch.device":
+    """Return a CUDA device, for which PyTorch gives the answers of a V100."""
+    import torch
+
+    answers = {"is_bf16_supported": False, "get_device_capability": (7, 0), "get_device_name": "V100"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
 def simulated_device(monkeypatch: pytest.MonkeyPatch) -> "Iterator[SimulatedDevice]":
     """Yield a simulated device, which the engines of the test compute on."""
     import importlib

@@ -55,7 +55,8 @@ def tensors_of(engine):
 
 
 def require_on_device(engine):
-    assert {name: str(tensor.device) for name, tensor in tensors_of(engine).items() if tensor.device != META} == {}
+    elsewhere = {name: tensor.device for name, tensor in tensors_of(engine).items() if tensor.device != engine.device}
+    assert elsewhere == {}
 
 
 LIVES = {
@@ -84,6 +85,10 @@ def live(engine, rows, directory):
     if engine.is_sharded or not learns:
         read_state_into(engine.state_dict(), directory / "actor")
     engine.load_shards(describe_state(directory / "actor"), lambda state: read_state_into(state, directory / "actor"))
+    require_on_device(engine)
+    if learns:
+        numbers.append(torch.tensor(engine.update(rows, loss).grad_norm))
+        require_on_device(engine)
     engine.load_state_dict(load_state(directory / "actor"))
     if learns:
         numbers.append(torch.tensor(engine.update(rows, loss).grad_norm))

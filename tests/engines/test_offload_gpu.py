@@ -1,6 +1,9 @@
 """Idle offload on a CUDA device: memory at each level, pinned copies, and memory that runs out for real."""
 
 import gc
+import re
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -77,6 +80,27 @@ def memory_limit(gpu, num_bytes):
         torch.cuda.set_per_process_memory_fraction(1.0, gpu)
 
 
+HOLD = """
+import sys, torch
+held = torch.empty(int(sys.argv[2]), dtype=torch.uint8, device=sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def other_run(gpu, num_bytes):
+    """Let another process hold memory of the device, as a second run on it does."""
+    command = [sys.executable, "-c", HOLD, str(gpu), str(num_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield
+        process.stdin.close()
+    assert process.returncode == 0
+
+
 def test_each_level_has_only_its_memory_on_the_device(path, rows, gpu, allocated):
     engine = build(path, gpu)
     engine.update(rows, loss)  # the moments of the first step
@@ -150,4 +174,24 @@ def test_an_update_without_memory_names_settings_and_changes_nothing(path, rollo
         with memory_limit(gpu, torch.cuda.memory_allocated(gpu) + 2**25), pytest.raises(ModelError, match=message):
             engine.update(rows, loss)
     assert all(torch.equal(before[name], parameter) for name, parameter in engine.parameters.items())
+    assert engine.update(rows, loss).grad_norm > 0
+
+
+def test_out_of_memory_beside_another_run_names_its_memory(path, rows, gpu):
+    engine = build(path, gpu, idle=False)
+
+    def costly(outputs, part):
+        torch.empty(2**60, dtype=torch.uint8, device=gpu)
+        return loss(outputs, part)
+
+    with other_run(gpu, 2 * 2**30), pytest.raises(ModelError) as raised:
+        engine.update(rows, costly)
+    message = str(raised.value)
+    assert message.startswith("out of memory in an update, nothing was applied: ")
+    if gpu.type == "cuda":
+        of_others = re.search(r"other processes and libraries (\S+) GiB \(stop other runs on this GPU; see nv", message)
+        assert of_others is not None, message
+        assert float(of_others[1]) >= 2
+    else:
+        assert re.search(r"; the host has \S+ GiB available; ", message)
     assert engine.update(rows, loss).grad_norm > 0

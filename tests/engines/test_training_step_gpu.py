@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridflow.checkpoint import describe_state, read_state_into, save_sharded_state, save_state
 from hybridflow.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
 from hybridflow.engines import TorchEngine, torch_engine
 from hybridflow.engines.device_copy import wait_for_copies
@@ -37,6 +38,13 @@ def with_columns(rows):
 def loss():
     config = Config(actor={"entropy_coef": 0.01, "epochs": 2}, algorithm={"kl_in_loss": True})
     return actor_loss(config, 0.05, num_tokens=40, num_sequences=9)
+
+
+def compute_in_a_group_of_one(monkeypatch, gpu):
+    """Shard the engines that are built from now on over the one rank of a group."""
+    join_alone()
+    assert gpu.type == "cpu" or "nccl" in str(dist.get_backend_config())
+    monkeypatch.setattr(torch_engine, "Ranks", lambda parallel, device, **_: Ranks(parallel, device, needs_mesh=True))
 
 
 def set_sync_debug_mode(device, mode):
@@ -110,9 +118,7 @@ def test_fsdp_in_a_group_of_one_trains_as_one_process(
     path, rows = tiny_model("qwen3", **SIZES), with_columns(rollout_rows(*LENGTHS[0]))
     alone = build(path, dtype="float32", compile=False)
     expected = [alone.update(rows, loss(), with_entropy=True) for _ in range(3)]
-    join_alone()
-    assert gpu.type == "cpu" or "nccl" in str(dist.get_backend_config())
-    monkeypatch.setattr(torch_engine, "Ranks", lambda parallel, device, **_: Ranks(parallel, device, needs_mesh=True))
+    compute_in_a_group_of_one(monkeypatch, gpu)
     sharded = build(path, dtype="float32", compile=compile)
     assert sharded.is_sharded
     assert sharded.reduction.is_once_per_update == (gpu.type == "cuda")  # a small model
@@ -120,6 +126,42 @@ def test_fsdp_in_a_group_of_one_trains_as_one_process(
     results = [sharded.update(rows, loss(), with_entropy=True) for _ in range(3)]
     assert [r.loss for r in results] == pytest.approx([r.loss for r in expected], rel=1e-3)
     assert [r.grad_norm for r in results] == pytest.approx([r.grad_norm for r in expected], rel=1e-3)
+
+
+def tensors_of(engine):
+    """Return the training state as a table of local tensors, by name."""
+    state = engine.state_dict()
+    found = dict(state["model"])
+    for name, moments in state["optimizer"].items():
+        found |= {f"{key} of {name}": moment for key, moment in moments.items()}
+    return {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("was_sharded", [True, False])
+def test_fsdp_in_a_group_of_one_resumes_from_a_checkpoint(
+    tiny_model, rollout_rows, monkeypatch, gpu, tmp_path, was_sharded, dtype
+):
+    path, rows = tiny_model("qwen3", **SIZES), with_columns(rollout_rows(*LENGTHS[0]))
+    if was_sharded:
+        compute_in_a_group_of_one(monkeypatch, gpu)
+    uninterrupted = build(path, dtype=dtype, compile=False)
+    assert uninterrupted.is_sharded == was_sharded
+    for _ in range(2):
+        uninterrupted.update(rows, loss(), with_entropy=True)
+    (save_sharded_state if was_sharded else save_state)(uninterrupted.state_dict(), tmp_path / "actor")
+    compute_in_a_group_of_one(monkeypatch, gpu)
+    resumed = build(path, dtype=dtype, compile=False)
+    resumed.load_shards(describe_state(tmp_path / "actor"), lambda state: read_state_into(state, tmp_path / "actor"))
+    assert resumed.is_sharded
+    assert resumed.num_updates == 2
+    found, expected = tensors_of(resumed), tensors_of(uninterrupted)
+    assert found.keys() == expected.keys()
+    assert {tensor.device.type for tensor in found.values()} == {gpu.type}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    ours, theirs = (engine.update(rows, loss(), with_entropy=True) for engine in (resumed, uninterrupted))
+    tolerance = 1e-5 if was_sharded else 1e-3 if dtype == "float32" else 0.02
+    assert (ours.loss, ours.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=tolerance)
 
 
 def test_an_out_of_memory_error_leaves_the_next_update_unchanged(tiny_model, rollout_rows):

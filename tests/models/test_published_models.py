@@ -1,10 +1,14 @@
 """Configurations of published models, built without weights: names, sizes, sharding, FLOPs and rotary scaling."""
 
+import copy
 import json
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fixtures.published_models import MODELS
 from hybridflow.engines.sharding import layers_of
@@ -13,6 +17,7 @@ from hybridflow.models import (
     FusedForward,
     build_without_weights,
     decoder_shape,
+    distribute_parameters,
     forward_flops,
     forward_of,
     require_tensor_parallel,
@@ -49,6 +54,22 @@ def test_weights_have_the_names_of_the_published_files(published):
         assert {name.removeprefix(prefix) for name in names if name.startswith(prefix)} == wanted
 
 
+def test_queries_are_grouped_as_published(published):
+    _, config, model, _, _ = published
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    queries, keys, hidden = heads * head_dim, kv_heads * head_dim, config["hidden_size"]
+    assert heads % kv_heads == 0
+    assert (model.config.num_attention_heads, model.config.num_key_value_heads) == (heads, kv_heads)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        assert attention.num_key_value_groups == heads // kv_heads > 1
+        shapes = [tuple(getattr(attention, f"{x}_proj").weight.shape) for x in "qkvo"]
+        assert shapes == [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+        if config["model_type"] == "qwen2":
+            assert [len(getattr(attention, f"{x}_proj").bias) for x in "qkv"] == [queries, keys, keys]
+
+
 def test_each_layer_is_a_unit_of_sharding_and_has_the_fused_forward_pass(published):
     _, config, model, _, _ = published
     assert layers_of(model) == list(model.model.layers)
@@ -56,18 +77,42 @@ def test_each_layer_is_a_unit_of_sharding_and_has_the_fused_forward_pass(publish
     assert isinstance(forward_of(model), FusedForward)
 
 
+@pytest.fixture
+def mesh_of():
+    """Return `mesh_of(size)`, which makes this process rank 0 of a tensor parallel mesh that communicates nothing."""
+
+    def build(size):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        return init_device_mesh("cpu", (size,))
+
+    yield build
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_tensor_parallel_divides_the_heads_or_is_an_error(published, size):
-    _, _, model, _, tensor_sizes = published
+def test_tensor_parallel_shards_the_heads_or_is_an_error(published, size, mesh_of):
+    _, config, model, _, tensor_sizes = published
     if size not in tensor_sizes:
         with pytest.raises(ModelConfigError, match=rf"parallel\.tensor={size} does not divide num_.*heads="):
             require_tensor_parallel(model.config, size)
         return
     require_tensor_parallel(model.config, size)
-    for name, parameter in model.named_parameters():
-        placement = placement_of(name)
+    sharded = copy.deepcopy(model)
+    distribute_parameters(sharded, mesh_of(size))
+    assert (sharded.lm_head.weight is sharded.model.embed_tokens.weight) is config["tie_word_embeddings"]
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    key_rows = config["num_key_value_heads"] // size * head_dim
+    assert sharded.model.layers[0].self_attn.k_proj.weight.to_local().shape == (key_rows, config["hidden_size"])
+    whole = dict(model.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        placement, shape = placement_of(name), list(whole[name].shape)
         if placement.is_shard():
-            assert parameter.shape[placement.dim] % size == 0, name
+            assert shape[placement.dim] % size == 0, name
+            shape[placement.dim] //= size
+        assert parameter.device.type == "meta"
+        assert parameter.shape == whole[name].shape
+        assert list(parameter.to_local().shape) == shape, name
 
 
 def test_flops_are_those_counted_by_hand(published):

@@ -73,14 +73,11 @@ def test_devices_that_cuda_finds_are_used(gpus, monkeypatch, value, count):
     assert own_device().type == "cuda"
 
 
-def test_bfloat16_on_a_gpu_without_it_is_an_error(monkeypatch):
-    device = torch.device("cuda", 0)
-    for name, answer in (("is_bf16_supported", False), ("get_device_capability", (7, 0)), ("get_device_name", "V100")):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+def test_bfloat16_on_a_gpu_without_it_is_an_error(gpu_without_bfloat16):
     message = r"model.dtype='bfloat16' is not supported by cuda:0 \(V100, compute capability 7\.0; .* 'float32'"
     with pytest.raises(ModelConfigError, match=message):
-        require_dtype(torch.bfloat16, device)
-    require_dtype(torch.float32, device)
+        require_dtype(torch.bfloat16, gpu_without_bfloat16)
+    require_dtype(torch.float32, gpu_without_bfloat16)
     require_dtype(torch.bfloat16, torch.device("cpu"))
 
 

@@ -1,10 +1,13 @@
-"""What a worker process sets before a model is built, and how fast it can compute."""
+"""What a worker process sets before a model is built, what it requires of its device, and how fast it can compute."""
 
+import pytest
 import torch
 
 from hybridflow.controller import Worker
+from hybridflow.engines import torch_engine
+from hybridflow.errors import ModelConfigError
 from hybridflow.runtime import peak_flops
-from hybridflow.workers import ActorWorker, worker_process
+from hybridflow.workers import ActorWorker, RolloutWorker, rollout, worker_process
 
 
 def test_the_device_is_set_before_the_process_group_is_made(configure, monkeypatch):
@@ -19,3 +22,14 @@ def test_the_device_is_set_before_the_process_group_is_made(configure, monkeypat
 def test_ranks_that_share_a_process_count_its_peak_once(group):
     peaks = group(ActorWorker, num_workers=3).measure_peak("float32")
     assert peaks == [peak_flops(torch.float32), 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "module"), [(ActorWorker, torch_engine), (RolloutWorker, rollout)], ids=["training", "generation"]
+)
+def test_a_rank_does_not_load_a_model_in_bfloat16_on_a_gpu_without_it(
+    group, monkeypatch, gpu_without_bfloat16, cls, module
+):
+    monkeypatch.setattr(module, "own_device", lambda: gpu_without_bfloat16)
+    with pytest.raises(ModelConfigError, match=r"model\.dtype='bfloat16' is not supported by cuda:0 \(V100"):
+        group(cls, "model.dtype=bfloat16")

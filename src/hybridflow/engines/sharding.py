@@ -73,6 +73,9 @@ def prefetch_layers(model: PreTrainedModel) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, which are the modules that the model's family must not split."""
+    """Return the decoder layers, which are the modules that the model's family must not split.
+
+    FSDP2 makes the class of a sharded module a subclass of another name.
+    """
     kinds = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]
+    return [module for module in model.modules() if kinds & {base.__name__ for base in type(module).__mro__}]

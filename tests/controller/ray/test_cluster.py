@@ -4,6 +4,7 @@ import ray
 from hybridflow.controller.ray import RayBackend, RayResourcePool, cluster
 from hybridflow.controller.ray.cluster import gpus_for
 from hybridflow.controller.ray.nodes import Node, does_not_fit
+from hybridflow.errors import ConfigError
 
 
 @pytest.fixture
@@ -41,6 +42,46 @@ def test_a_local_cluster_has_the_gpus_of_this_machine(monkeypatch, answer):
     assert RayBackend().gpus_have_bfloat16() is answer
     monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 0)
     assert RayBackend().gpus_have_bfloat16() is None
+
+
+@pytest.fixture
+def gpus_of_local_cluster(monkeypatch):
+    """Return a function (GPUs of this machine, pools, num_gpus) -> GPUs that the local cluster is started with."""
+    started = []
+
+    class LocalCluster:
+        def __init__(self, num_cpus, num_gpus, object_store_bytes):
+            self.num_gpus = num_gpus
+
+        def start(self):
+            started.append(self.num_gpus)
+
+    def start(count, pools, num_gpus=0):
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+        monkeypatch.setattr(cluster, "LocalCluster", LocalCluster)
+        monkeypatch.setattr(cluster, "ClusterWatch", lambda is_local: None)
+        monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: count)
+        cluster.Connection("", 1, num_gpus, None).open(pools)
+        return started[-1]
+
+    return start
+
+
+@pytest.mark.parametrize(("count", "gpus"), [(0, 0), (2, 2), (4, 4), (8, 4)])
+def test_a_local_cluster_has_at_most_the_gpus_of_this_machine(gpus_of_local_cluster, count, gpus):
+    assert gpus_of_local_cluster(count, [RayResourcePool([4], use_gpu=True)]) == gpus
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_a_local_cluster_can_have_fewer_gpus_than_this_machine(gpus_of_local_cluster, num_gpus):
+    assert gpus_of_local_cluster(2, [RayResourcePool([4], use_gpu=True)], num_gpus) == num_gpus
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_local_cluster_with_gpus_that_do_not_exist_is_an_error(gpus_of_local_cluster, count):
+    message = rf"num_gpus=3 is invalid for a local cluster: this machine has {count} GPUs .*; use at most {count}, or"
+    with pytest.raises(ConfigError, match=message):
+        gpus_of_local_cluster(count, [], num_gpus=3)
 
 
 @pytest.mark.parametrize(

@@ -888,6 +888,35 @@ def test_gpus_are_those_of_the_cluster_and_a_rank_without_its_gpu_is_an_error(ru
     assert re.search(r"^no driver .*Ray assigned GPU 0 .* finds no CUDA device there .*install a CUDA build", lines[3])
 
 
+ALL_GPUS_VISIBLE = """
+import os, torch
+from hybridflow.controller import ClassWithInitArgs, Worker, WorkerGroup
+from hybridflow.controller.ray import RayBackend, RayResourcePool
+from hybridflow.errors import ConfigError
+
+os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+torch.cuda.device_count = lambda: 2
+with RayBackend(num_cpus=2, num_gpus=2) as backend:
+    WorkerGroup(RayResourcePool([1]), ClassWithInitArgs(Worker), backend)
+    print("without a GPU: started")
+    try:
+        WorkerGroup(RayResourcePool([1], use_gpu=True), ClassWithInitArgs(Worker), backend)
+    except ConfigError as error:
+        print("with a GPU:", str(error).replace(chr(10), " "))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_sees_the_gpus_of_other_ranks_is_an_error(run_script):
+    output = run_script(ALL_GPUS_VISIBLE, 300)
+    assert "without a GPU: started" in output
+    message = (
+        r"with a GPU: .*RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES='1' is not supported: this rank sees all GPUs of "
+        r"node \S+ instead of GPU \d, which Ray assigned to it.*; unset the variable"
+    )
+    assert re.search(message, output), output
+
+
 SHARED_GPU = """
 import ray, torch
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

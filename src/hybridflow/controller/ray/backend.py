@@ -40,9 +40,10 @@ class RayBackend:
     `address`: address of a running cluster; "" uses the cluster that this process is connected to, or otherwise starts
     a local cluster with the first group, which stops with `close()` or at the end of the process. `num_cpus`,
     `num_gpus`, `object_store_bytes`: logical resources and shared memory of that local cluster; by default, the
-    resources that the first pool requests, and Ray's choice of memory. `call_timeout_s`: the deadline of every call in
-    seconds; None: no deadline. `threads`: CPU threads of each rank; 0: its share of the physical cores. `compress`:
-    compress sent data with zstd. Use the backend as a context, or call `close()`.
+    resources that the first pool requests, and Ray's choice of memory. More GPUs than this machine has are an error.
+    `call_timeout_s`: the deadline of every call in seconds; None: no deadline. `threads`: CPU threads of each rank; 0:
+    its share of the physical cores. `compress`: compress sent data with zstd. Use the backend as a context, or call
+    `close()`.
     """
 
     def __init__(

@@ -71,7 +71,13 @@ class Connection:
             )
         num_cpus = self._num_cpus or max(1.0, sum(pool.share["CPU"] * pool.world_size for pool in pools))
         # A cluster with more GPUs than the machine would give ranks devices that do not exist.
-        num_gpus = self._num_gpus or min(gpus_for(pools), torch.cuda.device_count())
+        if self._num_gpus > (count := torch.cuda.device_count()):
+            raise ConfigError(
+                f"num_gpus={self._num_gpus} is invalid for a local cluster: this machine has {count} GPUs that PyTorch "
+                f"finds (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); use at most {count}, or "
+                "leave num_gpus out for as many as the pools need."
+            )
+        num_gpus = self._num_gpus or min(gpus_for(pools), count)
         self._local = LocalCluster(num_cpus, num_gpus, self._object_store_bytes)
         self._local.start()
 

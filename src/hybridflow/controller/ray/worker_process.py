@@ -39,6 +39,9 @@ from hybridflow.runtime.process_address import ProcessAddress, allow_observers, 
 MEMORY_EVERY_S = 0.1
 """Minimum seconds between reads of the memory in use; a read takes longer than a small call."""
 
+SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""The variable that makes Ray show every GPU of a node to each process, as "1" or "true"."""
+
 
 @dataclass(frozen=True)
 class Home:
@@ -127,15 +130,26 @@ class WorkerProcess:
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
 
     def _require_own_gpu(self) -> None:
-        gpus = ray.get_gpu_ids()
-        if gpus and not torch.cuda.is_available():
-            error = ConfigError(
-                f"Ray assigned GPU {', '.join(map(str, gpus))} of node {self._node} to this rank, but torch "
-                f"{torch.__version__} finds no CUDA device there (CUDA_VISIBLE_DEVICES="
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); install a CUDA build of torch and a driver on that "
-                "node, or start Ray there with --num-gpus=0 to compute on CPUs."
+        """Raise ConfigError if the process was given a GPU, but sees others too, or none."""
+        if not (gpus := ", ".join(map(str, ray.get_gpu_ids()))):
+            return
+        if os.environ.get(SEES_ALL_GPUS, "").lower() in ("1", "true"):
+            problem = (
+                f"{SEES_ALL_GPUS}={os.environ[SEES_ALL_GPUS]!r} is not supported: this rank sees all GPUs of node "
+                f"{self._node} instead of GPU {gpus}, which Ray assigned to it, and could compute on that of another "
+                "rank; unset the variable for the run, and before `ray start` on that node."
             )
-            raise pack_error(error, "a worker's start", self.label.rpartition("/")[0], self._rank, self._node)
+        elif not torch.cuda.is_available():
+            problem = (
+                f"Ray assigned GPU {gpus} of node {self._node} to this rank, but torch {torch.__version__} finds no "
+                f"CUDA device there (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); install a "
+                "CUDA build of torch and a driver on that node, or start Ray there with --num-gpus=0 to compute on "
+                "CPUs."
+            )
+        else:
+            return
+        error = ConfigError(problem)
+        raise pack_error(error, "a worker's start", self.label.rpartition("/")[0], self._rank, self._node)
 
     def call(self, message: Any, *beside: Any) -> Any:
         """Run a method and return a `Reply` and the value, or the `Reply` alone if the value will not be read.
