@@ -6,7 +6,7 @@ _num_done = 0
 def note_progress() -> None:
     """Count a piece of work: a micro-batch, a decoding step, a scored response, a written file, a bucket of weights."""
     global _num_done
-    _num_done += 1  # an increment that another thread overwrites is no loss: the number still changes
+    _num_done += 1  # where two threads count at once, one increment may be lost; the number still changes
 
 
 def progress() -> int:

@@ -129,7 +129,7 @@ def test_a_stopped_worker_is_noticed_by_its_missing_heartbeat(start):
     with pytest.raises(WorkerTimeoutError) as caught:
         group.stop_rank_1()
     error, text = caught.value, str(caught.value)
-    assert text.startswith(f"worker actor/1 on node 127.0.0.1, pid {pids[1]}, is stopped by a signal (T): it has not ")
+    assert text.startswith(f"worker actor/1 on node 127.0.0.1, pid {pids[1]} is stopped by a signal (T): it has not ")
     assert "while Slow.stop_rank_1 runs on it (limit: 3 s, controller.heartbeat_timeout_s=3)." in text
     assert "It is stopped: by SIGSTOP, Ctrl-Z or a debugger. `kill -CONT` lets it go on." in text
     assert " in Slow.stop_rank_1\n" in text
@@ -210,6 +210,7 @@ def test_a_call_whose_progress_ends_is_over_its_deadline(start):
 def test_report_names_the_chain_of_calls_with_stacks(start, caplog):
     producer = start(report_after_s=2.0)
     consumer = start("reference", producer.backend)
+    caplog.clear()  # of the start of the processes
     batch = DataProto.from_dict({"x": torch.arange(2)})
     future = consumer.pass_on.remote(producer.compute.remote(batch, 10.0))
     assert future.get().batch["z"].tolist() == [0, 1]
