@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybridflow.checkpoint import load_state, save_state
+from hybridflow.checkpoint.saved_files import saved_files
 from hybridflow.checkpoint.state import TENSOR_DTYPES
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import progress
 
 STATE = {"model": {"w": torch.arange(4.0), "b": torch.zeros(0)}, "step": 3, "betas": (0.9, 0.999)}
 
@@ -21,6 +23,15 @@ def test_state_is_saved_as_two_files_and_restored(tmp_path):
     assert result["model"]["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert result["model"]["b"].shape == (0,)
     assert (result["step"], result["betas"]) == (3, (0.9, 0.999))
+
+
+def test_progress_counts_written_and_hashed_files(tmp_path):
+    before = progress()
+    files = save_state(STATE, tmp_path / "actor")
+    assert progress() > before
+    before = progress()
+    saved_files(tmp_path, files)
+    assert progress() - before == 2
 
 
 def test_every_dtype_is_read_back_bit_for_bit(tmp_path):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from hybridflow.engines import TorchEngine, TrainEngine
 from hybridflow.errors import BatchError, CheckpointError, ModelError, NonFiniteError
 from hybridflow.protocol import DataProto
+from hybridflow.runtime import progress
 
 PROMPT_LENS, RESPONSE_LENS = [3, 1, 4, 2], [2, 5, 0, 4]
 
@@ -52,6 +53,15 @@ def test_engine_implements_protocol(tiny_model, build_engine):
     assert (engine.num_updates, engine.max_tokens, engine.is_sharded, engine.shares_weights) == (0, 1000, False, True)
     assert engine.vocabulary_size == engine.rollout_model().config.vocab_size
     assert engine.num_positions == engine.rollout_model().config.max_position_embeddings
+
+
+def test_progress_counts_the_micro_batches(tiny_model, build_engine, rows):
+    engine, before = build_engine(tiny_model(), max_tokens=8, packing=False), progress()
+    engine.forward(rows)
+    after_forward = progress()
+    engine.update(rows, policy_gradient)
+    assert after_forward - before > 1
+    assert progress() - after_forward == after_forward - before
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -11,6 +11,8 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards import RewardRunner, RewardScorer
 from hybridflow.rewards import runner as runner_module
+from hybridflow.rewards.in_rank import call_here
+from hybridflow.runtime import progress
 
 FUNCTIONS = """
 import ctypes, os, random, sys, time
@@ -123,6 +125,14 @@ def test_a_failing_sample_is_reported_and_the_others_keep_their_scores(runner, b
             assert outcome.result["score"] == len(text)
             assert outcome.result["answer"] == text
             assert repr(outcome.result["object"]).startswith("<object object")
+
+
+def test_progress_counts_the_scored_responses(runner):
+    given, before = samples(["a", "raise", "c"]), progress()
+    runner().run(given)
+    assert progress() - before == 3
+    call_here(lambda **sample: 1.0, [sample for _, sample in given], {})
+    assert progress() - before == 6
 
 
 @pytest.mark.slow

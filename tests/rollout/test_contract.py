@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hybridflow.errors import RolloutError
 from hybridflow.models import load_causal_lm
 from hybridflow.rollout import Completion, Request, SamplingParams, generate, load_weights
-from hybridflow.runtime import capture_random_state, uniform
+from hybridflow.runtime import capture_random_state, progress, uniform
 
 EOS = 1
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10], [8, 8]]
@@ -141,6 +141,12 @@ def test_log_probs_are_under_the_sampling_distribution(
             logits = stock(torch.tensor([[*request.prompt_ids, *tokens]])).logits[0, len(request.prompt_ids) - 1 : -1]
         expected = [distribution(row, sampling)[token] for row, token in zip(logits.tolist(), tokens, strict=True)]
         assert completion.log_probs == pytest.approx([math.log(p) for p in expected], abs=1e-4)
+
+
+def test_progress_counts_the_decoding_steps(build_rollout, tiny_model):
+    engine, before = build_rollout(tiny_model()), progress()
+    generate(engine, requests(SamplingParams(6, temperature=0.0)))
+    assert progress() - before >= 6
 
 
 def test_samples_follow_the_distribution(build_rollout, tiny_model, use_float64_throughout):

@@ -5,6 +5,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.errors import WeightSyncError
+from hybridflow.runtime import progress
 from hybridflow.runtime.partial_tensor import PartialTensor, contents_of
 from hybridflow.weight_sync import InProcess, WeightReceiver, WeightSender, WeightSpec, fingerprint, hand_over
 from hybridflow.weight_sync.fingerprint import Fingerprints
@@ -99,7 +100,9 @@ def test_probe_fits_vocabulary_and_positions_of_model(engine, config):
 def test_sync_in_one_process_loads_and_checks_all_weights(engine, config):
     rollout = Loads()
     sender, receiver = WeightSender(engine, config, InProcess), WeightReceiver(rollout, "float32", InProcess())
+    before, num_buckets = progress(), 2
     assert hand_over(sender, receiver) == 48
+    assert progress() - before == 2 * num_buckets  # sent and received
     assert all(rollout.loaded[name] is tensor for name, tensor in engine.tensors.items())
     assert rollout.version == 7
     assert receiver.check(sender.compute_probe()) == {

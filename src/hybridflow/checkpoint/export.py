@@ -23,6 +23,7 @@ from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
+from hybridflow.runtime import note_progress
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -241,6 +242,7 @@ class _Model:
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             tensors = {name: _cast(name, weight_of(name), dtype).contiguous() for name in in_file}
             save_file(tensors, out_dir / file, metadata={"format": "pt"})
+            note_progress()
             index |= dict.fromkeys(in_file, file)
         if len(files) > 1:
             document = {"metadata": {"total_size": sum(self.sizes(dtype))}, "weight_map": index}

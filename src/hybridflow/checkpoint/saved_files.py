@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import write_text_atomically
+from hybridflow.runtime import note_progress, write_text_atomically
 
 
 class SavedFile(NamedTuple):
@@ -29,6 +29,7 @@ def saved_files(directory: Path, files: Iterable[Path]) -> list[SavedFile]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
             saved.append(SavedFile(path.relative_to(directory).as_posix(), file.tell(), digest))
+        note_progress()
     return saved
 
 

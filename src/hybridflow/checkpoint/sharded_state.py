@@ -24,7 +24,7 @@ from hybridflow.checkpoint.state import join_state, split_state, tensors_to_fill
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
-from hybridflow.runtime import sort_metadata
+from hybridflow.runtime import note_progress, sort_metadata
 
 # It logs every read and write.
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
@@ -53,6 +53,7 @@ def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | 
         written = sorted(path.glob(f"shard-{dist.get_rank(group) + 1:05d}-*.safetensors"))  # none without shards
         for file in written:
             sort_metadata(file)
+            note_progress()
         if dist.get_rank() == 0:
             tree_file.write_text(tree_text(tree), encoding="utf-8")
             written.append(tree_file)

@@ -12,6 +12,7 @@ from hybridflow.checkpoint.json_document import read_document
 from hybridflow.checkpoint.state import join_state, split_state
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.errors import CheckpointError
+from hybridflow.runtime import note_progress
 
 STATE_FORMAT = "hybridflow-state"
 STATE_VERSION = 1
@@ -29,6 +30,7 @@ def save_state(state: Any, path: str | Path) -> list[Path]:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + len(text)
     try:
         save_file(tensors, tensor_file, metadata={"format": STATE_FORMAT})
+        note_progress()
         tree_file.write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
         free = f", {describe_free_space(tensor_file.parent)}" if tensor_file.parent.is_dir() else ""

@@ -67,7 +67,14 @@ from hybridflow.models import (
     without_adapters,
 )
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import can_compile_for_gpu, naming_out_of_memory, own_device, preferred_dtype, require_dtype
+from hybridflow.runtime import (
+    can_compile_for_gpu,
+    naming_out_of_memory,
+    note_progress,
+    own_device,
+    preferred_dtype,
+    require_dtype,
+)
 from hybridflow.runtime.boxes import Box
 
 Head = Literal["policy", "value"]
@@ -216,6 +223,7 @@ class TorchEngine:
                 )
                 if len(indices):  # the host reads them when all micro-batches are under way
                     parts.append((indices, {name: x.to("cpu", non_blocking=True) for name, x in outputs.items()}))
+                note_progress()
             if isinstance(self.model, FSDPModule):
                 self.model.reshard()  # as a backward pass does
             wait_for_copies(self.device)
@@ -337,6 +345,7 @@ class TorchEngine:
         for indices in self.reduction.of_micro_batches(micro_batches, is_first_part=is_first, is_last_part=is_last):
             share, model_input = self._learn(self._part(rows, indices), loss_function, with_entropy, temperature)
             shares.append(share)
+            note_progress()
             counts = {name: count + getattr(model_input, name) for name, count in counts.items()}
         return shares, counts
 

@@ -11,7 +11,7 @@ from hybridflow.rewards.batches import as_batch, split
 from hybridflow.rewards.outcome import Outcome
 from hybridflow.rewards.reward_process import as_message, described, returns_awaitable, takes_batches
 from hybridflow.rewards.table import RewardFunction
-from hybridflow.runtime import Interrupts
+from hybridflow.runtime import Interrupts, note_progress
 
 Samples = Sequence[Mapping[str, Any]]
 
@@ -44,6 +44,7 @@ def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, An
             except BaseException as error:  # a user's function may raise anything
                 interrupts.raise_if_one(error)
                 outcomes.append(_failure(error, function))
+            note_progress()
             if os.getpid() != owner:  # a child that the function has forked must not go on as this rank
                 os._exit(0)
     return outcomes
@@ -62,6 +63,8 @@ async def _call_concurrently(
             except BaseException as error:
                 interrupts.raise_if_one(error)
                 return _failure(error, function)
+            finally:
+                note_progress()
 
     return await asyncio.gather(*(call(arguments) for arguments in calls))
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hybridflow.rewards.reward_process import as_message
+from hybridflow.runtime import note_progress
 
 FailureKind = Literal["raised", "timeout", "memory", "died"]
 
@@ -54,6 +55,7 @@ class Outcomes:
         """Store the outcome of a sample and pass it to the callback."""
         self.num_missing -= self.known[number] is None
         self.known[number] = outcome
+        note_progress()
         if self.on_outcome:
             self.on_outcome(number, outcome)
 

@@ -20,7 +20,7 @@ from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.runtime import free_cached_memory, naming_out_of_memory
+from hybridflow.runtime import free_cached_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
 
 LESS_MEMORY = (
@@ -113,6 +113,7 @@ class EmbeddedRollout:
                     self._is_packed = True
                 self._admit(self._running)
                 self._finish(self._running.advance(self.version))
+                note_progress()
         except BaseException:
             self._restart_requests()
             raise

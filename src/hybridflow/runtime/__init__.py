@@ -25,6 +25,7 @@ from hybridflow.runtime.matmul_precision import use_full_float32
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
 from hybridflow.runtime.plain_files import open_plain_file, require_plain_file, require_regular_file
+from hybridflow.runtime.progress import note_progress, progress
 from hybridflow.runtime.random_state import (
     capture_random_state,
     restore_random_state,
@@ -64,6 +65,7 @@ __all__ = [
     "memory_limit",
     "naming_out_of_memory",
     "new_store_name",
+    "note_progress",
     "open_plain_file",
     "open_store",
     "out_of_memory",
@@ -72,6 +74,7 @@ __all__ = [
     "peak_flops",
     "peak_memory_of",
     "preferred_dtype",
+    "progress",
     "provide_stores",
     "relax_garbage_collector",
     "require_arguments",

@@ -57,6 +57,8 @@ def build_backend(config: Config) -> Backend:
         num_cpus=max(1.0, num_places * controller.cpus_per_worker),
         object_store_bytes=controller.object_store_bytes or None,
         call_timeout_s=controller.call_timeout_s,
+        heartbeat_timeout_s=controller.heartbeat_timeout_s,
+        report_after_s=controller.report_after_s,
         threads=controller.threads,
         compress=controller.compress_transfers,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
-from hybridflow.runtime import naming_out_of_memory, own_device
+from hybridflow.runtime import naming_out_of_memory, note_progress, own_device
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, spec_of
 from hybridflow.weight_sync.fingerprint import Fingerprints
@@ -83,6 +83,7 @@ class WeightReceiver:
             bucket = self._transport.receive(Sent.joined(sent))
             self._require_unchanged(bucket)
             self._engine.load(bucket.weights.items())
+        note_progress()
 
     def finish(self) -> None:
         """Complete the loading of a version, which `check` verifies. Raises WeightSyncError if weights are missing."""

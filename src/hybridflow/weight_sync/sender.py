@@ -9,7 +9,7 @@ from torch import Size, Tensor
 from hybridflow.config import Config
 from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
-from hybridflow.runtime import naming_out_of_memory, own_device, preferred_dtype
+from hybridflow.runtime import naming_out_of_memory, note_progress, own_device, preferred_dtype
 from hybridflow.runtime.boxes import Box
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
@@ -93,6 +93,7 @@ class WeightSender:
         """Gather the next bucket, start to send it, and return the message for `WeightReceiver.receive`."""
         with naming_out_of_memory("a weight sync", own_device(), SMALLER_BUCKETS, WeightSyncError):
             bucket = next(self._buckets)
+            note_progress()
             return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:

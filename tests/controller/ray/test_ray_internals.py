@@ -143,6 +143,11 @@ PARTS = [
         "a function of a key or a prefix",
         takes("prefix", del_by_prefix=True, namespace="n"),
     ),
+    *(
+        Part("ray._raylet", f"InnerGcsClient.{name}", "heartbeat.py", "a method", callable)
+        for name in ("internal_kv_put", "internal_kv_multi_get", "internal_kv_del")
+    ),
+    Part("ray.experimental.internal_kv", "internal_kv_get_gcs_client", "heartbeat.py", "a function", takes()),
     Part(
         "ray._private.state",
         "available_resources_per_node",

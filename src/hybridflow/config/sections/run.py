@@ -91,7 +91,19 @@ class ControllerConfig(Section):
         "share a GPU, as rollout.weight_sync = 'ipc' needs it.",
     )
     call_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
-        default=3600.0, description="ray: deadline of each call to a worker, in seconds; 'none': no deadline."
+        default=3600.0,
+        description="ray: deadline of each call to a worker, in seconds since its start or the last progress of its "
+        "process (a micro-batch, a decoding step, ...); 'none': no deadline.",
+    )
+    heartbeat_timeout_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
+        default=60.0,
+        description="ray: seconds without a heartbeat after which a worker process that is stopped or unreachable is "
+        "lost, and one that is too busy after ten times as long; 'none': never.",
+    )
+    report_after_s: Annotated[Annotated[float, Field(gt=0)] | None, NoneAsText] = Field(
+        default=60.0,
+        description="ray: seconds without progress after which a wait for workers logs who waits for whom, with their "
+        "stacks; 'none': never.",
     )
     object_store_bytes: NonNegative = Field(
         default=0, description="ray: object store of a cluster that the run starts, in bytes; 0: Ray's default."

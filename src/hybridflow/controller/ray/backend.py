@@ -18,6 +18,7 @@ from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
+from hybridflow.controller.ray.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
@@ -41,7 +42,9 @@ class RayBackend:
     a local cluster with the first group, which stops with `close()` or at the end of the process. `num_cpus`,
     `num_gpus`, `object_store_bytes`: logical resources and shared memory of that local cluster; by default, the
     resources that the first pool requests, and Ray's choice of memory. More GPUs than this machine has are an error.
-    `call_timeout_s`: the deadline of every call in seconds; None: no deadline. `threads`: CPU threads of each rank; 0:
+    `call_timeout_s`: the deadline of every call in seconds without progress; None: no deadline. `heartbeat_timeout_s`:
+    seconds without a heartbeat until a process that a call waits for is lost; None: do not look. `report_after_s`:
+    seconds without progress until a wait logs who waits for whom; None: never. `threads`: CPU threads of each rank; 0:
     its share of the physical cores. `compress`: compress sent data with zstd. Use the backend as a context, or call
     `close()`.
     """
@@ -54,17 +57,24 @@ class RayBackend:
         num_gpus: int = 0,
         object_store_bytes: int | None = None,
         call_timeout_s: float | None = 3600.0,
+        heartbeat_timeout_s: float | None = 60.0,
+        report_after_s: float | None = 60.0,
         threads: int = 0,
         compress: bool = False,
     ) -> None:
-        if call_timeout_s is not None and not call_timeout_s > 0:
-            raise ConfigError(f"call_timeout_s={call_timeout_s} is invalid: expected seconds above 0, or None.")
+        of_name = {"call_timeout_s": call_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
+        for name, seconds in (of_name | {"report_after_s": report_after_s}).items():
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._node = socket.gethostname()
         self._trace = Trace()
-        self._waiting = Waiting(self._processes, self._stop, self._trace, self._connection.require_cluster)
+        require_cluster = self._connection.require_cluster
+        self._waiting = Waiting(
+            self._processes, self._stop, self._trace, require_cluster, heartbeat_timeout_s, report_after_s
+        )
         self._own_pools: dict[int, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
         self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
@@ -291,6 +301,7 @@ class RayBackend:
             if self._connection.is_lost or not ray.is_initialized():
                 continue
             ray.kill(process.actor, no_restart=True)
+            delete_heartbeat(process)
             if all(peer.is_stopped for peer in process.peers):
                 process.on_last_stop()
 

@@ -97,6 +97,11 @@ class RayCall:
         self.duration = Duration()
         self.small_value: bytes | None = None
 
+    @property
+    def running_s(self) -> float:
+        """The seconds since the driver has known that the call runs."""
+        return time.monotonic() - self.running_since if self.running_since is not None else 0.0
+
     def awaited(self) -> "RayCall | None":
         """Return an unfinished call whose result this call reads; None if it can run."""
         while self._after and self._after[-1].is_finished:

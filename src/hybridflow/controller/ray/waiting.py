@@ -1,4 +1,4 @@
-"""Waiting for calls until all have finished, one has failed, a process has died, or a deadline has passed.
+"""Waiting for calls until all have finished, one has failed, a process has died or stopped, or a deadline has passed.
 
 Errors name the call and worker waited for, with a report of why it does not answer.
 """
@@ -19,13 +19,16 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from hybridflow.controller.ray.chain import running_call
+from hybridflow.controller.ray.hang_report import HangReports, report_calls
+from hybridflow.controller.ray.heartbeat import Heartbeats
 from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
+from hybridflow.controller.ray.silence import Silence
 from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
 from hybridflow.controller.ray.watch import observe
 from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from hybridflow.observability import Trace
 from hybridflow.observability.trace import CONTROLLER
-from hybridflow.runtime.python_stacks import own_stacks
 
 POLL_INTERVAL_S = 0.2
 """Seconds between checks of a wait for failed and overdue calls."""
@@ -36,8 +39,8 @@ DEATH_REPORT_DELAY_S = 1.0
 COLLECT_EVERY = 64
 """Number of calls to a process after which finished calls are collected, as some are never waited for."""
 
-MAX_REPORTS = 4
-"""Maximum number of workers in the report of an overdue call."""
+LOOK_AFTER_S = 3.0
+"""Seconds of a wait after which the heartbeats of the processes are read; most waits are shorter."""
 
 SILENT_EXIT = "It exited without an error message; likely a signal, the OOM killer (check `dmesg`) or a native crash."
 
@@ -52,7 +55,7 @@ class Waiting:
     """Waits for calls, reports their errors and records finished calls in `trace`.
 
     `processes`: the running processes. `stop`: a function that stops some of them. `require_cluster`: a function that
-    raises an error if the cluster has died.
+    raises an error if the cluster has died. `heartbeat_timeout_s`, `report_after_s`: as of `RayBackend`.
     """
 
     def __init__(
@@ -61,9 +64,14 @@ class Waiting:
         stop: Callable[[Sequence[RayProcess]], None],
         trace: Trace,
         require_cluster: Callable[[], None],
+        heartbeat_timeout_s: float | None = None,
+        report_after_s: float | None = None,
     ) -> None:
         self._processes, self._stop, self._trace, self._require_cluster = processes, stop, trace, require_cluster
         self._exit_errors: dict[str | None, WorkerError] = {}  # errors of lost processes, by Ray's actor id
+        self._heartbeats = Heartbeats()
+        self._silence = Silence(self._heartbeats, heartbeat_timeout_s)
+        self._report_after_s = report_after_s
 
     def track(self, call: RayCall) -> None:
         """Register a call that was sent."""
@@ -91,7 +99,8 @@ class Waiting:
     def wait(self, calls: Sequence[RayCall]) -> None:
         """Wait until all calls have finished.
 
-        Raises the error of the first call that fails, at once, and WorkerTimeoutError for a call over its deadline.
+        Raises the error of the first call that fails, at once, and WorkerTimeoutError for a call over its deadline or a
+        process without a heartbeat.
         """
         self._require_cluster()
         pending = {call.done: call for call in calls if not call.is_finished}
@@ -101,12 +110,13 @@ class Waiting:
             for call, reply in zip(pending.values(), ray.get(list(pending), timeout=POLL_INTERVAL_S), strict=True):
                 self._note_success(call, reply)
             return
+        start, reports = time.monotonic(), HangReports(self._report_after_s)
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=POLL_INTERVAL_S, fetch_local=False)
             for ref in ready:
                 self._finish(pending.pop(ref))
             if pending:
-                self._check_deadlines(list(pending.values()))
+                self._check_progress(list(pending.values()), start, reports)
 
     def _finish(self, call: RayCall) -> None:
         """Mark a call as finished. Raises the error of the call."""
@@ -168,16 +178,31 @@ class Waiting:
                     continue  # it failed like this call; a wait for it reports its error
         return None
 
-    def _check_deadlines(self, pending: list[RayCall]) -> None:
+    def _check_progress(self, pending: list[RayCall], start: float, reports: HangReports) -> None:
+        """Raise WorkerTimeoutError for calls over their deadline and silent processes; report a wait without progress.
+
+        `start`: when the wait began.
+        """
         self._require_cluster()
         self.collect_finished()
         now = time.monotonic()
-        running = list(dict.fromkeys(_running(call) for call in pending))
+        running = list(dict.fromkeys(map(running_call, pending)))
         for call in running:
             call.running_since = call.running_since or now
-        overdue = [call for call in running if call.timeout_s and now - (call.running_since or now) > call.timeout_s]
+        may_be_overdue = any(call.timeout_s and call.running_s > call.timeout_s for call in running)
+        if may_be_overdue or now - start > LOOK_AFTER_S:
+            self._heartbeats.look([call.worker.process for call in running])
+        overdue = [call for call in running if call.timeout_s and self._quiet_s(call) > call.timeout_s]
         if overdue:
-            raise self._deadline_error(overdue, pending[0], now)
+            raise self._deadline_error(overdue, pending[0])
+        if (silent := self._silence.find([call for call in running if not call.is_finished])) is not None:
+            self._stop_peers(silent.process, silent.error)
+            raise silent.error
+        reports.check(pending, lambda call: min(self._quiet_s(call), now - start))
+
+    def _quiet_s(self, call: RayCall) -> float:
+        """Return the seconds since the start of a running call or the last progress of its process."""
+        return min(call.running_s, self._heartbeats.idle_s(call.worker.process))
 
     # ------------------------------------------------------------------------------------------ deaths and deadlines
 
@@ -220,43 +245,28 @@ class Waiting:
                 return process
         return None
 
-    def _deadline_error(self, overdue: list[RayCall], awaited: RayCall, now: float) -> WorkerTimeoutError:
+    def _deadline_error(self, overdue: list[RayCall], awaited: RayCall) -> WorkerTimeoutError:
         """Return the error for calls over their deadline, with reports of their processes; stop these processes."""
         first = overdue[0]
         ranks = ", ".join(str(call.worker.rank) for call in overdue)
         lines = [
-            f"{first.where} on {first.worker.role}, rank {ranks}, has been running for "
-            f"{now - (first.running_since or now):.1f} s, longer than its deadline of {first.timeout_s:g} s "
+            f"{first.where} on {first.worker.role}, rank {ranks}, has been running for {first.running_s:.1f} s, "
+            f"{self._quiet_s(first):.1f} s of them without progress, longer than its deadline of {first.timeout_s:g} s "
             f"(controller.call_timeout_s)."
         ]
         if awaited is not first:
             lines.append(
                 f"The controller waits for {awaited.where} on {awaited.worker.name}, which waits for this call."
             )
-        for call in overdue[:MAX_REPORTS]:
-            home = call.worker.process.home
-            lines += [f"{call.worker.name}:", observe(home) if home else "  its process has not started"]
-        if len(overdue) > MAX_REPORTS:
-            lines.append(f"... and {len(overdue) - MAX_REPORTS} more workers without a report.")
-        lines += ["The controller itself waits here:", own_stacks()]
         timed_out = WorkerTimeoutError(
-            "\n".join(lines), role=first.worker.role, rank=first.worker.rank, node=first.worker.process.node
+            "\n".join([*lines, report_calls(overdue)]),
+            role=first.worker.role,
+            rank=first.worker.rank,
+            node=first.worker.process.node,
         )
         for call in overdue:
             self._stop_peers(call.worker.process, timed_out)
         return timed_out
-
-
-def _running(call: RayCall) -> RayCall:
-    """Return the running call that a call waits for: itself, the oldest call of its process, or one that it reads."""
-    while not call.is_finished:
-        if (before := call.predecessor()) is not None:
-            call = before
-        elif (awaited := call.awaited()) is not None:
-            call = awaited
-        else:
-            break
-    return call
 
 
 def _exit_reason(error: RayActorError) -> str:

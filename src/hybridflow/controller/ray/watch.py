@@ -9,7 +9,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hybridflow.controller.ray.worker_process import Home
 from hybridflow.runtime.process_address import ProcessAddress
-from hybridflow.runtime.process_report import report_process
+from hybridflow.runtime.process_report import State, report_process
 
 OBSERVER_TIMEOUT_S = 20.0
 """Seconds for a report from another node, including the start of its task."""
@@ -17,18 +17,26 @@ OBSERVER_TIMEOUT_S = 20.0
 
 def observe(home: Home) -> str:
     """Return a report of the process as text, or the reason why it could not be collected."""
+    return examine(home)[1]
+
+
+def examine(home: Home) -> tuple[State, str]:
+    """Return the state of the process, "unknown" if its node does not answer, and the report of `observe`."""
     if home.hostname == socket.gethostname():
-        return _without_markers(str(report_process(home.address)))
+        state, text = _examine(home.address)
+        return state, _without_markers(text)
     try:
         strategy = NodeAffinitySchedulingStrategy(home.node_id, soft=False)
-        remote: Any = ray.remote(num_cpus=0, max_retries=0)(_report)
+        remote: Any = ray.remote(num_cpus=0, max_retries=0)(_examine)
         ref = remote.options(scheduling_strategy=strategy).remote(home.address)
-        return _without_markers(ray.get(ref, timeout=OBSERVER_TIMEOUT_S))
+        state, text = ray.get(ref, timeout=OBSERVER_TIMEOUT_S)
+        return state, _without_markers(text)
     except Exception as error:  # the node may have failed; the report must not hide the caller's error
+        text = "  could not collect a process report"
         with contextlib.suppress(Exception):
             reason = f"{type(error).__name__}: {error}"
-            return f"  could not collect a process report on node {home.node_address}: {reason}".split("\n")[0]
-        return "  could not collect a process report"
+            text = f"{text} on node {home.node_address}: {reason}".split("\n")[0]
+        return "unknown", text
 
 
 def _without_markers(text: str) -> str:
@@ -36,5 +44,6 @@ def _without_markers(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.strip().startswith((":job_id:", ":actor_name:")))
 
 
-def _report(address: ProcessAddress) -> str:
-    return str(report_process(address))
+def _examine(address: ProcessAddress) -> tuple[State, str]:
+    report = report_process(address)
+    return report.state, str(report)

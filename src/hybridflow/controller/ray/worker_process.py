@@ -18,6 +18,7 @@ import ray
 import torch
 
 from hybridflow.controller.one_call import NamingErrors, checked_output
+from hybridflow.controller.ray.heartbeat import start_heartbeat
 from hybridflow.controller.ray.interfaces import own_interface
 from hybridflow.controller.ray.store import RayStore
 from hybridflow.controller.ray.transport import (
@@ -72,6 +73,7 @@ class WorkerProcess:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         keep_freed_memory()
         allow_observers()
+        start_heartbeat()
 
     def home(self) -> Home:
         """Return the node of the process, and its address for reports from outside."""

@@ -29,7 +29,7 @@ from hybridflow.rollout.vllm.versions import (
     VLLMEngine,
     require_head_size,
 )
-from hybridflow.runtime import derive_seed
+from hybridflow.runtime import derive_seed, note_progress
 from hybridflow.runtime.boxes import Box
 
 DTYPES = ("float32", "bfloat16")
@@ -179,6 +179,7 @@ class VLLMRollout:
             return
         self._require_weights()
         self._advance(self._engine.step)
+        note_progress()
 
     def finished(self) -> list[Completion]:
         """Return the completions since the last call."""
