@@ -22,6 +22,7 @@ from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.runtime import free_cached_memory, naming_out_of_memory
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.fault_points import fault_point
 
 LESS_MEMORY = (
     "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
@@ -113,6 +114,8 @@ class EmbeddedRollout:
                     self._is_packed = True
                 self._admit(self._running)
                 self._finish(self._running.advance(self.version))
+                if self._unfinished:
+                    fault_point("generate")
         except BaseException:
             self._restart_requests()
             raise

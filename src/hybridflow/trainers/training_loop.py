@@ -8,6 +8,8 @@ from hybridflow.config import Config
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
+from hybridflow.runtime.fault_points import fault_point, fault_point_of_step
+from hybridflow.trainers.planned_faults import warn_of_unfired_faults
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
 from hybridflow.trainers.save_schedule import SaveSchedule
@@ -68,6 +70,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             log.write(0, trainer.validate(), events=trainer.take_events())
         stopping = stop.requested
         while not stopping:
+            fault_point_of_step(trainer.global_step + 1)
             samples = trainer.train_step()
             trainer.finish_save()  # the background save of the step before
             step, validation = trainer.global_step, {}
@@ -79,6 +82,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             log.write(step, trainer.metrics, samples, trainer.take_events())
             stopping = step >= last_step or stop.requested  # read once: a later signal stops after the next step
             if stopping or saves.is_due(step, has_validated=bool(validation)):
+                fault_point("log")
                 trainer.save()
                 saves.restart()
     if trainer.global_step < trainer.total_steps:
@@ -88,6 +92,8 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             trainer.total_steps,
             "" if stop.requested else ", without --stop-after",
         )
+    else:
+        warn_of_unfired_faults()
 
 
 @contextmanager
