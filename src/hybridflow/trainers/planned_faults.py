@@ -26,7 +26,7 @@ def prepare_faults(config: Config, run: RunDirectory, roles: Iterable[Role], tot
             plan_faults(run.path, [*planned, *drawn], run.step + 1)
         arm_faults(config)
         unfired = unfired_faults()
-        logger.warning("this run injects %d faults into itself: %s", len(unfired), "; ".join(unfired) or "all fired")
+        logger.warning("faults that this run injects into itself: %s", "; ".join(unfired) or "none, all fired before")
         return
     arm_faults(config)
 
@@ -35,7 +35,6 @@ def warn_of_unfired_faults() -> None:
     """Log the faults that did not fire in a finished run."""
     if unfired := unfired_faults():
         logger.warning(
-            "%d faults did not fire, because their workers did not pass these phases in their steps or later: %s",
-            len(unfired),
+            "faults that did not fire, because their workers did not pass their phases from these steps on: %s",
             "; ".join(unfired),
         )
