@@ -14,7 +14,7 @@ from hybridflow.config.sections.models import DTypeName
 from hybridflow.controller import Role
 from hybridflow.models.loading import DTYPES
 
-KEY_BUDGET = 160
+KEY_BUDGET = 200
 
 
 @pytest.mark.parametrize(

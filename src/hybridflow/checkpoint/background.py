@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import copy_context
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +23,7 @@ class BackgroundSave(Generic[Result]):
         self._results: list[Result] = []
         self._error: BaseException | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -6,11 +6,13 @@ import os
 import shutil
 import socket
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import note_progress, write_text_atomically
+from hybridflow.runtime.fault_points import fault_point, flip_bit_of_file
 
 
 class SavedFile(NamedTuple):
@@ -23,13 +25,14 @@ class SavedFile(NamedTuple):
 
 def saved_files(directory: Path, files: Iterable[Path]) -> list[SavedFile]:
     """Flush these files of a checkpoint directory to disk, and return their sizes and hashes. Raises OSError."""
-    saved = []
-    for path in files:
+    saved, written = [], list(files)
+    for path in written:
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
             saved.append(SavedFile(path.relative_to(directory).as_posix(), file.tell(), digest))
         note_progress()
+    fault_point("save", partial(flip_bit_of_file, written[0]) if written else None)
     return saved
 
 

@@ -15,6 +15,7 @@ from hybridflow.checkpoint.partial_directory import partial_directory, remove_di
 from hybridflow.checkpoint.saved_files import SavedFile
 from hybridflow.checkpoint.state_files import load_state
 from hybridflow.errors import CheckpointConfigError, CheckpointError
+from hybridflow.runtime.fault_points import fault_point
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class CheckpointStore:
                 try:
                     yield partial
                     write_manifest(partial, step, info or {}, saved)
+                    fault_point("publish")
                 except OSError as error:
                     raise CheckpointError(f"{error} ({_describe_space(partial)})") from error
         except (OSError, CheckpointError) as error:

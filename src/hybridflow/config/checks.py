@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS
+from hybridflow.config.faults import fault_problems, training_roles
 from hybridflow.config.roles import ROLES
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
@@ -546,6 +547,10 @@ def _lend(config: Config) -> Iterator[str]:
             yield f"placement.lend=true lends training ranks to generation, but {reason}, or lend = false"
 
 
+def _faults(config: Config) -> Iterator[str]:
+    yield from fault_problems(config, training_roles(config))
+
+
 SUBJECTS = (
     _placement,
     _backend,
@@ -571,4 +576,5 @@ SUBJECTS = (
     _lag,
     _stream,
     _lend,
+    _faults,
 )

@@ -8,24 +8,27 @@ from typing import Any
 from hybridflow.controller.backend import CallTerms
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import get_logger, log_memory
+from hybridflow.runtime.fault_points import current_worker
 
 
 class NamingErrors:
-    """A context that adds the method and the worker to errors.
+    """A context that adds the method and the worker to errors; the worker is the current one of fault points.
 
     A HybridFlowError keeps its type and gets a note; any other error becomes a WorkerError. Memory is logged before and
     after, at debug level.
     """
 
-    __slots__ = ("_rank", "_role", "_where", "_worker_name")
+    __slots__ = ("_before", "_rank", "_role", "_where", "_worker_name")
 
     def __init__(self, where: str, worker_name: str, role: str, rank: int) -> None:
         self._where, self._worker_name, self._role, self._rank = where, worker_name, role, rank
 
     def __enter__(self) -> None:
+        self._before = current_worker.set(self._worker_name)
         log_memory(f"before {self._where}, rank {self._rank}", _logger())
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        current_worker.reset(self._before)
         log_memory(f"after {self._where}, rank {self._rank}", _logger())
         if isinstance(error, HybridFlowError):
             error.add_note(f"in {self._where}, worker {self._worker_name}")

@@ -76,6 +76,7 @@ from hybridflow.runtime import (
     require_dtype,
 )
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.fault_points import fault_point
 
 Head = Literal["policy", "value"]
 
@@ -217,6 +218,7 @@ class TorchEngine:
         parts: list[tuple[Tensor, Outputs]] = []
         with torch.no_grad(), self.on_device(with_optimizer=False), self._step_guard("a forward pass"):
             for indices in self._micro_batches(rows):
+                fault_point("forward")
                 model_input = self._arrange(self._part(rows, indices))
                 outputs = self._compute(
                     model_input, with_entropy, temperature, with_sum_squared_probs, top_k, top_k_below
@@ -309,6 +311,7 @@ class TorchEngine:
         lr = learning_rate(self.optimizer_config, self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        fault_point("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.master.cast()
@@ -344,6 +347,7 @@ class TorchEngine:
         micro_batches = self._micro_batches(rows)
         for indices in self.reduction.of_micro_batches(micro_batches, is_first_part=is_first, is_last_part=is_last):
             share, model_input = self._learn(self._part(rows, indices), loss_function, with_entropy, temperature)
+            fault_point("backward")
             shares.append(share)
             note_progress()
             counts = {name: count + getattr(model_input, name) for name, count in counts.items()}

@@ -22,6 +22,7 @@ from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
 from hybridflow.runtime import free_cached_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.fault_points import fault_point
 
 LESS_MEMORY = (
     "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
@@ -114,6 +115,8 @@ class EmbeddedRollout:
                 self._admit(self._running)
                 self._finish(self._running.advance(self.version))
                 note_progress()
+                if self._unfinished:
+                    fault_point("generate")
         except BaseException:
             self._restart_requests()
             raise

@@ -20,6 +20,7 @@ from hybridflow.runtime import (
     use_full_float32,
 )
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
+from hybridflow.trainers.planned_faults import prepare_faults
 from hybridflow.trainers.preconditions import require_one_rank
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_identity import Kind
@@ -67,7 +68,7 @@ class Program(Generic[D, T]):
 
 
 def build_run(config: Config, program: Program[D, T]) -> T:
-    """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet.
+    """Build the trainer of a run, cheap checks first. Seeds the process; writes no file yet, but those of `faults`.
 
     Raises ConfigError, DataError, ModelError or CheckpointError.
     """
@@ -85,6 +86,7 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     total_steps = trainer.total_steps or trainer.epochs * len(loader)
     classes = program.classes(total_steps)
     run = RunDirectory(config, program.kind)
+    prepare_faults(config, run, classes, total_steps)
     with closing_on_error(build_backend(config)) as backend:
         groups = build_groups(config, backend, classes)
         budgets = TokenBudgets(config, groups, run)

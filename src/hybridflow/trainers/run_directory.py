@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +23,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "trace/calls.jsonl")
 """The files that a run appends rows to."""
 TOKEN_BUDGETS = "token_budgets.json"
 RECOVERIES = "recoveries.jsonl"
-WRITTEN = (*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", TOKEN_BUDGETS, ".lock")
+WRITTEN = (*(*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", "faults.json", TOKEN_BUDGETS, ".lock"),)
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
 _NUM_SHOWN = 10
@@ -96,6 +98,18 @@ class RunDirectory:
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
         return metrics, samples, trace
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the directory while files are written before `begin`. Raises RunInUseError and CheckpointError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock_directory()
+            yield
+        except OSError as error:
+            raise CheckpointConfigError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Release the lock of the directory."""

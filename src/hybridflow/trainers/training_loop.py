@@ -8,6 +8,8 @@ from hybridflow.config import Config
 from hybridflow.errors import HybridFlowError, WorkerError
 from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
+from hybridflow.runtime.fault_points import fault_point, fault_point_of_step
+from hybridflow.trainers.planned_faults import warn_of_unfired_faults
 from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
@@ -82,6 +84,8 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
             trainer.total_steps,
             "" if stop.requested else ", without --stop-after",
         )
+    else:
+        warn_of_unfired_faults()
 
 
 def _begin(trainer: Trainer, log: RunLog) -> None:
@@ -96,6 +100,7 @@ def _begin(trainer: Trainer, log: RunLog) -> None:
 def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last: Callable[[int], bool]) -> bool:
     """Make a step, validate, log and save as configured; return whether the run stops, which `is_last(step)` tells."""
     how, recovery = trainer.config.trainer, trainer.recovery
+    fault_point_of_step(trainer.global_step + 1)
     samples = trainer.train_step()
     trainer.finish_save()  # the background save of the step before
     if recovery:
@@ -111,6 +116,7 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last:
     if stops or saves.is_due(step, has_validated=bool(validation)):
         if recovery:
             recovery.finish_snapshot()  # each rank writes one state at a time
+        fault_point("log")
         trainer.save()
         saves.restart()
     elif recovery:

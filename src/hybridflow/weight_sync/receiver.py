@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridflow.errors import WeightSyncError
 from hybridflow.runtime import naming_out_of_memory, note_progress, own_device
+from hybridflow.runtime.fault_points import fault_point
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
 from hybridflow.weight_sync.buckets import Bucket, WeightSpec, spec_of
 from hybridflow.weight_sync.fingerprint import Fingerprints
@@ -80,6 +81,7 @@ class WeightReceiver:
     def receive(self, sent: tuple[Sent, Any]) -> None:
         """Receive the bucket that `WeightSender.send` returned, verify its fingerprints, and load it."""
         with self._abandoning_on_error():
+            fault_point("sync_receive")
             bucket = self._transport.receive(Sent.joined(sent))
             self._require_unchanged(bucket)
             self._engine.load(bucket.weights.items())

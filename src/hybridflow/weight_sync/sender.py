@@ -11,8 +11,9 @@ from hybridflow.errors import WeightSyncError
 from hybridflow.protocol import DataProto
 from hybridflow.runtime import naming_out_of_memory, note_progress, own_device, preferred_dtype
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.fault_points import fault_point
 from hybridflow.weight_sync.base import Announcement, Sent, WeightTransport
-from hybridflow.weight_sync.buckets import Bucket, WeightSpec, fill_buckets, plan_buckets
+from hybridflow.weight_sync.buckets import Bucket, WeightSpec, corrupt, fill_buckets, plan_buckets
 from hybridflow.weight_sync.probe import Probe, probe_sequences
 
 SMALLER_BUCKETS = "set a smaller rollout.sync_bucket_bytes, or memory.offload for roles that can wait"
@@ -94,6 +95,7 @@ class WeightSender:
         with naming_out_of_memory("a weight sync", own_device(), SMALLER_BUCKETS, WeightSyncError):
             bucket = next(self._buckets)
             note_progress()
+            fault_point("sync_send", lambda: corrupt(bucket))
             return (self._transport.send(bucket) if self._transport else Sent((), {}, bucket.version)).apart()
 
     def compute_probe(self) -> Probe:

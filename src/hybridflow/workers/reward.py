@@ -20,6 +20,7 @@ from hybridflow.runtime import (
     seed_random_state,
     unchanged_random_state,
 )
+from hybridflow.runtime.fault_points import arm_faults, fault_point
 
 SCORED_COLUMNS = ("solution_texts", "data_sources", "ground_truths", "extra_infos", "raw_prompts")
 SCORE_COLUMNS = ("scores", "reward_failed", "reward_timed_out", "reward_extras")
@@ -51,6 +52,8 @@ class RewardWorker(Worker):
     """A worker that scores with `reward.function`, or with the function of each row's data source."""
 
     def __init__(self, config: Config) -> None:
+        arm_faults(config)
+        fault_point("start")
         if self.rank == 0 or self.has_collectives:  # ranks that share a process are seeded once, by rank 0
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
         self.config, reward = config, config.reward
@@ -102,6 +105,7 @@ class RewardWorker(Worker):
 
     def _begin(self, batch: DataProto, step: int | None = None) -> Callable[[], RewardResult]:
         """Begin to score, see `RewardScorer.begin`."""
+        fault_point("score")
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         return self.scorer.begin(
             columns["solution_texts"],

@@ -15,6 +15,7 @@ from hybridflow.data.conversations import collate_conversations, encode_conversa
 from hybridflow.errors import ModelError, RewardError
 from hybridflow.models import StoredModel
 from hybridflow.protocol import DataProto
+from hybridflow.runtime.fault_points import fault_point
 from hybridflow.workers.model_worker import TO_REPLICAS, ModelWorker
 from hybridflow.workers.reward import SCORE_COLUMNS
 from hybridflow.workers.worker_process import prepare_worker_process
@@ -48,6 +49,7 @@ class RewardModelWorker(ModelWorker):
     @register(TO_REPLICAS, reads=TEXT_COLUMNS, writes=SCORE_COLUMNS, parts=lambda config: config.controller.parts)
     def score(self, batch: DataProto) -> DataProto:
         """Compute `scores`, (batch,); no row fails, and `reward_extras` are empty."""
+        fault_point("score")
         columns = batch.non_tensor_batch
         ids = self._encode(columns["raw_prompts"].tolist(), columns["solution_texts"].tolist())
         values = self.engine.forward(collate_conversations(ids))["values"][:, 0].float()

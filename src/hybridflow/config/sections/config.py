@@ -2,6 +2,7 @@
 
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
+from hybridflow.config.sections.faults import FaultsConfig
 from hybridflow.config.sections.generation import RolloutConfig, ValidationConfig
 from hybridflow.config.sections.learning import ActorConfig, AlgorithmConfig, CriticConfig, OfflineConfig
 from hybridflow.config.sections.models import (
@@ -37,6 +38,7 @@ class Config(Section):
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     offline: OfflineConfig = OfflineConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     def with_dtype(self, dtype: DTypeName) -> "Config":
         """Return the configuration with `dtype` in place of model.dtype = "auto"; any other dtype stays."""

@@ -31,6 +31,7 @@ from hybridflow.rollout.vllm.versions import (
 )
 from hybridflow.runtime import derive_seed, note_progress
 from hybridflow.runtime.boxes import Box
+from hybridflow.runtime.fault_points import fault_point
 
 DTYPES = ("float32", "bfloat16")
 
@@ -293,6 +294,8 @@ class VLLMRollout:
             for name, progress in done.items():
                 is_cut = progress.finish_reason == "length" and not self._has_stopped(name, progress.token_ids)
                 self._finish(self._sequences[name], progress, "length" if is_cut else "stop")
+            if self._sequences:
+                fault_point("generate")
         except (RuntimeError, ValueError, AssertionError) as error:
             self._restart_sequences()
             raise RolloutError(f"vLLM failed in a step: {' '.join(str(error).split())}") from error
