@@ -42,8 +42,11 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
         ),
         (
             ["trainer.lag=1"],
-            "trainer.lag=1 trains on samples of older weights, and no key corrects for it; set "
-            "algorithm.rollout_weights = 'token' or 'sequence'",
+            "trainer.lag=1 trains on samples of older weights, and no key corrects for it; set actor.policy_loss = "
+            "'decoupled-ppo' (decoupled PPO), algorithm.rollout_weights = 'token' or 'sequence' (truncated importance "
+            "weights, TIS), these with algorithm.rollout_weight_outside = 'mask' (masked ones, IcePop), "
+            "algorithm.rollout_reject = {sequence_mean_k3 = [0.0, 0.01]} (mismatched tokens or responses left out), or "
+            "actor.old_log_probs_from = 'rollout' (log-probs of the rollout as the old ones); or use lag = 0",
         ),
         (
             ["trainer.lag=1", "algorithm.rollout_weights=token", "algorithm.filter_groups=true"],
@@ -298,6 +301,11 @@ def test_groups_that_finish_next_are_not_streamed():
         [*VLLM],
         [*VLLM, *ON_RAY, "controller.num_workers=4", "parallel.tensor=4", "rollout.tensor=2"],
         [*ON_RAY, "placement.pools={a=[2],b=[1]}", "placement.roles.rollout=b", "parallel.tensor=2"],
+        ["trainer.lag=1", "actor.policy_loss=decoupled-ppo"],
+        ["trainer.lag=1", "algorithm.rollout_weights=sequence"],
+        [*LAG, "algorithm.rollout_weight_outside=mask"],
+        ["trainer.lag=1", "algorithm.rollout_reject={sequence_mean_k3 = [0.0, 0.01]}"],
+        ["trainer.lag=1", "actor.old_log_probs_from=rollout"],
     ],
 )
 def test_consistent_settings_pass(overrides):

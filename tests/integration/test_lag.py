@@ -57,6 +57,18 @@ def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(tiny, run,
     assert all(whole[name] == resumed[name] for name in names)
 
 
+def test_validation_changes_nothing_in_a_run_with_a_lag(tiny, run):
+    changes = (*LAG, "trainer.total_steps=4", "trainer.log_samples=8")
+    results = tiny.results_of(run("validated", *changes, "trainer.val_every=1"), 4)
+    expected = tiny.results_of(run("plain", *changes, "data.val_files=[]"), 4)
+    assert all(results[name] == expected[name] for name in ("actor.safetensors", "samples"))
+    before_training, *rows = results["metrics"]
+    assert all("val/accuracy" in row for row in (before_training, *rows))
+    for row, plain in zip(rows, expected["metrics"], strict=True):
+        assert "val/accuracy" not in plain
+        assert {name: row[name] for name in plain} == plain
+
+
 def test_resuming_with_another_lag_is_an_error(task, run, tmp_path, hybridflow):
     run("run", *LAG, "--stop-after", "2")
     outcome = hybridflow("train", task / "rl.toml", f"trainer.run_dir={tmp_path / 'run'}", *LAG, "trainer.lag=1")

@@ -6,7 +6,7 @@ The checks read only the configuration; values that depend on a file or a tokeni
 from collections.abc import Iterator
 from math import isqrt
 
-from hybridflow.algorithms.declarations import ESTIMATORS
+from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 from hybridflow.config.faults import fault_problems, training_roles
 from hybridflow.config.roles import ROLES
 from hybridflow.config.sections.base import RoleName
@@ -433,11 +433,14 @@ def _lag(config: Config) -> Iterator[str]:
             "algorithm.filter_groups=true draws more prompts by the scores; use lag = 0, or filter_groups = false"
         )
     if not (config.corrects_rollouts or actor.loss.has_behavior_weight or actor.old_log_probs_from == "rollout"):
+        losses = " or ".join(repr(name) for name, loss in LOSSES.items() if loss.has_behavior_weight)
         yield (
             f"trainer.lag={lag} trains on samples of older weights, and no key corrects for it; set "
-            "algorithm.rollout_weights = 'token' or 'sequence' (importance weights, truncated, or masked with "
-            "rollout_weight_outside = 'mask'), algorithm.rollout_reject, actor.old_log_probs_from = 'rollout', or an "
-            "actor.policy_loss with such weights; or use lag = 0"
+            f"actor.policy_loss = {losses} (decoupled PPO), algorithm.rollout_weights = 'token' or 'sequence' "
+            "(truncated importance weights, TIS), these with algorithm.rollout_weight_outside = 'mask' (masked ones, "
+            "IcePop), algorithm.rollout_reject = {sequence_mean_k3 = [0.0, 0.01]} (mismatched tokens or responses "
+            "left out), or actor.old_log_probs_from = 'rollout' (log-probs of the rollout as the old ones); or use "
+            "lag = 0"
         )
 
 
