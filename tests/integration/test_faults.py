@@ -92,7 +92,7 @@ def test_a_rank_killed_in_backward_ends_the_run_which_goes_on_to_the_same_bits(
     tiny, task, tmp_path, start, run_in_turn
 ):
     command = ["train", f"{task}/rl.toml", *tiny.GRPO, *ON_RAY, "controller.num_workers=2", "data.val_files=[]"]
-    command += ["trainer.save_every=1", "trainer.total_steps=3"]
+    command += ["trainer.save_every=1", "trainer.total_steps=3", "recovery.max_restarts=0"]
     faulty = [*command, f"trainer.run_dir={tmp_path}/faulty", plan("2: kill actor_rollout/0 in backward")]
     process = start(*faulty)
     _, errors = process.communicate()

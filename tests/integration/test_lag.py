@@ -336,6 +336,7 @@ def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task,
     run, processes = tmp_path / "run", []
     command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.log_samples=8"]
     command += [*LAG, "rollout.on_new_weights=retract", "trainer.val_before_train=false", *POOLS]
+    command += ["recovery.max_restarts=0"]
 
     def start(*changes, **environment):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}

@@ -165,6 +165,7 @@ def test_dead_or_hanging_engine_ends_the_run(vllm_task, start, tmp_path, signal_
     run = ["train", f"{vllm_task}/rl.toml", *VLLM, "controller.backend=ray", "controller.cpus_per_worker=0.5"]
     run += ["data.val_files=[]", "trainer.epochs=200", "placement.pools={learn=[1],generate=[1]}"]
     run += ["placement.roles.rollout=generate", "controller.call_timeout_s=40", f"trainer.run_dir={tmp_path}/run"]
+    run += ["recovery.max_restarts=0", "controller.heartbeat_timeout_s=none"]
     process = start(*run)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 300

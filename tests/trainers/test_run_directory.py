@@ -11,7 +11,7 @@ from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observability import JsonlWriter, read_jsonl
 from hybridflow.trainers import RunDirectory
-from hybridflow.trainers.run_directory import TOKEN_BUDGETS, WRITTEN
+from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN
 from hybridflow.workers.schedule import SCHEDULE
 
 
@@ -197,6 +197,8 @@ def test_every_file_of_a_run_is_checked_for_links(open_run, tmp_path):
     run.begin()
     run.end()
     JsonlWriter(run.path / SCHEDULE).write_all([{"step": 1}])
+    JsonlWriter(run.path / RECOVERIES).write_all([{"step": 1}])
+    (run.path / "faults.json").touch()
     files = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert files == set(WRITTEN)
 

@@ -28,9 +28,8 @@ class Group:
 
 
 def saver_of(tmp_path, *groups):
-    run = SimpleNamespace(store=CheckpointStore(tmp_path / "checkpoints"), identity={})
     loader = SimpleNamespace(state_dict=dict)
-    return TrainingSaver(run, groups, loader, in_background=True)
+    return TrainingSaver(CheckpointStore(tmp_path / "checkpoints"), {}, groups, loader, in_background=True)
 
 
 @pytest.mark.parametrize("when", ["begin", "end"])
@@ -49,8 +48,8 @@ def test_other_groups_finish_before_the_directory_is_removed(tmp_path, when):
 def test_the_next_save_completes_the_previous_one(tmp_path):
     saver = saver_of(tmp_path, Group())
     saver.save(3)
-    assert saver._run.store.list() == ()
+    assert saver._store.list() == ()
     saver.save(4)
-    assert saver._run.store.list() == (3,)
+    assert saver._store.list() == (3,)
     saver.finish()
-    assert saver._run.store.list() == (3, 4)
+    assert saver._store.list() == (3, 4)

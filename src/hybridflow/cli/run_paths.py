@@ -9,7 +9,7 @@ from hybridflow.config.render import toml_value
 
 DIRECTORIES = (
     *("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path"),
-    "trainer.run_dir",
+    *("trainer.run_dir", "recovery.snapshot_dir"),
 )
 FILES = ("data.train_files", "data.val_files")
 FUNCTIONS = ("reward.function", "data.order", "algorithm.advantage", "actor.policy_loss")

@@ -77,9 +77,9 @@ class Recovery:
         return metrics
 
     def __call__(self, error: HybridFlowError) -> None:
-        """Go back to the newest snapshot or checkpoint with workers that can go on. Raises `error` if that is no use.
+        """Go back to the newest snapshot or checkpoint with workers that can go on.
 
-        Another failure meanwhile counts as a further try.
+        Raises `error` if the run cannot recover from it. Another failure meanwhile counts as a further try.
         """
         while True:
             action, start, step = action_for(error), time.time(), self._trainer.global_step

@@ -111,7 +111,7 @@ def snapshot_directory(config: Config, hostnames: set[str]) -> Path:
 
 
 def remove_left_snapshots(base: Path) -> None:
-    """Remove the snapshots in `base` of this user's processes that have ended: nobody holds their lock."""
+    """Remove the snapshots in `base` of this user's processes that have ended, whose locks are free."""
     for path in base.iterdir():
         if not NAME.fullmatch(path.name) or path.is_symlink() or path.stat().st_uid != os.geteuid():
             continue

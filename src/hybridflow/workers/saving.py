@@ -1,0 +1,113 @@
+"""`SavingWorker`: a worker whose engine's state is saved, loaded, and compared with what was saved."""
+
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridflow.checkpoint import (
+    BackgroundSave,
+    SavedFile,
+    StateCopy,
+    describe_state,
+    first_difference,
+    load_state,
+    read_state_into,
+    report_files,
+    require_shared,
+    save_sharded_state,
+    save_state,
+    saved_files,
+    zeros_like_state,
+)
+from hybridflow.controller import Dispatch, register
+from hybridflow.engines import TrainEngine
+from hybridflow.errors import CheckpointError
+from hybridflow.workers.measured import MeasuredWorker
+
+
+class SavingWorker(MeasuredWorker):
+    """A base class of workers with one train engine; `component` names its files in a checkpoint."""
+
+    component: str
+    engine: TrainEngine
+    _save: BackgroundSave[list[SavedFile]] | None = None
+    _save_group: dist.ProcessGroup | None = None
+    _copy_state: StateCopy | None = None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save(self, directory: str, in_background: bool = False) -> list[SavedFile] | None:
+        """Write the engine's state into a checkpoint directory: each rank its shards, or rank 0 an unsharded state.
+
+        Return the files that this rank wrote. `in_background`: copy the state now, write it in a thread and return
+        None; `finish_save` waits for it, and the files are reported in the directory too. Raises CheckpointError.
+        """
+        if self.rank and not self.engine.is_sharded:
+            return []
+        state = self.engine.state_dict()
+        if not in_background:
+            return self._write(Path(directory), state, None)
+        group = self._group_for_saves() if self.engine.is_sharded else None
+        if self._save is not None or self._copy_state is None:  # a pending save still reads its copy
+            self._copy_state = StateCopy()
+        self._save = BackgroundSave(partial(self._write_and_report, Path(directory), self._copy_state(state), group))
+        return None
+
+    def _write_and_report(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
+        saved = self._write(directory, state, group)
+        report_files(directory, f"{self.component}_{self.rank}", saved)
+        return saved
+
+    def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
+        path = directory / self.component
+        if self.engine.is_sharded:
+            return saved_files(directory, save_sharded_state(state, path, group))
+        require_shared(directory)
+        return saved_files(directory, save_state(state, path))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> list[SavedFile]:
+        """Wait for a pending background save and return its files. Raises CheckpointError if it failed."""
+        save, self._save = self._save, None
+        return save.finish() if save is not None else []
+
+    def _group_for_saves(self) -> dist.ProcessGroup:
+        """Return a process group used only for saves, so that they run beside the collectives of training."""
+        group = self._save_group or dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "the group contains every rank"
+        self._save_group = group
+        return group
+
+    @register(Dispatch.ONE_TO_ALL)
+    def abandon_step(self) -> None:
+        """Discard what an unfinished step has left, before `load` goes back to an earlier state."""
+        super().abandon_step()
+        with suppress(CheckpointError):  # of a save that is no longer wanted
+            self.finish_save()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def verify(self, directory: str) -> None:
+        """Compare the engine's state with the one that `load` has read, bit for bit. Raises CheckpointError."""
+        path, state = Path(directory) / self.component, self.engine.state_dict()
+        if self.engine.is_sharded:
+            stored = zeros_like_state(state)
+            read_state_into(stored, path)
+        else:
+            stored = load_state(path)
+        if different := first_difference(state, stored):
+            raise CheckpointError(
+                f"{self.component}, rank {self.rank}: {different} differs from '{path}' after it was loaded; the memory "
+                "or the disk of this node is faulty."
+            )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load(self, directory: str) -> None:
+        """Load the state that `save` wrote, on the same or a different number of ranks. Raises CheckpointError."""
+        require_shared(Path(directory))
+        path = Path(directory) / self.component
+        if self.engine.is_sharded:
+            self.engine.load_shards(describe_state(path), lambda state: read_state_into(state, path))
+        else:
+            self.engine.load_state_dict(load_state(path))

@@ -1,0 +1,77 @@
+"""Runs that lose workers go on, and their results equal those of undisturbed runs bit for bit."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hybridflow.observability import read_jsonl
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "recovery.backoff_s=0")
+POOLS = ("placement.pools={learn=[2],generate=[2]}", "placement.roles.rollout=generate")
+STEPS = 4
+
+RUNS = {
+    "grpo": (),
+    "ppo": (),
+    "lag": ("trainer.lag=2", "actor.old_log_probs_from=rollout"),
+}
+"""Changes of each undisturbed run."""
+
+FAULTS = {
+    "backward": ("grpo", "2: kill actor_rollout/1 in backward"),
+    "generate": ("grpo", "3: kill rollout/0 in generate"),
+    "corrupt": ("grpo", "2: corrupt actor_rollout/0 in sync_send"),
+    "stop": ("grpo", "3: stop rollout/1 in generate"),
+    "save": ("grpo", "3: kill actor_rollout/1 in save"),
+    "two": ("ppo", "2: kill critic/0 in backward", "2: kill rollout/1 in generate"),
+    "again": ("ppo", "3: kill actor_rollout/0 in optimizer", "3: kill actor_rollout/1 in start"),
+    "lag_generate": ("lag", "2: kill rollout/0 in generate"),
+    "lag_backward": ("lag", "3: kill actor_rollout/0 in backward"),
+}
+"""Faults of each disturbed run, and the run that it must equal. "start" is that of a restarted process."""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, task, tmp_path_factory, run_in_turn):
+    directory = tmp_path_factory.mktemp("recovery")
+    common = [*ON_RAY, *POOLS, f"trainer.total_steps={STEPS}", "controller.heartbeat_timeout_s=5"]
+    of = {"grpo": tiny.commands(task)["grpo"], "ppo": tiny.commands(task)["ppo"]}
+    commands = []
+    for name, changes in RUNS.items():
+        commands.append([*of.get(name, of["grpo"]), *common, *changes, f"trainer.run_dir={directory}/{name}"])
+    for name, (like, *faults) in FAULTS.items():
+        changes = [*RUNS[like], f"faults.plan={json.dumps(faults)}", f"trainer.run_dir={directory}/{name}"]
+        commands.append([*of.get(like, of["grpo"]), *common, *changes])
+    run_in_turn(*commands, shares_cluster=True)
+    return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_run_that_loses_workers_has_the_results_of_an_undisturbed_one(tiny, runs, name):
+    like, *faults = FAULTS[name]
+    fired = [row["fault"] for row in read_jsonl(getattr(runs, name) / "faults" / "fired.jsonl")]
+    assert sorted(fired) == sorted(faults)
+    recovered = read_jsonl(getattr(runs, name) / "recoveries.jsonl")
+    assert 1 <= len(recovered) <= len(faults)
+    assert all(row["action"] == "restart" for row in recovered)
+    disturbed, undisturbed = (tiny.results_of(getattr(runs, run), STEPS) for run in (name, like))
+    assert disturbed.keys() == undisturbed.keys()
+    assert [key for key in disturbed if disturbed[key] != undisturbed[key]] == []
+
+
+def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
+    (row,) = read_jsonl(runs.backward / "recoveries.jsonl")
+    assert (row["step"], row["from_step"], row["fault"]) == (2, 1, "infrastructure")
+    assert {"actor_rollout", "reward"} <= set(row["restarted"])
+    assert "rollout" not in row["restarted"]  # it only forgets the unfinished step
+    metrics = {each["step"]: each for each in read_jsonl(runs.backward / "metrics.jsonl")}
+    assert metrics[2]["recovery/failures"] == 1
+    assert metrics[2]["recovery/repeated_steps"] == 0
+    assert "recovery/failures" not in metrics[3]
+    events = read_jsonl(runs.backward / "trace" / "calls.jsonl")
+    (event,) = (each for each in events if each["kind"] == "recovery")
+    assert event["where"] == "restart"
+    assert event["worker"].startswith("actor_rollout")

@@ -1,0 +1,165 @@
+"""Snapshots: where they are, when they are taken, and what is left of them."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from hybridflow.checkpoint import CheckpointStore, SavedFile, report_files, saved_files
+from hybridflow.config import load_config
+from hybridflow.controller.ray.reaper import _is_left_snapshot
+from hybridflow.errors import CheckpointError, ConfigError, LostWorkerError
+from hybridflow.trainers.snapshots import NAME, Snapshots, remove_left_snapshots, snapshot_directory
+from hybridflow.trainers.training_state import TrainingSaver
+
+
+class Loader:
+    def state_dict(self):
+        return {}
+
+
+class Group:
+    """A group of two ranks whose rank 0 writes in the background; `lost`: both died after `reports` reports."""
+
+    def __init__(self, reports=1, lost=False, error=""):
+        self.reports, self.lost, self.error = reports, lost, error
+        self.saved: list[SavedFile] = []
+
+    def save(self, directory, in_background):
+        if self.error:
+            raise CheckpointError(self.error)
+        self.directory = Path(directory)
+        file = self.directory / "actor.json"
+        file.write_text("{}")
+        self.saved = saved_files(self.directory, [file])
+        if self.reports:
+            report_files(self.directory, "actor_0", self.saved)
+        return [None, []]
+
+    def finish_save(self):
+        if self.lost:
+            raise LostWorkerError("both ranks are lost")
+        return [self.saved, []]
+
+
+@pytest.fixture
+def snapshots(tmp_path):
+    def build(group=None, every=1, lag=0):
+        def saver(store):
+            return TrainingSaver(store, {}, [group or Group()], Loader(), in_background=True)
+
+        built.append(Snapshots(tmp_path / "hybridflow-snapshots-1-0123abcd", every, lag, saver))
+        return built[-1]
+
+    built = []
+    yield build
+    for each in built:
+        each.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def take(snapshots, step):
+    snapshots.begin(step, lambda saver: saver.save(step))
+
+
+def test_a_snapshot_is_complete_after_the_next_step_and_replaces_the_last(snapshots):
+    taken = snapshots()
+    for step in range(3):
+        taken.finish(step)
+        take(taken, step)
+    assert taken.store.list() == (1,)
+    taken.finish(2)
+    assert taken.store.list() == (1,)
+    taken.finish(3)
+    assert taken.store.list() == (2,)
+
+
+def test_with_a_lag_a_snapshot_waits_for_the_batches_that_have_begun(snapshots):
+    taken = snapshots(lag=3)
+    complete = []
+    for step in range(8):
+        taken.finish(step)
+        take(taken, step)
+        complete.append(taken.store.list())
+    assert complete == [(), (), (), (0,), (0,), (0,), (3,), (3,)]
+
+
+def test_a_snapshot_survives_the_ranks_that_have_written_it(snapshots):
+    taken = snapshots(Group(lost=True))
+    take(taken, 4)
+    taken.rescue()
+    assert taken.store.list() == (4,)
+    assert sorted(path.name for path in taken.store.path(4).iterdir()) == [
+        "actor.json",
+        "checkpoint.json",
+        "controller.json",
+        "controller.safetensors",
+    ]
+
+
+def test_a_snapshot_that_was_being_written_is_lost_with_its_ranks(snapshots):
+    taken = snapshots(Group(reports=0, lost=True))
+    take(taken, 4)
+    taken.rescue()
+    assert taken.store.list() == ()
+    assert [path.name for path in taken.store.directory.iterdir()] == []
+
+
+def test_a_snapshot_that_cannot_be_written_is_one_warning(snapshots, caplog):
+    taken = snapshots(Group(error="no space left"))
+    take(taken, 1)
+    take(taken, 2)
+    assert caplog.text.count("was not written") == 1
+    assert "no space left" in caplog.text
+    assert "recovery.snapshot_dir names another directory" in caplog.text
+
+
+def config_of(tmp_path, *changes):
+    return load_config(None, [f"trainer.run_dir={tmp_path}/run", *changes])
+
+
+def test_snapshots_are_in_shared_memory_if_all_workers_are_here(tmp_path):
+    directory = snapshot_directory(config_of(tmp_path), {socket.gethostname()})
+    assert str(directory.parent) == "/dev/shm"
+    assert NAME.fullmatch(directory.name)
+
+
+def test_snapshots_are_in_the_run_directory_with_workers_elsewhere(tmp_path):
+    directory = snapshot_directory(config_of(tmp_path), {socket.gethostname(), "elsewhere"})
+    assert directory.parent == tmp_path / "run"
+
+
+def test_a_snapshot_dir_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"recovery.snapshot_dir='.*/missing' is not a directory; create it"):
+        snapshot_directory(config_of(tmp_path, f"recovery.snapshot_dir={tmp_path}/missing"), set())
+
+
+def test_snapshots_of_ended_processes_are_removed_and_others_kept(snapshots, tmp_path):
+    left = tmp_path / "hybridflow-snapshots-99999999-89abcdef"
+    left.mkdir()
+    (tmp_path / "hybridflow-snapshots-x").mkdir()
+    taken = snapshots()
+    take(taken, 0)  # holds its lock
+    taken.finish()
+    remove_left_snapshots(tmp_path)
+    assert not left.exists()
+    assert taken.store.list() == (0,)
+    (tmp_path / "hybridflow-snapshots-x").rmdir()
+
+
+@pytest.mark.parametrize(("pid", "is_left"), [(99999999, True), (os.getpid(), False)])
+def test_the_reaper_knows_the_directories_of_snapshots(tmp_path, pid, is_left):
+    name = f"hybridflow-snapshots-{pid}-0123abcd"
+    assert NAME.fullmatch(name)
+    (tmp_path / name).mkdir()
+    (entry,) = os.scandir(tmp_path)
+    assert _is_left_snapshot(entry) is is_left
+
+
+def test_a_store_of_one_checkpoint_keeps_the_newest(tmp_path):
+    store = CheckpointStore(tmp_path / "store", keep=1)
+    for step in (1, 2):
+        with store.begin(step):
+            pass
+    assert store.list() == (2,)
