@@ -25,7 +25,7 @@ INSTALL := -m pip install --quiet --no-compile
 # So it must be written, whatever the environment says: without it, each process compiles all modules that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-vllm demo demo-control rlhf learn soak smoke test types fast-tests test-slow test-vllm test-gpu fix
+.PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
 .PHONY: bench-lag_learning bench-overlap bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-trace_share bench-train_engine
 .PHONY: bench-transport bench-weight_sync
@@ -119,6 +119,9 @@ bench-controller_scale: $(STAMP) ## the controller's cost of a call, for 1 to 4,
 
 bench-rewards: $(STAMP) ## the cost of rewards: in processes, with a journal, of programs, of math
 	$(BIN)/python benchmarks/rewards.py $(ARGS)
+
+chaos: $(STAMP) ## runs with 100 injected faults against undisturbed ones; ARGS="--help" for more
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 soak: $(STAMP) ## start and stop 50 clusters, ten by SIGKILL, and count leftovers; ARGS="--help" for more
 	$(BIN)/python benchmarks/soak.py $(ARGS)

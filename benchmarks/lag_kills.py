@@ -91,7 +91,7 @@ def command_of(directory: Path, name: str, steps: int, lag: int) -> list[str]:
         *("rollout.group_size=2", "trainer.save_every=1", "trainer.save_in_background=true"),
         *("controller.backend=ray", "controller.cpus_per_worker=0.5", "controller.threads=1"),
         *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
-        "controller.object_store_bytes=100000000",
+        *("controller.object_store_bytes=100000000", "recovery.max_restarts=0"),
     ]
 
 

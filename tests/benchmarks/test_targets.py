@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 TARGET = re.compile(r"^([\w-]+):.*\n\t\$\((?:BIN\)/python|PROGRAM\)) benchmarks/(\w+)\.py \$\(ARGS\)$", re.MULTILINE)
-WITHOUT_PREFIX = {"learn", "rlhf", "soak"}
+WITHOUT_PREFIX = {"chaos", "learn", "rlhf", "soak"}
 
 
 def test_every_benchmark_has_a_target_and_every_target_its_script():

@@ -55,16 +55,18 @@ def test_a_run_that_loses_workers_has_the_results_of_an_undisturbed_one(tiny, ru
     fired = [row["fault"] for row in read_jsonl(getattr(runs, name) / "faults" / "fired.jsonl")]
     assert sorted(fired) == sorted(faults)
     recovered = read_jsonl(getattr(runs, name) / "recoveries.jsonl")
-    assert 1 <= len(recovered) <= len(faults)
+    assert sum(len(row["errors"]) for row in recovered) == len(faults)
     assert all(row["action"] == "restart" for row in recovered)
     disturbed, undisturbed = (tiny.results_of(getattr(runs, run), STEPS) for run in (name, like))
     assert disturbed.keys() == undisturbed.keys()
+    for results in (disturbed, undisturbed):  # new processes get the weights again
+        results["metrics"] = [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results["metrics"]]
     assert [key for key in disturbed if disturbed[key] != undisturbed[key]] == []
 
 
 def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
     (row,) = read_jsonl(runs.backward / "recoveries.jsonl")
-    assert (row["step"], row["from_step"], row["fault"]) == (2, 1, "infrastructure")
+    assert (row["step"], row["from_step"], row["faults"]) == (2, 1, ["infrastructure"])
     assert {"actor_rollout", "reward"} <= set(row["restarted"])
     assert "rollout" not in row["restarted"]  # it only forgets the unfinished step
     metrics = {each["step"]: each for each in read_jsonl(runs.backward / "metrics.jsonl")}

@@ -6,7 +6,7 @@ A step depends only on the state at its begin, the data and the seed, so the rep
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -81,8 +81,9 @@ class Recovery:
 
         Raises `error` if the run cannot recover from it. Another failure meanwhile counts as a further try.
         """
+        start, step, errors = time.time(), self._trainer.global_step, [error]
         while True:
-            action, start, step = action_for(error), time.time(), self._trainer.global_step
+            action = action_for(error)
             if action is Action.STOP or self._tries.is_exhausted():
                 if action is not Action.STOP:
                     logger.error("%d tries in a row have failed (recovery.max_restarts)", self._tries.count)
@@ -94,8 +95,9 @@ class Recovery:
                 if again is error:
                     raise
                 error = again
+                errors.append(again)
                 continue
-            self._record(error, action, restarted, step - point.step, start)
+            self._record(errors, action, restarted, step - point.step, start)
             return
 
     def _go_back(self, error: HybridFlowError, action: Action) -> tuple[Checkpoint, list[str]]:
@@ -135,28 +137,26 @@ class Recovery:
         return None
 
     def _record(
-        self, error: HybridFlowError, action: Action, restarted: list[str], repeated: int, start: float
+        self, errors: Sequence[HybridFlowError], action: Action, restarted: list[str], repeated: int, start: float
     ) -> None:
         """Write the recovery to the trace, the metrics of the next row, the console and `recoveries.jsonl`."""
         trainer, end = self._trainer, time.time()
         where = ",".join(restarted) or "no group"
         trainer.events = [*trainer.events, TraceEvent("recovery", action.name.lower(), where, "", start, end)]
-        for name, value in (("failures", 1.0), ("repeated_steps", float(repeated)), ("time_s", end - start)):
+        for name, value in (("failures", len(errors)), ("repeated_steps", repeated), ("time_s", end - start)):
             self._metrics[f"recovery/{name}"] = self._metrics.get(f"recovery/{name}", 0.0) + value
         JsonlWriter(trainer.run.path / RECOVERIES).write(
             {
                 "step": trainer.global_step + repeated + 1,
                 "from_step": trainer.global_step,
-                "fault": fault_of(error).name.lower(),
                 "action": action.name.lower(),
                 "restarted": restarted,
                 "seconds": round(end - start, 3),
-                "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                "faults": [fault_of(error).name.lower() for error in errors],
+                "errors": [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" for error in errors],
             }
         )
-        logger.warning(
-            "recovered in %.1f s: %s restarted, going on after step %d", end - start, where, trainer.global_step
-        )
+        logger.warning("recovered in %.1f s, going on after step %d", end - start, trainer.global_step)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class SavingWorker(MeasuredWorker):
             stored = load_state(path)
         if different := first_difference(state, stored):
             raise CheckpointError(
-                f"{self.component}, rank {self.rank}: {different} differs from '{path}' after it was loaded; the memory "
+                f"{self.component}, rank {self.rank}: {different} differs from '{path}' after loading; the memory "
                 "or the disk of this node is faulty."
             )
 
