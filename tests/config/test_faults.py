@@ -1,9 +1,21 @@
 """The grammar of faults, the workers and phases of a configuration, and errors in a plan."""
 
+from pathlib import Path
+
 import pytest
 
 from hybridflow.config import load_config
-from hybridflow.config.faults import KINDS, PHASES, Fault, kinds_at, phases_of, planned_faults, training_roles
+from hybridflow.config.faults import (
+    KINDS,
+    PHASES,
+    Fault,
+    kinds_at,
+    kinds_markdown,
+    phases_markdown,
+    phases_of,
+    planned_faults,
+    training_roles,
+)
 from hybridflow.errors import ConfigError
 
 ON_RAY = ["controller.backend=ray", "controller.num_workers=2"]
@@ -118,3 +130,10 @@ def test_every_kind_and_phase_of_the_tables_is_used():
     assert {kind for phase in PHASES.values() for kind in phase.kinds} == set(KINDS)
     passed = {phase for role in (*training_roles(config), "driver") for phase in phases_of(config, role)}
     assert passed == set(PHASES)
+
+
+@pytest.mark.parametrize(("name", "table"), [("kinds", kinds_markdown()), ("phases", phases_markdown())])
+def test_tables_of_the_documentation_equal_the_code(name, table):
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text("utf-8")
+    shown = page.partition(f"<!-- {name}: start -->\n")[2].partition(f"<!-- {name}: end -->")[0]
+    assert shown == table, f"put this into docs/faults.md:\n{table}"
