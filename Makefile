@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-trace_share bench-train_engine
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-trace_share bench-train_engine
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -116,6 +116,9 @@ bench-trace_share: $(STAMP) ## share of the trace in the step time of a run: ARG
 
 bench-controller_scale: $(STAMP) ## the controller's cost of a call, for 1 to 4,096 ranks; ARGS="--help" for more
 	$(BIN)/python benchmarks/controller_scale.py $(ARGS)
+
+bench-recovery: $(STAMP) ## the cost of snapshots, and the time until a run goes on after a killed rank
+	$(BIN)/python benchmarks/recovery.py $(ARGS)
 
 bench-rewards: $(STAMP) ## the cost of rewards: in processes, with a journal, of programs, of math
 	$(BIN)/python benchmarks/rewards.py $(ARGS)

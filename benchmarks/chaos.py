@@ -27,7 +27,8 @@ from hybridflow.config import Config, load_config
 from hybridflow.config.faults import DRIVER, PHASES, Fault, kinds_at, phases_of, workers_of
 from hybridflow.observability import read_jsonl
 
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "examples"))
 from fixtures import tiny_run
 
 STEPS = 6
@@ -73,11 +74,8 @@ def main() -> int:
             rows = read_jsonl(directory / f"disturbed_{index}" / "faults" / "fired.jsonl")
             fired.update((row["phase"], row["kind"]) for row in rows)
             state = f"differs in {', '.join(found)}" if found else "equal"
-            print(
-                f"run {index + 1} of {runs} ({like}): {len(rows)} of {len(faults)} faults fired, {starts} starts, {state}",
-                file=sys.stderr,
-                flush=True,
-            )
+            report = f"run {index + 1} of {runs} ({like}): {len(rows)} of {len(faults)} faults fired, {starts} starts"
+            print(f"{report}, {state}", file=sys.stderr, flush=True)
     kinds = sorted({kind for _, kind in fired})
     table = [[phase, *(str(fired[phase, kind] or "-") for kind in kinds)] for phase in PHASES]
     print_table("faults that fired, by phase and kind", ["phase", *kinds], table)
@@ -96,7 +94,9 @@ def drawn(config: Config, chance: random.Random, count: int) -> list[str]:
     Left out: an error of the program, which stops a run; too little memory, whose smaller micro-batches round
     differently; a bit of a saved file, which is found when it is read (tests/integration/test_recovery.py).
     """
-    roles: Any = [role for role in ("actor_rollout", "critic", "rollout", "reward") if role != "critic" or config.uses_critic]
+    roles: Any = [
+        role for role in ("actor_rollout", "critic", "rollout", "reward") if role != "critic" or config.uses_critic
+    ]
     places = [
         (worker, phase, kind)
         for role, ranks in workers_of(config, roles).items()

@@ -25,7 +25,7 @@ def write_task(directory: Path, sft_steps: int, problems: int) -> None:
 
 def warm_start(directory: Path, changes: Sequence[str]) -> None:
     """Train the warm start and export it."""
-    _train(build_sft_trainer, _configured("countdown_sft", directory, "sft", changes))
+    _train(build_sft_trainer, configured("countdown_sft", directory, "sft", changes))
     checkpoint = CheckpointStore(directory / "sft" / "checkpoints").latest()
     assert checkpoint is not None
     export_model(checkpoint.directory, directory / "model", directory / "warm_start")
@@ -34,11 +34,11 @@ def warm_start(directory: Path, changes: Sequence[str]) -> None:
 def reinforce(directory: Path, name: str, seed: int, changes: Sequence[str]) -> list[dict[str, Any]]:
     """Train with GRPO from the warm start, with validation after the last step only; return the metrics of each."""
     seeded = ["trainer.val_every=0", "trainer.val_before_train=false", *changes, f"trainer.seed={seed}"]
-    _train(build_trainer, _configured("countdown_grpo", directory, name, seeded))
+    _train(build_trainer, configured("countdown_grpo", directory, name, seeded))
     return read_jsonl(directory / name / "metrics.jsonl")
 
 
-def _configured(recipe: str, directory: Path, name: str, changes: Sequence[str]) -> Config:
+def configured(recipe: str, directory: Path, name: str, changes: Sequence[str]) -> Config:
     """Return the demo's recipe with its files in `directory` and the run in the folder `name` of it."""
     text = (ROOT / "recipes" / f"{recipe}.toml").read_text().replace("runs/countdown/", f"{directory}/")
     path = directory / f"{name}.toml"
