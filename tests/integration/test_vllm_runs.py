@@ -1,6 +1,7 @@
 """Tiny runs with vLLM: colocated with training, one engine shared by ranks, and engines in a separate pool."""
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -25,6 +26,11 @@ LAYOUTS = {
     "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000"),
     "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
 }
+IN_FLIGHT = (
+    *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "trainer.total_steps=6"),
+    *("trainer.lag=1", "rollout.on_new_weights=retract", "algorithm.rollout_weights=token"),
+    *("data.max_response_length=200", "memory.max_tokens_per_micro_batch=4096"),  # generation outlasts an update
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,7 @@ def vllm_task(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
-    """Return GRPO runs: uninterrupted (`whole`), resumed, on one process, with LoRA, and in LAYOUTS on Ray."""
+    """Return GRPO runs: uninterrupted (`whole`), resumed, on one process, with LoRA; on Ray LAYOUTS and `in_flight`."""
     directory = tmp_path_factory.mktemp("vllm_runs")
     recipe = f"{vllm_task}/rl.toml"
     grpo = ["train", recipe, *VLLM, *tiny.GRPO, "trainer.total_steps=4"]
@@ -49,7 +55,10 @@ def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
         [*("train", recipe), *VLLM, "lora.rank=4", "trainer.total_steps=2", f"trainer.run_dir={directory}/lora"],
     )
     on_ray = ["train", recipe, *VLLM, *ON_RAY]
-    layouts = ([*on_ray, *layout, f"trainer.run_dir={directory}/{name}"] for name, layout in LAYOUTS.items())
+    layouts = (
+        [*on_ray, *layout, f"trainer.run_dir={directory}/{name}"]
+        for name, layout in {**LAYOUTS, "in_flight": IN_FLIGHT}.items()
+    )
     run_in_turn(*layouts, shares_cluster=True, forks_workers=False)  # vLLM sets up its process at import
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
@@ -81,6 +90,19 @@ def test_every_step_reports_the_log_prob_mismatch(runs, name):
     synced = [row for row in rows if "weight_sync/bytes" in row]
     assert synced
     assert all(row["weight_sync/probe_diff_mean"] < 1e-5 for row in synced)
+
+
+def test_vllm_goes_on_with_new_weights_in_a_whole_run_with_a_lag(runs):
+    rows = [row for row in read_jsonl(runs.in_flight / "metrics.jsonl") if row["step"]]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert rows[0]["staleness/max"] == 0
+    assert all(row["staleness/age_0"] + row["staleness/age_1"] == pytest.approx(1) for row in rows)
+    assert any(0 < row["staleness/mean"] < 1 for row in rows), "no batch with tokens of several versions"
+    assert rows[0]["rollout/log_prob_mismatch_max"] < 1e-4
+    assert all(row.get("weight_sync/probe_diff_max", 0) < 1e-4 for row in rows)
+    events = [(row["event"], row["number"]) for row in read_jsonl(runs.in_flight / "schedule.jsonl")]
+    assert sorted(events) == [(event, number) for event in ("begin", "load") for number in range(6)]
 
 
 def test_ranks_that_share_an_engine_receive_only_their_slices(runs):
