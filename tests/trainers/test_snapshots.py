@@ -10,7 +10,14 @@ from hybridflow.checkpoint import CheckpointStore, SavedFile, report_files, save
 from hybridflow.config import load_config
 from hybridflow.controller.ray.reaper import _is_left_snapshot
 from hybridflow.errors import CheckpointError, ConfigError, LostWorkerError
-from hybridflow.trainers.snapshots import NAME, Snapshots, remove_left_snapshots, snapshot_directory
+from hybridflow.trainers import snapshots as module
+from hybridflow.trainers.snapshots import (
+    NAME,
+    Snapshots,
+    memory_problem,
+    remove_left_snapshots,
+    snapshot_directory,
+)
 from hybridflow.trainers.training_state import TrainingSaver
 
 
@@ -163,3 +170,14 @@ def test_a_store_of_one_checkpoint_keeps_the_newest(tmp_path):
         with store.begin(step):
             pass
     assert store.list() == (2,)
+
+
+@pytest.mark.parametrize(("free", "is_problem"), [(6 * 600, False), (6 * 600 - 6, True)])
+def test_snapshots_that_do_not_fit_into_memory_are_not_taken(tmp_path, monkeypatch, free, is_problem):
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    monkeypatch.setattr(module, "available_memory", lambda: free)
+    config = config_of(tmp_path, f"model.path={tmp_path}")
+    problem = memory_problem(config, Path("/dev/shm/hybridflow-snapshots-1-0123abcd"))
+    assert bool(problem) is is_problem
+    assert ("set recovery.snapshot_dir to a directory on a fast disk" in problem) is is_problem
+    assert memory_problem(config, tmp_path / "hybridflow-snapshots-1-0123abcd") == ""

@@ -17,7 +17,7 @@ from hybridflow.errors import CheckpointError, HybridFlowError
 from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
 from hybridflow.trainers.run_directory import RECOVERIES, RunDirectory
-from hybridflow.trainers.snapshots import Snapshots, snapshot_directory
+from hybridflow.trainers.snapshots import Snapshots, memory_problem, snapshot_directory
 from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_state import TrainingSaver
 
@@ -186,11 +186,11 @@ def build_recovery(
     snapshots = None
     if config.recovery.snapshot_every and not runs_on:
         hostnames = backend.hostnames([worker for group in groups.values() for worker in group.workers])
-        snapshots = Snapshots(
-            snapshot_directory(config, hostnames),
-            config.recovery.snapshot_every,
-            config.trainer.lag,
-            lambda store: trainer.new_saver(store, in_background=True),
-        )
+        directory = snapshot_directory(config, hostnames)
+        if problem := memory_problem(config, directory):
+            logger.warning("%s", problem)
+        else:
+            every, lag = config.recovery.snapshot_every, config.trainer.lag
+            snapshots = Snapshots(directory, every, lag, lambda store: trainer.new_saver(store, in_background=True))
     by_name = {role.value: group for role, group in groups.items()}
     return Recovery(trainer, RestartedGroups(backend, by_name, connected=connected), budgets, snapshots)

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore
+from hybridflow.checkpoint.disk_space import describe_bytes
 from hybridflow.config import Config
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observability import get_logger
+from hybridflow.runtime.memory_limit import available_memory
 from hybridflow.trainers.training_state import TrainingSaver
 
 logger = get_logger(__name__)
@@ -108,6 +110,26 @@ def snapshot_directory(config: Config, hostnames: set[str]) -> Path:
     if not config.recovery.snapshot_dir and (hostnames != {socket.gethostname()} or not base.is_dir()):
         base = Path(config.trainer.run_dir)
     return base / f"hybridflow-snapshots-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def memory_problem(config: Config, directory: Path) -> str:
+    """Return why snapshots in `directory` would take too much memory; "" if they fit, or are not in shared memory.
+
+    A snapshot has three float32 numbers for each parameter, so six times the size of weights in bfloat16. There may be
+    two of them beside the copies of the ranks; half of the free memory is left to the run.
+    """
+    if directory.parent != SHARED_MEMORY or config.lora.rank:
+        return ""
+    models = [config.model.path, *[config.critic.model_path or config.model.path] * config.uses_critic]
+    size = 6 * sum(file.stat().st_size for path in models for file in Path(path).glob("*.safetensors"))
+    most = min(shutil.disk_usage(directory.parent).free // 2, available_memory() // 6)
+    if size <= most:
+        return ""
+    return (
+        f"snapshots of about {describe_bytes(size)} are too large for this node's memory (at most "
+        f"{describe_bytes(most)}), so a run that loses a worker goes back to its last checkpoint; set "
+        "recovery.snapshot_dir to a directory on a fast disk, with a larger recovery.snapshot_every, or save more often"
+    )
 
 
 def remove_left_snapshots(base: Path) -> None:
