@@ -14,10 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hybridflow.config import Config, load_config
+from hybridflow.config.faults import Fault
 from hybridflow.errors import RolloutError
 from hybridflow.models import load_causal_lm
 from hybridflow.rollout import Completion, Request, SamplingParams, generate, load_weights
 from hybridflow.runtime import capture_random_state, progress, uniform
+from hybridflow.runtime.fault_points import arm_faults, current_worker, fault_point_of_step, plan_faults
 
 EOS = 1
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10], [8, 8]]
@@ -784,3 +787,22 @@ def test_non_finite_weights_are_an_error_and_can_be_replaced(build_rollout, tiny
     assert not engine.has_unfinished()
     load_weights(engine, weights.items(), version=0)
     assert generate(engine, wanted) == before
+
+
+def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_model, tmp_path):
+    wanted = requests(SamplingParams(6))
+    engine = build_rollout(tiny_model())
+    expected = by_name(generate(engine, wanted))
+    plan_faults(tmp_path, [Fault.of_text("1: memory rollout/0 in generate")], 1)
+    arm_faults(load_config(None, ["faults.random=1", f"trainer.run_dir={tmp_path}"]))
+    token = current_worker.set("rollout/0")
+    try:
+        fault_point_of_step(1)
+        for request in wanted:
+            engine.submit(request)
+        with pytest.raises(RolloutError, match="memory"):
+            serve(engine)
+        assert by_name([*engine.finished(), *serve(engine)]) == expected
+    finally:
+        current_worker.reset(token)
+        arm_faults(Config())

@@ -10,6 +10,7 @@ from hybridflow.checkpoint import save_state
 from hybridflow.config import load_config
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.observability import JsonlWriter, read_jsonl
+from hybridflow.runtime.fault_points import PLAN, plan_faults
 from hybridflow.trainers import RunDirectory
 from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN
 from hybridflow.workers.schedule import SCHEDULE
@@ -198,7 +199,8 @@ def test_every_file_of_a_run_is_checked_for_links(open_run, tmp_path):
     run.end()
     JsonlWriter(run.path / SCHEDULE).write_all([{"step": 1}])
     JsonlWriter(run.path / RECOVERIES).write_all([{"step": 1}])
-    (run.path / "faults.json").touch()
+    plan_faults(tmp_path, [], next_step=1)
+    (tmp_path / PLAN).rename(run.path / PLAN)
     files = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert files == set(WRITTEN)
 

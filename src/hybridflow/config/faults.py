@@ -15,7 +15,7 @@ from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
 
 DRIVER = "driver"
-"""Name of the driver in a plan; a worker is named by its role and rank, as in "actor_rollout/0"."""
+"""Name of the driver in a plan; a worker is named by its role and rank, as in `critic/0`."""
 
 KINDS = {
     "kill": "the process sends itself SIGKILL",

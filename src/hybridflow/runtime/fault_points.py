@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PLAN, DIRECTORY = "faults.json", "faults"
 
 current_worker: ContextVar[str] = ContextVar("current_worker", default=DRIVER)
-"""The worker whose constructor or method runs, as in "actor_rollout/0"; a backend sets it for the time of a call."""
+"""The worker whose constructor or method runs, as in `critic/0`; a backend sets it for the time of a call."""
 
 
 def fault_point(phase: str, corrupt: Callable[[], None] | None = None) -> None:

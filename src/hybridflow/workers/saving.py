@@ -62,10 +62,13 @@ class SavingWorker(MeasuredWorker):
 
     def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
         path = directory / self.component
-        if self.engine.is_sharded:
-            return saved_files(directory, save_sharded_state(state, path, group))
-        require_shared(directory)
-        return saved_files(directory, save_state(state, path))
+        try:
+            if self.engine.is_sharded:
+                return saved_files(directory, save_sharded_state(state, path, group))
+            require_shared(directory)
+            return saved_files(directory, save_state(state, path))
+        except OSError as error:
+            raise CheckpointError(f"'{path}' cannot be written: {error}") from error
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_save(self) -> list[SavedFile]:
