@@ -78,7 +78,7 @@ def test_a_directory_that_this_node_does_not_have_is_an_error(group, tmp_path, m
 
 def test_a_background_save_reports_its_files_when_it_is_finished(group, tmp_path):
     critic = group(CriticWorker)
-    assert critic.save(str(tmp_path), in_background=True) == [[]]
+    assert critic.save(str(tmp_path), in_background=True) == [None]
     (saved,) = critic.finish_save()
     assert [file.path for file in saved] == ["critic.safetensors", "critic.json"]
     assert critic.finish_save() == [[]]
