@@ -4,6 +4,7 @@ Errors name the call and worker waited for, with a report of why it does not ans
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,9 @@ DEATH_REPORT_DELAY_S = 1.0
 
 COLLECT_EVERY = 64
 """Number of calls to a process after which finished calls are collected, as some are never waited for."""
+
+SEEN_LATER_S = 3.0
+"""Seconds by which the last progress of ranks of a call may be seen at different times; they are reported together."""
 
 LOOK_AFTER_S = 3.0
 """Seconds of a wait after which the heartbeats of the processes are read; most waits are shorter."""
@@ -194,6 +198,13 @@ class Waiting:
             self._heartbeats.look([call.worker.process for call in running])
         overdue = [call for call in running if call.timeout_s and self._quiet_s(call) > call.timeout_s]
         if overdue:
+            late = {peer for call in overdue for peer in call.worker.process.peers}
+            overdue = [
+                call
+                for call in running
+                if call in overdue
+                or (call.worker.process in late and self._quiet_s(call) + SEEN_LATER_S > (call.timeout_s or math.inf))
+            ]
             raise self._deadline_error(overdue, pending[0])
         if (silent := self._silence.find([call for call in running if not call.is_finished])) is not None:
             self._stop_peers(silent.process, silent.error)
