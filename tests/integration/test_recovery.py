@@ -77,3 +77,28 @@ def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
     (event,) = (each for each in events if each["kind"] == "recovery")
     assert event["where"] == "restart"
     assert event["worker"].startswith("actor_rollout")
+
+
+def test_training_out_of_memory_goes_on_with_smaller_micro_batches(task, tmp_path, run_in_turn):
+    command = [
+        "train",
+        f"{task}/rl.toml",
+        *ON_RAY,
+        "data.val_files=[]",
+        "controller.num_workers=2",
+        "trainer.total_steps=2",
+    ]
+    command += ["model.dtype=float64", "algorithm.kl_in_loss=true"]
+    plan = 'faults.plan=["2: memory actor_rollout/1 in backward"]'
+    run_in_turn(
+        [*command, f"trainer.run_dir={tmp_path}/whole"],
+        [*command, f"trainer.run_dir={tmp_path}/small", plan],
+        shares_cluster=True,
+    )
+    (row,) = read_jsonl(tmp_path / "small" / "recoveries.jsonl")
+    assert (row["action"], row["faults"]) == ("smaller", ["memory"])
+    budgets = json.loads((tmp_path / "small" / "token_budgets.json").read_text())["budgets"]
+    assert budgets == {"actor_rollout": 50, "reference": 50}
+    small, whole = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("small", "whole"))
+    for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):
+        assert [row[name] for row in small] == pytest.approx([row[name] for row in whole], rel=1e-9, abs=1e-12)

@@ -135,9 +135,10 @@ class RayBackend:
         processes = list(dict.fromkeys(worker.process for worker in workers))
         deadline = time.monotonic() + timeout_s
         while busy := [process for process in processes if process.unfinished and not process.is_stopped]:
-            if time.monotonic() > deadline:
-                self._stop([peer for process in busy for peer in process.peers])
-                break
+            is_late = time.monotonic() > deadline
+            for process in busy:  # ranks whose peer has failed may wait for it in a collective
+                if is_late or any(peer.has_failed or peer.is_stopped for peer in process.peers):
+                    self._stop(process.peers)
             self._waiting.collect_finished()
             time.sleep(POLL_INTERVAL_S / 10)
         failed = {worker.process for worker in workers if not self.is_alive(worker) or worker.process.has_failed}
