@@ -81,7 +81,7 @@ def test_death_of_a_rank_in_a_collective_is_an_error_on_the_others(outcomes):
 
 def test_out_of_memory_error_names_settings_and_later_steps_fail(outcomes):
     lost, after = outcomes["out_of_memory", 1], outcomes["after_out_of_memory", 1]
-    assert lost["raised"] == "ModelError"
+    assert lost["raised"] == "OutOfMemoryError"
     assert "out of memory in an update, nothing was applied" in lost["message"]
     assert "set a smaller memory.max_tokens_per_micro_batch" in lost["message"]
     assert after["raised"] == "WorkerError"
