@@ -2,8 +2,7 @@
 
 `resume_program.py RANK WORLD_SIZE STORE ACTIONS_JSON OUT_DIR`. An action has a `case` of layout_program.py,
 a `name`, and a checkpoint directory as `load` or `save`. It trains two steps, saves if `save` is given, and trains two
-more; rank 0 writes the weights to `OUT_DIR/<name>.safetensors`. A save `in_background` is finished at the end;
-`as_on_a_device` makes its copy as that of tensors on a GPU.
+more; rank 0 writes the weights to `OUT_DIR/<name>.safetensors`. A save `in_background` is finished at the end.
 """
 
 import json
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 from torch._C._distributed_c10d import FileStore
 
 from fixtures import layout_program as layouts
-from hybridflow.checkpoint import background
 from hybridflow.engines import join_process_group
 from hybridflow.protocol import DataProto
 from hybridflow.workers.model_worker import ModelWorker
@@ -46,8 +44,6 @@ def run(action: dict[str, Any]) -> dict[str, torch.Tensor]:
         train()
         train()
     if "save" in action:
-        if action.get("as_on_a_device"):
-            background._is_on_host = lambda tensor: False
         worker.save(action["save"], in_background=action.get("in_background", False))
     train()
     train()

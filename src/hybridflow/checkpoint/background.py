@@ -43,7 +43,7 @@ class BackgroundSave(Generic[Result]):
 
 
 class StateCopy:
-    """A copier of states to host memory, which is pinned if they are on a GPU, and reused by the next copy.
+    """A copier of states to host memory, which is pinned for tensors on a GPU, and reused by the next copy.
 
     So a copy takes no memory of the device, and lasts until the next one is made.
     """
@@ -56,18 +56,19 @@ class StateCopy:
 
         Raises ModelError if the host has too little memory.
         """
-        return _copied(state, self._copies_of([tensor for tensor in _tensors_of(state) if not _is_on_host(tensor)]))
+        return _replaced(state, self._copies_of(list(_tensors_of(state))))
 
     def _copies_of(self, tensors: list[Tensor]) -> dict[int, Tensor]:
-        """Return the copies of tensors on a device by the tensors' ids; all are copied at the same time."""
+        """Return the copies of tensors by the tensors' ids; all are copied at the same time."""
         shards = [local(tensor).detach() for tensor in tensors]
         if not shards:
             return {}
         sizes = [shard.nbytes for shard in shards]
+        device = next((shard.device for shard in shards if shard.device.type != "cpu"), shards[0].device)
         if self._memory is None or self._memory.sizes != sizes:
             self._memory = None  # before the next one is allocated
-            self._memory = HostMemory(sizes, shards[0].device)
-        copies, stream = {}, SideStream(shards[0].device)
+            self._memory = HostMemory(sizes, device)
+        copies, stream = {}, SideStream(device)
         with stream():
             for tensor, shard, part in zip(tensors, shards, self._memory.parts, strict=True):
                 copy = part.view(shard.dtype).view(shard.shape)
@@ -81,10 +82,6 @@ def copy_state(state: Any) -> Any:
     return StateCopy()(state)
 
 
-def _is_on_host(tensor: Tensor) -> bool:
-    return local(tensor).device.type == "cpu"
-
-
 def _tensors_of(state: Any) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
@@ -94,11 +91,10 @@ def _tensors_of(state: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(map(_tensors_of, state))
 
 
-def _copied(state: Any, copies: Mapping[int, Tensor]) -> Any:
+def _replaced(state: Any, copies: Mapping[int, Tensor]) -> Any:
+    """Return the state with copies in place of its tensors."""
     if isinstance(state, Mapping):
-        return {key: _copied(value, copies) for key, value in state.items()}
+        return {key: _replaced(value, copies) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(_copied(value, copies) for value in state)
-    if not isinstance(state, Tensor):
-        return state
-    return copies[id(state)] if id(state) in copies else state.detach().clone()
+        return type(state)(_replaced(value, copies) for value in state)
+    return copies[id(state)] if isinstance(state, Tensor) else state

@@ -1,76 +1,91 @@
 """Sharded states: every rank writes its shards, and a different number of ranks can read them.
 
-`NAME/` has one safetensors file per rank, written by `torch.distributed.checkpoint`; `NAME.json` is the same as for
-other states.
+`NAME/` has one safetensors file per rank, in the format of `torch.distributed.checkpoint`, which reads them; `NAME.json`
+is the same as for other states.
 """
 
 import json
 import logging
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybridflow.checkpoint.disk_space import describe_free_space
 from hybridflow.checkpoint.saved_files import require_shared
 from hybridflow.checkpoint.state import join_state, split_state, tensors_to_fill
 from hybridflow.checkpoint.state_files import read_tree, tree_text
-from hybridflow.checkpoint.stored_tensors import StoredTensors
+from hybridflow.checkpoint.stored_tensors import OFFSETS, SHARDS, StoredTensors
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import note_progress, sort_metadata
+from hybridflow.runtime.shards import local
 
-# It logs every read and write.
+# It logs every read.
 logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
 
 
-def save_sharded_state(state: Any, path: str | Path, group: dist.ProcessGroup | None = None) -> list[Path]:
-    """Write the shards of a state with DTensors, and return the files that this rank wrote; every rank calls it.
+def save_sharded_state(state: Any, path: str | Path) -> list[Path]:
+    """Write the shards of a state with DTensors that belong to this rank, and return the files; every rank calls it.
 
-    Values that are not sharded must be equal. The parent directory must exist.
-
-    `group` is a process group of all ranks; a background save needs a separate one, since training uses the default.
-    Raises CheckpointError on every rank if one cannot write.
+    Of equal shards on several ranks, the first of these ranks writes one; rank 0 writes values that are not sharded,
+    which must be equal on all ranks. The ranks do not wait for each other, so a rank may write in the background, or
+    fail alone. The parent directory must exist. Raises CheckpointError if this rank cannot write.
     """
-    path, tree_file = Path(path), Path(path).with_name(f"{Path(path).name}.json")
+    path, rank = Path(path), dist.get_rank()
+    require_shared(path.parent)
     tree, tensors = split_state(state)
-    problem: tuple[str, int] = "", 0
+    own = _own_shards(tensors)
     written: list[Path] = []
     try:
-        require_shared(path.parent)
-    except CheckpointError as error:
-        problem = str(error), 0
-    _raise_together(problem, group)  # before the first collective of the save
-    try:
-        writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-        save(dict(tensors), storage_writer=writer, process_group=group)
-        written = sorted(path.glob(f"shard-{dist.get_rank(group) + 1:05d}-*.safetensors"))  # none without shards
-        for file in written:
+        path.mkdir(exist_ok=True)
+        if own:
+            file = path / f"shard-{rank + 1:05d}.safetensors"
+            offsets = {name: {OFFSETS: starts} for name, (_, starts) in own.items()}
+            save_file(
+                {name: shard for name, (shard, _) in own.items()},
+                file,
+                metadata={"format": "pt", SHARDS: json.dumps(offsets)},
+            )
             sort_metadata(file)
             note_progress()
-        if dist.get_rank() == 0:
+            written.append(file)
+        if rank == 0:
+            tree_file = path.with_name(f"{path.name}.json")
             tree_file.write_text(tree_text(tree), encoding="utf-8")
             written.append(tree_file)
-    except (OSError, CheckpointException) as error:
+    except (OSError, SafetensorError) as error:
         free = f" ({describe_free_space(path.parent)})" if path.parent.is_dir() else ""
-        problem = f"cannot write '{path}'{free}: {_last_line(error)}", _errno(error)
-    _raise_together(problem, group)
+        raise CheckpointError(f"cannot write '{path}'{free}: {error}") from error
     return written
 
 
-def _raise_together(problem: tuple[str, int], group: dist.ProcessGroup | None) -> None:
-    """Raise CheckpointError on every rank if one has a problem: a text and its errno, or 0."""
-    problems = [("", 0)] * dist.get_world_size()
-    dist.all_gather_object(problems, problem, group=group)
-    texts, codes = (list(dict.fromkeys(filter(None, column))) for column in zip(*problems, strict=True))
-    if texts:
-        raise CheckpointError("; ".join(texts)) from (OSError(codes[0], os.strerror(codes[0])) if codes else None)
+def _own_shards(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, list[int]]]:
+    """Return the shards that this rank writes, each with its first index in every dimension of the whole tensor."""
+    own: dict[str, tuple[Tensor, list[int]]] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            if dist.get_rank() == 0:
+                own[name] = tensor, [0] * tensor.dim()
+            continue
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None, "every rank is in the mesh"
+        replicas = [
+            place for place, of_axis in zip(coordinate, tensor.placements, strict=True) if of_axis.is_replicate()
+        ]
+        shard = local(tensor)
+        if not any(replicas) and shard.numel():
+            (chunk,) = tensor.__create_chunk_list__()
+            own[name] = shard.cpu().contiguous(), list(chunk.offsets)
+    return own
 
 
 def describe_state(path: str | Path) -> Any:
@@ -109,9 +124,3 @@ def _last_line(error: BaseException) -> str:
     """Return the message of a rank's error, without the tracebacks that DCP puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def _errno(error: BaseException) -> int:
-    """Return the errno of an operating system error, also from a DCP error of several ranks; 0 for other errors."""
-    of_ranks = [error, *(failure for failure, _ in getattr(error, "failures", {}).values())]
-    return next((e.errno for e in of_ranks if isinstance(e, OSError) and e.errno), 0)

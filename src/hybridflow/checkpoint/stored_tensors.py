@@ -20,6 +20,7 @@ from hybridflow.runtime import require_plain_file
 
 SHARDS = "DCP_SHARDING_INFO"
 """Metadata key under which torch stores, as JSON, the offsets of each shard in its tensor."""
+OFFSETS = "saved_offsets"
 
 
 class _Shard(NamedTuple):
@@ -62,7 +63,7 @@ class StoredTensors(Mapping[str, Tensor]):
         offsets = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
         for name in file.keys():  # noqa: SIM118
             sizes = file.get_slice(name).get_shape()
-            starts = tuple(map(int, offsets[name]["saved_offsets"])) if name in offsets else (0,) * len(sizes)
+            starts = tuple(map(int, offsets[name][OFFSETS])) if name in offsets else (0,) * len(sizes)
             ends = tuple(start + size for start, size in zip(starts, sizes, strict=True))
             self._shards.setdefault(name, []).append(_Shard(file, name, starts, ends))
 

@@ -58,6 +58,6 @@ def _unpin(runtime: Any, address: int, block: "np.ndarray") -> None:
 
 def _too_little(num_bytes: int, what: str, reason: str) -> ModelError:
     return ModelError(
-        f"{num_bytes / 2**30:.1f} GiB of host memory for the copy of a device's state cannot be {what} ({reason}); "
+        f"{num_bytes / 2**30:.1f} GiB of host memory for the copy of a state cannot be {what} ({reason}); "
         "offload fewer roles (memory.offload), set trainer.save_in_background = false, or use more nodes."
     )

@@ -55,7 +55,7 @@ class TrainingSaver:
             self._saved, self._num_reports = [], 0
             directory = self._directory = stack.enter_context(self._store.begin(step, self._identity, self._saved))
             stack.push(self._wait_for_groups_on_error)
-            for group in self._groups:
+            for group in reversed(self._groups):  # the models last: their ranks go on writing
                 self._note(group.save(str(directory), in_background=self._in_background))
             state = {"global_step": step, "loader": self._loader.state_dict(), "random": capture_random_state(), **more}
             save_state(state, directory / CONTROLLER)
@@ -65,8 +65,8 @@ class TrainingSaver:
             self.finish()
 
     def _wait_for_groups_on_error(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error in one group, wait for the writes of the others, before their directory is removed."""
-        for group in self._groups if kind is not None and self._in_background else ():
+        """After an error on one rank, wait for the writes of the others, before their directory is removed."""
+        for group in self._groups if kind is not None else ():
             with suppress(HybridFlowError):  # the first error is the one that is raised
                 group.finish_save()
 

@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hybridflow.checkpoint import (
     BackgroundSave,
     SavedFile,
@@ -34,7 +32,6 @@ class SavingWorker(MeasuredWorker):
     component: str
     engine: TrainEngine
     _save: BackgroundSave[list[SavedFile]] | None = None
-    _save_group: dist.ProcessGroup | None = None
     _copy_state: StateCopy | None = None
 
     @register(Dispatch.ONE_TO_ALL)
@@ -48,25 +45,23 @@ class SavingWorker(MeasuredWorker):
             return []
         state = self.engine.state_dict()
         if not in_background:
-            return self._write(Path(directory), state, None)
-        group = self._group_for_saves() if self.engine.is_sharded else None
+            return self._write(Path(directory), state)
         if self._save is not None or self._copy_state is None:  # a pending save still reads its copy
             self._copy_state = StateCopy()
-        self._save = BackgroundSave(partial(self._write_and_report, Path(directory), self._copy_state(state), group))
+        self._save = BackgroundSave(partial(self._write_and_report, Path(directory), self._copy_state(state)))
         return None
 
-    def _write_and_report(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
-        saved = self._write(directory, state, group)
+    def _write_and_report(self, directory: Path, state: Any) -> list[SavedFile]:
+        saved = self._write(directory, state)
         report_files(directory, f"{self.component}_{self.rank}", saved)
         return saved
 
-    def _write(self, directory: Path, state: Any, group: dist.ProcessGroup | None) -> list[SavedFile]:
+    def _write(self, directory: Path, state: Any) -> list[SavedFile]:
         path = directory / self.component
         try:
-            if self.engine.is_sharded:
-                return saved_files(directory, save_sharded_state(state, path, group))
             require_shared(directory)
-            return saved_files(directory, save_state(state, path))
+            write = save_sharded_state if self.engine.is_sharded else save_state
+            return saved_files(directory, write(state, path))
         except OSError as error:
             raise CheckpointError(f"'{path}' cannot be written: {error}") from error
 
@@ -75,13 +70,6 @@ class SavingWorker(MeasuredWorker):
         """Wait for a pending background save and return its files. Raises CheckpointError if it failed."""
         save, self._save = self._save, None
         return save.finish() if save is not None else []
-
-    def _group_for_saves(self) -> dist.ProcessGroup:
-        """Return a process group used only for saves, so that they run beside the collectives of training."""
-        group = self._save_group or dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup), "the group contains every rank"
-        self._save_group = group
-        return group
 
     @register(Dispatch.ONE_TO_ALL)
     def abandon_step(self) -> None:
