@@ -1,7 +1,7 @@
 """Sharded states: every rank writes its shards, and a different number of ranks can read them.
 
-`NAME/` has one safetensors file per rank, in the format of `torch.distributed.checkpoint`, which reads them; `NAME.json`
-is the same as for other states.
+`NAME/` has one safetensors file per rank, in the format of `torch.distributed.checkpoint`, which reads them;
+`NAME.json` is the same as for other states.
 """
 
 import json
