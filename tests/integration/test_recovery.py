@@ -21,6 +21,7 @@ RUNS = {
 """Changes of each undisturbed run."""
 
 FAULTS = {
+    "start": ("grpo", "1: kill rollout/0 in start", "2: kill actor_rollout/0 in forward"),
     "backward": ("grpo", "2: kill actor_rollout/1 in backward"),
     "generate": ("grpo", "3: kill rollout/0 in generate"),
     "corrupt": ("grpo", "2: corrupt actor_rollout/0 in sync_send"),
@@ -31,7 +32,7 @@ FAULTS = {
     "lag_generate": ("lag", "2: kill rollout/0 in generate"),
     "lag_backward": ("lag", "3: kill actor_rollout/0 in backward"),
 }
-"""Faults of each disturbed run, and the run that it must equal. "start" is that of a restarted process."""
+"""Faults of each disturbed run, and the run that it must equal. "start" is that of the run in step 1, later that of a restarted process."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,10 @@ def test_a_run_that_loses_workers_has_the_results_of_an_undisturbed_one(tiny, ru
     fired = [row["fault"] for row in read_jsonl(getattr(runs, name) / "faults" / "fired.jsonl")]
     assert sorted(fired) == sorted(faults)
     recovered = read_jsonl(getattr(runs, name) / "recoveries.jsonl")
-    assert sum(len(row["errors"]) for row in recovered) == len(faults)
+    (start,) = json.loads((getattr(runs, name) / "run.json").read_text())["starts"]
+    failed_starts = start.get("failed_starts", [])
+    assert len(failed_starts) == sum(fault.startswith("1: ") for fault in faults)
+    assert len(failed_starts) + sum(len(row["errors"]) for row in recovered) == len(faults)
     assert all(row["action"] == "restart" for row in recovered)
     disturbed, undisturbed = (tiny.results_of(getattr(runs, run), STEPS) for run in (name, like))
     assert disturbed.keys() == undisturbed.keys()

@@ -11,6 +11,7 @@ from hybridflow.config import load_config
 from hybridflow.controller.ray.reaper import _is_left_snapshot
 from hybridflow.errors import CheckpointError, ConfigError, LostWorkerError
 from hybridflow.trainers import snapshots as module
+from hybridflow.trainers.preconditions import require_snapshot_dir
 from hybridflow.trainers.snapshots import (
     NAME,
     Snapshots,
@@ -137,9 +138,12 @@ def test_snapshots_are_in_the_run_directory_with_workers_elsewhere(tmp_path):
     assert directory.parent == tmp_path / "run"
 
 
-def test_a_snapshot_dir_that_does_not_exist_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"recovery.snapshot_dir='.*/missing' is not a directory; create it"):
-        snapshot_directory(config_of(tmp_path, f"recovery.snapshot_dir={tmp_path}/missing"), set())
+@pytest.mark.parametrize(("name", "problem"), [("missing", "is not a directory; create it"), ("file", "is not a")])
+def test_a_snapshot_dir_that_does_not_exist_is_an_error(tmp_path, name, problem):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"recovery.snapshot_dir='.*/{name}' {problem}"):
+        require_snapshot_dir(config_of(tmp_path, f"recovery.snapshot_dir={tmp_path}/{name}"))
+    require_snapshot_dir(config_of(tmp_path, f"recovery.snapshot_dir={tmp_path}"))
 
 
 def test_snapshots_of_ended_processes_are_removed_and_others_kept(snapshots, tmp_path):

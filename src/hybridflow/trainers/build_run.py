@@ -21,10 +21,11 @@ from hybridflow.runtime import (
 )
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.planned_faults import prepare_faults
-from hybridflow.trainers.preconditions import require_one_rank
+from hybridflow.trainers.preconditions import require_one_rank, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner, Speedometer
+from hybridflow.trainers.starting import start_with_tries
 from hybridflow.trainers.token_budgets import TokenBudgets
 
 ACTORS = (Role.ActorRollout, Role.Actor)
@@ -73,6 +74,7 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     Raises ConfigError, DataError, ModelError or CheckpointError.
     """
     require_one_rank(config)
+    require_snapshot_dir(config)
     prepare_driver_process(config)
     data, trainer = config.data, config.trainer
     dataset = program.open_dataset(data.train_files, 0, data.order_by)
@@ -87,13 +89,18 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     classes = program.classes(total_steps)
     run = RunDirectory(config, program.kind)
     prepare_faults(config, run, classes, total_steps)
-    with closing_on_error(build_backend(config)) as backend:
-        groups = build_groups(config, backend, classes)
-        budgets = TokenBudgets(config, groups, run)
-        budgets.settle()
-        speedometer = _build_speedometer(config, program.learners, groups)
-        run.start_facts["matmul_peak_flops_per_s"] = next(iter(speedometer.learners.values())).peak_flops
-        return program.trainer(RunParts(groups, loader, validation, total_steps, run, speedometer, backend, budgets))
+
+    def start() -> T:
+        with closing_on_error(build_backend(config)) as backend:
+            groups = build_groups(config, backend, classes)
+            budgets = TokenBudgets(config, groups, run)
+            budgets.settle()
+            speedometer = _build_speedometer(config, program.learners, groups)
+            run.start_facts["matmul_peak_flops_per_s"] = next(iter(speedometer.learners.values())).peak_flops
+            parts = RunParts(groups, loader, validation, total_steps, run, speedometer, backend, budgets)
+            return program.trainer(parts)
+
+    return start_with_tries(config, start, run.start_facts)
 
 
 def _build_speedometer(

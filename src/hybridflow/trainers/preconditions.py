@@ -1,6 +1,7 @@
 """Checks of files, models and settings that fail before any slow step of building a run."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -125,6 +126,15 @@ def require_one_rank(config: Config) -> None:
             "after another, so their gradients cannot be summed; train with controller.backend = 'ray', or with "
             "num_workers = 1 (generation and evaluation work with any number)."
         )
+
+
+def require_snapshot_dir(config: Config) -> None:
+    """Raise ConfigError if recovery.snapshot_dir is set and is not a directory that can be written."""
+    directory = config.recovery.snapshot_dir
+    if directory and not Path(directory).is_dir():
+        raise ConfigError(f"recovery.snapshot_dir='{directory}' is not a directory; create it, or leave the key empty.")
+    if directory and not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"recovery.snapshot_dir='{directory}' cannot be written; choose another directory.")
 
 
 def require_rollout_engine(config: Config) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.checkpoint.disk_space import describe_bytes
 from hybridflow.config import Config
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError
 from hybridflow.observability import get_logger
 from hybridflow.runtime.memory_limit import available_memory
 from hybridflow.trainers.training_state import TrainingSaver
@@ -100,13 +100,8 @@ class Snapshots:
 
 
 def snapshot_directory(config: Config, hostnames: set[str]) -> Path:
-    """Return a new path for the snapshots of a run, see recovery.snapshot_dir. `hostnames`: of all workers.
-
-    Raises ConfigError if recovery.snapshot_dir is not a directory.
-    """
+    """Return a new path for the snapshots of a run, see recovery.snapshot_dir. `hostnames`: of all workers."""
     base = Path(config.recovery.snapshot_dir or SHARED_MEMORY)
-    if config.recovery.snapshot_dir and not base.is_dir():
-        raise ConfigError(f"recovery.snapshot_dir='{base}' is not a directory; create it, or leave the key empty.")
     if not config.recovery.snapshot_dir and (hostnames != {socket.gethostname()} or not base.is_dir()):
         base = Path(config.trainer.run_dir)
     return base / f"hybridflow-snapshots-{os.getpid()}-{secrets.token_hex(4)}"
