@@ -32,7 +32,7 @@ FAULTS = {
     "lag_generate": ("lag", "2: kill rollout/0 in generate"),
     "lag_backward": ("lag", "3: kill actor_rollout/0 in backward"),
 }
-"""Faults of each disturbed run, and the run that it must equal. "start" is that of the run in step 1, later that of a restarted process."""
+"""Faults of each disturbed run, and the run that it must equal. A "start" after step 1 is that of a new process."""
 
 
 @pytest.fixture(scope="module")

@@ -156,13 +156,19 @@ class RayBackend:
                 raise WorkerError(f"worker {worker.name} was not started by this backend, so it cannot be restarted.")
             old.setdefault(worker.process.peers[0], worker.process.launch)
         self._stop([peer for process in old for peer in process.peers])
-        new = {process: self._start(launch) for process, launch in old.items()}
-        for first, launch in old.items():
-            self._build(launch, new[first])
-            for process, before in zip(new[first], first.peers, strict=True):
-                process.workers, process.roles = before.workers, before.roles
-                for worker in process.workers:
-                    worker.process = process
+        new: dict[RayProcess, list[RayProcess]] = {}
+        try:
+            for first, launch in old.items():
+                new[first] = self._start(launch)
+            for first, launch in old.items():
+                self._build(launch, new[first])
+                for process, before in zip(new[first], first.peers, strict=True):
+                    process.workers, process.roles = before.workers, before.roles
+                    for worker in process.workers:
+                        worker.process = process
+        except BaseException:  # also groups that were not built yet, which nothing refers to
+            self._stop([process for processes in new.values() for process in processes])
+            raise
 
     def _start(self, launch: Launch) -> list[RayProcess]:
         """Start the processes of a group, which `_build` waits for."""
