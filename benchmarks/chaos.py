@@ -3,8 +3,10 @@
 A tiny model trains on Ray with two training ranks and two rollout engines, by GRPO and by PPO. Each disturbed run gets
 some faults, drawn with `--seed`: processes that are killed or stopped, delays, weights changed in transit, full disks.
 Lost workers are replaced inside the run. If the driver is killed, or a checkpoint finds no space, the same command runs
-again. At the end weights, optimizer, samples and metrics (without times, memory, transfers and recoveries) are
-compared with those of the undisturbed run. Exits with status 1 if one differs, or if a run does not come to its end.
+again. With `--kills`, further runs lose their driver, or a service of their Ray cluster, at random moments from the
+begin of the command to its end, and the same command runs again. At the end weights, optimizer, samples and metrics
+(without times, memory, transfers and recoveries) are compared with those of the undisturbed run. Exits with status 1 if
+one differs, if a run does not come to its end, or if a killed driver leaves a process.
 """
 
 import json
@@ -13,11 +15,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from support.arguments import parser_of, positive
+import psutil
+from support.arguments import parser_of
 from support.environments import ROOT
 from support.errors import BenchmarkError
 from support.program import run
@@ -37,6 +43,10 @@ AGAIN = (75, -signal.SIGKILL)
 """Exit statuses after which the same command goes on."""
 MOST_STARTS = 12
 TIMEOUT_S = 900.0
+VICTIMS = ("driver", "driver", "driver", "raylet", "gcs_server")
+"""Processes to kill, in turn."""
+END_TIMEOUT_S = 60.0
+"""Seconds within which nothing is left of a killed driver."""
 SETTINGS = (
     *("controller.backend=ray", "controller.cpus_per_worker=0.5", "controller.object_store_bytes=100000000"),
     *("placement.pools={learn=[2],generate=[2]}", "placement.roles.rollout=generate"),
@@ -46,46 +56,157 @@ SETTINGS = (
 
 
 def main() -> int:
-    parser = parser_of(__doc__, None, smoke={"faults": 5})
-    parser.add_argument("--faults", type=positive, default=100, metavar="N", help="faults in all (default: 100)")
+    parser = parser_of(__doc__, None, smoke={"faults": 5, "kills": 1})
+    parser.add_argument("--faults", type=int, default=100, metavar="N", help="faults in all (default: 100)")
+    parser.add_argument("--kills", type=int, default=0, metavar="N", help="drivers and services to kill (default: 0)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the faults (default: 1)")
     args = parser.parse_args()
-    chance, lost, different = random.Random(args.seed), 0, []
-    fired: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         directory = tiny_run.write_task(Path(folder))
         commands = tiny_run.commands(directory)
-        names = list(commands)[: 1 if args.faults <= FAULTS_OF_RUN else None]
-        for name in names:
-            train(commands[name], directory, name, [])
-        runs = -(-args.faults // FAULTS_OF_RUN)
-        for index in range(runs):
-            like = names[index % len(names)]
-            config = load_config(directory / "rl.toml", [*commands[like][2:], *SETTINGS])
-            faults = drawn(config, chance, min(FAULTS_OF_RUN, args.faults - index * FAULTS_OF_RUN))
-            try:
-                starts = train(commands[like], directory, f"disturbed_{index}", faults)
-            except BenchmarkError as error:
-                lost += 1
-                print(f"run {index + 1} of {runs} is lost: {error}", file=sys.stderr, flush=True)
-                continue
-            found = differences(directory, like, f"disturbed_{index}")
-            different += found
-            rows = read_jsonl(directory / f"disturbed_{index}" / "faults" / "fired.jsonl")
-            fired.update((row["phase"], row["kind"]) for row in rows)
-            state = f"differs in {', '.join(found)}" if found else "equal"
-            report = f"run {index + 1} of {runs} ({like}): {len(rows)} of {len(faults)} faults fired, {starts} starts"
-            print(f"{report}, {state}", file=sys.stderr, flush=True)
-    kinds = sorted({kind for _, kind in fired})
-    table = [[phase, *(str(fired[phase, kind] or "-") for kind in kinds)] for phase in PHASES]
+        if args.smoke:
+            del commands["ppo"]
+        chaos = Chaos(directory, commands, random.Random(args.seed))
+        seconds = chaos.undisturbed()
+        chaos.inject(args.faults)
+        chaos.kill(args.kills, seconds)
+    kinds = sorted({kind for _, kind in chaos.fired})
+    table = [[phase, *(str(chaos.fired[phase, kind] or "-") for kind in kinds)] for phase in PHASES]
     print_table("faults that fired, by phase and kind", ["phase", *kinds], table)
     rows = [
-        Row("faults", "count", sum(fired.values())),
-        Row("lost_runs", "count", lost, limit=0),
-        Row("differing_results", "count", len(different), limit=0),
+        Row("faults", "count", sum(chaos.fired.values())),
+        *(Row(f"killed_{victim}", "count", chaos.killed[victim]) for victim in dict.fromkeys(VICTIMS)),
+        Row("lost_runs", "count", chaos.lost, limit=0),
+        Row("differing_results", "count", chaos.different, limit=0),
+        Row("left_processes", "count", chaos.left, limit=0),
     ]
     print_rows("chaos", rows, smoke=args.smoke)
-    return 1 if lost or different else 0
+    return 1 if chaos.lost or chaos.different or chaos.left else 0
+
+
+class Chaos:
+    """The runs in one directory, and what happened to them."""
+
+    def __init__(self, directory: Path, commands: dict[str, list[str]], chance: random.Random) -> None:
+        self._directory, self._commands, self._chance = directory, commands, chance
+        self._names = list(commands)
+        self.fired: Counter[tuple[str, str]] = Counter()
+        self.killed: Counter[str] = Counter()
+        self.lost = self.different = self.left = 0
+
+    def undisturbed(self) -> float:
+        """Make the runs to compare with; return the seconds of the last one."""
+        seconds = 0.0
+        for name in self._names:
+            start = time.monotonic()
+            self._train(name, name, [])
+            seconds = time.monotonic() - start
+        return seconds
+
+    def inject(self, faults: int) -> None:
+        """Inject faults, `FAULTS_OF_RUN` into each run."""
+        for index in range(-(-faults // FAULTS_OF_RUN)):
+            like, name = self._names[index % len(self._names)], f"disturbed_{index}"
+            config = load_config(self._directory / "rl.toml", [*self._commands[like][2:], *SETTINGS])
+            plan = drawn(config, self._chance, min(FAULTS_OF_RUN, faults - index * FAULTS_OF_RUN))
+            self._compare(like, name, partial(self._train, like, name, plan), plan)
+
+    def kill(self, kills: int, seconds: float) -> None:
+        """Kill drivers and services at moments from 0 to `seconds` after the start of their command."""
+        index = 0
+        while sum(self.killed.values()) < kills:
+            like, name = self._names[index % len(self._names)], f"killed_{index}"
+            most = kills - sum(self.killed.values())
+            self._compare(
+                like, name, lambda like=like, name=name, most=most: self._kill_often(like, name, seconds, most)
+            )
+            index += 1
+
+    def _compare(self, like: str, name: str, train: Callable[[], str], plan: list[str] | None = None) -> None:
+        """Compare the results of `train()` with those of an undisturbed run, and report."""
+        try:
+            report = train()
+        except BenchmarkError as error:
+            self.lost += 1
+            print(f"{name} ({like}) is lost: {error}", file=sys.stderr, flush=True)
+            return
+        one, other = (results_of(self._directory / each) for each in (like, name))
+        found = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+        self.different += len(found)
+        if plan:
+            rows = read_jsonl(self._directory / name / "faults" / "fired.jsonl")
+            self.fired.update((row["phase"], row["kind"]) for row in rows)
+            report = f"{len(rows)} of {len(plan)} faults fired, {report}"
+        state = f"differs in {', '.join(found)}" if found else "equal"
+        print(f"{name} ({like}): {report}, {state}", file=sys.stderr, flush=True)
+
+    def _train(self, like: str, name: str, plan: list[str]) -> str:
+        """Run a command until it is done, again after a lost driver; return a report. Raises BenchmarkError."""
+        for start in range(1, MOST_STARTS + 1):
+            process = self._start(like, name, plan)
+            status = ended(process)
+            if status == 0:
+                return f"{start} starts"
+            if status not in AGAIN:
+                break
+        raise BenchmarkError(f"status {status} at start {start}, faults {plan}: {self._end_of_output(name)}")
+
+    def _kill_often(self, like: str, name: str, seconds: float, most: int) -> str:
+        """Run a command until it is done; kill its driver or a service at random moments, at most `most` times."""
+        done, kills, status = False, Counter[str](), 0
+        while not done:
+            process = self._start(like, name, [])
+            if sum(kills.values()) < most:
+                victim = VICTIMS[sum((self.killed + kills).values()) % len(VICTIMS)]
+                try:
+                    process.wait(seconds * self._chance.random())
+                except subprocess.TimeoutExpired:
+                    family = psutil.Process(process.pid).children(recursive=True)
+                    if victim == "driver":
+                        process.kill()
+                        kills[victim] += 1
+                    for service in family:  # none before the cluster has started
+                        if victim != "driver" and name_of(service) == victim:
+                            service.kill()
+                            kills[victim] += 1
+                    ended(process)
+                    self.left += len(psutil.wait_procs(family, END_TIMEOUT_S)[1])
+            status = ended(process)
+            if status not in (0, *AGAIN):
+                raise BenchmarkError(f"status {status} after kills {dict(kills)}: {self._end_of_output(name)}")
+            done = status == 0
+        self.killed += kills
+        return ", ".join(f"{count} times {victim}" for victim, count in kills.items()) or "nothing killed"
+
+    def _start(self, like: str, name: str, plan: list[str]) -> "subprocess.Popen[bytes]":
+        run_dir = f"trainer.run_dir={self._directory}/{name}"
+        line = [sys.executable, "-m", "hybridflow", *self._commands[like], *SETTINGS, run_dir]
+        line += [f"faults.plan={json.dumps(plan)}"] if plan else []
+        with (self._directory / f"{name}.txt").open("ab") as output:
+            return subprocess.Popen(line, stdout=output, stderr=output)
+
+    def _end_of_output(self, name: str) -> str:
+        return (self._directory / f"{name}.txt").read_text(errors="replace")[-3000:]
+
+
+def ended(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for a process and return its status; it is killed if the wait fails. Raises BenchmarkError after a while."""
+    try:
+        return process.wait(TIMEOUT_S)
+    except BaseException as error:
+        process.kill()
+        process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise BenchmarkError(f"a run has not ended after {TIMEOUT_S:g} s") from error
+        raise
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process; "" if it has ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def drawn(config: Config, chance: random.Random, count: int) -> list[str]:
@@ -110,33 +231,6 @@ def drawn(config: Config, chance: random.Random, count: int) -> list[str]:
         str(Fault(chance.randint(1, STEPS), kind, worker, phase))
         for worker, phase, kind in (chance.choice(places) for _ in range(count))
     ]
-
-
-def train(command: list[str], directory: Path, name: str, faults: list[str]) -> int:
-    """Run a command until it is done, again after a lost driver; return the number of starts. Raises BenchmarkError."""
-    line = [sys.executable, "-m", "hybridflow", *command, *SETTINGS, f"trainer.run_dir={directory}/{name}"]
-    line += [f"faults.plan={json.dumps(faults)}"] if faults else []
-    for start in range(1, MOST_STARTS + 1):
-        with (directory / f"{name}.txt").open("ab") as output:
-            process = subprocess.Popen(line, stdout=output, stderr=output)
-            try:
-                status = process.wait(TIMEOUT_S)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-        if status == 0:
-            return start
-        if status not in AGAIN:
-            break
-    end = (directory / f"{name}.txt").read_text(errors="replace")[-3000:]
-    raise BenchmarkError(f"'{name}' exited with status {status} at start {start}, faults {faults}: {end}")
-
-
-def differences(directory: Path, like: str, name: str) -> list[str]:
-    """Return the names of the results in which two runs differ."""
-    one, other = (results_of(directory / each) for each in (like, name))
-    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
 
 
 def results_of(path: Path) -> dict[str, Any]:
