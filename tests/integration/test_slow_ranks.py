@@ -41,7 +41,7 @@ def slow_down(**sample):
             os.setpriority(os.PRIO_PROCESS, thread, 10)
     return score(**sample)
 """
-"""`slow_down` starts a busy program on the core of rank 1, which calls it, and keeps about 10% of the core for the rank.
+"""`slow_down` starts a busy program on the core of rank 1, which calls it, and leaves the rank about 10% of the core.
 
 On a busy machine the rank has less of it, and the other rank still has many times more.
 """

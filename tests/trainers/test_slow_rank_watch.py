@@ -21,15 +21,15 @@ from hybridflow.trainers.slow_rank_watch import SlowRankWatch, groups_to_measure
 
 
 class RankOfSpeed(Worker):
-    """A rank with a known speed in each probe."""
+    """A rank with a known speed in each measurement."""
 
-    def __init__(self, *probes):
-        self.probes = list(probes)
+    def __init__(self, *speeds):
+        self.speeds = list(speeds)
 
     @register(Dispatch.ONE_TO_ALL)
     def measure_speed(self, dtype):
         assert dtype == "bfloat16"
-        return self.probes.pop(0)[self.rank]
+        return self.speeds.pop(0)[self.rank]
 
 
 class Places:
@@ -42,13 +42,14 @@ class Places:
         return {"host"}
 
 
-def group_of(name, *probes):
-    return WorkerGroup(ResourcePool([len(probes[0])]), ClassWithInitArgs(RankOfSpeed, *probes), name=name)
+def group_of(name, *speeds):
+    return WorkerGroup(ResourcePool([len(speeds[0])]), ClassWithInitArgs(RankOfSpeed, *speeds), name=name)
 
 
 def test_a_slow_rank_is_in_the_log_the_metrics_and_the_trace_once(caplog):
     trainer = SimpleNamespace(config=Config(model={"dtype": "bfloat16"}), events=[])
-    groups = [group_of("actor", (8.0, 8.0), (8.0, 1.0), (8.0, 1.0)), group_of("critic", *[(4.0, 4.0)] * 3)]
+    ordinary, slow = (8.0, 8.0), (8.0, 1.0)
+    groups = [group_of("actor", slow, ordinary, slow, slow, slow, slow), group_of("critic", *[(4.0, 4.0)] * 6)]
     watch = SlowRankWatch(trainer, groups, Places())
     with caplog.at_level(logging.INFO):
         of_steps = [watch.note_step(step, 8.0 if step in (6, 16, 26) else 2.0) for step in range(1, 17)]

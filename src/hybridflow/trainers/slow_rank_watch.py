@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
-from hybridflow.fault_tolerance import SlowRanks, find_slow_ranks
+from hybridflow.fault_tolerance import Rank, SlowRanks, find_slow_ranks
 from hybridflow.observability import TraceEvent, get_logger
 
 if TYPE_CHECKING:
@@ -35,10 +35,9 @@ class SlowRankWatch:
         times = self._slow_ranks.note_step(step, seconds)
         if times is None:
             return {}
-        start, dtype = time.time(), self._trainer.config.model.dtype
-        of_groups = {group.name: group.measure_speed(dtype) for group in self._groups}
-        speeds = {(name, rank): speed for name, ranks in of_groups.items() for rank, speed in enumerate(ranks)}
-        slow = find_slow_ranks(speeds, self._factor)
+        start = time.time()
+        if slow := self._measure():  # twice, since a short load on its core may slow a rank down too
+            slow = {rank: share for rank, share in self._measure().items() if rank in slow}
         workers = {(group.name, rank): worker for group in self._groups for rank, worker in enumerate(group.workers)}
         for rank in self._slow_ranks.note_probe(slow):
             worker = workers[rank]
@@ -53,6 +52,13 @@ class SlowRankWatch:
         if not slow:
             logger.info("step %d took %.1f s, %.1f times the median; no rank is slow", step, seconds, times)
         return {"recovery/slow_ranks": float(len(slow))}
+
+    def _measure(self) -> dict[Rank, float]:
+        """Measure all ranks; return the slow ones, see `find_slow_ranks`."""
+        dtype = self._trainer.config.model.dtype
+        of_groups = {group.name: group.measure_speed(dtype) for group in self._groups}
+        speeds = {(name, rank): speed for name, ranks in of_groups.items() for rank, speed in enumerate(ranks)}
+        return find_slow_ranks(speeds, self._factor)
 
 
 def watch_slow_ranks(trainer: Watched, groups: Mapping[Role, WorkerGroup], backend: Backend) -> SlowRankWatch | None:
