@@ -1,7 +1,9 @@
+from itertools import accumulate
+
 import pytest
 import torch
 
-from hybridflow.runtime import matmul_peak, measure_peak_flops, peak_flops
+from hybridflow.runtime import matmul_peak, measure_flops_now, measure_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -47,3 +49,21 @@ def test_a_gpu_multiplies_random_numbers_and_leaves_the_generators_alone(monkeyp
     assert made == [meta]
     assert torch.equal(matmul_peak._matrix(8, torch.float32, torch.device("cpu")), torch.ones(8, 8))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def clock_of(*durations):
+    """Return a clock whose readings are these seconds apart."""
+    readings = accumulate(durations, initial=0.0)
+    return lambda: next(readings)
+
+
+def test_the_rate_now_is_that_of_the_best_period_with_its_pauses():
+    first, second = (1.0, 9.0, 1.0, 9.0), (4.0,) * 5  # 20 s each
+    rate = measure_flops_now(torch.float32, 8, periods=2, period_s=20.0, clock=clock_of(*first, 0.0, *second))
+    assert rate == 2 * 8**3 * 5 / 20
+
+
+def test_the_rate_now_is_measured_anew():
+    rates = [measure_flops_now(torch.float32, 8, periods=1, period_s=2.0, clock=clock_of(s, s)) for s in (1.0, 4.0)]
+    assert rates == [2 * 8**3, 2 * 8**3 / 4]
+    assert 0 < measure_flops_now(torch.float32, 8, periods=1, period_s=0.001) < 1e17

@@ -7,7 +7,7 @@ from hybridflow.controller import Worker
 from hybridflow.engines import torch_engine
 from hybridflow.errors import ModelConfigError
 from hybridflow.runtime import peak_flops
-from hybridflow.workers import ActorWorker, RolloutWorker, rollout, worker_process
+from hybridflow.workers import ActorWorker, RolloutWorker, measured, rollout, worker_process
 
 
 def test_the_device_is_set_before_the_process_group_is_made(configure, monkeypatch):
@@ -22,6 +22,18 @@ def test_the_device_is_set_before_the_process_group_is_made(configure, monkeypat
 def test_ranks_that_share_a_process_count_its_peak_once(group):
     peaks = group(ActorWorker, num_workers=3).measure_peak("float32")
     assert peaks == [peak_flops(torch.float32), 0.0, 0.0]
+
+
+def test_a_rank_without_memory_for_the_measurement_has_no_speed(group, monkeypatch):
+    actors = group(ActorWorker)
+    (speed,) = actors.measure_speed("float32")
+    assert 0 < speed < 1e17
+
+    def raise_out_of_memory(dtype):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(measured, "measure_flops_now", raise_out_of_memory)
+    assert actors.measure_speed("float32") == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,10 @@ METRICS: dict[str, Metric] = {
     "recovery/failures": Metric("Failures since the last row that the run recovered from.", "sum"),
     "recovery/repeated_steps": Metric("Completed steps that were repeated after these failures.", "sum"),
     "recovery/time_s": Metric("Seconds from these failures until the run could go on.", "sum"),
+    "recovery/slow_ranks": Metric(
+        "Ranks found much slower than their peers; only in the row of a slow step after which ranks were measured.",
+        "sum",
+    ),
     "memory_bytes/<kind>": Metric(
         "Memory of the controller's process: resident, peak_resident; on CUDA cuda_allocated, cuda_reserved, ...",
         "max",

@@ -21,10 +21,11 @@ class TraceEvent(NamedTuple):
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
     store; "read", the controller read contents; "probe", a measurement of a node; "recovery", a failure that was
-    mended, with the restarted groups as `worker` and the action as `where`. `where`: the method. Times are seconds of
-    `time.time()`. `transfer_s`: the part of a call spent on unpacking arguments and packing the result. `bytes_in`,
-    `bytes_out`: bytes copied from and to the store. `memory_bytes`: resident memory of the worker's process after a
-    call. `sources`: the columns that were read, by producer ("controller" or a method).
+    mended, with the restarted groups as `worker` and the action as `where`, or a slow rank, with "slow" as `where`.
+    `where`: the method. Times are seconds of `time.time()`. `transfer_s`: the part of a call spent on unpacking
+    arguments and packing the result. `bytes_in`, `bytes_out`: bytes copied from and to the store. `memory_bytes`:
+    resident memory of the worker's process after a call. `sources`: the columns that were read, by producer
+    ("controller" or a method).
     """
 
     kind: Kind

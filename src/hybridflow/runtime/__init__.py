@@ -20,7 +20,7 @@ from hybridflow.runtime.device import (
 )
 from hybridflow.runtime.host_memory import HostMemory
 from hybridflow.runtime.interrupts import Interrupts
-from hybridflow.runtime.matmul_peak import measure_peak_flops, peak_flops
+from hybridflow.runtime.matmul_peak import measure_flops_now, measure_peak_flops, peak_flops
 from hybridflow.runtime.matmul_precision import use_full_float32
 from hybridflow.runtime.memory_limit import memory_limit, peak_memory_of
 from hybridflow.runtime.out_of_memory import describe_memory, is_out_of_memory, naming_out_of_memory, out_of_memory
@@ -61,6 +61,7 @@ __all__ = [
     "is_out_of_memory",
     "keep_freed_memory",
     "load_user_function",
+    "measure_flops_now",
     "measure_peak_flops",
     "memory_limit",
     "naming_out_of_memory",

@@ -1,4 +1,4 @@
-"""The matrix-product rate of a device: the denominator of model FLOPs utilization (MFU)."""
+"""The matrix-product rate of a device: its peak, the denominator of model FLOPs utilization (MFU), and its rate now."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ PRODUCTS_PER_ROUND = 4
 CPU_SIZE, CPU_SIZE_OF_FEW_THREADS, GPU_SIZE = 1024, 512, 8192
 MAX_FEW_THREADS = 8
 PAUSE_S = 0.05
+GPU_SIZE_OF_RATE = 2048
 
 
 def peak_flops(dtype: torch.dtype) -> float:
@@ -61,6 +62,44 @@ def measure_peak_flops(
         wait()
         fastest_s = min(fastest_s, clock() - start)
     return 2 * size**3 / fastest_s
+
+
+def measure_flops_now(
+    dtype: torch.dtype,
+    size: int = 0,
+    *,
+    periods: int = 3,
+    period_s: float = 0.1,
+    device: torch.device | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the floating-point operations per second of matrix products in the best of several short periods.
+
+    The peak counts the fastest product, which may run undisturbed on a core that another program takes most of the
+    time. A period is longer than the time slices of a scheduler, so that its rate includes these pauses; the best
+    period leaves out a short load. `size`: 0: enough for the device, by default that of this process, and on a GPU
+    little, since its memory is in use. Takes about 0.3 s, longer on a slow device: a period is at least one product.
+    """
+    import torch
+
+    from hybridflow.runtime.device import own_device
+
+    device = device or own_device()
+    is_gpu = device.type == "cuda"
+    wait = torch.cuda.synchronize if is_gpu else _return_at_once
+    size = size or (GPU_SIZE_OF_RATE if is_gpu else enough_for(device, torch.get_num_threads()))
+    a, b = (_matrix(size, dtype, device) for _ in range(2))
+    torch.mm(a, b)  # the first product also loads the kernel
+    wait()
+    best = 0.0
+    for _ in range(periods):
+        start, count, passed_s = clock(), 0, 0.0
+        while passed_s < period_s:
+            torch.mm(a, b)
+            wait()
+            count, passed_s = count + 1, clock() - start
+        best = max(best, 2 * size**3 * count / passed_s)
+    return best
 
 
 def enough_for(device: torch.device, num_threads: int) -> int:

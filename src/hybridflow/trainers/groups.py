@@ -16,6 +16,7 @@ from hybridflow.controller import (
     spawn_colocated,
 )
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
+from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 from hybridflow.workers.generating import ROLLOUT_MESH
 
 logger = get_logger(__name__)
@@ -80,6 +81,8 @@ class BackendOwner:
     backend: Backend | None = None
 
     recovery: "Closable | None" = None
+
+    slow_ranks: SlowRankWatch | None = None
 
     def trace_metrics(self) -> dict[str, float]:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""

@@ -14,6 +14,7 @@ from hybridflow.trainers.objectives import Objective
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Lengths, Speedometer
 from hybridflow.trainers.stages import read
 from hybridflow.trainers.token_budgets import TokenBudgets
@@ -55,7 +56,9 @@ class OfflineTrainer(BackendOwner):
             self.restore(run.checkpoint)
         self.recovery: Recovery | None = None
         if backend and token_budgets:
-            self.recovery = build_recovery(self, groups or {Role.Actor: learner}, backend, token_budgets)
+            groups = groups or {Role.Actor: learner}
+            self.recovery = build_recovery(self, groups, backend, token_budgets)
+            self.slow_ranks = watch_slow_ranks(self, groups, backend)
 
     def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
         """Return a saver of the training state into a store."""

@@ -18,6 +18,7 @@ from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.trainers.token_budgets import TokenBudgets
@@ -57,6 +58,7 @@ class PPOTrainer(PPO, BackendOwner):
             self.restore(run.checkpoint)
         if backend and token_budgets:
             self.recovery = build_recovery(self, groups, backend, token_budgets)
+            self.slow_ranks = watch_slow_ranks(self, groups, backend)
 
     def start_over(self) -> None:
         """Forget all steps, see `PPO.start_over`."""

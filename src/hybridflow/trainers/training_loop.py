@@ -14,6 +14,7 @@ from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
 from hybridflow.trainers.save_schedule import SaveSchedule
+from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 
 logger = get_logger(__name__)
 
@@ -27,6 +28,7 @@ class Trainer(Protocol):
     global_step: int
     metrics: dict[str, Any]
     recovery: Recovery | None
+    slow_ranks: SlowRankWatch | None
 
     @property
     def figures(self) -> Mapping[str, str]:
@@ -105,6 +107,8 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last:
     trainer.finish_save()  # the background save of the step before
     if recovery:
         trainer.metrics |= recovery.note_step()
+    if trainer.slow_ranks:
+        trainer.metrics |= trainer.slow_ranks.note_step(trainer.global_step, trainer.metrics["timing_s/step"])
     step, validation = trainer.global_step, {}
     if step == trainer.total_steps or (how.val_every and step % how.val_every == 0):
         validation = trainer.validate()

@@ -1,8 +1,10 @@
-"""`MeasuredWorker`: a worker that measures how fast its device can compute, for model FLOPs utilization."""
+"""`MeasuredWorker`: a worker that measures how fast its device computes, for MFU and to find slow ranks."""
+
+import torch
 
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.models import DTYPES
-from hybridflow.runtime import peak_flops
+from hybridflow.runtime import measure_flops_now, peak_flops
 
 
 class MeasuredWorker(Worker):
@@ -19,3 +21,11 @@ class MeasuredWorker(Worker):
         It is 0 on a rank that shares its process with rank 0.
         """
         return peak_flops(DTYPES[dtype]) if self.has_collectives or self.rank == 0 else 0.0
+
+    @register(Dispatch.ONE_TO_ALL)
+    def measure_speed(self, dtype: str) -> float:
+        """Return how fast this rank's device multiplies matrices now, in FLOP/s; 0 if there is no memory for them."""
+        try:
+            return measure_flops_now(DTYPES[dtype])
+        except torch.OutOfMemoryError:
+            return 0.0

@@ -270,6 +270,10 @@ class RayBackend:
         homes = [worker.process.home for worker in workers if isinstance(worker, RayWorker)]
         return {home.hostname for home in homes if home is not None}
 
+    def place_of(self, worker: WorkerRef) -> str:
+        """Return the name of the worker's process with its node and pid, for messages."""
+        return worker.process.place if isinstance(worker, RayWorker) else worker.name
+
     def running(self) -> list[tuple[str, float]]:
         """Return worker and start of the oldest unfinished call of each process, unless it waits for another call."""
         oldest = [call for process in self._processes for call in process.unfinished[:1]]

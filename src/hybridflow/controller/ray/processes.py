@@ -57,6 +57,11 @@ class RayProcess:
         """The address of the node; "" until the process has started."""
         return self.home.node_address if self.home else ""
 
+    @property
+    def place(self) -> str:
+        """The label of the process, with its node and pid once it has started, for messages."""
+        return self.label + (f" on node {self.node}, pid {self.home.address.pid}" if self.home else "")
+
 
 class RayWorker:
     """A reference to one role in one worker process."""

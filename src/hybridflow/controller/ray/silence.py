@@ -51,9 +51,8 @@ class Silence:
         if self._heartbeats.silent_s(process) < silent_s:
             return None  # it goes on
         lost_after_s = timeout_s * (PATIENCE_FACTOR if state in ("running", "blocked") else 1)
-        place = f" on node {process.node}, pid {process.home.address.pid}" if process.home else ""
         text = (
-            f"worker {process.label}{place} {_MEANING.get(state, 'is unreachable')}: it has not sent a heartbeat for "
+            f"worker {process.place} {_MEANING.get(state, 'is unreachable')}: it has not sent a heartbeat for "
             f"{silent_s:.0f} s, while {call.where} runs on it"
         )
         if silent_s < lost_after_s:

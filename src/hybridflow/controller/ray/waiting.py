@@ -233,10 +233,9 @@ class Waiting:
             return process.exit_error
         if process.is_stopped:
             return _worker_error(f"worker {process.label} was shut down before the result of {where} was read.", worker)
-        place = f" on node {process.node}, pid {process.home.address.pid}" if process.home else ""
         report = f"\nReport of the process:\n{observe(process.home)}" if process.home else ""
         died = WorkerDiedError(
-            f"worker {process.label}{place} died before {where} finished: {_exit_reason(error)}{report}",
+            f"worker {process.place} died before {where} finished: {_exit_reason(error)}{report}",
             role=process.label.rpartition("/")[0],
             rank=process.rank,
             node=process.node,
