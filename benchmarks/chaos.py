@@ -12,6 +12,7 @@ one differs, if a run does not come to its end, or if a killed driver leaves a p
 import json
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,9 @@ def main() -> int:
     kinds = sorted({kind for _, kind in chaos.fired})
     table = [[phase, *(str(chaos.fired[phase, kind] or "-") for kind in kinds)] for phase in PHASES]
     print_table("faults that fired, by phase and kind", ["phase", *kinds], table)
+    table = [[kind, str(len(times)), *medians(times)] for kind, times in sorted(chaos.times.items())]
+    heads = ["kind", "count", "seconds until noticed", "seconds until it goes on"]
+    print_table("recoveries from one fault", heads, table)
     rows = [
         Row("faults", "count", sum(chaos.fired.values())),
         *(Row(f"killed_{victim}", "count", chaos.killed[victim]) for victim in dict.fromkeys(VICTIMS)),
@@ -91,6 +95,8 @@ class Chaos:
         self._directory, self._commands, self._chance = directory, commands, chance
         self._names = list(commands)
         self.fired: Counter[tuple[str, str]] = Counter()
+        self.times: dict[str, list[tuple[float, float]]] = {}
+        """By kind of fault, for each recovery from a single one: seconds until it was noticed, and from then on."""
         self.killed: Counter[str] = Counter()
         self.lost = self.different = self.left = 0
 
@@ -136,9 +142,20 @@ class Chaos:
         if plan:
             rows = read_jsonl(self._directory / name / "faults" / "fired.jsonl")
             self.fired.update((row["phase"], row["kind"]) for row in rows)
+            self._note_times(rows, read_jsonl(self._directory / name / "recoveries.jsonl"))
             report = f"{len(rows)} of {len(plan)} faults fired, {report}"
         state = f"differs in {', '.join(found)}" if found else "equal"
         print(f"{name} ({like}): {report}, {state}", file=sys.stderr, flush=True)
+
+    def _note_times(self, fired: list[dict[str, Any]], recoveries: list[dict[str, Any]]) -> None:
+        """Note the times of recoveries before which exactly one fault fired since the recovery before it."""
+        before = 0.0
+        for row in recoveries:
+            own = [fault for fault in fired if before < fault["time"] <= row["time"] and fault["kind"] != "delay"]
+            if len(own) == len(row["errors"]) == 1:
+                times = self.times.setdefault(own[0]["kind"], [])
+                times.append((row["time"] - own[0]["time"], row["seconds"]))
+            before = row["time"] + row["seconds"]
 
     def _train(self, like: str, name: str, plan: list[str]) -> str:
         """Run a command until it is done, again after a lost driver; return a report. Raises BenchmarkError."""
@@ -187,6 +204,11 @@ class Chaos:
 
     def _end_of_output(self, name: str) -> str:
         return (self._directory / f"{name}.txt").read_text(errors="replace")[-3000:]
+
+
+def medians(times: list[tuple[float, float]]) -> list[str]:
+    """Return the median and the largest value of each column, as text."""
+    return [f"{statistics.median(column):.1f} (at most {max(column):.1f})" for column in zip(*times, strict=True)]
 
 
 def ended(process: "subprocess.Popen[bytes]") -> int:

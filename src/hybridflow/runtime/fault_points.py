@@ -111,6 +111,7 @@ class ArmedFaults:
             self._waiting.remove(entry)
             if self._create(name):
                 row = {"fault": str(fault), "step": step, "worker": worker, "phase": phase, "kind": fault.kind}
+                row["time"] = time.time()
                 _append(self._directory / "fired.jsonl", json.dumps(row) + "\n")
                 return fault
         return None

@@ -151,6 +151,7 @@ class Recovery:
                 "from_step": trainer.global_step,
                 "action": action.name.lower(),
                 "restarted": restarted,
+                "time": start,
                 "seconds": round(end - start, 3),
                 "faults": [fault_of(error).name.lower() for error in errors],
                 "errors": [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" for error in errors],
