@@ -50,22 +50,29 @@ def runs(tiny, task, tmp_path_factory, run_in_turn):
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 
+def fired(run):
+    return sorted(row["fault"] for row in read_jsonl(run / "faults" / "fired.jsonl"))
+
+
+def require_same_results(tiny, disturbed, undisturbed, step):
+    disturbed, undisturbed = (tiny.results_of(run, step) for run in (disturbed, undisturbed))
+    assert disturbed.keys() == undisturbed.keys()
+    for results in (disturbed, undisturbed):  # new processes get the weights again
+        results["metrics"] = [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results["metrics"]]
+    assert [key for key in disturbed if disturbed[key] != undisturbed[key]] == []
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_that_loses_workers_has_the_results_of_an_undisturbed_one(tiny, runs, name):
     like, *faults = FAULTS[name]
-    fired = [row["fault"] for row in read_jsonl(getattr(runs, name) / "faults" / "fired.jsonl")]
-    assert sorted(fired) == sorted(faults)
+    assert fired(getattr(runs, name)) == sorted(faults)
     recovered = read_jsonl(getattr(runs, name) / "recoveries.jsonl")
     (start,) = json.loads((getattr(runs, name) / "run.json").read_text())["starts"]
     failed_starts = start.get("failed_starts", [])
     assert len(failed_starts) == sum(fault.startswith("1: ") for fault in faults)
     assert len(failed_starts) + sum(len(row["errors"]) for row in recovered) == len(faults)
     assert all(row["action"] == "restart" for row in recovered)
-    disturbed, undisturbed = (tiny.results_of(getattr(runs, run), STEPS) for run in (name, like))
-    assert disturbed.keys() == undisturbed.keys()
-    for results in (disturbed, undisturbed):  # new processes get the weights again
-        results["metrics"] = [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results["metrics"]]
-    assert [key for key in disturbed if disturbed[key] != undisturbed[key]] == []
+    require_same_results(tiny, getattr(runs, name), getattr(runs, like), STEPS)
 
 
 def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
@@ -106,3 +113,34 @@ def test_training_out_of_memory_goes_on_with_smaller_micro_batches(task, tmp_pat
     small, whole = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("small", "whole"))
     for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):
         assert [row[name] for row in small] == pytest.approx([row[name] for row in whole], rel=1e-9, abs=1e-12)
+
+
+OFFLINE = {
+    "sft": ("sft.toml", "2: kill actor/1 in backward"),
+    "dpo": ("pairs.toml", "3: kill actor/0 in optimizer"),
+}
+"""Recipe and fault of each kind of offline training."""
+
+
+@pytest.fixture(scope="module")
+def offline_runs(task, tmp_path_factory, run_in_turn):
+    """Return the directory of runs of OFFLINE: `sft` without a fault, `sft_faulty` with it."""
+    directory = tmp_path_factory.mktemp("offline")
+    commands = []
+    for kind, (recipe, fault) in OFFLINE.items():
+        command = [kind, f"{task}/{recipe}", *ON_RAY, "controller.num_workers=2", "trainer.total_steps=3"]
+        commands.append([*command, f"trainer.run_dir={directory}/{kind}"])
+        commands.append([*command, f"trainer.run_dir={directory}/{kind}_faulty", f"faults.plan={json.dumps([fault])}"])
+    run_in_turn(*commands, shares_cluster=True)
+    return directory
+
+
+@pytest.mark.parametrize("kind", OFFLINE)
+def test_offline_training_that_loses_a_worker_has_the_results_of_an_undisturbed_run(tiny, offline_runs, kind):
+    faulty, fault = offline_runs / f"{kind}_faulty", OFFLINE[kind][1]
+    assert fired(faulty) == [fault]
+    (row,) = read_jsonl(faulty / "recoveries.jsonl")
+    step = int(fault.partition(":")[0])
+    assert (row["step"], row["from_step"], row["action"]) == (step, step - 1, "restart")
+    assert "actor" in row["restarted"]
+    require_same_results(tiny, faulty, offline_runs / kind, 3)
