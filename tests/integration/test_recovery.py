@@ -1,6 +1,7 @@
 """Runs that lose workers go on, and their results equal those of undisturbed runs bit for bit."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,9 @@ FAULTS = {
 }
 """Faults of each disturbed run, and the run that it must equal. A "start" after step 1 is that of a new process."""
 
+DAMAGED = ("3: corrupt actor_rollout/0 in save", "4: kill actor_rollout/1 in backward")
+"""Faults of a run that saves a checkpoint of step 2: the snapshot of step 3 is damaged when step 4 needs it."""
+
 
 @pytest.fixture(scope="module")
 def runs(tiny, task, tmp_path_factory, run_in_turn):
@@ -46,8 +50,10 @@ def runs(tiny, task, tmp_path_factory, run_in_turn):
     for name, (like, *faults) in FAULTS.items():
         changes = [*RUNS[like], f"faults.plan={json.dumps(faults)}", f"trainer.run_dir={directory}/{name}"]
         commands.append([*of.get(like, of["grpo"]), *common, *changes])
-    run_in_turn(*commands, shares_cluster=True)
-    return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
+    changes = ["trainer.save_every=2", f"faults.plan={json.dumps(DAMAGED)}", f"trainer.run_dir={directory}/damaged"]
+    commands.append([*of["grpo"], *common, *changes])
+    log = run_in_turn(*commands, shares_cluster=True)
+    return SimpleNamespace(log=log, **{path.name: path for path in directory.iterdir()})
 
 
 def fired(run):
@@ -88,6 +94,18 @@ def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
     (event,) = (each for each in events if each["kind"] == "recovery")
     assert event["where"] == "restart"
     assert event["worker"].startswith("actor_rollout")
+
+
+def test_a_damaged_snapshot_is_noticed_and_the_run_goes_back_to_its_last_checkpoint(tiny, runs):
+    assert fired(runs.damaged) == sorted(DAMAGED)
+    (row,) = read_jsonl(runs.damaged / "recoveries.jsonl")
+    assert (row["step"], row["from_step"], row["action"]) == (4, 2, "restart")
+    (warning,) = (line for line in runs.log.splitlines() if "is damaged" in line)
+    assert re.search(r"step 3 cannot be restored: .*/step_000003/actor/\S+ is damaged: its SHA-256 is", warning)
+    assert "start again" not in warning
+    metrics = {each["step"]: each for each in read_jsonl(runs.damaged / "metrics.jsonl")}
+    assert (metrics[3]["recovery/failures"], metrics[3]["recovery/repeated_steps"]) == (1, 1)
+    require_same_results(tiny, runs.damaged, runs.grpo, STEPS)
 
 
 def test_training_out_of_memory_goes_on_with_smaller_micro_batches(task, tmp_path, run_in_turn):
