@@ -131,8 +131,10 @@ sys.exit(status)
 
 
 @pytest.fixture(scope="session")
-def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
+def run_in_turn(fork_server: "ForkServer") -> Callable[..., str]:
     """Return a function that runs `hybridflow` commands one after another in one separate process.
+
+    It returns what they wrote to stderr.
 
     With `shares_cluster=True` they use one existing Ray cluster, whose workers the fork server starts (see
     `fork_ray_workers`) unless `forks_workers` is False; otherwise each run starts and stops its own.
@@ -140,7 +142,7 @@ def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
 
     def run(
         *commands: Sequence[str | Path], shares_cluster: bool = False, forks_workers: bool = True, **environment: str
-    ) -> None:
+    ) -> str:
         argument_lists = [[str(part) for part in command] for command in commands]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "FORK_SERVER": fork_server.address, **environment}
         program = ["-c", SEQUENTIAL, json.dumps([argument_lists, shares_cluster, shares_cluster and forks_workers])]
@@ -150,6 +152,7 @@ def run_in_turn(fork_server: "ForkServer") -> Callable[..., None]:
         finally:
             process.discard()
         assert process.returncode == 0, out[-2000:] + err[-4000:]
+        return err
 
     return run
 

@@ -129,9 +129,25 @@ class CheckpointStore:
                 f"there is no checkpoint of step {step} in '{self.directory}'; {self._describe_steps()}."
             )
         try:
-            checkpoint = self._verify(step)
+            checkpoint = self.verify(step)
         except CheckpointError as error:
             raise CheckpointError(f"{str(error).rstrip('.')}. {self._offer_before(step)}") from error
+        return checkpoint
+
+    def verify(self, step: int) -> Checkpoint:
+        """Verify and open the checkpoint of a step, as `open` does. The CheckpointError names only what is damaged."""
+        self._known_valid.discard(step)
+        if self.path(step).is_symlink():
+            raise CheckpointError(
+                f"'{self.path(step)}' is a symbolic link, not a directory: what it leads to may change or belong to "
+                "another run."
+            )
+        checkpoint = open_checkpoint(self.path(step))
+        if checkpoint.step != step:
+            raise CheckpointError(
+                f"'{self.path(step)}' holds the checkpoint of step {checkpoint.step}; rename it back."
+            )
+        self._known_valid.add(step)
         return checkpoint
 
     def latest(self) -> Checkpoint | None:
@@ -156,21 +172,6 @@ class CheckpointStore:
                 logger.warning("could not prune '%s' (%s); remove it by hand.", self.path(step), error)
             self._known_valid.discard(step)
 
-    def _verify(self, step: int) -> Checkpoint:
-        self._known_valid.discard(step)
-        if self.path(step).is_symlink():
-            raise CheckpointError(
-                f"'{self.path(step)}' is a symbolic link, not a directory: what it leads to may change or belong to "
-                "another run."
-            )
-        checkpoint = open_checkpoint(self.path(step))
-        if checkpoint.step != step:
-            raise CheckpointError(
-                f"'{self.path(step)}' holds the checkpoint of step {checkpoint.step}; rename it back."
-            )
-        self._known_valid.add(step)
-        return checkpoint
-
     def _is_complete(self, step: int) -> bool:
         if self.path(step).is_symlink():
             return False
@@ -184,7 +185,7 @@ class CheckpointStore:
             if step in self._known_valid:
                 return step
             try:
-                return self._verify(step).step
+                return self.verify(step).step
             except CheckpointError:
                 continue
         return None

@@ -131,9 +131,9 @@ class Recovery:
         found = sorted(((step, store) for store in stores for step in store.list()), key=lambda pair: pair[0])
         for step, store in reversed(found):
             try:
-                return store.open(step)
+                return store.verify(step)
             except CheckpointError as error:
-                logger.warning("%s", error)
+                logger.warning("step %d cannot be restored: %s", step, error)
         return None
 
     def _record(
