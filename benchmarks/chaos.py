@@ -142,7 +142,8 @@ class Chaos:
         if plan:
             rows = read_jsonl(self._directory / name / "faults" / "fired.jsonl")
             self.fired.update((row["phase"], row["kind"]) for row in rows)
-            self._note_times(rows, read_jsonl(self._directory / name / "recoveries.jsonl"))
+            if (recoveries := self._directory / name / "recoveries.jsonl").exists():
+                self._note_times(rows, read_jsonl(recoveries))
             report = f"{len(rows)} of {len(plan)} faults fired, {report}"
         state = f"differs in {', '.join(found)}" if found else "equal"
         print(f"{name} ({like}): {report}, {state}", file=sys.stderr, flush=True)
