@@ -42,6 +42,8 @@ STEPS = 6
 FAULTS_OF_RUN = 5
 AGAIN = (75, -signal.SIGKILL)
 """Exit statuses after which the same command goes on."""
+DURING_START = 1
+"""Exit status with which Ray's client ends the driver if a service dies while it connects."""
 MOST_STARTS = 12
 TIMEOUT_S = 900.0
 VICTIMS = ("driver", "driver", "driver", "raylet", "gcs_server")
@@ -190,7 +192,7 @@ class Chaos:
                     ended(process)
                     self.left += len(psutil.wait_procs(family, END_TIMEOUT_S)[1])
             status = ended(process)
-            if status not in (0, *AGAIN):
+            if status not in (0, *AGAIN, DURING_START if kills.keys() - {"driver"} else 0):
                 raise BenchmarkError(f"status {status} after kills {dict(kills)}: {self._end_of_output(name)}")
             done = status == 0
         self.killed += kills

@@ -36,12 +36,15 @@ class OneLongPrompt(role_classes.InFlightRolloutWorker):
     def between_steps(self):
         self.newest = max([step for *_, step in self._begun._prompts], default=0)
         deadline = time.time() + 240
-        while self.only_the_long_ones_run() and not self._turn._num_asking and time.time() < deadline:
+        while self.must_wait() and not self._turn._num_asking and time.time() < deadline:
             time.sleep(0.005)
         super().between_steps()
 
-    def only_the_long_ones_run(self):
-        return not self.config.rollout.replay and self.newest < 5 and list(self._begun._groups._running) == [0]
+    def must_wait(self):
+        if self.config.rollout.replay or self.newest == 5 or list(self._begun._groups._running) != [0]:
+            return False
+        # not if a batch is complete: the call that holds the turn returns it
+        return sum(len(batch.finished) for batch in self._begun._groups._batches.values()) < 8
 
 role_classes.InFlightRolloutWorker = OneLongPrompt
 with LocalCluster(4, object_store_bytes=512 * 2**20):

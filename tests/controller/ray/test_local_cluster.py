@@ -16,7 +16,7 @@ import pytest
 from hybridflow.controller.ray import local_cluster, reaper
 from hybridflow.controller.ray.local_cluster import LocalCluster
 from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, LostClusterError, WorkerError
 
 pytestmark = [
     pytest.mark.ray,
@@ -248,6 +248,19 @@ def test_starting_twice_is_an_error(two_cycles):
 def test_a_failed_start_names_the_reason_and_can_be_retried(two_cycles):
     assert two_cycles["too large"].startswith("Ray failed to start: ")
     assert "object store" in two_cycles["too large"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("too large"), WorkerError), (RuntimeError("timed out"), LostClusterError)]
+)
+def test_a_service_that_does_not_start_in_time_is_a_lost_cluster(monkeypatch, error, kind):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(WorkerError, match=f"Ray failed to start: {error}") as raised:
+        LocalCluster(1).start()
+    assert type(raised.value) is kind
 
 
 @pytest.mark.slow

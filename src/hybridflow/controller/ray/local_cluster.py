@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hybridflow.controller.ray.reaper import SESSION_VARIABLE, cluster_processes
-from hybridflow.errors import ConfigError, WorkerError
+from hybridflow.errors import ConfigError, LostClusterError, WorkerError
 
 _MIN_OBJECT_STORE_BYTES = 75 * 2**20
 _REAPER = Path(__file__).with_name("reaper.py")
@@ -79,8 +79,8 @@ class LocalCluster:
     def start(self) -> None:
         """Start the cluster and connect to it.
 
-        Raises ConfigError if this process already has a Ray cluster, WorkerError if Ray does not start. A failed start
-        is cleaned up.
+        Raises ConfigError if this process already has a Ray cluster, WorkerError if Ray cannot start with these
+        resources, LostClusterError if a service does not answer in time. A failed start is cleaned up.
         """
         if self._undo is not None:
             raise ConfigError("this Ray cluster is already started; call stop() before starting it again.")
@@ -113,7 +113,10 @@ class LocalCluster:
                         _temp_dir=str(directory / "r"),
                     )
             except Exception as error:
-                raise WorkerError(f"Ray failed to start: {str(error) or type(error).__name__}") from error
+                kind = (
+                    WorkerError if isinstance(error, ValueError) else LostClusterError
+                )  # a service died
+                raise kind(f"Ray failed to start: {str(error) or type(error).__name__}") from error
             atexit.register(self.stop)
             undo.callback(atexit.unregister, self.stop)
             self.session, self.directory, self._driver_pid = session, directory, os.getpid()
