@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-recovery bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-trace_share bench-train_engine
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -162,6 +162,9 @@ bench-lag_learning: $(STAMP) ## countdown with each trainer.lag, three seeds eac
 
 bench-slow_reward: $(STAMP) ## countdown with a reward of 200 ms: sync, streamed and lag; ARGS="--help" for more
 	$(BIN)/python benchmarks/slow_reward.py $(ARGS)
+
+bench-snapshot_size: $(STAMP) ## bytes and seconds of a snapshot of 500 million parameters; ARGS="--help" for more
+	$(BIN)/python benchmarks/snapshot_size.py $(ARGS)
 
 bench-balance: $(STAMP) $(call peers,$(VERL_STAMP)) ## the assignment of rows to ranks against verl; ARGS="--help" for more
 	$(BIN)/python benchmarks/balance.py $(ARGS)
