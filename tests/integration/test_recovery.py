@@ -96,7 +96,7 @@ def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
     assert event["worker"].startswith("actor_rollout")
 
 
-def test_a_damaged_snapshot_is_noticed_and_the_run_goes_back_to_its_last_checkpoint(tiny, runs):
+def test_a_run_with_a_damaged_snapshot_goes_back_to_a_checkpoint(tiny, runs):
     assert fired(runs.damaged) == sorted(DAMAGED)
     (row,) = read_jsonl(runs.damaged / "recoveries.jsonl")
     assert (row["step"], row["from_step"], row["action"]) == (4, 2, "restart")
@@ -154,7 +154,7 @@ def offline_runs(task, tmp_path_factory, run_in_turn):
 
 
 @pytest.mark.parametrize("kind", OFFLINE)
-def test_offline_training_that_loses_a_worker_has_the_results_of_an_undisturbed_run(tiny, offline_runs, kind):
+def test_offline_training_that_loses_a_worker_has_the_same_results(tiny, offline_runs, kind):
     faulty, fault = offline_runs / f"{kind}_faulty", OFFLINE[kind][1]
     assert fired(faulty) == [fault]
     (row,) = read_jsonl(faulty / "recoveries.jsonl")
