@@ -113,9 +113,7 @@ class LocalCluster:
                         _temp_dir=str(directory / "r"),
                     )
             except Exception as error:
-                kind = (
-                    WorkerError if isinstance(error, ValueError) else LostClusterError
-                )  # a service died
+                kind = WorkerError if isinstance(error, ValueError) else LostClusterError  # a service died
                 raise kind(f"Ray failed to start: {str(error) or type(error).__name__}") from error
             atexit.register(self.stop)
             undo.callback(atexit.unregister, self.stop)
