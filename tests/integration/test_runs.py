@@ -65,7 +65,8 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
         *(f"ready/{name}" for name in ready),
         "sampling/lent_groups",
     ]  # see test_ready_order.py and test_lending.py
-    recovery = [f"recovery/{name}" for name in ("failures", "repeated_steps", "time_s")]  # see test_recovery.py
+    recovery = ["failures", "repeated_steps", "time_s", "slow_ranks"]
+    recovery = [f"recovery/{name}" for name in recovery]  # see test_recovery.py and test_slow_ranks.py
     assert sorted(missing) == sorted([*pools, *sync, *schedule, *balance, *recovery])  # most need several ranks
 
 
