@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
-from hybridflow.errors import WorkerDiedError, WorkerError
+from hybridflow.errors import ConfigError, LostWorkerError, WorkerDiedError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks in /proc")]
 
@@ -89,3 +89,15 @@ def test_workers_of_another_process_cannot_be_restarted(ray_backend, groups, mon
     monkeypatch.setattr(worker.process, "launch", None)
     with pytest.raises(WorkerError, match="was not started by this backend"):
         ray_backend.restart([worker])
+
+
+def test_places_that_are_gone_are_lost_with_their_nodes(ray_backend, groups, monkeypatch):
+    def full(**_):
+        raise ConfigError("does not fit the cluster")
+
+    monkeypatch.setattr(groups[1].workers[0].process.launch.pool, "take_tenancy", full)
+    with pytest.raises(LostWorkerError, match="have not come back: does not fit"):
+        ray_backend.restart(groups[1].workers)
+    monkeypatch.undo()
+    ray_backend.restart(groups[1].workers)
+    assert groups[1].add() == [11]

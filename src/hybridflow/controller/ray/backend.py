@@ -131,7 +131,7 @@ class RayBackend:
         of sync, or in which a call takes longer than `timeout_s`: its processes are stopped. Errors of calls are
         dropped. Raises LostClusterError if the cluster has died.
         """
-        self._connection.require_cluster()
+        self._connection.wait_for_cluster()  # workers that die with a service are known before its death is
         processes = list(dict.fromkeys(worker.process for worker in workers))
         deadline = time.monotonic() + timeout_s
         while busy := [process for process in processes if process.unfinished and not process.is_stopped]:
@@ -148,7 +148,7 @@ class RayBackend:
         """Replace the processes of the groups of these workers by new ones, with objects built from the same arguments.
 
         The references to the workers, and groups that hold them, then mean the new processes. Raises WorkerError for
-        workers that another process started, and as `spawn`.
+        workers that another process started, LostWorkerError if their places are gone, and as `spawn`.
         """
         old: dict[RayProcess, Launch] = {}  # rank 0 of each group
         for worker in workers:
@@ -166,8 +166,11 @@ class RayBackend:
                     process.workers, process.roles = before.workers, before.roles
                     for worker in process.workers:
                         worker.process = process
-        except BaseException:  # also groups that were not built yet, which nothing refers to
+        except BaseException as error:  # also groups that were not built yet, which nothing refers to
             self._stop([process for processes in new.values() for process in processes])
+            if isinstance(error, ConfigError):  # their places did fit
+                self._connection.wait_for_cluster()
+                raise LostWorkerError(f"the nodes of lost workers have not come back: {error}") from error
             raise
 
     def _start(self, launch: Launch) -> list[RayProcess]:

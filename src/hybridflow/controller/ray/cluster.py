@@ -115,6 +115,11 @@ class Connection:
         if self._watch is not None:
             self._watch.require_cluster()
 
+    def wait_for_cluster(self) -> None:
+        """Wait until the services of the cluster answer. Raises LostClusterError if one has died."""
+        if self._watch is not None:
+            self._watch.wait_for_cluster()
+
     def close(self) -> None:
         """Disconnect, and stop the cluster if `open` started it."""
         watch, self._watch = self._watch, None

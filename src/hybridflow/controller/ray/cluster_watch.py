@@ -65,6 +65,13 @@ class ClusterWatch:
             self._is_noticed = True
             raise LostClusterError(self._lost)
 
+    def wait_for_cluster(self) -> None:
+        """Wait until every service accepts a connection; raise LostClusterError once one has been gone for long."""
+        while not all(map(_accepts, self._services.values())):
+            self.require_cluster()
+            time.sleep(PROBE_EVERY_S / 10)
+        self.require_cluster()
+
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
