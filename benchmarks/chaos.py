@@ -64,6 +64,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="drivers and services to kill (default: 0)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the faults (default: 1)")
     args = parser.parse_args()
+    if args.faults < 0 or args.kills < 0:
+        parser.error(f"--faults={args.faults} and --kills={args.kills} must not be negative")
     with tempfile.TemporaryDirectory() as folder:
         directory = tiny_run.write_task(Path(folder))
         commands = tiny_run.commands(directory)

@@ -159,19 +159,24 @@ class RayBackend:
         new: dict[RayProcess, list[RayProcess]] = {}
         try:
             for first, launch in old.items():
-                new[first] = self._start(launch)
+                new[first] = self._start_again(launch)
             for first, launch in old.items():
                 self._build(launch, new[first])
                 for process, before in zip(new[first], first.peers, strict=True):
                     process.workers, process.roles = before.workers, before.roles
                     for worker in process.workers:
                         worker.process = process
-        except BaseException as error:  # also groups that were not built yet, which nothing refers to
+        except BaseException:  # also groups that were not built yet, which nothing refers to
             self._stop([process for processes in new.values() for process in processes])
-            if isinstance(error, ConfigError):  # their places did fit
-                self._connection.wait_for_cluster()
-                raise LostWorkerError(f"the nodes of lost workers have not come back: {error}") from error
             raise
+
+    def _start_again(self, launch: Launch) -> list[RayProcess]:
+        """Start the processes of a group whose places did fit. Raises LostWorkerError if they are gone."""
+        try:
+            return self._start(launch)
+        except ConfigError as error:
+            self._connection.wait_for_cluster()
+            raise LostWorkerError(f"the nodes of lost workers have not come back: {error}") from error
 
     def _start(self, launch: Launch) -> list[RayProcess]:
         """Start the processes of a group, which `_build` waits for."""

@@ -67,7 +67,7 @@ class ClusterWatch:
 
     def wait_for_cluster(self) -> None:
         """Wait until every service accepts a connection; raise LostClusterError once one has been gone for long."""
-        while not all(map(_accepts, self._services.values())):
+        while self._thread.is_alive() and not all(map(_accepts, self._services.values())):
             self.require_cluster()
             time.sleep(PROBE_EVERY_S / 10)
         self.require_cluster()
