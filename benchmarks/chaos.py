@@ -3,10 +3,11 @@
 A tiny model trains on Ray with two training ranks and two rollout engines, by GRPO and by PPO. Each disturbed run gets
 some faults, drawn with `--seed`: processes that are killed or stopped, delays, weights changed in transit, full disks.
 Lost workers are replaced inside the run. If the driver is killed, or a checkpoint finds no space, the same command runs
-again. With `--kills`, further runs lose their driver, or a service of their Ray cluster, at random moments from the
-begin of the command to its end, and the same command runs again. At the end weights, optimizer, samples and metrics
-(without times, memory, transfers and recoveries) are compared with those of the undisturbed run. Exits with status 1 if
-one differs, if a run does not come to its end, or if a killed driver leaves a process.
+again. With `--kills`, further runs lose their driver, a service of their Ray cluster or a reward process, at random
+moments from the begin of the command to its end, and the same command runs again if it has ended. At the end weights,
+optimizer, samples and metrics (without times, memory, transfers and recoveries) are compared with those of the
+undisturbed run. Exits with status 1 if one differs, if a run does not come to its end, or if a killed driver leaves a
+process.
 """
 
 import json
@@ -46,7 +47,8 @@ DURING_START = 1
 """Exit status with which Ray's client ends the driver if a service dies while it connects."""
 MOST_STARTS = 12
 TIMEOUT_S = 900.0
-VICTIMS = ("driver", "driver", "driver", "raylet", "gcs_server")
+REWARD = "reward_process"
+VICTIMS = ("driver", "driver", "driver", "raylet", "gcs_server", REWARD)
 """Processes to kill, in turn."""
 END_TIMEOUT_S = 60.0
 """Seconds within which nothing is left of a killed driver."""
@@ -61,7 +63,9 @@ SETTINGS = (
 def main() -> int:
     parser = parser_of(__doc__, None, smoke={"faults": 5, "kills": 1})
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="faults in all (default: 100)")
-    parser.add_argument("--kills", type=int, default=0, metavar="N", help="drivers and services to kill (default: 0)")
+    parser.add_argument(
+        "--kills", type=int, default=0, metavar="N", help="drivers, services and reward processes to kill (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the faults (default: 1)")
     args = parser.parse_args()
     if args.faults < 0 or args.kills < 0:
@@ -191,6 +195,8 @@ class Chaos:
                         if victim != "driver" and name_of(service) == victim:
                             service.kill()
                             kills[victim] += 1
+                            if victim == REWARD:
+                                break
                     ended(process)
                     self.left += len(psutil.wait_procs(family, END_TIMEOUT_S)[1])
             status = ended(process)
@@ -229,9 +235,9 @@ def ended(process: "subprocess.Popen[bytes]") -> int:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Return the name of a process; "" if it has ended."""
+    """Return the name of a process, `REWARD` for one that runs a reward function; "" if it has ended."""
     try:
-        return process.name()
+        return REWARD if any(f"{REWARD}.py" in word for word in process.cmdline()) else process.name()
     except psutil.NoSuchProcess:
         return ""
 

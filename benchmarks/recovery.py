@@ -4,7 +4,7 @@ The demo's GRPO (2.6M parameters, 64 prompts with 8 responses) trains on Ray wit
 One run takes a snapshot before every even step, the other one before every odd step, so that each step, with the same
 samples, is timed with and without a snapshot: from its begin to that of the next one, so that the copy and what is
 written beside training count. Then ranks are killed in turn, each in the middle of a step, and the time from the error
-to the restored run is read from `recoveries.jsonl`.
+to the restored run is read from `recoveries.jsonl`. In the first run standbys wait to replace the ranks.
 """
 
 import logging
@@ -41,8 +41,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         write_task(directory, sft_steps=2, problems=8)
-        even, odd = (seconds_of_run(directory, args, first, args.kills * first) for first in (0, 1))
-        recovered = [row["seconds"] for row in read_jsonl(directory / "run_1" / "recoveries.jsonl")]
+        even, odd = (seconds_of_run(directory, args, first) for first in (0, 1))
+        by_standby, recovered = (
+            [row["seconds"] for row in read_jsonl(directory / f"run_{first}" / "recoveries.jsonl")] for first in (0, 1)
+        )
         size = sum(path.stat().st_size for path in (directory / "run_1" / "checkpoints").rglob("*.safetensors"))
     shares = []
     for step in range(WARM_UP, WARM_UP + args.pairs):
@@ -54,18 +56,21 @@ def main() -> None:
         Row("snapshot_share", "share of a step", statistics.median(shares), limit=0.03),
         Row("recovery", "s", statistics.median(recovered), limit=10.0),
         Row("recovery_longest", "s", max(recovered), limit=10.0),
+        Row("standby_recovery", "s", statistics.median(by_standby)),
+        Row("standby_recovery_longest", "s", max(by_standby)),
     ]
     print_rows("recovery", rows, smoke=args.smoke)
 
 
-def seconds_of_run(directory: Path, args: Namespace, first: int, kills: int) -> dict[int, float]:
+def seconds_of_run(directory: Path, args: Namespace, first: int) -> dict[int, float]:
     """Train, with snapshots before every second step from step `first` on, and kills at the end.
 
     Return the seconds of each step before the kills, by its number.
     """
     first_kill = WARM_UP + args.pairs + 1
     changes = ["controller.backend=ray", "controller.num_workers=2", "data.val_files=[]", "trainer.save_every_s=0"]
-    changes += [f"trainer.total_steps={first_kill + 2 * kills}", f"controller.threads={args.threads or 1}"]
+    changes += [f"trainer.total_steps={first_kill + 2 * args.kills}", f"controller.threads={args.threads or 1}"]
+    changes.append(f"recovery.standby={'true' if first == 0 else 'false'}")
     changes += [f"model.path={directory}/model", "trainer.val_every=0", "trainer.val_before_train=false", *args.changes]
     begins: dict[int, float] = {}
     killed: set[int] = set()
@@ -91,9 +96,9 @@ def seconds_of_run(directory: Path, args: Namespace, first: int, kills: int) -> 
 
         vars(recovery)["begin_snapshot"] = begin
         vars(trainer)["train_step"] = step
-        print(f"run {first + 1} of 2: {args.pairs} steps, then {kills} kills", file=sys.stderr, flush=True)
+        print(f"run {first + 1} of 2: {args.pairs} steps, then {args.kills} kills", file=sys.stderr, flush=True)
         trainer.fit()
-    assert len(killed) == kills
+    assert len(killed) == args.kills
     return {step: begins[step + 1] - begins[step] for step in range(WARM_UP, WARM_UP + args.pairs)}
 
 

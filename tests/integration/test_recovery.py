@@ -32,8 +32,12 @@ FAULTS = {
     "again": ("ppo", "3: kill actor_rollout/0 in optimizer", "3: kill actor_rollout/1 in start"),
     "lag_generate": ("lag", "2: kill rollout/0 in generate"),
     "lag_backward": ("lag", "3: kill actor_rollout/0 in backward"),
+    "standby": ("grpo", "2: kill rollout/0 in generate", "3: kill actor_rollout/1 in optimizer"),
 }
 """Faults of each disturbed run, and the run that it must equal. A "start" after step 1 is that of a new process."""
+
+KEYS = {"standby": ("recovery.standby=true",)}
+"""Changes of a disturbed run that its undisturbed run has not."""
 
 DAMAGED = ("3: corrupt actor_rollout/0 in save", "4: kill actor_rollout/1 in backward")
 """Faults of a run that saves a checkpoint of step 2: the snapshot of step 3 is damaged when step 4 needs it."""
@@ -48,7 +52,8 @@ def runs(tiny, task, tmp_path_factory, run_in_turn):
     for name, changes in RUNS.items():
         commands.append([*of.get(name, of["grpo"]), *common, *changes, f"trainer.run_dir={directory}/{name}"])
     for name, (like, *faults) in FAULTS.items():
-        changes = [*RUNS[like], f"faults.plan={json.dumps(faults)}", f"trainer.run_dir={directory}/{name}"]
+        changes = [*RUNS[like], *KEYS.get(name, ()), f"faults.plan={json.dumps(faults)}"]
+        changes.append(f"trainer.run_dir={directory}/{name}")
         commands.append([*of.get(like, of["grpo"]), *common, *changes])
     changes = ["trainer.save_every=2", f"faults.plan={json.dumps(DAMAGED)}", f"trainer.run_dir={directory}/damaged"]
     commands.append([*of["grpo"], *common, *changes])
@@ -94,6 +99,11 @@ def test_a_recovery_is_in_the_metrics_the_trace_and_a_file(runs):
     (event,) = (each for each in events if each["kind"] == "recovery")
     assert event["where"] == "restart"
     assert event["worker"].startswith("actor_rollout")
+
+
+def test_standbys_take_the_places_of_lost_workers(runs):
+    taken = [line for line in runs.log.splitlines() if "standbys take the places of" in line]
+    assert [line.rpartition(" ")[2] for line in taken] == ["rollout", "actor_rollout+reward+reference"]
 
 
 def test_a_run_with_a_damaged_snapshot_goes_back_to_a_checkpoint(tiny, runs):

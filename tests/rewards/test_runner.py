@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from hybridflow.rewards.in_rank import call_here
 from hybridflow.runtime import progress
 
 FUNCTIONS = """
-import ctypes, os, random, sys, time
+import asyncio, ctypes, os, random, sys, time
 
 def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "loop":
@@ -45,6 +46,25 @@ def noisy(**sample):
 def environment(**sample):
     import os
     return {"score": os.getpid()}
+
+def waits_once(directory):
+    open(os.path.join(directory, str(os.getpid())), "w").close()
+    return len(os.listdir(directory)) == 1
+
+def killed_once(solution_str, directory, **_):
+    while waits_once(directory):
+        time.sleep(0.01)
+    return len(solution_str)
+
+async def killed_once_async(solution_str, directory, **_):
+    while waits_once(directory):
+        await asyncio.sleep(0.01)
+    return len(solution_str)
+
+def killed_once_batch(data_sources, solution_strs, ground_truths, extra_infos, directory):
+    while waits_once(directory):
+        time.sleep(0.01)
+    return [len(text) for text in solution_strs]
 
 def located(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "raise":
@@ -247,6 +267,38 @@ def test_a_process_killed_between_calls_is_replaced_silently(runner):
     assert after.result["score"] != before.result["score"]
 
 
+@pytest.mark.parametrize("function", ["killed_once", "killed_once_async", "killed_once_batch"])
+def test_the_sample_of_a_process_that_was_killed_is_scored_again(runner, tmp_path, function):
+    """As by the kernel when memory runs out: the results are those of an undisturbed call."""
+    victim = runner(function, num_processes=1, kwargs={"directory": str(tmp_path / "pids")})
+    (tmp_path / "pids").mkdir()
+
+    def kill_first():
+        while not (pids := list((tmp_path / "pids").iterdir())):
+            time.sleep(0.01)
+        os.kill(int(pids[0].name), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_first)
+    thread.start()
+    outcomes = victim.run(samples(["a", "bb", "ccc"]))
+    thread.join()
+    assert [(outcome.kind, outcome.result) for outcome in outcomes] == [(None, 1.0), (None, 2.0), (None, 3.0)]
+    assert len(list((tmp_path / "pids").iterdir())) >= 2
+
+
+def test_a_process_that_was_killed_while_it_started_is_started_again(runner, tmp_path):
+    (tmp_path / "kill").touch()
+    (tmp_path / "start.py").write_text(
+        f"import os, pathlib\nfile = pathlib.Path({str(tmp_path / 'kill')!r})\n"
+        "if file.exists():\n    file.unlink()\n    os.kill(os.getpid(), 9)\n"
+        "def score(**sample):\n    return 2.0\n"
+    )
+    (outcome,) = RewardRunner(f"{tmp_path}/start.py:score", num_processes=1, timeout_s=9.0, memory_bytes=0).run(
+        samples(["a"])
+    )
+    assert (outcome.kind, outcome.result) == (None, 2.0)
+
+
 def test_processes_close_with_the_runner_and_are_at_most_the_samples(runner):
     few = runner("environment", num_processes=5)
     pids = {int(outcome.result["score"]) for outcome in few.run(samples(["x", "y"]))}
@@ -263,7 +315,7 @@ def test_processes_close_with_the_runner_and_are_at_most_the_samples(runner):
     [
         (
             "{file}:nothing",
-            "mine.py has no function 'nothing'; it has score, noisy, environment, located, together, at_once, two",
+            "mine.py has no function 'nothing'; it has score, noisy, environment, waits_once, killed_once",
         ),
         ("{file}x.py:score", "there is no file"),
         ("no_such_module:score", "importing no_such_module failed: ModuleNotFoundError"),

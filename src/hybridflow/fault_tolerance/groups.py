@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridflow.controller import WorkerGroup
+from hybridflow.controller.backend import WorkerRef
 
 
 class Restartable(Protocol):
@@ -14,7 +15,11 @@ class Restartable(Protocol):
         ...
 
     def restart(self, workers: Sequence[Any]) -> None:
-        """Replace the processes of the groups of these workers by new ones."""
+        """Replace the processes of the groups of these workers by new ones, or by their standbys."""
+        ...
+
+    def keep_standbys(self, workers: Sequence[Any]) -> None:
+        """Start a standby for each rank of the groups of these workers that has none; does not wait for them."""
         ...
 
 
@@ -25,16 +30,27 @@ SETTLE_TIMEOUT_S = 60.0
 class RestartedGroups:
     """The groups of a run by name. `connected`: whether the groups hold connections to each other or run in parallel.
 
-    Then one group cannot go on without the others, and all get new processes.
+    Then one group cannot go on without the others, and all get new processes. `standby`: whether processes wait to
+    replace those of the groups.
     """
 
-    def __init__(self, backend: Restartable, groups: Mapping[str, WorkerGroup], *, connected: bool) -> None:
-        self._backend, self._groups, self._connected = backend, dict(groups), connected
+    def __init__(
+        self, backend: Restartable, groups: Mapping[str, WorkerGroup], *, connected: bool, standby: bool = False
+    ) -> None:
+        self._backend, self._groups, self._connected, self._standby = backend, dict(groups), connected, standby
+
+    @property
+    def _workers(self) -> list[WorkerRef]:
+        return [worker for group in self._groups.values() for worker in group.workers]
+
+    def keep_standbys(self) -> None:
+        """Start the standbys that are missing, if the groups have any."""
+        if self._standby:
+            self._backend.keep_standbys(self._workers)
 
     def settle(self) -> list[str]:
         """Wait until no call is unfinished; return the names of the groups that need new processes."""
-        workers = [worker for group in self._groups.values() for worker in group.workers]
-        failed = set(map(id, self._backend.settle(workers, SETTLE_TIMEOUT_S)))
+        failed = set(map(id, self._backend.settle(self._workers, SETTLE_TIMEOUT_S)))
         if failed and self._connected:
             return list(self._groups)
         return [name for name, group in self._groups.items() if failed.intersection(map(id, group.workers))]

@@ -5,6 +5,7 @@
 A process gets its next sample before it has answered the current one, so that it is never idle; a process with an
 `async` function gets many at a time. A process that does not answer in time is killed and replaced. Its current sample
 has failed and its next one goes to another process. If it was working on many samples, each of them is retried alone.
+What a process did that has ended, its sample or its start, is retried once: it may have been killed from outside.
 
 Samples may be submitted in one thread while another waits for those of earlier calls: the processes work on both.
 """
@@ -107,6 +108,7 @@ class RewardRunner:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._is_known = False  # whether a process has reported the kind of the function
+        self._has_restarted = False  # whether the last process to start has ended before it was ready
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
@@ -166,9 +168,9 @@ class RewardRunner:
             return
         with self._turn:
             try:
-                if not self._processes:
-                    self._processes.append(_Process(self._settings, self._start_timeout_s))
                 while not any(process.is_ready for process in self._processes):
+                    if not self._processes:
+                        self._processes.append(_Process(self._settings, self._start_timeout_s))
                     self._communicate()
             except BaseException:
                 _kill_all(self._processes)
@@ -253,6 +255,7 @@ class RewardRunner:
                 raise RewardConfigError(message["not_loaded"])
             self._set_kind(message)
             process.is_ready = self._is_known = True
+            self._has_restarted = False
             return
         number = message.get("number")
         if type(number) is not int:
@@ -296,6 +299,9 @@ class RewardRunner:
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(1.0)  # for its exit status
         process.kill()
+        if not (process.is_ready or is_late or problem or self._has_restarted):
+            self._has_restarted = True
+            return
         if not process.is_ready or (problem and process.last_number is None and not process.numbers):
             late = (
                 f"took longer than {self._start_timeout_s:.0f} s, the limit for starting a reward process; move slow "
@@ -312,6 +318,8 @@ class RewardRunner:
             return
         elif self._grace_s and len(process.numbers) > 1:  # it was working on all of them
             self._suspects.update(process.numbers)
+        elif not (is_late or problem) and process.numbers[0] not in self._suspects:
+            self._suspects.add(process.numbers[0])
         else:
             if is_late:
                 problem = f"took longer than reward.timeout_s={self._timeout_s}"

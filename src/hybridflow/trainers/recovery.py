@@ -98,6 +98,7 @@ class Recovery:
                 errors.append(again)
                 continue
             self._record(errors, action, restarted, step - point.step, start)
+            self._groups.keep_standbys()
             return
 
     def _go_back(self, error: HybridFlowError, action: Action) -> tuple[Checkpoint, list[str]]:
@@ -194,4 +195,6 @@ def build_recovery(
             every, lag = config.recovery.snapshot_every, config.trainer.lag
             snapshots = Snapshots(directory, every, lag, lambda store: trainer.new_saver(store, in_background=True))
     by_name = {role.value: group for role, group in groups.items()}
-    return Recovery(trainer, RestartedGroups(backend, by_name, connected=connected), budgets, snapshots)
+    restarted = RestartedGroups(backend, by_name, connected=connected, standby=config.recovery.standby)
+    restarted.keep_standbys()
+    return Recovery(trainer, restarted, budgets, snapshots)

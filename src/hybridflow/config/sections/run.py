@@ -181,6 +181,10 @@ class RecoveryConfig(Section):
         description="Directory of snapshots; empty: shared memory (/dev/shm) if all workers are on the node of the "
         "controller, otherwise run_dir/snapshots.",
     )
+    standby: bool = Field(
+        default=False,
+        description="ray: keep a process without a model waiting beside each rank, to replace it sooner if it is lost.",
+    )
     backoff_s: Annotated[float, Field(ge=0)] = Field(
         default=1.0,
         description="Pause before the second restart of a failed step, in seconds; it doubles with each further one, "

@@ -23,6 +23,7 @@ from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import RayResourcePool, require_fit
+from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
 from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiting
@@ -78,6 +79,7 @@ class RayBackend:
         self._own_pools: dict[int, RayResourcePool] = {}
         self._measured_nodes: set[str] = set()
         self._launcher = Launcher(self._waiting, lambda: self.call_timeout_s, threads, compress)
+        self._standbys = Standbys(self._launcher, self._is_connected)
 
     @property
     def trace(self) -> Trace:
@@ -159,7 +161,7 @@ class RayBackend:
         new: dict[RayProcess, list[RayProcess]] = {}
         try:
             for first, launch in old.items():
-                new[first] = self._start_again(launch)
+                new[first] = self._start_again(launch, first.peers)
             for first, launch in old.items():
                 self._build(launch, new[first])
                 for process, before in zip(new[first], first.peers, strict=True):
@@ -170,19 +172,28 @@ class RayBackend:
             self._stop([process for processes in new.values() for process in processes])
             raise
 
-    def _start_again(self, launch: Launch) -> list[RayProcess]:
+    def keep_standbys(self, workers: Sequence[RayWorker]) -> None:
+        """Start a standby for each rank of the groups of these workers that has none: `restart` uses them.
+
+        Does not wait for them. Detached groups and those that another process started get none.
+        """
+        for launch in dict.fromkeys(worker.process.launch for worker in workers if not worker.process.is_stopped):
+            if launch is not None and not launch.detached_as:
+                self._standbys.provide(launch)
+
+    def _start_again(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
         """Start the processes of a group whose places did fit. Raises LostWorkerError if they are gone."""
         try:
-            return self._start(launch)
+            return self._start(launch, lost)
         except ConfigError as error:
             self._connection.wait_for_cluster()
             raise LostWorkerError(f"the nodes of lost workers have not come back: {error}") from error
 
-    def _start(self, launch: Launch) -> list[RayProcess]:
-        """Start the processes of a group, which `_build` waits for."""
+    def _start(self, launch: Launch, lost: Sequence[RayProcess] = ()) -> list[RayProcess]:
+        """Start the processes of a group, which `_build` waits for, or take its standbys in place of those `lost`."""
         launch.pool.take_tenancy(detached=bool(launch.detached_as))
         try:
-            processes = self._launcher.start(launch)
+            processes = self._standbys.take(launch, lost) or self._launcher.start(launch)
         except BaseException:
             launch.pool.give_up_tenancy()
             raise
@@ -309,6 +320,9 @@ class RayBackend:
                 if not worker.process.roles:
                     unused.append(worker.process)
         self._stop(unused)
+        for process in unused:
+            if process.launch and all(peer.is_stopped for peer in process.peers):
+                self._standbys.stop(process.launch)
 
     def _stop(self, processes: Sequence[RayProcess]) -> None:
         for process in processes:
@@ -317,7 +331,7 @@ class RayBackend:
             process.is_stopped = True
             if process in self._processes:
                 self._processes.remove(process)
-            if self._connection.is_lost or not ray.is_initialized():
+            if not self._is_connected():
                 continue
             ray.kill(process.actor, no_restart=True)
             delete_heartbeat(process)
@@ -327,6 +341,7 @@ class RayBackend:
     def close(self) -> None:
         """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
         self._stop([process for process in self._processes if not process.is_detached])
+        self._standbys.close()
         self._own_pools.clear()
         if ray.is_initialized() and not self._connection.ends_with_us and not self._connection.is_lost:
             delete_stores(self._launcher.stores)
@@ -446,6 +461,9 @@ class RayBackend:
             if handle.call is None:
                 raise LostWorkerError(f"a value that was put is lost: {error}") from error
             raise self._waiting.failure(handle.call, getattr(error, "cause", error), error) from None
+
+    def _is_connected(self) -> bool:
+        return ray.is_initialized() and not self._connection.is_lost
 
     def _require_connection(self) -> None:
         if not ray.is_initialized():  # ray.get would connect to another cluster or start one

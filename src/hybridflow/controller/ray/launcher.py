@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
 from hybridflow.controller.ray.processes import BESIDE, RayCall, RayProcess, RayWorker
@@ -26,7 +26,7 @@ NAMESPACE = "hybridflow"
 """The Ray namespace of detached workers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """What the processes of a group are started with. `detached_as`: the name that finds them; "": they end with us."""
 
@@ -63,13 +63,18 @@ class Launcher:
         self._threads, self._compress = threads, compress
         self.stores = f"stores-{secrets.token_hex(8)}"
 
-    def start(self, launch: Launch) -> list[RayProcess]:
-        """Ask Ray for a process at each place of the pool; `build` waits for them."""
+    def start(self, launch: Launch, *, standby: bool = False) -> list[RayProcess]:
+        """Ask Ray for a process at each place of the pool; `build` waits for them.
+
+        `standby`: a process on the node of the place, without its resources, which the process at the place has.
+        """
         concurrent_calls, beside = launch.threads
         processes: list[RayProcess] = []
         for rank, place in enumerate(launch.pool.places()):
             label = f"{launch.label}/{rank}"
-            process = RayProcess(self._new_actor(label, place, rank, launch), label, rank, set(launch.classes))
+            options = _standby_options(place) if standby else _options(place, rank, launch)
+            actor = self._new_actor(label, launch, options)
+            process = RayProcess(actor, label, rank, set(launch.classes))
             process.peers, process.on_last_stop = processes, launch.pool.give_up_tenancy
             process.is_detached, process.launch = bool(launch.detached_as), launch
             process.concurrent_calls, process.beside = concurrent_calls, beside
@@ -137,21 +142,29 @@ class Launcher:
         self._waiting.wait(calls)
         return [ray.get(call.done) for call in calls]
 
-    def _new_actor(self, label: str, place: Place, rank: int, launch: Launch) -> Any:
-        share, (concurrent_calls, beside) = launch.pool.share_of_one_group, launch.threads
-        options: Any = {
-            "num_cpus": share["CPU"],
-            "num_gpus": share.get("GPU", 0),
-            "max_restarts": 0,
-            "max_concurrency": concurrent_calls,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
-            ),
-        }
-        if launch.detached_as:
-            options |= {"name": f"{launch.detached_as}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+    def _new_actor(self, label: str, launch: Launch, options: dict[str, Any]) -> Any:
+        concurrent_calls, beside = launch.threads
         actor: Any = ray.remote(concurrency_groups={BESIDE: 1} if beside else None)(WorkerProcess)  # pyright: ignore
+        options = {"max_restarts": 0, "max_concurrency": concurrent_calls, **options}
         return actor.options(**options).remote(label, _importable_paths(), os.getcwd())
+
+
+def _options(place: Place, rank: int, launch: Launch) -> dict[str, Any]:
+    share = launch.pool.share_of_one_group
+    options: dict[str, Any] = {
+        "num_cpus": share["CPU"],
+        "num_gpus": share.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
+        ),
+    }
+    if launch.detached_as:
+        options |= {"name": f"{launch.detached_as}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+    return options
+
+
+def _standby_options(place: Place) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node.node_id, soft=False)}
 
 
 def _importable_paths() -> list[str]:

@@ -36,9 +36,12 @@ from hybridflow.observability import TraceEvent, memory_bytes
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
+from hybridflow.runtime.process_report import has_exited
 
 MEMORY_EVERY_S = 0.1
 """Minimum seconds between reads of the memory in use; a read takes longer than a small call."""
+
+EXIT_POLL_S = 0.02
 
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """The variable that makes Ray show every GPU of a node to each process, as "1" or "true"."""
@@ -64,6 +67,7 @@ class WorkerProcess:
         self._node = socket.gethostname()
         self._memory = 0.0, 0
         self._rank, self._threads, self._compress = 0, 1, False
+        self._gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         # A worker can import what the driver can, e.g. modules beside the driver's script.
         sys.path.extend(path for path in driver_path if path not in sys.path)
         if os.path.isdir(working_directory):  # so that relative paths of a recipe mean the same on every node
@@ -77,9 +81,23 @@ class WorkerProcess:
 
     def home(self) -> Home:
         """Return the node of the process, and its address for reports from outside."""
-        context = ray.get_runtime_context()
-        gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
-        return Home(context.get_node_id(), ray.util.get_node_ip_address(), socket.gethostname(), own_address(), gpu_ids)
+        node_id, node_address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return Home(node_id, node_address, socket.gethostname(), own_address(), self._gpu_ids)
+
+    def warm(self, pickled_classes: list[bytes]) -> None:
+        """Import what classes need, as a standby."""
+        with paused_collector():
+            for pickled_class in pickled_classes:
+                cloudpickle.loads(pickled_class)
+
+    def take_place(self, lost: ProcessAddress, gpu_ids: tuple[str, ...]) -> Home:
+        """Take the place of a lost process, as its standby: wait until it has left its memory and its GPUs."""
+        while not has_exited(lost):
+            time.sleep(EXIT_POLL_S)
+        if gpu_ids:  # this process has not used CUDA
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+            self._gpu_ids = gpu_ids
+        return self.home()
 
     def placement_group(self) -> Any:
         """Return the placement group of the process."""
@@ -133,7 +151,7 @@ class WorkerProcess:
 
     def _require_own_gpu(self) -> None:
         """Raise ConfigError if the process was given a GPU, but sees others too, or none."""
-        if not (gpus := ", ".join(map(str, ray.get_gpu_ids()))):
+        if not (gpus := ", ".join(self._gpu_ids)):
             return
         if os.environ.get(SEES_ALL_GPUS, "").lower() in ("1", "true"):
             problem = (
