@@ -61,8 +61,8 @@ def test_an_unknown_command_without_a_similar_one_lists_all(capsys):
     with pytest.raises(SystemExit):
         main(["xyz"])
     assert (
-        "commands: prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, memory, config."
-        in capsys.readouterr().err
+        "commands: prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, memory, "
+        "report-performance, config." in capsys.readouterr().err
     )
 
 

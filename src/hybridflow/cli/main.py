@@ -65,6 +65,11 @@ COMMANDS = {
     "memory": Command(
         "hybridflow.cli.memory", "estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"
     ),
+    "report-performance": Command(
+        "hybridflow.cli.report_performance",
+        "show the transfers of a run",
+        "report-performance runs/countdown/grpo --steps 10-20",
+    ),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),

@@ -14,6 +14,7 @@ from hybridflow.observability.log import get_logger
 from hybridflow.observability.memory import log_memory, memory_bytes
 from hybridflow.observability.metric_names import METRICS, Metric, find_metric, metrics_markdown
 from hybridflow.observability.metrics import flatten, reduce_lists, reduce_metrics, spread
+from hybridflow.observability.performance import performance_report
 from hybridflow.observability.plot import plot_curves
 from hybridflow.observability.run_info import collect_run_info, git_commit
 from hybridflow.observability.tensorboard import TensorBoardTracker
@@ -56,6 +57,7 @@ __all__ = [
     "memory_bytes",
     "metrics_markdown",
     "per_token_ms",
+    "performance_report",
     "plot_curves",
     "read_jsonl",
     "reduce_lists",

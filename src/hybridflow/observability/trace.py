@@ -9,8 +9,13 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from hybridflow.errors import DataError
+
 Kind = Literal["call", "send", "read", "probe", "recovery"]
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
+
+TRACE_FILE = "trace/calls.jsonl"
+"""The trace of a run, in its directory."""
 
 CONTROLLER = "controller"
 """The name of the driver as producer or reader of columns."""
@@ -122,7 +127,7 @@ def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
     workers: dict[str, dict[str, float]] = {}
     events = list(events)
     for event in events:
-        if event.kind == "probe":
+        if event.kind in ("probe", "recovery"):
             continue
         entry = workers.setdefault(event.worker, {"time": 0.0, "memory": 0, "data_size": 0})
         entry["time"] += _transfer_seconds(event)
@@ -155,6 +160,16 @@ def _node_statistics(probes: Sequence[TraceEvent]) -> dict[str, dict[str, float]
 def trace_row(event: TraceEvent) -> dict[str, Any]:
     """Return an event as a row of a JSON-lines file."""
     return event._asdict()
+
+
+def trace_event(row: Mapping[str, Any]) -> TraceEvent:
+    """Return the event of a row from `trace_row`. Raises DataError if the row is not one."""
+    try:
+        values: dict[str, Any] = {name: row[name] for name in TraceEvent._fields}
+        values["sources"] = tuple((made, tuple(names)) for made, names in row["sources"])
+        return TraceEvent(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{str(row)[:200]} is not an event of a trace ({error!r}).") from error
 
 
 def _transfer_seconds(event: TraceEvent) -> float:

@@ -8,7 +8,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.data.loader import Dataset
-from hybridflow.observability import timed
+from hybridflow.observability import performance_report, timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
 from hybridflow.trainers.recovery import Recovery, build_recovery
@@ -87,6 +87,10 @@ class OfflineTrainer(BackendOwner):
         prompt_lens = masks["attention_mask"].sum(-1) - response_lens
         self.metrics |= self.speedometer.read(self.metrics, Lengths(prompt_lens.tolist(), response_lens.tolist()))
         return []
+
+    def get_performance_report(self) -> dict[str, Any]:
+        """Return the transfers of the completed steps, see `performance_report`."""
+        return performance_report(self.run.path)
 
     def validate(self) -> dict[str, float]:
         """Return the objective's metrics over the validation data, without training; empty if there is none."""

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
-from hybridflow.observability import RL_FIGURES, idle_shares, timed
+from hybridflow.observability import RL_FIGURES, idle_shares, performance_report, timed
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner, pool_of, pools_of
 from hybridflow.trainers.in_flight import ScheduleLog
@@ -117,6 +118,10 @@ class PPOTrainer(PPO, BackendOwner):
             self.metrics |= idle_shares(self.events, self.backend.running(), self.processes, start, end)
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
+
+    def get_performance_report(self) -> dict[str, Any]:
+        """Return the transfers of the completed steps, see `performance_report`."""
+        return performance_report(self.run.path)
 
     def validate(self) -> dict[str, float]:
         """Return the metrics `val/...` of the current weights; empty without validation data."""

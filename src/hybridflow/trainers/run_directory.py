@@ -14,12 +14,13 @@ from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ConfigError, RunInUseError
 from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
+from hybridflow.observability.trace import TRACE_FILE
 from hybridflow.runtime import require_plain_file, write_text_atomically
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
 
 logger = get_logger(__name__)
 
-LOGS = ("metrics.jsonl", "samples.jsonl", "trace/calls.jsonl")
+LOGS = ("metrics.jsonl", "samples.jsonl", TRACE_FILE)
 """The files that a run appends rows to."""
 TOKEN_BUDGETS = "token_budgets.json"
 RECOVERIES = "recoveries.jsonl"

@@ -1,0 +1,75 @@
+"""Show the transfers of a run: time, bytes and memory of each worker, latency and bandwidth of each node.
+
+Read from `trace/calls.jsonl` of the run directory, which a run writes with each step. Time is that of packing, sending
+and unpacking; memory is the largest resident memory of the process. --json prints the same in seconds and bytes.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MIB, MB = 2**20, 1e6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run directory, the steps and the format."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument(
+        "--steps", type=_steps, default=range(2**62), metavar="FIRST-LAST", help="steps to report (default: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+
+
+def _steps(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if first.isdecimal() and (last.isdecimal() if dash else True):
+        steps = range(int(first), int(last or first) + 1)
+        if steps:
+            return steps
+    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a step or FIRST-LAST, such as 10-20")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report."""
+    from hybridflow.observability import performance_report
+
+    report = performance_report(args.run, args.steps)
+    print(json.dumps(report, indent=1) if args.json else _as_text(report), end="\n" if args.json else "")
+    return 0
+
+
+def _as_text(report: Mapping[str, Any]) -> str:
+    first, last = report["steps"]
+    lines = [
+        f"steps {first} to {last}: {report['total_data_transferred'] / MB:.2f} MB in "
+        f"{report['total_transfer_time']:.2f} s, {report['average_throughput'] / MB:.1f} MB/s\n\n"
+    ]
+    head = ["worker", "time (s)", "memory (MiB)", "data (MB)", "throughput (MB/s)"]
+    rows = [
+        [
+            name or "controller",
+            f"{worker['time']:.2f}",
+            f"{worker['memory'] / MIB:.0f}",
+            f"{worker['data_size'] / MB:.2f}",
+            f"{worker['throughput'] / MB:.1f}",
+        ]
+        for name, worker in report["workers"].items()
+    ]
+    lines += _table([head, *rows])
+    if report["nodes"]:
+        head = ["node", "latency (ms)", "bandwidth (MB/s)"]
+        rows = [
+            [name, f"{1000 * node['latency']:.2f}", f"{node['bandwidth'] / MB:.0f}"]
+            for name, node in report["nodes"].items()
+        ]
+        lines += ["\n", *_table([head, *rows])]
+    return "".join(lines)
+
+
+def _table(rows: list[list[str]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *cells]) + "\n"

@@ -1,0 +1,25 @@
+"""The transfers of a run, from the trace in its directory."""
+
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import DataConfigError
+from hybridflow.observability.jsonl import read_jsonl
+from hybridflow.observability.trace import TRACE_FILE, trace_event, transfer_report
+
+ALL_STEPS = range(2**62)
+
+
+def performance_report(run_dir: str | Path, steps: Container[int] = ALL_STEPS) -> dict[str, Any]:
+    """Return the `transfer_report` of these steps of a run, and the first and the last of them as `steps`.
+
+    Times are in seconds, sizes in bytes. Step 0 is the start. Raises DataError if the run has no trace of these steps,
+    or a damaged one.
+    """
+    file = Path(run_dir) / TRACE_FILE
+    rows = [row for row in read_jsonl(file) if row.get("step") in steps]
+    if not rows:
+        raise DataConfigError(f"'{file}' has no event of these steps; metrics.jsonl of the run shows its steps.")
+    numbers = [row["step"] for row in rows]
+    return {"steps": [min(numbers), max(numbers)], **transfer_report(map(trace_event, rows))}
