@@ -5,6 +5,8 @@ controller unchanged. `hybridflow.cli.exit_codes` maps each class to an exit sta
 configuration is also a `ConfigError`: `except DataError` and `except ConfigError` both catch `DataConfigError`.
 """
 
+import re
+
 
 class HybridFlowError(Exception):
     """Base of every error raised on purpose; the command line prints it without a traceback."""
@@ -111,6 +113,11 @@ class RewardConfigError(ConfigError, RewardError):
 
 class NonFiniteError(HybridFlowError):
     """A loss or a gradient is NaN or infinite; the optimizer step was not applied."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows of the batch, counted from 0, that the message names: their loss or gradient is not finite."""
+        return [int(row) for row in re.findall(r"\brow (\d+): loss", str(self))]
 
 
 class CheckpointError(HybridFlowError):

@@ -50,7 +50,7 @@ def test_the_report_of_some_steps_is_that_of_their_events(run, capsys):
     assert main(["report-performance", str(run), "--json", "--steps", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == {"steps": [2, 2], **transfer_report(EVENTS[2])} == performance_report(run, [2])
-    assert list(report["workers"]) == ["actor/1"]  # a recovery is no transfer
+    assert list(report["workers"]) == ["actor/1"]  # a recovery is not a transfer
 
 
 @pytest.mark.parametrize("steps", ["x", "3-1", "-2", "1-2-3", "2-"])

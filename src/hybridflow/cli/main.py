@@ -65,6 +65,11 @@ COMMANDS = {
     "memory": Command(
         "hybridflow.cli.memory", "estimate the memory of a run on each rank", "memory recipes/gpu/one_gpu.toml"
     ),
+    "replay": Command(
+        "hybridflow.cli.replay",
+        "learn a step of a run again",
+        "replay runs/countdown/grpo --step 12 actor.optimizer.lr=1e-5",
+    ),
     "report-performance": Command(
         "hybridflow.cli.report_performance",
         "show the transfers of a run",

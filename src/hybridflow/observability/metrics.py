@@ -7,6 +7,14 @@ from typing import Any
 from hybridflow.errors import FieldError
 from hybridflow.observability.metric_names import Reduction, find_metric
 
+VARYING = ("timing_s/", "timing_per_token_ms/", "perf/", "mfu/", "memory_bytes/", "transfer/", "recovery/")
+"""Prefixes of metrics that differ between equal runs: times, memory, and how values have travelled."""
+
+
+def is_reproducible(name: str) -> bool:
+    """Return whether equal runs have equal values of a metric."""
+    return not name.startswith(VARYING) or name == "perf/num_tokens"
+
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dictionaries, names joined by `/`: `flatten({"actor": {"lr": 1}})` is `{"actor/lr": 1}`."""

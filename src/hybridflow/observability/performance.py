@@ -11,7 +11,7 @@ from hybridflow.observability.trace import TRACE_FILE, trace_event, transfer_rep
 ALL_STEPS = range(2**62)
 
 
-def performance_report(run_dir: str | Path, steps: Container[int] = ALL_STEPS) -> dict[str, Any]:
+def performance_report(run_dir: str | Path, steps: Container[Any] = ALL_STEPS) -> dict[str, Any]:
     """Return the `transfer_report` of these steps of a run, and the first and the last of them as `steps`.
 
     Times are in seconds, sizes in bytes. Step 0 is the start. Raises DataError if the run has no trace of these steps,

@@ -13,6 +13,7 @@ with paused_collector():
     from hybridflow.trainers.ppo import PPO
     from hybridflow.trainers.ppo_trainer import PPOTrainer
     from hybridflow.trainers.program import placement_notes, run_on_placeholders
+    from hybridflow.trainers.replay import LearnedSample, LearnedStep, Replay, replay_step
     from hybridflow.trainers.run_directory import RunDirectory
     from hybridflow.trainers.training_loop import fit
     from hybridflow.trainers.validation import Validator, majority_at_k, pass_at_k
@@ -21,9 +22,12 @@ __all__ = [
     "DPO",
     "PPO",
     "SFT",
+    "LearnedSample",
+    "LearnedStep",
     "Objective",
     "OfflineTrainer",
     "PPOTrainer",
+    "Replay",
     "RewardModeling",
     "RunDirectory",
     "TextGenerator",
@@ -40,5 +44,6 @@ __all__ = [
     "need_of_pools",
     "pass_at_k",
     "placement_notes",
+    "replay_step",
     "run_on_placeholders",
 ]

@@ -61,12 +61,25 @@ class ScoredParts:
         return self._score(self._begun)
 
 
+class SampledParts(Protocol):
+    """The parts of a batch with scores, each computed when the iteration gets to it."""
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all parts."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[DataProtoFuture]: ...
+
+
 class Sampler(Protocol):
     """A function that returns the parts of the batch of a step; `metrics` are of the last call."""
 
     metrics: dict[str, Any]
 
-    def __call__(self, next_prompts: NextPrompts, step: int) -> ScoredParts:
+    def __call__(self, next_prompts: NextPrompts, step: int) -> SampledParts:
         """Return the rows of `step` with responses and scores, in one part or several."""
         ...
 
