@@ -1,5 +1,8 @@
 """The embedded engine beyond the contract: shared weights, prompts computed once, removal of finished rows."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -438,3 +441,81 @@ def test_out_of_memory_in_generation_keeps_the_requests(tiny_model, monkeypatch,
     while rollout.has_unfinished():
         rollout.step()
     assert len(rollout.finished()) == 2
+
+
+@pytest.fixture
+def memory_for(monkeypatch):
+    """Return a function that sets how many rows a decoding step has memory for; it returns a list of those that fit."""
+
+    def limit(most: int) -> list[int]:
+        rows_of_steps: list[int] = []
+        advance = DecodingBatch.advance
+
+        def limited(batch, version):
+            if batch.num_rows > most:
+                raise torch.OutOfMemoryError(f"no room for {batch.num_rows} rows")
+            rows_of_steps.append(batch.num_rows)
+            return advance(batch, version)
+
+        monkeypatch.setattr(DecodingBatch, "advance", limited)
+        return rows_of_steps
+
+    return limit
+
+
+def test_sequences_that_memory_does_not_hold_start_again_in_smaller_parts(tiny_model, memory_for, caplog):
+    wanted = [Request(i, [5, 9], SamplingParams(6), 2, (7, i)) for i in range(32)]
+    expected = generate(EmbeddedRollout(load_causal_lm(tiny_model(), dtype="float32")), wanted)
+    rollout = EmbeddedRollout(load_causal_lm(tiny_model(), dtype="float32"))
+    fitting = memory_for(20)
+    for warnings in (2, 0):  # 64 -> 32 -> 16, which is kept
+        caplog.clear()
+        found = generate(rollout, wanted)
+        assert [(c.token_ids, c.log_probs) for c in found] == [(c.token_ids, c.log_probs) for c in expected]
+        assert caplog.text.count("generation ran out of memory with") == warnings
+    assert max(fitting) == 16
+
+
+def test_a_larger_group_than_memory_has_held_is_tried(tiny_model, memory_for):
+    rollout = EmbeddedRollout(load_causal_lm(tiny_model(), dtype="float32"))
+    memory_for(7)
+    generate(rollout, [Request(i, [5], SamplingParams(6), 2, (7, i)) for i in range(8)])
+    assert len(generate(rollout, [Request(0, [5], SamplingParams(6), 6, (7, 0))])) == 6
+
+
+def test_a_group_that_memory_does_not_hold_is_an_error(tiny_model, memory_for):
+    rollout = EmbeddedRollout(load_causal_lm(tiny_model(), dtype="float32"))
+    memory_for(3)
+    with pytest.raises(RolloutError, match=r"out of memory in generation: no room for 4 rows.*max_running_sequences"):
+        generate(rollout, [Request(i, [5], SamplingParams(6), 4, (7, i)) for i in range(8)])
+
+
+LIMITED = """
+import resource, sys
+from hybridflow.models import load_causal_lm
+from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate
+
+rollout = EmbeddedRollout(load_causal_lm(sys.argv[1], dtype="float32"))
+wanted = [Request(i, [5] * 40, SamplingParams(8), 1, (7, i)) for i in range(256)]
+few = generate(rollout, wanted[:8])
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[2]),) * 2)
+found = generate(rollout, wanted)
+assert [c.token_ids for c in found[:8]] == [c.token_ids for c in few]
+print(rollout._limit, len(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on the address space")
+def test_generation_under_a_real_limit_of_memory_goes_on_with_fewer_sequences(tiny_model):
+    model = tiny_model("qwen2", hidden_size=256, intermediate_size=2048, num_hidden_layers=2)
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(model), str(80 * 2**20)], capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    limit, found = map(int, run.stdout.split())
+    assert found == 256
+    assert 8 <= limit < 256
+    assert "generation ran out of memory with 256 sequences at a time" in run.stderr

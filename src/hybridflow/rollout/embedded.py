@@ -1,8 +1,10 @@
 """The embedded rollout engine: generation with the trainer's own model and weights, in its process.
 
 Requests wait until there is room. Running sequences decode on a CPU in `DecodingBatches`, elsewhere in `PagedDecoding`.
+If memory runs out, they start again, half as many at a time.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -20,9 +22,11 @@ from hybridflow.rollout.loading import Loading, require_announced
 from hybridflow.rollout.paged_decoding import PagedDecoding
 from hybridflow.rollout.requests import require_servable
 from hybridflow.rollout.stop_strings import Decoder, StopStrings
-from hybridflow.runtime import free_cached_memory, naming_out_of_memory, note_progress
+from hybridflow.runtime import free_cached_memory, is_out_of_memory, naming_out_of_memory, note_progress
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point
+
+logger = logging.getLogger(__name__)
 
 LESS_MEMORY = (
     "set a smaller rollout.max_running_sequences or data.max_response_length, or memory.offload for roles that can wait"
@@ -68,6 +72,7 @@ class EmbeddedRollout:
         self._loading: Loading | None = None
         self._loaded: dict[str, Tensor] = {}
         self.max_running_sequences = max_running_sequences
+        self._limit = max_running_sequences  # that memory has held
         self._waiting: deque[Request] = deque()
         self._running: Decoding | None = None  # while there are unfinished requests, from the first step on
         self._finished: dict[tuple[int, int], Completion] = {}  # by request_id and index
@@ -103,7 +108,10 @@ class EmbeddedRollout:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Advance every running sequence by one token, see `RolloutEngine.step`."""
+        """Advance every running sequence by one token, see `RolloutEngine.step`.
+
+        If memory runs out, half as many sequences start again; RolloutError if one group alone does not fit.
+        """
         if self.version is None:
             raise RolloutError("the engine has no weights to generate with; load them first.")
         try:
@@ -117,9 +125,11 @@ class EmbeddedRollout:
                 note_progress()
                 if self._unfinished:
                     fault_point("generate")
-        except BaseException:
+        except BaseException as error:
             self._restart_requests()
-            raise
+            is_memory = error.__cause__ is not None and is_out_of_memory(error.__cause__)
+            if not (is_memory and self._halve_limit()):
+                raise
 
     def finished(self) -> list[Completion]:
         """Return the completions since the last call."""
@@ -223,7 +233,7 @@ class EmbeddedRollout:
         return PagedDecoding(
             self._forward,
             self.model,
-            max_running_sequences=self.max_running_sequences,
+            max_running_sequences=max(self._limit, self._largest_group()),
             stop_strings=self._stop_strings,
             kv_cache_bytes=self._kv_cache_bytes,
             memory_share=self._memory_share,
@@ -231,7 +241,27 @@ class EmbeddedRollout:
 
     def _admit(self, running: Decoding) -> None:
         """Start waiting requests that fit, in order."""
-        running.admit(self._waiting, self.max_running_sequences - running.num_running)
+        limit = max(self._limit, self._waiting[0].group_size) if self._waiting else self._limit
+        running.admit(self._waiting, limit - running.num_running)
+
+    def _halve_limit(self) -> bool:
+        """Let half as many sequences run from now on, at least one group; return whether they are fewer than before."""
+        unfinished = sum(progress.request.group_size for progress in self._unfinished.values())
+        tried = min(self._limit, unfinished)
+        limit = max(tried // 2, self._largest_group())
+        if limit >= tried:
+            return False
+        logger.warning(
+            "generation ran out of memory with %d sequences at a time: at most %d from now on; a smaller "
+            "rollout.max_running_sequences avoids the second try",
+            tried,
+            limit,
+        )
+        self._limit = limit
+        return True
+
+    def _largest_group(self) -> int:
+        return max((progress.request.group_size for progress in self._unfinished.values()), default=1)
 
     def _finish(self, completions: list[Completion]) -> None:
         """Record the completions of one step or of an abort.
