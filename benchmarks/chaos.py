@@ -246,7 +246,8 @@ def drawn(config: Config, chance: random.Random, count: int) -> list[str]:
     """Draw faults that a run survives with the same results; each kind of place is as likely as any other.
 
     Left out: an error of the program, which stops a run; too little memory outside of generation, where smaller
-    micro-batches round differently; a bit of a saved file, which is found when it is read (tests/integration/test_recovery.py).
+    micro-batches round differently; a bit of a saved file, which is found when it is read
+    (tests/integration/test_recovery.py).
     """
     roles: Any = [
         role for role in ("actor_rollout", "critic", "rollout", "reward") if role != "critic" or config.uses_critic
