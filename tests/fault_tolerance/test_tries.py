@@ -30,3 +30,11 @@ def test_a_step_beyond_the_failure_gives_all_tries_back():
 
 def test_without_tries_the_first_failure_stops_the_run():
     assert Tries(0, 1.0).is_exhausted()
+
+
+def test_pauses_stop_to_double_after_ten_minutes():
+    tries = Tries(10**6, 400.0, draw=lambda: 0.5)
+    assert [tries.next_pause_s(step=0) for _ in range(2000)][:5] == [0.0, 400.0, 600.0, 600.0, 600.0]
+    assert tries.next_pause_s(step=0) == 600.0
+    longer = Tries(9, 3600.0, draw=lambda: 0.5)
+    assert [longer.next_pause_s(step=0) for _ in range(3)] == [0.0, 3600.0, 3600.0]

@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 _draw = random.SystemRandom().random  # decides only when to go on
 
+LONGEST_PAUSE_S = 600.0
+"""Seconds at which the pause stops to double."""
+
 JITTER = 0.25
 """Pauses vary by this share, so that runs that failed together do not return together."""
 
@@ -35,4 +38,5 @@ class Tries:
         self.count += 1
         if self.count == 1:
             return 0.0
-        return self._pause_s * 2 ** (self.count - 2) * (1 + JITTER * (2 * self._draw() - 1))
+        doubled_s = self._pause_s * 2.0 ** min(self.count - 2, 100)
+        return min(doubled_s, max(LONGEST_PAUSE_S, self._pause_s)) * (1 + JITTER * (2 * self._draw() - 1))

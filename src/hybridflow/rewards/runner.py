@@ -5,7 +5,7 @@
 A process gets its next sample before it has answered the current one, so that it is never idle; a process with an
 `async` function gets many at a time. A process that does not answer in time is killed and replaced. Its current sample
 has failed and its next one goes to another process. If it was working on many samples, each of them is retried alone.
-What a process did that has ended, its sample or its start, is retried once: it may have been killed from outside.
+What a process did that has ended, its sample or its start, is retried, since it may have been killed from outside.
 
 Samples may be submitted in one thread while another waits for those of earlier calls: the processes work on both.
 """
@@ -40,6 +40,9 @@ POLL_S = 1.0
 
 GRACE_S = 5.0
 """Seconds beyond the timeout before a process with an async function, which applies the timeout itself, is killed."""
+
+MOST_FAILED_STARTS = 2
+"""Number of processes in a row that may end while they start; the next such end is an error of the function's file."""
 
 START_TIMEOUT_S = 120.0
 """Seconds for starting a process and importing the function's file, or `timeout_s` if that is longer."""
@@ -108,7 +111,7 @@ class RewardRunner:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._is_known = False  # whether a process has reported the kind of the function
-        self._has_restarted = False  # whether the last process to start has ended before it was ready
+        self._failed_starts = 0  # processes that have ended before they were ready, since one was
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
@@ -255,7 +258,7 @@ class RewardRunner:
                 raise RewardConfigError(message["not_loaded"])
             self._set_kind(message)
             process.is_ready = self._is_known = True
-            self._has_restarted = False
+            self._failed_starts = 0
             return
         number = message.get("number")
         if type(number) is not int:
@@ -299,8 +302,8 @@ class RewardRunner:
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(1.0)  # for its exit status
         process.kill()
-        if not (process.is_ready or is_late or problem or self._has_restarted):
-            self._has_restarted = True
+        if not (process.is_ready or is_late or problem) and self._failed_starts < MOST_FAILED_STARTS:
+            self._failed_starts += 1
             return
         if not process.is_ready or (problem and process.last_number is None and not process.numbers):
             late = (

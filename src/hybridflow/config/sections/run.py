@@ -185,10 +185,10 @@ class RecoveryConfig(Section):
         default=False,
         description="ray: keep a process without a model waiting beside each rank, to replace it sooner if it is lost.",
     )
-    backoff_s: Annotated[float, Field(ge=0)] = Field(
+    backoff_s: Annotated[float, Field(ge=0, le=86400)] = Field(
         default=1.0,
         description="Pause before the second restart of a failed step, in seconds; it doubles with each further one, "
-        "and varies by a quarter.",
+        "up to 10 minutes, and varies by a quarter.",
     )
     slow_factor: Annotated[float, Field(ge=0), AfterValidator(_zero_or_much)] = Field(
         default=3.0,

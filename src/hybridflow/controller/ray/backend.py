@@ -22,7 +22,7 @@ from hybridflow.controller.ray.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
-from hybridflow.controller.ray.resource_pool import RayResourcePool, require_fit
+from hybridflow.controller.ray.resource_pool import RayResourcePool, nodes_of_cluster, require_fit
 from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
@@ -30,7 +30,7 @@ from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiti
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
-from hybridflow.errors import ConfigError, DispatchError, LostWorkerError, WorkerError
+from hybridflow.errors import ConfigError, DispatchError, LostClusterError, LostWorkerError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
 from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
@@ -182,11 +182,16 @@ class RayBackend:
                 self._standbys.provide(launch)
 
     def _start_again(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
-        """Start the processes of a group whose places did fit. Raises LostWorkerError if they are gone."""
+        """Start the processes of a group whose places did fit.
+
+        Raises LostWorkerError if they are gone, LostClusterError if they cannot come back.
+        """
         try:
             return self._start(launch, lost)
         except ConfigError as error:
             self._connection.wait_for_cluster()
+            if self._connection.ends_with_us and not nodes_of_cluster():
+                raise LostClusterError(f"the cluster of the run has lost its only node: {error}") from error
             raise LostWorkerError(f"the nodes of lost workers have not come back: {error}") from error
 
     def _start(self, launch: Launch, lost: Sequence[RayProcess] = ()) -> list[RayProcess]:

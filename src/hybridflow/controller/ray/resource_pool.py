@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hybridflow.controller.ray.nodes import EPSILON, Node, choose_nodes, does_not_fit
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import ConfigError, DispatchError
+from hybridflow.observability import get_logger
+
+logger = get_logger(__name__)
 
 UNITS = 10_000
 """Ray's units in 1 of a resource."""
@@ -121,7 +125,10 @@ class RayResourcePool(ResourcePool):
         while self._groups:
             group = self._groups.pop()
             if ray.is_initialized():
-                remove_placement_group(group)
+                try:
+                    remove_placement_group(group)
+                except RayError as error:  # the reservation ends with this process
+                    logger.warning("the cluster did not answer when %r gave back its places: %s", self, error)
 
     def _owned(self) -> "list[tuple[RayResourcePool, int]]":
         """Return each place as a rank of the pool that reserves it."""
