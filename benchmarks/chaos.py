@@ -84,7 +84,8 @@ def main() -> int:
     print_table("faults that fired, by phase and kind", ["phase", *kinds], table)
     table = [[kind, str(len(times)), *medians(times)] for kind, times in sorted(chaos.times.items())]
     heads = ["kind", "count", "seconds until noticed", "seconds until it goes on"]
-    print_table("recoveries from one fault", heads, table)
+    if table:  # of runs whose driver was not killed in between
+        print_table("recoveries from one fault", heads, table)
     rows = [
         Row("faults", "count", sum(chaos.fired.values())),
         *(Row(f"killed_{victim}", "count", chaos.killed[victim]) for victim in dict.fromkeys(VICTIMS)),

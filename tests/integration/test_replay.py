@@ -117,7 +117,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path, hybridflow):
     assert "is not the directory of a run" in shown.err
 
 
-def test_a_run_whose_metrics_were_others_is_told_apart(tiny, task, tmp_path, hybridflow):
+def test_a_step_that_is_not_that_of_the_run_is_reported(tiny, task, tmp_path, hybridflow):
     run = tmp_path / "run"
     assert hybridflow(*tiny.commands(task)["grpo"], "trainer.total_steps=2", f"trainer.run_dir={run}").status == 0
     text = (run / "metrics.jsonl").read_text()

@@ -2,17 +2,19 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hybridflow.checkpoint import save_state
 from hybridflow.config import load_config
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, DataError, RunInUseError
 from hybridflow.observability import JsonlWriter, read_jsonl
 from hybridflow.runtime.fault_points import PLAN, plan_faults
 from hybridflow.trainers import RunDirectory
-from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN
+from hybridflow.trainers.run_directory import RECOVERIES, TOKEN_BUDGETS, WRITTEN, require_unused
+from hybridflow.trainers.run_log import RunLog
 from hybridflow.workers.schedule import SCHEDULE
 
 
@@ -116,6 +118,24 @@ def test_logs_of_a_run_without_checkpoint_are_renamed(open_run, tmp_path):
     open_run().begin()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl.old")] == [0]
+
+
+def test_a_directory_in_use_is_refused_before_its_files_are_read(open_run, tmp_path):
+    require_unused(tmp_path / "run")
+    run = open_run()
+    run.begin()
+    with pytest.raises(RunInUseError, match="another process is running"):
+        require_unused(tmp_path / "run")
+    run.end()
+    require_unused(tmp_path / "run")
+
+
+def test_logs_that_are_gone_when_they_are_cut_are_an_error(open_run, tmp_path):
+    log = RunLog(open_run(), total_steps=3, figures={})
+    log.write(1, {"actor/loss": 0.0})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(DataError, match=r"run/metrics.jsonl' could not be cut to step 0: .*No such file"):
+        log.rewind(0)
 
 
 def test_a_second_process_in_a_run_directory_is_refused(open_run, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,3 +186,11 @@ def test_snapshots_that_do_not_fit_into_memory_are_not_taken(tmp_path, monkeypat
     assert bool(problem) is is_problem
     assert ("set recovery.snapshot_dir to a directory on a fast disk" in problem) is is_problem
     assert memory_problem(config, tmp_path / "hybridflow-snapshots-1-0123abcd") == ""
+
+
+@pytest.mark.parametrize(("free", "is_problem"), [(2 * 600, False), (2 * 600 - 2, True)])
+def test_snapshots_that_do_not_fit_a_disk_are_not_taken(tmp_path, monkeypatch, free, is_problem):
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    problem = memory_problem(config_of(tmp_path, f"model.path={tmp_path}"), tmp_path / "not yet" / "snapshots")
+    assert ("set recovery.snapshot_dir to a larger disk" in problem) is is_problem

@@ -42,7 +42,8 @@ GRACE_S = 5.0
 """Seconds beyond the timeout before a process with an async function, which applies the timeout itself, is killed."""
 
 MOST_FAILED_STARTS = 2
-"""Number of processes in a row that may end while they start; the next such end is an error of the function's file."""
+"""Number of processes in a row that may end while they start, and all of them at least once if the file was imported
+before; the next such end is an error of the function's file."""
 
 START_TIMEOUT_S = 120.0
 """Seconds for starting a process and importing the function's file, or `timeout_s` if that is longer."""
@@ -302,7 +303,8 @@ class RewardRunner:
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(1.0)  # for its exit status
         process.kill()
-        if not (process.is_ready or is_late or problem) and self._failed_starts < MOST_FAILED_STARTS:
+        most = max(MOST_FAILED_STARTS, self._num_processes if self._is_known else 0)
+        if not (process.is_ready or is_late or problem) and self._failed_starts < most:
             self._failed_starts += 1
             return
         if not process.is_ready or (problem and process.last_number is None and not process.numbers):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from hybridflow.config import Config
@@ -22,7 +23,7 @@ from hybridflow.runtime import (
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.planned_faults import prepare_faults
 from hybridflow.trainers.preconditions import require_one_rank, require_snapshot_dir
-from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner, Speedometer
 from hybridflow.trainers.starting import start_with_tries
@@ -75,6 +76,7 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     """
     require_one_rank(config)
     require_snapshot_dir(config)
+    require_unused(Path(config.trainer.run_dir))
     prepare_driver_process(config)
     data, trainer = config.data, config.trainer
     dataset = program.open_dataset(data.train_files, 0, data.order_by)

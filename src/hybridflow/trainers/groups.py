@@ -41,6 +41,9 @@ STAGES = {
 }
 """Stage in `timing_s/<stage>` by method; the stage of any other method is its name."""
 
+MOST_NAMED = 8
+"""Workers that the log of the start names."""
+
 MAIN_POOL = "main"
 """The pool of all roles if placement.pools is empty."""
 
@@ -164,7 +167,18 @@ def build_groups(
             by_name = {role.value: classes[role] for role in roles}
             on_pool = spawn_colocated(pools[name], by_name, backend, meshes_of(config, by_name))
             groups |= {role: on_pool[role.value] for role in roles}
+    if config.controller.backend == "ray":
+        _log_workers(backend, groups)
     return groups
+
+
+def _log_workers(backend: Backend, groups: Mapping[Role, WorkerGroup]) -> None:
+    from hybridflow.controller.ray import RayBackend
+
+    assert isinstance(backend, RayBackend)
+    workers = list(dict.fromkeys(backend.place_of(worker) for group in groups.values() for worker in group.workers))
+    more = f"; and {len(workers) - MOST_NAMED} more" if len(workers) > MOST_NAMED else ""
+    logger.info("workers: %s%s", "; ".join(workers[:MOST_NAMED]), more)
 
 
 def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[str, int]]]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
-from hybridflow.errors import CheckpointError, HybridFlowError
+from hybridflow.errors import CheckpointError, DataError, HybridFlowError
 from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
 from hybridflow.trainers.run_directory import RECOVERIES, RunDirectory
@@ -108,6 +108,11 @@ class Recovery:
         if self.snapshots:
             self.snapshots.rescue()
         point = self._newest_point()
+        if point is None:
+            logger.error(
+                "the run cannot go back: there is neither a snapshot nor a checkpoint (recovery.snapshot_every, "
+                "trainer.save_every)"
+            )
         if point is None or (action is Action.SMALLER and not self._budgets.halve()):
             raise error
         pause_s, most = self._tries.next_pause_s(self._trainer.global_step), self._trainer.config.recovery.max_restarts
@@ -146,18 +151,20 @@ class Recovery:
         trainer.events = [*trainer.events, TraceEvent("recovery", action.name.lower(), where, "", start, end)]
         for name, value in (("failures", len(errors)), ("repeated_steps", repeated), ("time_s", end - start)):
             self._metrics[f"recovery/{name}"] = self._metrics.get(f"recovery/{name}", 0.0) + value
-        JsonlWriter(trainer.run.path / RECOVERIES).write(
-            {
-                "step": trainer.global_step + repeated + 1,
-                "from_step": trainer.global_step,
-                "action": action.name.lower(),
-                "restarted": restarted,
-                "time": start,
-                "seconds": round(end - start, 3),
-                "faults": [fault_of(error).name.lower() for error in errors],
-                "errors": [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" for error in errors],
-            }
-        )
+        row = {
+            "step": trainer.global_step + repeated + 1,
+            "from_step": trainer.global_step,
+            "action": action.name.lower(),
+            "restarted": restarted,
+            "time": start,
+            "seconds": round(end - start, 3),
+            "faults": [fault_of(error).name.lower() for error in errors],
+            "errors": [f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" for error in errors],
+        }
+        try:
+            JsonlWriter(trainer.run.path / RECOVERIES).write(row)
+        except OSError as error:
+            raise DataError(f"'{trainer.run.path / RECOVERIES}' cannot be written: {error}.") from error
         logger.warning("recovered in %.1f s, going on after step %d", end - start, trainer.global_step)
 
 

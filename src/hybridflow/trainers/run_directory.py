@@ -5,7 +5,7 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +41,24 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         return starts
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
+
+
+def require_unused(run_dir: Path) -> None:
+    """Raise RunInUseError if another process is running in a directory, before its files are read."""
+    with suppress(OSError):  # no run yet, or a file system without locks: `begin` says so
+        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _in_use(run_dir) from error
+        finally:
+            os.close(lock)
+
+
+def _in_use(run_dir: Path) -> RunInUseError:
+    return RunInUseError(
+        f"another process is running in trainer.run_dir='{run_dir}'; stop it, or choose another directory."
+    )
 
 
 class RunDirectory:
@@ -134,9 +152,7 @@ class RunDirectory:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.end()
-            raise RunInUseError(
-                f"another process is running in trainer.run_dir='{self.path}'; stop it, or choose another directory."
-            ) from error
+            raise _in_use(self.path) from error
         except OSError as error:
             logger.warning(
                 "the file system of trainer.run_dir='%s' has no locks (%s): a second process that is started in this "
@@ -157,7 +173,7 @@ class RunDirectory:
 
     def _keep_logs_without_checkpoint(self) -> None:
         """Rename logs of an earlier run that has no checkpoint, so that a new run does not overwrite them."""
-        for name in LOGS:
+        for name in (*LOGS, RECOVERIES):
             file = self.path / name
             if self.checkpoint is None and file.is_file() and file.stat().st_size:
                 file.replace(file.with_name(f"{file.name}.old"))

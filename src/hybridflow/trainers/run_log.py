@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from hybridflow.errors import DataError
 from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, TraceEvent, Tracker, trace_row
 from hybridflow.trainers.run_directory import RunDirectory
 
@@ -41,7 +42,10 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run writes again."""
         for writer in (self._metrics, self._samples, self._trace):
-            writer.truncate_after(step)
+            try:
+                writer.truncate_after(step)
+            except OSError as error:
+                raise DataError(f"'{writer.path}' could not be cut to step {step}: {error}.") from error
 
     def __enter__(self) -> Self:
         return self

@@ -108,18 +108,26 @@ def snapshot_directory(config: Config, hostnames: set[str]) -> Path:
 
 
 def memory_problem(config: Config, directory: Path) -> str:
-    """Return why snapshots in `directory` would take too much memory; "" if they fit, or are not in shared memory.
+    """Return why snapshots in `directory` would take too much memory, or do not fit its disk; "" if they fit.
 
     A snapshot has three float32 numbers for each parameter, so six times the size of weights in bfloat16. There may be
     two of them beside the copies of the ranks; half of the free memory is left to the run.
     """
-    if directory.parent != SHARED_MEMORY or config.lora.rank:
+    if config.lora.rank:
         return ""
     models = [config.model.path, *[config.critic.model_path or config.model.path] * config.uses_critic]
     size = 6 * sum(file.stat().st_size for path in models for file in Path(path).glob("*.safetensors"))
-    most = min(shutil.disk_usage(directory.parent).free // 2, available_memory() // 6)
+    exists = next(path for path in directory.parents if path.exists())
+    most = shutil.disk_usage(exists).free // 2
+    if directory.parent == SHARED_MEMORY:
+        most = min(most, available_memory() // 6)
     if size <= most:
         return ""
+    if directory.parent != SHARED_MEMORY:
+        return (
+            f"two snapshots of about {describe_bytes(size)} do not fit '{directory.parent}', so a run that loses a "
+            "worker goes back to its last checkpoint; set recovery.snapshot_dir to a larger disk"
+        )
     return (
         f"snapshots of about {describe_bytes(size)} are too large for this node's memory (at most "
         f"{describe_bytes(most)}), so a run that loses a worker goes back to its last checkpoint; set "

@@ -995,6 +995,19 @@ def test_the_death_of_a_service_of_ray_is_an_error_that_can_be_handled(run_scrip
     assert output.splitlines()[-1] == "closed"
 
 
+SERVICE_STOPS = SERVICE_DIES.replace(
+    "cluster_watch.LAST_RESORT_S = 8.0", "cluster_watch.STOPPED_PATIENCE_S = 6.0"
+).replace("signal.SIGKILL", "signal.SIGSTOP")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("service", "name"), [("gcs_server", "control service"), ("raylet", "raylet of this node")])
+def test_a_service_of_ray_that_is_stopped_for_long_is_an_error_too(run_script, service, name):
+    output = run_script(SERVICE_STOPS.replace("SERVICE", repr(service)).replace("STUCK", "False"), 300)
+    assert re.search(rf"^lost: the {name}.* is stopped: it has not run for [6-9] s", output, re.MULTILINE)
+    assert output.splitlines()[-1] == "closed"
+
+
 DISCONNECTED = """
 import time
 import ray

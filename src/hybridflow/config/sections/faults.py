@@ -19,7 +19,9 @@ class FaultsConfig(Section):
         default=0, description="Draw N further faults, spread over the steps, phases, kinds and workers of the run."
     )
     seed: NonNegative = Field(default=0, description="Seed of the drawn faults.")
-    delay_s: Annotated[float, Field(ge=0)] = Field(default=5.0, description="Seconds that a fault of kind delay takes.")
+    delay_s: Annotated[float, Field(ge=0, le=86400)] = Field(
+        default=5.0, description="Seconds that a fault of kind delay takes."
+    )
 
     @property
     def is_empty(self) -> bool:

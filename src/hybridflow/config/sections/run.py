@@ -169,7 +169,7 @@ class RecoveryConfig(Section):
     max_restarts: NonNegative = Field(
         default=3,
         description="ray: after the loss of a worker, start new ones, go back to the last snapshot or checkpoint and "
-        "go on; stop after N such failures without a completed step between them. 0: stop at the first.",
+        "go on; stop when N tries of a step have failed. 0: stop at the first failure.",
     )
     snapshot_every: NonNegative = Field(
         default=1,

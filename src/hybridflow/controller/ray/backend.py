@@ -345,6 +345,7 @@ class RayBackend:
 
     def close(self) -> None:
         """Stop every worker, release all reservations, and stop the cluster if this backend started it."""
+        self._connection.continue_services()
         self._stop([process for process in self._processes if not process.is_detached])
         self._standbys.close()
         self._own_pools.clear()

@@ -120,6 +120,11 @@ class Connection:
         if self._watch is not None:
             self._watch.wait_for_cluster()
 
+    def continue_services(self) -> None:
+        """Let the services of our own cluster continue if they are stopped (SIGSTOP): calls of Ray wait for them."""
+        if self._local is not None:
+            self._local.continue_processes()
+
     def close(self) -> None:
         """Disconnect, and stop the cluster if `open` started it."""
         watch, self._watch = self._watch, None

@@ -1,4 +1,4 @@
-"""Notices that the cluster's control service (GCS) or this node's raylet has died.
+"""Notices that the cluster's control service (GCS) or this node's raylet has died, or is stopped for long.
 
 Ray ends the process a minute after the death of the GCS, in native code, without an error that could be handled.
 """
@@ -22,6 +22,9 @@ PATIENCE_S = 30.0
 PATIENCE_LOCAL_S = 5.0
 """The same for a local cluster, where nothing restarts them."""
 
+STOPPED_PATIENCE_S = 60.0
+"""Seconds for which a service of a local cluster may be stopped (SIGSTOP) until it counts as lost."""
+
 LAST_RESORT_S = 50.0
 """Seconds without a connection after which the watch ends the process itself, since Ray does after 60."""
 
@@ -29,7 +32,7 @@ _AGAIN = 75  # the exit status after which the same command can be run again; se
 
 
 class ClusterWatch:
-    """A thread that connects to the GCS and to this node's raylet every second, until `stop` or `ray.shutdown`.
+    """A thread that looks at the GCS and at this node's raylet every second, until `stop` or `ray.shutdown`.
 
     `require_cluster` raises an error once they have refused for long. If it was not called shortly before Ray would
     end the process, because the process waits in native code of Ray, the thread ends it with a message.
@@ -42,6 +45,7 @@ class ClusterWatch:
             f"the control service of the Ray cluster (GCS, {self._node.gcs_address})": (host.strip("[]"), int(port)),
             "the raylet of this node": self._node.raylet_socket_name,
         }
+        self._pids = dict(zip(self._services, map(self._pid_of, ("gcs_server", "raylet")), strict=True))
         self._patience_s = PATIENCE_LOCAL_S if is_local else PATIENCE_S
         self._stopped = threading.Event()
         self._lost = ""
@@ -81,16 +85,31 @@ class ClusterWatch:
         reached = dict.fromkeys(self._services, time.monotonic())
         while not self._stopped.wait(PROBE_EVERY_S) and self.is_current:
             for name, address in self._services.items():
-                now = time.monotonic()
-                if _accepts(address):
+                now, is_stopped = time.monotonic(), _is_stopped(self._pids[name])
+                if not is_stopped and _accepts(address):
                     reached[name] = now
-                elif now - reached[name] > self._patience_s and not self._lost:
-                    self._lost = (
-                        f"{name} has died: it has not accepted a connection for {now - reached[name]:.0f} s. The "
-                        "workers of the run are lost."
-                    )
-                elif now - reached[name] > LAST_RESORT_S and not self._is_noticed:
+                patience_s = STOPPED_PATIENCE_S if is_stopped else self._patience_s
+                if now - reached[name] > patience_s and not self._lost:
+                    what = "is stopped: it has not run" if is_stopped else "has died: it has not accepted a connection"
+                    self._lost = f"{name} {what} for {now - reached[name]:.0f} s. The workers of the run are lost."
+                elif now - reached[name] > max(LAST_RESORT_S, 1.5 * patience_s) and not self._is_noticed:
                     _end_process(self._lost)
+
+    def _pid_of(self, service: str) -> int | None:
+        """Return the process id of a service that this process has started."""
+        started = self._node.all_processes.get(service)
+        return started[0].process.pid if started else None
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Return whether a process of this machine is stopped (SIGSTOP)."""
+    if pid is None:
+        return False
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:  # it has ended, or there is no /proc
+        return False
 
 
 def _accepts(address: tuple[str, int] | str) -> bool:

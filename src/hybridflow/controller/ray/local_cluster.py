@@ -128,7 +128,14 @@ class LocalCluster:
         if self._undo is None or self._driver_pid != os.getpid():  # a forked child has a copy of this object
             return
         undo, self._undo = self._undo, None
+        self.continue_processes()
         undo.close()
+
+    def continue_processes(self) -> None:
+        """Let processes of the cluster continue that are stopped (SIGSTOP), since Ray would wait for them forever."""
+        for pid in cluster_processes(self.session) if self.session else ():
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGCONT)
 
 
 def _variables_of_run() -> dict[str, str]:
