@@ -448,3 +448,26 @@ def test_the_directory_path_is_short_enough_for_sockets(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     directory = local_cluster._directory_of("0123456789abcdef")
     assert len(str(directory)) < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_the_reaper_removes_directories_of_reward_processes(tmp_path):
+    names = ("hybridflow-reward-ab_12", "mine")
+    directories = [tmp_path / name for name in names]
+    environment = {**os.environ, SESSION_VARIABLE: "of this test"}
+    for directory in directories:
+        directory.mkdir()
+    processes = [
+        subprocess.Popen(["sleep", "1000"], env={**environment, "TMPDIR": str(directory)}) for directory in directories
+    ]
+    cluster = tmp_path / "cluster"
+    cluster.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", reaper.__file__, "of this test", str(cluster)],
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    assert [process.wait(10) for process in processes] == [-signal.SIGTERM] * 2
+    assert [path.exists() for path in (cluster, *directories)] == [False, False, True]

@@ -37,14 +37,19 @@ def main() -> None:
     started_s = time.time()
     while os.read(sys.stdin.fileno(), 1024):
         pass
-    _end_processes(session)
-    shutil.rmtree(directory, ignore_errors=True)
+    left = _end_processes(session)
+    for path in (directory, *left):
+        shutil.rmtree(path, ignore_errors=True)
     _remove_shared_memory(started_s)
 
 
-def _end_processes(session: str) -> None:
-    """Send SIGTERM, and SIGKILL after `_GRACE_S`, until no process has the token; new ones may start meanwhile."""
+def _end_processes(session: str) -> set[str]:
+    """Send SIGTERM, and SIGKILL after `_GRACE_S`, until no process has the token; new ones may start meanwhile.
+
+    Return the temporary directories of reward processes, which remove their own unless they end while they start.
+    """
     terminated: set[int] = set()
+    directories: set[str] = set()
     grace_ends_s = time.monotonic() + _GRACE_S
     pause_s = _FIRST_PAUSE_S
     empty_scans = 0
@@ -52,6 +57,7 @@ def _end_processes(session: str) -> None:
         # While the driver lives, it is the parent. It has the token if it has replaced itself by exec.
         pids = [pid for pid in cluster_processes(session) if pid not in (os.getpid(), os.getppid())]
         for pid in pids:
+            directories.update(_temporary_directory(pid))
             if time.monotonic() >= grace_ends_s:
                 _send(pid, session, signal.SIGKILL)
             elif pid not in terminated:
@@ -64,6 +70,15 @@ def _end_processes(session: str) -> None:
             empty_scans += 1
             pause_s = _FIRST_PAUSE_S
         time.sleep(pause_s)
+    return directories
+
+
+def _temporary_directory(pid: int) -> Iterator[str]:
+    """Yield the temporary directory of a process if it is that of a reward process."""
+    for variable in _environment(pid):
+        name, _, value = os.fsdecode(variable).partition("=")
+        if name == "TMPDIR" and re.fullmatch(r"hybridflow-reward-\w+", os.path.basename(value)):
+            yield value
 
 
 def _send(pid: int, session: str, number: signal.Signals) -> None:
@@ -95,11 +110,15 @@ def own_processes() -> Iterator[int]:
 
 
 def _has_token(pid: int, session: str) -> bool:
+    return f"{SESSION_VARIABLE}={session}".encode() in _environment(pid)
+
+
+def _environment(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{SESSION_VARIABLE}={session}".encode() in file.read().split(b"\0")
+            return file.read().split(b"\0")
     except OSError:
-        return False
+        return []
 
 
 def _remove_shared_memory(started_s: float) -> None:
