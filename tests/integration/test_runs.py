@@ -1,9 +1,11 @@
 """Tiny runs: the files they write and the values of their metrics."""
 
+import itertools
 import json
 import logging
 import math
 import shutil
+import time
 
 import pytest
 import torch
@@ -192,6 +194,14 @@ def test_validation_does_not_change_training(tiny, task, train):
     assert training[0][1:] == training[1]
     files = [tiny.results_of(run, 6) for run in (often, never)]
     assert all(files[0][name] == files[1][name] for name in ("actor.safetensors", "actor.json", "samples"))
+
+
+def test_a_clock_that_jumps_changes_no_result(tiny, train, monkeypatch):
+    changes = ("trainer.total_steps=2", "data.val_files=[]")
+    expected = tiny.metrics_of(train(*changes, name="steady"))
+    clock, calls = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: clock() + 3600.0 * (-1) ** next(calls) * (next(calls) % 5))
+    assert tiny.metrics_of(train(*changes, name="jumping")) == expected
 
 
 def test_validation_noise_is_the_same_at_every_step(train):
