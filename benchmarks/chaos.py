@@ -246,9 +246,8 @@ def name_of(process: psutil.Process) -> str:
 def drawn(config: Config, chance: random.Random, count: int) -> list[str]:
     """Draw faults that a run survives with the same results; each kind of place is as likely as any other.
 
-    Left out: an error of the program, which stops a run; too little memory outside of generation, where smaller
-    micro-batches round differently; a bit of a saved file, which is found when it is read
-    (tests/integration/test_recovery.py).
+    Left out: an error of the program, which stops a run; too little memory, whose smaller micro-batches round
+    differently; a bit of a saved file, which is found when it is read (tests/integration/test_recovery.py).
     """
     roles: Any = [
         role for role in ("actor_rollout", "critic", "rollout", "reward") if role != "critic" or config.uses_critic
@@ -259,8 +258,7 @@ def drawn(config: Config, chance: random.Random, count: int) -> list[str]:
         for worker in ([DRIVER] if role == DRIVER else [f"{role}/{rank}" for rank in range(ranks)])
         for phase in phases_of(config, role)
         for kind in kinds_at(config, worker, phase)
-        if kind in ("kill", "stop", "delay", "disk")
-        or (phase, kind) in (("sync_send", "corrupt"), ("generate", "memory"))
+        if kind in ("kill", "stop", "delay", "disk") or (phase, kind) == ("sync_send", "corrupt")
         if (worker, kind) != (DRIVER, "stop")  # nothing could continue it
     ]
     return [

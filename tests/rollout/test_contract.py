@@ -18,9 +18,15 @@ from hybridflow.config import Config, load_config
 from hybridflow.config.faults import Fault
 from hybridflow.errors import RolloutError
 from hybridflow.models import load_causal_lm
-from hybridflow.rollout import Completion, Request, SamplingParams, generate, load_weights
+from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.runtime import capture_random_state, progress, uniform
-from hybridflow.runtime.fault_points import arm_faults, current_worker, fault_point_of_step, plan_faults
+from hybridflow.runtime.fault_points import (
+    arm_faults,
+    current_worker,
+    fault_point_of_step,
+    plan_faults,
+    unfired_faults,
+)
 
 EOS = 1
 PROMPTS = [[5, 9, 12, 7], [8], [3, 30, 22], [11, 4, 6, 17, 25, 39, 10], [8, 8]]
@@ -800,9 +806,14 @@ def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_m
         fault_point_of_step(1)
         for request in wanted:
             engine.submit(request)
-        with pytest.raises(RolloutError, match="memory"):
-            serve(engine)
-        assert by_name([*engine.finished(), *serve(engine)]) == expected
+        if not isinstance(engine, EmbeddedRollout):  # which goes on with fewer sequences
+            with pytest.raises(RolloutError, match="memory"):
+                serve(engine)
+        found = by_name([*engine.finished(), *serve(engine)])
+        assert {name: c.token_ids for name, c in found.items()} == {name: c.token_ids for name, c in expected.items()}
+        for name, completion in found.items():  # of fewer sequences at a time, which may round differently
+            assert completion.log_probs == pytest.approx(expected[name].log_probs, rel=1e-5)
+        assert unfired_faults() == []
     finally:
         current_worker.reset(token)
         arm_faults(Config())

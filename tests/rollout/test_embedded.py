@@ -471,7 +471,7 @@ def test_sequences_that_memory_does_not_hold_start_again_in_smaller_parts(tiny_m
     for warnings in (2, 0):  # 64 -> 32 -> 16, which is kept
         caplog.clear()
         found = generate(rollout, wanted)
-        assert [(c.token_ids, c.log_probs) for c in found] == [(c.token_ids, c.log_probs) for c in expected]
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert caplog.text.count("generation ran out of memory with") == warnings
     assert max(fitting) == 16
 

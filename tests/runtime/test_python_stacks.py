@@ -47,6 +47,8 @@ def test_repeated_reads_of_running_threads_do_not_disturb_them(observe):
         work()
         """)
     assert observed.read_line() == "ready"
+    while frames_of(read_stacks(observed.process.pid, timeout_s=100)).count(" in work") < 3:
+        pass  # the main thread begins to work after it has written
     for _ in range(20):
         threads = read_stacks(observed.process.pid, timeout_s=100)
         assert frames_of(threads).count(" in work") == 3
