@@ -20,6 +20,7 @@ MORE = {
     "stream": ("trainer.stream=true", "actor.epochs=1", "actor.mini_batch_size=0"),
     "filtered": ("algorithm.filter_groups=true",),
     "lora": ("lora.rank=4",),
+    "auto": ("memory.max_tokens_per_micro_batch=auto",),
 }
 """Changes of further kinds of runs, which are replayed in one process."""
 

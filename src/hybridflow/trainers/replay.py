@@ -25,6 +25,7 @@ from hybridflow.trainers.begun import NextPrompts, SampledParts, Sampler
 from hybridflow.trainers.build import build_trainer
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.rl_metrics import batch_metrics
+from hybridflow.trainers.run_directory import TOKEN_BUDGETS
 from hybridflow.trainers.stages import read
 
 CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "model.compile", "controller.threads")
@@ -99,7 +100,7 @@ def replay_step(
 ) -> Replay:
     """Learn a step of a run again, and once more under `changes`, a list of "key=value".
 
-    `scratch`: an empty directory for what the replay writes. `paths`: overrides of paths in the run's config.toml.
+    `scratch`: a new or empty directory for what the replay writes. `paths`: overrides of paths in the run's config.toml.
     Raises ConfigError for a step that the run has not reached, and for a change of a key that does not belong to
     learning; NonFiniteError if the step has no finite result.
     """
@@ -210,9 +211,12 @@ def _require_changeable(changes: Sequence[str]) -> None:
 
 
 def _config(run_dir: Path, overrides: Sequence[str], directory: Path) -> Config:
-    """Return the configuration of the run in another directory, which gets the outcomes of rewards that it has kept."""
+    """Return the configuration of the run in another directory, which gets its kept rewards and token budgets."""
+    directory.mkdir(parents=True)
     if (run_dir / "rewards").is_dir():
         shutil.copytree(run_dir / "rewards", directory / "rewards")
+    if (run_dir / TOKEN_BUDGETS).is_file():
+        shutil.copy(run_dir / TOKEN_BUDGETS, directory)
     return load_config(run_dir / "config.toml", [*overrides, *NOT_IN_REPLAYS, f"trainer.run_dir={directory}"])
 
 
