@@ -100,7 +100,7 @@ def replay_step(
 ) -> Replay:
     """Learn a step of a run again, and once more under `changes`, a list of "key=value".
 
-    `scratch`: a new or empty directory for what the replay writes. `paths`: overrides of paths in the run's config.toml.
+    `scratch`: a new or empty directory for what it writes. `paths`: overrides of paths in the run's config.toml.
     Raises ConfigError for a step that the run has not reached, and for a change of a key that does not belong to
     learning; NonFiniteError if the step has no finite result.
     """
