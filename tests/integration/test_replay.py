@@ -104,7 +104,7 @@ def test_a_key_that_changes_the_samples_is_refused(runs, hybridflow, change):
     assert f"{change!r} cannot be changed in a replay, which learns from the samples of the step" in shown.err
 
 
-@pytest.mark.parametrize("step", [0, -1, STEPS + 2])
+@pytest.mark.parametrize("step", [0, -1, STEPS + 1, STEPS + 2])
 def test_a_step_that_the_run_has_not_is_refused(runs, hybridflow, step):
     shown = hybridflow("replay", runs.grpo, f"--step={step}")
     assert shown.status == 2

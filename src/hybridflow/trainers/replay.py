@@ -107,17 +107,14 @@ def replay_step(
     _require_changeable(changes)
     rows = {row["step"]: row for row in read_jsonl(run_dir / "metrics.jsonl") if "timing_s/step" in row}
     newest = max(rows, default=0)
-    if not 1 <= step <= newest + 1:
-        raise ConfigError(
-            f"step {step} cannot be replayed: '{run_dir}' has completed {newest} steps; use 1 to {newest + 1}: the "
-            "step that ended a run can be replayed too."
-        )
+    _require_step(step, run_dir, newest, newest + 1)  # also the step that ended the run
     config = _config(run_dir, paths, scratch / "run")
     changed_config = _config(run_dir, [*paths, *changes], scratch / "changed") if changes else None
     _require_replayable(config)
     store = CheckpointStore(scratch / "before", keep=1)
     differs: dict[int, list[str]] = {}
     with build_trainer(config) as trainer:
+        _require_step(step, run_dir, newest, trainer.total_steps)
         first_step = _go_to_checkpoint_before(trainer, run_dir, step)
         while trainer.global_step < step - 1:
             trainer.train_step()
@@ -197,6 +194,13 @@ def _require_replayable(config: Config) -> None:
     for key, value in (("placement.lend", config.placement.lend), ("updates in flight", config.updates_in_flight)):
         if value:
             raise ConfigError(f"a run with {key} cannot be replayed: the weights that sample a token depend on time.")
+
+
+def _require_step(step: int, run_dir: Path, completed: int, last: int) -> None:
+    if not 1 <= step <= last:
+        raise ConfigError(
+            f"step {step} cannot be replayed: '{run_dir}' has completed {completed} steps; use 1 to {last}."
+        )
 
 
 def _require_changeable(changes: Sequence[str]) -> None:
