@@ -112,6 +112,15 @@ def test_a_step_that_the_run_has_not_is_refused(runs, hybridflow, step):
     assert f"use 1 to {STEPS + 1}" in shown.err or f"use 1 to {STEPS}" in shown.err
 
 
+def test_a_step_that_the_run_did_not_complete_is_not_called_equal(tiny, task, tmp_path, hybridflow):
+    run = tmp_path / "run"
+    assert hybridflow(*tiny.commands(task)["grpo"], f"trainer.run_dir={run}", "--stop-after", 1).status == 0
+    shown = hybridflow("replay", run, "--step", 2)
+    assert shown.status == 0
+    assert "the run has no metrics of this step to compare with" in shown.out
+    assert "bit for bit" not in shown.out
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path, hybridflow):
     shown = hybridflow("replay", tmp_path, "--step", 1)
     assert shown.status == 2

@@ -9,6 +9,7 @@ sequence. docs/gpu.md describes the formula.
 import argparse
 from dataclasses import asdict
 
+from hybridflow.cli.aligned import aligned
 from hybridflow.cli.recipe_arguments import add_recipe_arguments, config_of
 
 GIB = 2**30
@@ -48,10 +49,7 @@ def run(args: argparse.Namespace) -> int:
     for estimate in estimates:
         parts = [*asdict(estimate.memory).values(), estimate.memory.total]
         lines.append([estimate.name, str(estimate.ranks), *(f"{part / GIB:.2f}" for part in parts)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *cells]))
+    print("\n".join(aligned(lines)))
     for pool, need in need_of_pools(estimates).items():
         print(f"pool {pool}: {need / GIB:.2f} GiB on each rank")
     return 0

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.cli.aligned import aligned
 from hybridflow.cli.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
@@ -48,7 +49,9 @@ def _lines(replayed: "Replay", changes: list[str], num_samples: int) -> list[str
     for step, names in replayed.differs.items():
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         lines.append(f"step {step} differs from the run in {len(names)} metrics: {shown}")
-    if not replayed.differs:
+    if not replayed.is_recorded:
+        lines.append("the run has no metrics of this step to compare with: it has not completed it")
+    elif not replayed.differs:
         lines.append("all metrics are those of the run, bit for bit")
     if replayed.changed:
         lines += ["", f"with {' '.join(changes)}:", *_metrics(replayed.learned, replayed.changed)]
@@ -64,7 +67,7 @@ def _metrics(learned: "LearnedStep", changed: "LearnedStep") -> list[str]:
         values = [step.metrics.get(name) for step in (learned, changed)]
         if is_reproducible(name) and repr(values[0]) != repr(values[1]):
             rows.append([name, *("-" if value is None else f"{value:.6g}" for value in values)])
-    return _table(rows) if len(rows) > 1 else ["no metric differs"]
+    return aligned(rows) if len(rows) > 1 else ["no metric differs"]
 
 
 def _samples(replayed: "Replay", count: int) -> list[str]:
@@ -83,18 +86,8 @@ def _samples(replayed: "Replay", count: int) -> list[str]:
         text = text if len(text) <= MAX_RESPONSE_CHARS else f"{text[:MAX_RESPONSE_CHARS]}..."
         rows.append([str(one.row), f"{one.score:g}", *(f"{number:.4f}" for number in numbers), text])
     what = "the change" if replayed.changed else "the step"
-    return [f"samples that {what} moved most (log-prob: mean of the tokens):", *_table(rows)] if count else []
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Return lines with aligned columns: the first and the last to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last_is_text = len(rows[0]) > 3
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
-        if last_is_text:
-            cells[-1] = row[-1]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return (
+        [f"samples that {what} moved most (log-prob: mean of the tokens):", *aligned(rows, ends_with_text=True)]
+        if count
+        else []
+    )

@@ -6,9 +6,11 @@ and unpacking; memory is the largest resident memory of the process. --json prin
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from hybridflow.cli.aligned import aligned
 
 MIB, MB = 2**20, 1e6
 
@@ -16,9 +18,7 @@ MIB, MB = 2**20, 1e6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run directory, the steps and the format."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
-    parser.add_argument(
-        "--steps", type=_steps, default=range(2**62), metavar="FIRST-LAST", help="steps to report (default: all)"
-    )
+    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="steps to report (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
 
 
@@ -34,17 +34,19 @@ def _steps(text: str) -> range:
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     from hybridflow.observability import performance_report
+    from hybridflow.observability.performance import ALL_STEPS
 
-    report = performance_report(args.run, args.steps)
-    print(json.dumps(report, indent=1) if args.json else _as_text(report), end="\n" if args.json else "")
+    report = performance_report(args.run, args.steps or ALL_STEPS)
+    print(json.dumps(report, indent=1) if args.json else "\n".join(_lines(report)))
     return 0
 
 
-def _as_text(report: Mapping[str, Any]) -> str:
+def _lines(report: Mapping[str, Any]) -> list[str]:
     first, last = report["steps"]
     lines = [
         f"steps {first} to {last}: {report['total_data_transferred'] / MB:.2f} MB in "
-        f"{report['total_transfer_time']:.2f} s, {report['average_throughput'] / MB:.1f} MB/s\n\n"
+        f"{report['total_transfer_time']:.2f} s, {report['average_throughput'] / MB:.1f} MB/s",
+        "",
     ]
     head = ["worker", "time (s)", "memory (MiB)", "data (MB)", "throughput (MB/s)"]
     rows = [
@@ -57,19 +59,12 @@ def _as_text(report: Mapping[str, Any]) -> str:
         ]
         for name, worker in report["workers"].items()
     ]
-    lines += _table([head, *rows])
+    lines += aligned([head, *rows])
     if report["nodes"]:
         head = ["node", "latency (ms)", "bandwidth (MB/s)"]
         rows = [
             [name, f"{1000 * node['latency']:.2f}", f"{node['bandwidth'] / MB:.0f}"]
             for name, node in report["nodes"].items()
         ]
-        lines += ["\n", *_table([head, *rows])]
-    return "".join(lines)
-
-
-def _table(rows: list[list[str]]) -> Iterable[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *cells]) + "\n"
+        lines += ["", *aligned([head, *rows])]
+    return lines

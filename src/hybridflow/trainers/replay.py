@@ -40,10 +40,8 @@ NOT_IN_REPLAYS = (
     *("recovery.max_restarts=0", "faults.plan=[]", "faults.random=0"),
 )
 
-
 SYNC = "weight_sync/"
 """Metrics that differ after a start, since the engines of new processes get the weights again."""
-
 
 MOST_CHARS = 400
 """Characters of the prompt and of the response of a sample whose loss is not finite."""
@@ -84,13 +82,14 @@ class Replay:
     """A step, learned again.
 
     `first_step`: the step of the checkpoint from which the replay started, 0: the begin of the run. `differs`: the
-    names of the metrics that are not those of the run, by step. `changed`: the step under the changed keys, None
-    without any.
+    names of the metrics that are not those of the run, by step. `is_recorded`: whether the run has metrics of the step;
+    it has none of one that it did not complete. `changed`: the step under the changed keys, None without any.
     """
 
     step: int
     first_step: int
     differs: dict[int, list[str]]
+    is_recorded: bool
     learned: LearnedStep
     changed: LearnedStep | None = None
 
@@ -132,7 +131,7 @@ def replay_step(
             trainer.restore(before)
             trainer.sample = kept
             changed = _learn(trainer, kept)
-    return Replay(step, first_step, differs, learned, changed)
+    return Replay(step, first_step, differs, step in rows, learned, changed)
 
 
 class KeptSamples:

@@ -70,8 +70,8 @@ class ClusterWatch:
             raise LostClusterError(self._lost)
 
     def wait_for_cluster(self) -> None:
-        """Wait until every service accepts a connection; raise LostClusterError once one has been gone for long."""
-        while self._thread.is_alive() and not all(map(_accepts, self._services.values())):
+        """Wait until every service answers; raise LostClusterError once one has been gone or stopped for long."""
+        while self._thread.is_alive() and not all(map(self._answers, self._services)):
             self.require_cluster()
             time.sleep(PROBE_EVERY_S / 10)
         self.require_cluster()
@@ -84,9 +84,9 @@ class ClusterWatch:
     def _watch(self) -> None:
         reached = dict.fromkeys(self._services, time.monotonic())
         while not self._stopped.wait(PROBE_EVERY_S) and self.is_current:
-            for name, address in self._services.items():
+            for name in self._services:
                 now, is_stopped = time.monotonic(), _is_stopped(self._pids[name])
-                if not is_stopped and _accepts(address):
+                if self._answers(name):
                     reached[name] = now
                 patience_s = STOPPED_PATIENCE_S if is_stopped else self._patience_s
                 if now - reached[name] > patience_s and not self._lost:
@@ -94,6 +94,10 @@ class ClusterWatch:
                     self._lost = f"{name} {what} for {now - reached[name]:.0f} s. The workers of the run are lost."
                 elif now - reached[name] > max(LAST_RESORT_S, 1.5 * patience_s) and not self._is_noticed:
                     _end_process(self._lost)
+
+    def _answers(self, name: str) -> bool:
+        """Return whether a service runs and accepts a connection, as a stopped one does too."""
+        return not _is_stopped(self._pids[name]) and _accepts(self._services[name])
 
     def _pid_of(self, service: str) -> int | None:
         """Return the process id of a service that this process has started."""
