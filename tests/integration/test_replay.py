@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,24 @@ def test_a_step_that_the_run_did_not_complete_is_not_called_equal(tiny, task, tm
     assert shown.status == 0
     assert "the run has no metrics of this step to compare with" in shown.out
     assert "bit for bit" not in shown.out
+
+
+def test_a_replay_starts_before_a_damaged_checkpoint(runs, tmp_path, hybridflow):
+    run = tmp_path / "run"
+    shutil.copytree(runs.grpo, run)
+    (run / "checkpoints" / "step_000008" / "actor.safetensors").write_bytes(b"")
+    shown = hybridflow("replay", run, "--step", 9)
+    assert shown.status == 0
+    assert "step 9, from the begin of the run\nall metrics are those of the run" in shown.out
+    assert "the replay starts before step 8" in shown.log
+
+
+def test_a_run_of_another_command_is_refused(task, tmp_path, hybridflow):
+    changes = ("trainer.total_steps=1", "data.val_files=[]", f"trainer.run_dir={tmp_path}/sft")
+    assert hybridflow("sft", task / "sft.toml", *changes).status == 0
+    shown = hybridflow("replay", tmp_path / "sft", "--step", 1)
+    assert shown.status == 2
+    assert "is not a run of `hybridflow train`" in shown.err
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path, hybridflow):

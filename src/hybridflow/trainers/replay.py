@@ -17,8 +17,8 @@ import torch
 
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, load_config
-from hybridflow.errors import ConfigError, NonFiniteError
-from hybridflow.observability import read_jsonl
+from hybridflow.errors import CheckpointError, ConfigError, NonFiniteError
+from hybridflow.observability import get_logger, read_jsonl
 from hybridflow.observability.metrics import is_reproducible
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import NextPrompts, SampledParts, Sampler
@@ -27,6 +27,8 @@ from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.rl_metrics import batch_metrics
 from hybridflow.trainers.run_directory import TOKEN_BUDGETS
 from hybridflow.trainers.stages import read
+
+logger = get_logger(__name__)
 
 CHANGEABLE = ("actor.", "critic.", "algorithm.", "memory.", "model.dtype", "model.compile", "controller.threads")
 """Keys, or prefixes of keys, that a replay may change: they do not change what a step has sampled."""
@@ -106,6 +108,8 @@ def replay_step(
     _require_changeable(changes)
     rows = {row["step"]: row for row in read_jsonl(run_dir / "metrics.jsonl") if "timing_s/step" in row}
     newest = max(rows, default=0)
+    if rows and not any(name.startswith("critic/score/") for name in rows[newest]):
+        raise ConfigError(f"'{run_dir}' is not a run of `hybridflow train`, the only kind that can be replayed.")
     _require_step(step, run_dir, newest, newest + 1)  # also the step that ended the run
     config = _config(run_dir, paths, scratch / "run")
     changed_config = _config(run_dir, [*paths, *changes], scratch / "changed") if changes else None
@@ -224,12 +228,16 @@ def _config(run_dir: Path, overrides: Sequence[str], directory: Path) -> Config:
 
 
 def _go_to_checkpoint_before(trainer: PPOTrainer, run_dir: Path, step: int) -> int:
-    """Restore the newest checkpoint before a step, if the run has one; return its step."""
+    """Restore the newest undamaged checkpoint before a step and return its step; 0 if the run has none."""
     store = CheckpointStore(run_dir / "checkpoints")
-    if not (earlier := [each for each in store.list() if each < step]):
-        return 0
-    trainer.restore(store.open(earlier[-1]))
-    return earlier[-1]
+    for earlier in reversed([each for each in store.list() if each < step]):
+        try:
+            trainer.restore(store.verify(earlier))
+        except CheckpointError as error:
+            logger.warning("the replay starts before step %d: %s", earlier, error)
+        else:
+            return earlier
+    return 0
 
 
 def _note_differences(

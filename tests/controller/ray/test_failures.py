@@ -1008,6 +1008,27 @@ def test_a_service_of_ray_that_is_stopped_for_long_is_an_error_too(run_script, s
     assert output.splitlines()[-1] == "closed"
 
 
+SERVICE_CONTINUES = (
+    SERVICE_DIES.partition("if STUCK:")[0].replace("SIGKILL", "SIGSTOP")
+    + """
+import threading
+threading.Timer(4, os.kill, (service.process.pid, signal.SIGCONT)).start()
+start = time.monotonic()
+backend.settle(group.workers, 30)
+assert time.monotonic() - start > 3
+group.echo(0)
+backend.close()
+print("closed")
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_recovery_waits_for_a_service_that_is_stopped(run_script):
+    output = run_script(SERVICE_CONTINUES.replace("SERVICE", repr("raylet")), 300)
+    assert output.splitlines()[-1] == "closed"
+
+
 DISCONNECTED = """
 import time
 import ray
