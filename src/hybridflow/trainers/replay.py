@@ -108,7 +108,7 @@ def replay_step(
     _require_changeable(changes)
     rows = {row["step"]: row for row in read_jsonl(run_dir / "metrics.jsonl") if "timing_s/step" in row}
     newest = max(rows, default=0)
-    if rows and not any(name.startswith("critic/score/") for name in rows[newest]):
+    if rows and "critic/score/mean" not in rows[newest]:
         raise ConfigError(f"'{run_dir}' is not a run of `hybridflow train`, the only kind that can be replayed.")
     _require_step(step, run_dir, newest, newest + 1)  # also the step that ended the run
     config = _config(run_dir, paths, scratch / "run")
