@@ -1,6 +1,7 @@
 """Part sizes by measured speed: the arithmetic, and groups with ranks of different speed, on every backend."""
 
 import sys
+from random import Random
 
 import pytest
 import torch
@@ -15,10 +16,106 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
-from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts
+from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts, SteadyShares, sizes_of_shares
 from hybridflow.errors import DispatchError
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.handle import Duration
+
+
+def shares_after(*measurements, num_parts=2):
+    shares = SteadyShares(num_parts)
+    for seconds in measurements:
+        shares.note(seconds)
+    return shares
+
+
+def simulate(speeds_of, num_calls, *, num_units=64, noise=0.0, overhead=0.0, seed=0, adapts=True):
+    """Return the numbers of the calls after which shares changed, and the time of each call by that of a perfect split.
+
+    `speeds_of(call)`: units per second of each part. `overhead`: units that each part costs besides.
+    """
+    random, shares = Random(seed), SteadyShares(len(speeds_of(0)))
+    changes, times = [], []
+    for call in range(num_calls):
+        speeds, sizes = speeds_of(call), sizes_of_shares(shares.values, num_units)
+        seconds = [
+            (size + overhead) / speed * random.uniform(1 - noise, 1 + noise)
+            for size, speed in zip(sizes, speeds, strict=True)
+        ]
+        times.append(max(seconds) / (num_units / sum(speeds)))
+        of_units = [second / size for size, second in zip(sizes, seconds, strict=True)]
+        if adapts and shares.note(of_units, max(seconds) / num_units):
+            changes.append(call)
+    return changes, times
+
+
+def test_parts_are_as_equal_as_possible_before_a_measurement():
+    assert sizes_of_shares(SteadyShares(3).values, 6) == [2, 2, 2]
+    assert sizes_of_shares(SteadyShares(3).values, 8) == [3, 3, 2]
+
+
+def test_shares_are_proportional_to_speed_after_a_few_measurements():
+    assert shares_after(*[[1.0, 3.0]] * 3).values == [0.5, 0.5]  # the first one does not count
+    assert shares_after(*[[1.0, 3.0]] * 4).values == pytest.approx([0.75, 0.25])
+    assert shares_after(*[[1.0, 2.0, 3.0]] * 4, num_parts=3).values == pytest.approx([6 / 11, 3 / 11, 2 / 11])
+
+
+def test_a_share_changes_at_most_by_a_factor_of_two_at_once():
+    before = 1 / 3
+    changed = shares_after(*[[1.0, 1.0, 100.0]] * 4, num_parts=3).values
+    assert changed[2] == pytest.approx((before / 2) / sum([0.4975, 0.4975, before / 2]), rel=1e-2)
+    assert shares_after(*[[1.0, 1.0, 100.0]] * 30, num_parts=3).values[2] < 0.01
+
+
+def test_a_gain_within_the_noise_changes_nothing():
+    assert shares_after(*[[1.0, 1.04]] * 50).values == [0.5, 0.5]
+    assert shares_after(*[[1.0, 1.5], [1.5, 1.0]] * 50).values == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noisy_parts_of_equal_speed_lose_little(seed):
+    changes, times = simulate(lambda call: [1.0, 1.0], 300, noise=0.2, seed=seed)
+    _, with_equal_parts = simulate(lambda call: [1.0, 1.0], 300, noise=0.2, seed=seed, adapts=False)
+    assert len(changes) <= 10
+    assert sum(times) / sum(with_equal_parts) < 1.02
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
+def test_a_slow_part_is_within_a_tenth_of_a_perfect_split_after_ten_calls(noise):
+    _, times = simulate(lambda call: [1.0, 1 / 3], 60, noise=noise)
+    assert times[0] > 1.5
+    assert sum(times[10:]) / 50 < (1 + noise / 2) * 1.1
+
+
+def test_a_part_that_becomes_slow_and_recovers_is_followed():
+    changes, times = simulate(lambda call: [1.0, 1 / 3 if 20 < call < 60 else 1.0], 100, noise=0.05)
+    assert 21 < min(changes) < 30
+    assert sum(times[35:60]) / 25 < 1.15
+    assert sum(times[75:]) / 25 < 1.15
+
+
+def test_a_part_that_is_slow_at_every_second_call_does_not_oscillate():
+    changes, _ = simulate(lambda call: [1.0, 1 / 3 if call % 2 else 1.0], 200)
+    assert len(changes) <= 2
+
+
+def test_a_change_that_does_not_help_is_taken_back():
+    changes, times = simulate(lambda call: [1.0, 0.5], 50, num_units=8, overhead=1000.0)
+    assert len(changes) == 2
+    assert times[-1] == times[0]
+
+
+@pytest.mark.parametrize("num_units", range(3, 40))
+def test_no_part_is_empty_and_sizes_add_up(num_units):
+    sizes = sizes_of_shares([0.9985, 0.0005, 0.001], num_units)
+    assert min(sizes) >= 1
+    assert sum(sizes) == num_units
+
+
+def lasting(seconds):
+    duration = Duration()
+    duration.seconds = seconds
+    return duration
 
 
 def measured(sizes, *seconds):
@@ -29,40 +126,12 @@ def measured(sizes, *seconds):
             [lasting(s) for s in (of_part if isinstance(of_part, tuple) else (of_part,))] for of_part in of_call
         ]
         parts.note(sizes, durations)
+    parts.update()
     return parts
 
 
-def lasting(seconds):
-    duration = Duration()
-    duration.seconds = seconds
-    return duration
-
-
-def test_parts_are_as_equal_as_possible_before_a_measurement():
-    assert MeasuredParts(3).sizes(6) == [2, 2, 2]
-    assert MeasuredParts(3).sizes(8) == [3, 3, 2]
-    assert measured([2, 2], [1.0, None]).sizes(4) == [2, 2]
-
-
-def test_part_sizes_are_proportional_to_rows_per_second():
-    assert measured([4, 4], [1.0, 3.0]).sizes(8) == [6, 2]
-    assert measured([6, 2], [1.0, 1.0]).sizes(8) == [6, 2]
-    assert measured([4, 4, 4], [1.0, 2.0, 4.0]).sizes(14) == [8, 4, 2]
-
-
 def test_the_slowest_rank_sets_the_speed_of_a_part():
-    assert measured([4, 4], [(1.0, 3.0), (1.0, 1.0)]).sizes(8) == [2, 6]
-
-
-def test_older_calls_have_less_weight():
-    assert measured([4, 4], [1.0, 3.0], [1.0, 1.0]).sizes(100) == [60, 40]  # 4 rows a second, and 4/3 + 4 over 2
-
-
-@pytest.mark.parametrize("num_units", range(3, 40))
-def test_no_part_is_empty_and_sizes_add_up(num_units):
-    sizes = measured([1, 1, 1], [1.0, 1000.0, 500.0]).sizes(num_units)
-    assert min(sizes) >= 1
-    assert sum(sizes) == num_units
+    assert measured([4, 4], *[[(1.0, 3.0), (1.0, 1.0)]] * 4).shares.values == pytest.approx([0.25, 0.75])
 
 
 def test_only_the_newest_unfinished_calls_are_kept():
@@ -70,10 +139,12 @@ def test_only_the_newest_unfinished_calls_are_kept():
     for _ in range(100):
         parts.note([1], [[Duration()]])
     assert len(parts._calls) == MAX_WAITING
+    assert not parts.update()
+    assert len(parts._calls) == MAX_WAITING
 
 
 def test_a_call_of_zero_duration_is_ignored():
-    assert measured([4, 4], [0.0, 3.0]).sizes(8) == [4, 4]
+    assert measured([4, 4], *[[0.0, 3.0]] * 9).shares.values == [0.5, 0.5]
 
 
 BACKENDS = ("hybridflow.controller.local", "hybridflow.controller.ray.worker_process")
@@ -150,15 +221,21 @@ X = DataProto.from_dict({"x": torch.arange(24)})
 
 def test_a_slow_rank_gets_fewer_rows_and_order_is_kept(backend):
     with group_of(backend) as group:
-        for _ in range(3):
+        for _ in range(6):
             assert group.double(X).batch["y"].tolist() == [row * 10 for row in range(24) for _ in "ab"]
         fast, slow = group.sizes()
-    assert (fast, slow) == ([12, 20, 20], [12, 4, 4])
+        events = [event for event in backend.trace.take() if event.kind == "parts"]
+        least = group.shares.least()["double"]
+    assert (fast, slow) == ([12, 12, 12, 12, 18, 18], [12, 12, 12, 12, 6, 6])  # at most half as many at once
+    assert [event.worker for event in events] == ["uneven/0", "uneven/1"]
+    assert events[1].note == "23.1% of the rows, since a row takes 1.67 times the mean of the parts"
+    assert least == pytest.approx(0.46, abs=0.01)
 
 
 def test_futures_of_unequal_parts_are_sliced_and_passed_on(backend):
     with group_of(backend) as group:
-        group.double(X)
+        for _ in range(4):
+            group.double(X)
         future = group.double.remote(X)
         assert len(future) == 48
         assert future.slice(30, 34).get().batch["y"].tolist() == [150, 150, 160, 160]
@@ -176,7 +253,7 @@ def test_parts_equal_ignores_measured_speed():
 def test_measured_parts_keep_groups_on_one_rank():
     batch = X.union(DataProto.from_dict({"group_ids": torch.arange(24) // 4}))
     with group_of(LocalBackend()) as group:
-        for _ in range(3):
+        for _ in range(5):
             assert group.in_groups(batch).batch["y"].tolist() == batch.batch["group_ids"].tolist()
         fast, slow = group.sizes()
     assert slow[-1] < 12
@@ -185,7 +262,7 @@ def test_measured_parts_keep_groups_on_one_rank():
 
 def test_the_ranks_of_a_replica_get_the_same_part():
     with group_of(LocalBackend(), processes=4, meshes={"default": {"data": 2, "tensor": 2}}) as group:
-        for _ in range(3):
+        for _ in range(5):
             assert group.on_mesh(X).batch["y"].tolist() == list(range(24))
         sizes = group.sizes()
     assert sizes[0] == sizes[1]
@@ -202,7 +279,7 @@ def test_a_batch_with_fewer_rows_than_ranks_is_padded():
     ("problem", "options"),
     [
         ("ONE_TO_ALL, which makes its parts itself", {"dispatch_mode": Dispatch.ONE_TO_ALL, "parts": "measured"}),
-        ("expected 'equal', 'measured'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
+        ("expected 'equal', 'measured', 'shares'", {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "parts": "fair"}),
     ],
 )
 def test_invalid_parts_are_an_error(problem, options):

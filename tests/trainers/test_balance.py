@@ -29,7 +29,7 @@ def rows_of_ranks(order, num_parts):
 
 def test_long_rows_are_spread_over_ranks_with_metrics():
     batch = batch_of([9, 8, 2, 1])
-    order, metrics = balanced_order(batch, 2, [[100, 101, 102, 103]], None)
+    order, _, metrics = balanced_order(batch, 2, [[100, 101, 102, 103]], None)
     assert sorted(rows_of_ranks(order, 2)) == [[0, 3], [1, 2]]
     assert metrics["balance/imbalance_before"] == pytest.approx(17 / 10 - 1)
     assert metrics["balance/imbalance_after"] == 0
@@ -38,7 +38,7 @@ def test_long_rows_are_spread_over_ranks_with_metrics():
 def test_each_mini_batch_is_balanced_separately():
     lengths = [50, 40, 3, 2, 30, 20, 2, 2]
     steps = [[100, 101, 102, 103], [104, 105, 106, 107]]
-    order, metrics = balanced_order(batch_of(lengths), 2, steps, SHAPE)
+    order, _, metrics = balanced_order(batch_of(lengths), 2, steps, SHAPE)
     for rank in rows_of_ranks(order, 2):
         assert len([row for row in rank if row < 4]) == 2
         assert len({0, 1} & set(rank)) == 1
@@ -48,16 +48,16 @@ def test_each_mini_batch_is_balanced_separately():
 
 def test_groups_stay_on_one_rank_with_keep_groups():
     lengths = [9, 9, 8, 8, 2, 2, 1, 1]
-    order, _ = balanced_order(batch_of(lengths, group_size=2), 2, [list(range(100, 108))], None, keep_groups=True)
+    order, *_ = balanced_order(batch_of(lengths, group_size=2), 2, [list(range(100, 108))], None, keep_groups=True)
     assert sorted(rows_of_ranks(order, 2)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 def test_an_uneven_number_of_rows_is_kept_complete():
-    order, _ = balanced_order(batch_of([5, 4, 3, 2, 1]), 2, [[100, 101, 102], [103, 104]], None)
+    order, *_ = balanced_order(batch_of([5, 4, 3, 2, 1]), 2, [[100, 101, 102], [103, 104]], None)
     assert sorted(order.tolist()) == list(range(5))
 
 
 def test_the_first_ranks_get_the_longer_parts_as_in_dispatch():
-    order, metrics = balanced_order(batch_of([9, 2, 2, 2, 3]), 2, [list(range(100, 105))], None)
+    order, _, metrics = balanced_order(batch_of([9, 2, 2, 2, 3]), 2, [list(range(100, 105))], None)
     assert rows_of_ranks(order, 2) == [[2, 3, 4], [0, 1]]
     assert metrics["balance/imbalance_after"] == pytest.approx(11 / 9 - 1)

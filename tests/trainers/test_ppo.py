@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.config import load_config
 from hybridflow.controller import Role
+from hybridflow.controller.part_sizes import PART_SIZES, even_sizes
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.begun import Begun, ScoredParts
 from hybridflow.trainers.ppo import PPO
@@ -38,14 +39,16 @@ def part_of(lengths, first_group):
 def step():
     """Return a function from overrides to the lengths of each call by rank, the metrics and the lengths returned."""
 
-    def run(*changes):
+    def run(*changes, shares=None):
         calls = {}
+        of_ranks = SimpleNamespace(of_ranks=shares and SimpleNamespace(values=shares))
 
         def method(name, columns):
             def remote(batch):
                 rows = batch.get()
                 lengths = rows.batch["response_mask"].sum(-1)
-                calls.setdefault(name, []).append([rank.tolist() for rank in lengths.chunk(2)])
+                sizes = batch.meta_info.get(PART_SIZES, {}).get("learner") or even_sizes(len(rows), 2)
+                calls.setdefault(name, []).append([rank.tolist() for rank in lengths.split(sizes)])
                 return DataProtoFuture.of(DataProto.from_dict(columns(rows), meta_info={"metrics": {}}))
 
             return SimpleNamespace(remote=remote)
@@ -55,13 +58,19 @@ def step():
 
         actor = SimpleNamespace(
             mesh=lambda: SimpleNamespace(axes={"data": 2}),
+            name="learner",
+            shares=of_ranks,
             replicas=lambda name: [],
             update_actor_in_parts=method("update_actor_in_parts", lambda _: {}),
         )
         critic = SimpleNamespace(
-            compute_values=method("compute_values", values), update_critic=method("update_critic", lambda _: {})
+            name="critic",
+            shares=of_ranks,
+            compute_values=method("compute_values", values),
+            update_critic=method("update_critic", lambda _: {}),
         )
-        groups = {Role.ActorRollout: actor, Role.Critic: critic, Role.Reward: SimpleNamespace()}
+        rewards = SimpleNamespace(name="reward", shares=SimpleNamespace(of_ranks=None))
+        groups = {Role.ActorRollout: actor, Role.Critic: critic, Role.Reward: rewards}
         ppo = PPO(load_config(None, [*KEYS, *changes]), groups)  # pyright: ignore[reportArgumentType]
         begun = Begun(0, tuple(part_of(lengths, 2 * part) for part, lengths in enumerate(LENGTHS)))
 
@@ -103,3 +112,11 @@ def test_without_balancing_rows_of_a_part_stay_in_order(step):
     assert calls["update_actor_in_parts"] == [[[2, 3], [9, 8]], [[4, 7], [20, 30]]]
     assert calls["update_critic"] == [[LENGTHS[0], LENGTHS[1]]]
     assert not any(name.startswith("balance/") for name in metrics)
+
+
+def test_a_rank_with_a_smaller_share_gets_less_of_each_mini_batch(step):
+    calls, metrics, returned = step(shares=[0.75, 0.25])
+    (update,) = calls["update_critic"]
+    assert [sum(lengths) for lengths in update] == pytest.approx([0.75 * 83, 0.25 * 83], abs=3)
+    assert returned == [*LENGTHS[0], *LENGTHS[1]]
+    assert metrics["balance/imbalance_after"] < 0.2

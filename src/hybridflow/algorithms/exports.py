@@ -29,7 +29,7 @@ from hybridflow.algorithms.log_probs import (
 from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridflow.algorithms.opo import opo_advantages
 from hybridflow.algorithms.optimal_token_baseline import optimal_token_baseline_advantages
-from hybridflow.algorithms.partition import balanced_partition, imbalance
+from hybridflow.algorithms.partition import balanced_partition, imbalance, proportional_partition
 from hybridflow.algorithms.pass_at_k import pass_at_k_advantages
 from hybridflow.algorithms.ppo import ppo_policy_loss
 from hybridflow.algorithms.preferences import (
@@ -104,6 +104,7 @@ __all__ = [
     "optimal_token_baseline_advantages",
     "pass_at_k_advantages",
     "ppo_policy_loss",
+    "proportional_partition",
     "reinforce_plus_plus_advantages",
     "reinforce_plus_plus_baseline_advantages",
     "reinforce_policy_loss",

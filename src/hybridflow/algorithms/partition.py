@@ -55,14 +55,34 @@ def balanced_partition(costs: Sequence[float], num_parts: int, *, equal_counts: 
     return [part[:count].tolist() for part, count in zip(best, filled.tolist(), strict=True)]
 
 
-def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:
+def proportional_partition(costs: Sequence[float], shares: Sequence[float]) -> list[list[int]]:
+    """Return the indices of each part, ascending, with part costs proportional to `shares` (> 0); some may be empty.
+
+    Longest processing time first (Graham, 1969) for machines of unequal speeds: the costliest item goes first, to the
+    part that is then least loaded for its share. Raises AlgorithmError for a cost that is negative or not finite.
+    """
+    values, of_parts = _require_costs("proportional_partition", costs), np.asarray(shares, dtype=np.float64)
+    parts: list[list[int]] = [[] for _ in shares]
+    loads = np.zeros(len(of_parts))
+    for item in np.argsort(-values, kind="stable").tolist():
+        part = int(((loads + values[item]) / of_parts).argmin())
+        parts[part].append(item)
+        loads[part] += values[item]
+    return [sorted(part) for part in parts]
+
+
+def imbalance(
+    costs: Sequence[float], partition: Sequence[Sequence[int]], shares: Sequence[float] | None = None
+) -> float:
     """Return the relative excess of the heaviest part over the mean, max / mean - 1; 0 if all costs are 0.
 
-    Raises AlgorithmError for a cost that is negative or not finite.
+    With `shares`, the cost of a part counts relative to its share. Raises AlgorithmError for a cost that is negative or
+    not finite.
     """
     values = _require_costs("imbalance", costs)
     sums = np.array([values[list(part)].sum() for part in partition])
-    return float(sums.max() / sums.mean() - 1) if sums.any() else 0.0
+    even = sums.sum() * (np.asarray(shares) / np.sum(shares) if shares else 1 / len(sums))
+    return float((sums / even).max() - 1) if sums.any() else 0.0
 
 
 def _require_costs(function: str, costs: object) -> np.ndarray:

@@ -25,7 +25,7 @@ import torch
 from hybridflow.controller.backend import CallTerms
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch_functions import collect_dp_compute_data_proto
-from hybridflow.controller.part_sizes import Parts, even_sizes
+from hybridflow.controller.part_sizes import PART_SIZES, Parts, even_sizes, sizes_of_shares
 from hybridflow.controller.register import Execute, Registration
 from hybridflow.controller.response_groups import response_group_size
 from hybridflow.errors import DispatchError, HybridFlowError
@@ -208,8 +208,8 @@ def send(
 
 def collect(method: BoundMethod, rows: RowSplit | None, handles: list[Handle]) -> DataProtoFuture:
     """Return the future of the result: a table if the mode concatenates and the method declares its columns."""
-    if method.registration.parts == "measured" and rows is not None and not rows.pad_size:
-        _record_durations(method, rows, handles)
+    if rows is not None and not rows.pad_size and method.mode.part_of_rank is not None:
+        method.group.shares.note_call(method.__name__, rows.part_sizes, method.mode.part_of_rank(method.group), handles)
     columns, ranks = method.columns, method.collected_ranks(rows)
     read, represented = [handles[rank] for rank in ranks], set(range(len(handles))).difference(ranks)
     others = [handles[rank] for rank in sorted(represented)]
@@ -313,9 +313,13 @@ def _split_of_rows(method: BoundMethod, batches: Sequence[DataProto | DataProtoF
     if registration.keep_groups is not None:
         unit = response_group_size(batches, registration.keep_groups, where)
     num_units = lengths[0] // unit
-    if registration.parts == "measured" and num_units >= num_parts:
-        sizes = method.group.measured_parts(method.__name__, num_parts).sizes(num_units)
-        return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes))
+    of_groups = next((sizes for batch in batches if (sizes := batch.meta_info.get(PART_SIZES))), {})
+    given = of_groups.get(method.group.name, ())
+    if len(given) == num_parts and sum(given) == lengths[0]:
+        return RowSplit(lengths[0], 0, tuple(given))
+    shares = method.group.shares.of(method.__name__, num_parts)
+    if shares is not None and num_units >= num_parts:
+        return RowSplit(lengths[0], 0, tuple(size * unit for size in sizes_of_shares(shares.values, num_units)))
     if num_units < num_parts or mode.part_of_rank is None or any(map(_is_padding_enabled, batches)):
         pad_size = -lengths[0] % (num_parts * unit)
         return RowSplit(lengths[0], pad_size, ((lengths[0] + pad_size) // num_parts,) * num_parts)
@@ -356,15 +360,6 @@ def _put_shared(group: WorkerGroup, per_rank: Sequence[Arguments]) -> list[Argum
         return handles.get(id(value), value)
 
     return [_map(shared, args, kwargs) for args, kwargs in per_rank]
-
-
-def _record_durations(method: BoundMethod, rows: RowSplit, handles: Sequence[Handle]) -> None:
-    """Record how long the call takes on each rank, to size the parts of later calls."""
-    assert method.mode.part_of_rank is not None, "register() requires it"
-    durations: list[list[Any]] = [[] for _ in rows.part_sizes]
-    for part, handle in zip(method.mode.part_of_rank(method.group), handles, strict=True):
-        durations[part].append(handle.duration)
-    method.group.measured_parts(method.__name__, len(durations)).note(rows.part_sizes, durations)
 
 
 def _without_last_rows(result: Any, num_rows: int) -> Any:

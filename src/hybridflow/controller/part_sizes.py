@@ -1,16 +1,42 @@
-"""Sizes of the parts of a batch by measured speed: a rank that was slow in recent calls of a method gets fewer rows."""
+"""Sizes of the parts of a batch by measured speed: the part of a slow rank has fewer rows.
 
+    seconds per row of each part ── mean of the newest ── worth a change? ── shares ── sizes of the next call
+
+Times are noisy, so shares change only if that saves time beyond the noise, by a bounded factor at once, and a change
+that did not help is taken back.
+"""
+
+from collections import deque
 from collections.abc import Sequence
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 from hybridflow.protocol.handle import Duration
 
-PartsOf = Literal["equal", "measured"]
-PARTS = ("equal", "measured")
+PartsOf = Literal["equal", "measured", "shares"]
+PARTS = ("equal", "measured", "shares")
 
-NEWEST_SHARE = 0.5
-"""Weight of the newest call in the moving average of a rank's speed."""
+PART_SIZES = "part_sizes"
+"""Key of `meta_info`: the rows of each part for the calls of some groups, by name of the group."""
 
+FEWEST, MOST = 3, 8
+"""Number of measurements that a change needs, and of those that count."""
+
+LEAST_GAIN = 0.05
+"""Share of the time that a change must save. Changes for less would cost more than they save."""
+
+NOISE = 3.0
+"""Standard errors of the measured speeds that a gain must exceed."""
+
+LARGEST_CHANGE = 2.0
+"""Factor by which a share may become larger or smaller at once."""
+
+WORTH = 0.25
+"""Share of the expected gain that must be reached, otherwise the change is taken back."""
+
+PAUSE = 50
+"""Number of measurements after a change that was taken back until the next change."""
 
 MAX_WAITING = 16
 """Number of unfinished calls that are kept; the oldest beyond it are not measured."""
@@ -22,55 +48,121 @@ def even_sizes(num_units: int, num_parts: int) -> list[int]:
     return [size + (part < larger) for part in range(num_parts)]
 
 
+def sizes_of_shares(shares: Sequence[float], num_units: int) -> list[int]:
+    """Return the units of each part, at least one, proportional to its share. Needs a unit for each part."""
+    quotas = [num_units * share / sum(shares) for share in shares]
+    sizes = [max(1, int(quota)) for quota in quotas]
+    while (missing := num_units - sum(sizes)) != 0:
+        step = 1 if missing > 0 else -1
+        candidates = [part for part in range(len(shares)) if sizes[part] + step >= 1]
+        chosen = max(candidates, key=lambda part: (step * (quotas[part] - sizes[part]), -part))
+        sizes[chosen] += step
+    return sizes
+
+
 class Parts(list[Any]):
     """A batch that is already split, one element for each part."""
 
 
+class SteadyShares:
+    """The shares of a batch by which its parts would take equally long; equal until enough is measured.
+
+    `values`: the share of each part, which sum to 1. `costs`: the measured seconds of a unit of each part, relative to
+    the mean of the parts, when the shares last changed; empty before.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.values = [1 / num_parts] * num_parts
+        self.costs: list[float] = []
+        self._newest: deque[list[float]] = deque(maxlen=MOST)
+        self._times: deque[float] = deque(maxlen=MOST)
+        self._is_first, self._pause = True, 0
+        self._before: tuple[list[float], float, float] | None = None  # shares, time and gain expected of the change
+
+    def note(self, seconds: Sequence[float], time: float = 0.0) -> bool:
+        """Record the seconds of a unit of each part; return whether the shares changed.
+
+        `time`: how long the slowest part took for each unit of the whole batch; 0: unknown, then no change is taken
+        back. The first measurement does not count: it includes what is loaded and compiled at first.
+        """
+        if self._is_first:
+            self._is_first = False
+            return False
+        mean = fmean(seconds)
+        self._newest.append([second / mean for second in seconds])
+        self._times.append(time)
+        self._pause -= 1
+        if len(self._newest) < FEWEST:
+            return False
+        if self._before is not None and self._has_failed():
+            return True
+        return self._pause <= 0 and self._change()
+
+    def _has_failed(self) -> bool:
+        """Take the last change back if it did not help; return whether it was taken back."""
+        assert self._before is not None
+        (shares, time_before, gain), self._before = self._before, None
+        if not time_before or time_before / fmean(self._times) - 1 >= WORTH * gain:
+            return False
+        self.values, self._pause = shares, PAUSE
+        self._forget()
+        return True
+
+    def _change(self) -> bool:
+        """Move the shares towards those of equal times if that is worth it; return whether they changed."""
+        columns = list(zip(*self._newest, strict=True))
+        costs = [fmean(column) for column in columns]
+        pace = sum(1 / cost for cost in costs)
+        noise = max(stdev(column) / sqrt(len(column)) / cost for column, cost in zip(columns, costs, strict=True))
+        if _time(self.values, costs) * pace - 1 <= max(LEAST_GAIN, NOISE * noise):
+            return False
+        bounded = [
+            min(max(1 / cost / pace, share / LARGEST_CHANGE), share * LARGEST_CHANGE)
+            for share, cost in zip(self.values, costs, strict=True)
+        ]
+        changed = [share / sum(bounded) for share in bounded]
+        gain = _time(self.values, costs) / _time(changed, costs) - 1
+        self._before = (self.values, fmean(list(self._times)[-FEWEST:]), gain)
+        self.values, self.costs = changed, costs
+        self._forget()
+        return True
+
+    def _forget(self) -> None:
+        self._newest.clear()
+        self._times.clear()
+
+
+def _time(shares: Sequence[float], costs: Sequence[float]) -> float:
+    """Return the time of the slowest part, relative to a unit of mean cost."""
+    return max(share * cost for share, cost in zip(shares, costs, strict=True))
+
+
 class MeasuredParts:
-    """The measured speed of each part's ranks in calls of one method, and part sizes that would take equally long.
+    """The shares of each part by the durations of the calls of one method.
 
     Sizes are in units: one row, or one group of rows. No part is empty, so that every rank continues to be measured.
     """
 
     def __init__(self, num_parts: int) -> None:
-        self._speeds: list[float] = []
-        self._num_parts = num_parts
-        self._calls: list[tuple[list[int], list[list[Duration]]]] = []
+        self.shares = SteadyShares(num_parts)
+        self._calls: deque[tuple[list[float], list[list[Duration]]]] = deque(maxlen=MAX_WAITING)
 
-    def note(self, sizes: Sequence[int], durations: Sequence[Sequence[Duration]]) -> None:
+    def note(self, sizes: Sequence[float], durations: Sequence[Sequence[Duration]]) -> None:
         """Record a call that has started: the size of each part, and the durations of the ranks of each part."""
-        self._calls = [*self._calls, (list(sizes), [list(of_part) for of_part in durations])][-MAX_WAITING:]
+        self._calls.append((list(sizes), [list(of_part) for of_part in durations]))
 
-    def sizes(self, num_units: int) -> list[int]:
-        """Return the units of each part, at least one; as equal as possible until all parts have been measured.
-
-        `num_units` must be at least the number of parts.
-        """
-        self._update_speeds()
-        speeds = self._speeds or [1.0] * self._num_parts
-        quotas = [num_units * speed / sum(speeds) for speed in speeds]
-        sizes = [max(1, int(quota)) for quota in quotas]
-        while (missing := num_units - sum(sizes)) != 0:
-            step = 1 if missing > 0 else -1
-            candidates = [part for part in range(self._num_parts) if sizes[part] + step >= 1]
-            chosen = max(candidates, key=lambda part: (step * (quotas[part] - sizes[part]), -part))
-            sizes[chosen] += step
-        return sizes
-
-    def _update_speeds(self) -> None:
-        """Update the speeds with the calls that have finished on every rank, in their order."""
-        waiting = []
-        for sizes, durations in self._calls:
+    def update(self) -> bool:
+        """Measure the calls that have finished on every rank, in their order; return whether the shares changed."""
+        calls, self._calls = self._calls, deque(maxlen=MAX_WAITING)
+        has_changed = False
+        for sizes, durations in calls:
             seconds = [[duration.seconds for duration in of_part] for of_part in durations]
             if any(second is None for of_part in seconds for second in of_part):
-                waiting.append((sizes, durations))
+                self._calls.append((sizes, durations))
                 continue
             slowest = [max(second or 0.0 for second in of_part) for of_part in seconds]
             if min(slowest) <= 0.0:
                 continue  # too short to be measured
-            speeds = [size / second for size, second in zip(sizes, slowest, strict=True)]
-            before = self._speeds or speeds
-            self._speeds = [
-                NEWEST_SHARE * new + (1 - NEWEST_SHARE) * old for new, old in zip(speeds, before, strict=True)
-            ]
-        self._calls = waiting
+            of_units = [second / size for size, second in zip(sizes, slowest, strict=True)]
+            has_changed |= self.shares.note(of_units, max(slowest) / sum(sizes))
+        return has_changed

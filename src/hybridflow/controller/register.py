@@ -67,8 +67,8 @@ def register(
     - `rows`: output rows per input row: "same", a number, or a function of the configuration; "one": the result does
       not have the rows of the batch (metrics only, or one row for each part).
     - `keep_groups`: a column, e.g. "group_ids"; rows with equal values stay on one rank, and padding adds whole groups.
-    - `parts`: "equal", "measured" (a rank that was slower in recent calls gets fewer rows), or a function of the
-      configuration. "measured" is for methods whose rows do not depend on each other.
+    - `parts`: "equal", "measured" (a rank that was slower in recent calls gets fewer rows; for methods whose ranks do
+      not wait for each other), "shares" (set as `group.shares.of_ranks`), or a function of the configuration.
 
     Raises DispatchError if the declaration is contradictory.
     """
@@ -122,10 +122,10 @@ def register(
 
 
 def check_parts(what: str, parts: Any) -> PartsOf:
-    """Return `parts`. Raises DispatchError unless it is "equal" or "measured"; `what` names it in the error."""
+    """Return `parts`. Raises DispatchError unless it is one of `PARTS`; `what` names it in the error."""
     if parts not in PARTS:
         raise DispatchError(
-            f"{what}={parts!r} is invalid: expected 'equal', 'measured', or a function of the configuration."
+            f"{what}={parts!r} is invalid: expected 'equal', 'measured', 'shares', or a function of the configuration."
         )
     return parts
 

@@ -15,9 +15,9 @@ from hybridflow.controller.call import Arguments, BoundMethod, arguments_by_rank
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs, require_init_args
 from hybridflow.controller.columns import MethodColumns, resolve_columns
 from hybridflow.controller.dispatch_functions import dispatch_all_to_all
+from hybridflow.controller.group_shares import GroupShares
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.mesh import Mesh
-from hybridflow.controller.part_sizes import MeasuredParts
 from hybridflow.controller.register import Execute, Registration, check_parts, registered_methods
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.errors import DispatchError
@@ -32,7 +32,7 @@ class WorkerGroup:
     {"data": world_size} unless given. `workers`: existing workers of the backend, by rank; None starts new ones.
 
     Raises DispatchError, before a worker is started, if the size of a mesh differs from the pool's world size or a
-    method cannot be bound.
+    method cannot be bound. `shares`: the shares of the ranks in calls whose parts are not equal.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class WorkerGroup:
         self._world_size, self._is_open = resource_pool.world_size, True
         self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
         self._declared = self._declare_methods()
-        self._measured_parts: dict[str, MeasuredParts] = {}
+        parts = {name: registration.parts for name, (registration, _) in self._declared.items()}
+        self.shares = GroupShares(self.name, parts, self.backend.trace)
         self._workers = list(workers or self._start_workers())
 
     # ------------------------------------------------------------------------------------------ workers and methods
@@ -101,10 +102,6 @@ class WorkerGroup:
             )
             for workers in members
         ]
-
-    def measured_parts(self, method_name: str, num_parts: int) -> MeasuredParts:
-        """Return the measured speeds of the ranks in calls of a method."""
-        return self._measured_parts.setdefault(method_name, MeasuredParts(num_parts))
 
     def __getattr__(self, name: str) -> BoundMethod:
         if name.startswith("__") or "_declared" not in self.__dict__:

@@ -143,6 +143,9 @@ METRICS: dict[str, Metric] = {
         "max",
     ),
     "timing_per_token_ms/<stage>": Metric("Milliseconds of a stage per token that it processed.", "max"),
+    "parts/<stage>": Metric(
+        'Smallest part of the rows in a stage, relative to an equal one (controller.parts = "measured"); 1: all equal.'
+    ),
     "schedule/length_error": Metric(
         "Mean distance of the expected from the mean response length of a prompt, by the mean length "
         '(rollout.schedule = "expected").'

@@ -11,7 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 from hybridflow.errors import DataError
 
-Kind = Literal["call", "send", "read", "probe", "recovery"]
+Kind = Literal["call", "send", "read", "probe", "recovery", "parts"]
+
+TRANSFERS: frozenset[Kind] = frozenset({"call", "send", "read"})
+"""The kinds of events that move columns."""
+
 Sources = tuple[tuple[str, tuple[str, ...]], ...]
 
 TRACE_FILE = "trace/calls.jsonl"
@@ -26,7 +30,8 @@ class TraceEvent(NamedTuple):
 
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
     store; "read", the controller read contents; "probe", a measurement of a node; "recovery", a failure that was
-    mended, with the restarted groups as `worker` and the action as `where`, or a slow rank, with "slow" as `where`.
+    mended, with the restarted groups as `worker` and the action as `where`, or a slow rank, with "slow" as `where`;
+    "parts", a part of a group that gets another share of the rows from now on, with the reason as `note`.
     `where`: the method. Times are seconds of `time.time()`. `transfer_s`: the part of a call spent on unpacking
     arguments and packing the result. `bytes_in`, `bytes_out`: bytes copied from and to the store. `memory_bytes`:
     resident memory of the worker's process after a call. `sources`: the columns that were read, by producer
@@ -44,6 +49,7 @@ class TraceEvent(NamedTuple):
     transfer_s: float = 0.0
     memory_bytes: int = 0
     sources: Sources = ()
+    note: str = ""
 
     @property
     def group(self) -> str:
@@ -107,7 +113,7 @@ def stage_seconds(events: Iterable[TraceEvent], stages: Mapping[str, str]) -> di
 
 def transfer_metrics(events: Iterable[TraceEvent]) -> dict[str, float]:
     """Return `transfer/...` of a step: bytes of the workers, bytes sent and read by the controller, and seconds."""
-    events = [event for event in events if event.kind not in ("probe", "recovery")]
+    events = [event for event in events if event.kind in TRANSFERS]
     calls = [event for event in events if event.kind == "call"]
     return {
         "transfer/bytes_flowed": sum(event.bytes_moved for event in calls),
@@ -127,7 +133,7 @@ def transfer_report(events: Iterable[TraceEvent]) -> dict[str, Any]:
     workers: dict[str, dict[str, float]] = {}
     events = list(events)
     for event in events:
-        if event.kind in ("probe", "recovery"):
+        if event.kind not in TRANSFERS:
             continue
         entry = workers.setdefault(event.worker, {"time": 0.0, "memory": 0, "data_size": 0})
         entry["time"] += _transfer_seconds(event)
@@ -165,7 +171,7 @@ def trace_row(event: TraceEvent) -> dict[str, Any]:
 def trace_event(row: Mapping[str, Any]) -> TraceEvent:
     """Return the event of a row from `trace_row`. Raises DataError if the row is not one."""
     try:
-        values: dict[str, Any] = {name: row[name] for name in TraceEvent._fields}
+        values: dict[str, Any] = {name: row[name] for name in TraceEvent._fields if name != "note" or name in row}
         values["sources"] = tuple((made, tuple(names)) for made, names in row["sources"])
         return TraceEvent(**values)
     except (KeyError, TypeError, ValueError) as error:

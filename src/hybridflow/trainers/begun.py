@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hybridflow.controller.part_sizes import PART_SIZES
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.in_flight import Running
 from hybridflow.trainers.stages import read
@@ -86,7 +87,9 @@ class Sampler(Protocol):
 
 def joined(parts: Sequence[DataProtoFuture]) -> DataProtoFuture:
     """Return the rows of all parts of a batch, in order."""
-    return DataProtoFuture.concat(parts) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return DataProtoFuture.concat([part.with_meta_info({PART_SIZES: {}}) for part in parts])
 
 
 def in_order_of_groups(batch: DataProtoFuture) -> np.ndarray:

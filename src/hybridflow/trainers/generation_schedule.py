@@ -13,6 +13,7 @@ import torch
 from hybridflow.algorithms import imbalance
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
+from hybridflow.controller.part_sizes import MeasuredParts
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.length_history import LengthHistory, prompt_keys
 from hybridflow.trainers.prompt_assignment import assign_prompts, expected_tokens, prefix_families
@@ -33,6 +34,8 @@ class GenerationSchedule:
         self._config, self._rollout = config, rollout
         self._history = LengthHistory() if config.rollout.schedule == "expected" else None
         self._capacities: list[float] = []
+        self._shares: MeasuredParts | None = None
+        self._loads: list[float] = []
 
     def generate(self, prompts: DataProto, engines: Sequence[Sequence[int]]) -> DataProtoFuture:
         """Begin to generate with the rows of each engine by `scheduled`; return rollouts in the order of prompts."""
@@ -40,6 +43,8 @@ class GenerationSchedule:
             return self._rollout.generate_sequences.remote(prompts)
         parts = zip(self.engines, engines, strict=True)
         rollouts = [engine.generate_sequences.remote(prompts.select_idxs(rows)) for engine, rows in parts]
+        if self._shares is not None:
+            self._shares.note(self._loads, [[handle.duration for handle in made.handles()] for made in rollouts])
         return self._in_order(rollouts, engines)
 
     def begin(self, prompts: DataProto, engines: Sequence[Sequence[int]]) -> Callable[[], DataProtoFuture]:
@@ -76,6 +81,7 @@ class GenerationSchedule:
         tokens = [ids[own].tolist() for ids, own in zip(prompts.batch["prompts"], mask, strict=True)]
         costs = expected_tokens(mask.sum(-1).numpy(), expected, self._config.rollout.group_size)
         engines = assign_prompts(costs.tolist(), prefix_families(tokens), self._read_capacities())
+        self._loads = [float(costs[rows].sum()) for rows in engines]
         return prompts.union(DataProto.from_dict({"engine_ids": _engine_ids(engines)})), engines
 
     def note(self, batch: Batch) -> dict[str, float]:
@@ -123,7 +129,16 @@ class GenerationSchedule:
         return self._rollout.replicas(ROLLOUT_MESH)
 
     def _read_capacities(self) -> list[float]:
-        """Return the memory for keys and values of each engine, read once; equal if the run is deterministic."""
+        """Return the capacity of each engine for load.
+
+        It is the memory for keys and values, read once; if parts are measured, the speed of the engine; equal if the
+        run is deterministic.
+        """
+        if self._config.controller.parts == "measured":
+            self._shares = self._shares or MeasuredParts(len(self.engines))
+            if self._shares.update():
+                self._rollout.shares.record("generate_sequences", self._shares.shares)
+            return self._shares.shares.values
         if len(self._capacities) != len(self.engines):  # none yet, or those of a checkpoint with other engines
             self._capacities = [1.0] * len(self.engines)
             if not self._config.trainer.deterministic:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from hybridflow.config import Config
 from hybridflow.config.roles import ROLES, RoleTraits
@@ -18,6 +18,9 @@ from hybridflow.controller import (
 from hybridflow.observability import TraceEvent, get_logger, stage_seconds, transfer_metrics
 from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 from hybridflow.workers.generating import ROLLOUT_MESH
+
+if TYPE_CHECKING:
+    from hybridflow.trainers.rank_speeds import RankSpeeds
 
 logger = get_logger(__name__)
 
@@ -86,6 +89,8 @@ class BackendOwner:
     recovery: "Closable | None" = None
 
     slow_ranks: SlowRankWatch | None = None
+
+    rank_speeds: "RankSpeeds | None" = None
 
     def trace_metrics(self) -> dict[str, float]:
         """Return times and transfers since the last call; append the trace events to `events`, for the log."""

@@ -11,6 +11,7 @@ from hybridflow.data.loader import Dataset
 from hybridflow.observability import performance_report, timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
+from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import Sample
@@ -50,15 +51,16 @@ class OfflineTrainer(BackendOwner):
         self.objective, self.figures = objective, objective.figures
         self.validation, self.speedometer = validation, speedometer
         self.global_step = 0
+        self.groups = groups or {Role.Actor: learner}
+        self.rank_speeds = measured_shares(config, self.groups)
         self.stateful_groups = [learner]
         self.saver = self.new_saver(run.store, in_background=config.trainer.save_in_background)
         if run.checkpoint:
             self.restore(run.checkpoint)
         self.recovery: Recovery | None = None
         if backend and token_budgets:
-            groups = groups or {Role.Actor: learner}
-            self.recovery = build_recovery(self, groups, backend, token_budgets)
-            self.slow_ranks = watch_slow_ranks(self, groups, backend)
+            self.recovery = build_recovery(self, self.groups, backend, token_budgets)
+            self.slow_ranks = watch_slow_ranks(self, self.groups, backend)
 
     def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
         """Return a saver of the training state into a store."""
@@ -81,7 +83,7 @@ class OfflineTrainer(BackendOwner):
             batch, metrics = self.objective.step(self.loader.next_batch())
             self.metrics |= metrics
         self.global_step += 1
-        self.metrics |= self.trace_metrics()
+        self.metrics |= self.trace_metrics() | part_metrics(self.groups)
         masks = read(batch, ["response_mask", "attention_mask"]).batch
         response_lens = masks["response_mask"].sum(-1)
         prompt_lens = masks["attention_mask"].sum(-1) - response_lens

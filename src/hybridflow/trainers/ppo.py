@@ -19,7 +19,7 @@ from hybridflow.controller import Role, WorkerGroup
 from hybridflow.models import decoder_shape
 from hybridflow.observability import reduce_lists
 from hybridflow.protocol import DataProtoFuture
-from hybridflow.trainers.balance import balanced_order
+from hybridflow.trainers.balance import balanced
 from hybridflow.trainers.begun import NextPrompts, Sampler, in_order_of_groups, joined
 from hybridflow.trainers.corrected_rollouts import corrected_rollouts, correction_metrics
 from hybridflow.trainers.rl_metrics import log_prob_metrics
@@ -54,7 +54,7 @@ class PPO:
         reference = Role.ActorRollout if config.actor_is_reference else Role.RefPolicy
         self.reference = groups[reference] if config.uses_reference else None
         self.teacher = groups.get(Role.Teacher)
-        self.num_replicas = self.actor.mesh().axes["data"]
+        self.groups = groups
         self.shape = decoder_shape(config.model.path) if config.model.path else None
         self.start_over()
 
@@ -117,9 +117,12 @@ class PPO:
         if algorithm.kl_in_reward:
             self._adjust_kl(float(torch.cat(kls).mean()), num_samples=len(batch))
         if self.critic:
+            rows = batch
             if config.trainer.stream:  # each part was balanced, but a rank's share of all rows is not that of the parts
-                batch, *_ = self._balanced(batch)
-            steps = self._with_mini_batches(batch, config.critic.mini_batch_size, config.critic.epochs)
+                rows, *_ = self._balanced(batch)
+            if self.critic.shares.of_ranks is not self.actor.shares.of_ranks:  # other processes, of other speeds
+                rows, *_ = self._balanced(batch, self.critic)
+            steps = self._with_mini_batches(rows, config.critic.mini_batch_size, config.critic.epochs)
             updates.append(self.critic.update_critic.remote(steps))
         if trains_actor and not config.trainer.stream:
             steps = self._with_mini_batches(batch, config.actor.mini_batch_size, config.actor.epochs)
@@ -130,15 +133,12 @@ class PPO:
             self.metrics |= log_prob_metrics(sums)
         return batch.select_rows(in_order_of_groups(batch) if config.trainer.stream else as_generated)
 
-    def _balanced(self, batch: DataProtoFuture) -> tuple[DataProtoFuture, np.ndarray, dict[str, float]]:
-        """Return the rows in an order that balances the ranks, the row numbers of the old order in it, and metrics."""
-        if self.num_replicas == 1 or self.config.controller.balance == "none":
-            return batch, np.arange(len(batch)), {}
+    def _balanced(
+        self, batch: DataProtoFuture, group: WorkerGroup | None = None
+    ) -> tuple[DataProtoFuture, np.ndarray, dict[str, float]]:
+        """Return `balanced` rows for the ranks of a group, by default the actor's."""
         seed_keys = (self.config.trainer.seed, self.global_step)
-        steps = mini_batch_rows(batch, self.config.actor.mini_batch_size, 1, seed_keys)
-        keep_groups = self.config.controller.balance == "groups"
-        order, metrics = balanced_order(batch, self.num_replicas, steps, self.shape, keep_groups=keep_groups)
-        return batch.select_rows(order), np.argsort(order), metrics
+        return balanced(batch, group or self.actor, self.groups.values(), self.config, seed_keys, self.shape)
 
     def _adjust_kl(self, kl: float, num_samples: int) -> None:
         """Add the KL and its coefficient to the metrics, then update the coefficient for the next step."""

@@ -15,6 +15,7 @@ from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.ppo import PPO
+from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
 from hybridflow.trainers.recovery import build_recovery
 from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
@@ -53,6 +54,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.processes = {role: (pool, sum(num_processes[pool])) for role, pool in pools.items()}
         self.validator, self.speedometer = validator, speedometer
         self.learning_signal = LearningSignalMonitor(config)
+        self.rank_speeds = measured_shares(config, groups)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.saver = self.new_saver(run.store, in_background=config.trainer.save_in_background)
         if run.checkpoint:
@@ -113,7 +115,7 @@ class PPOTrainer(PPO, BackendOwner):
         self.write_schedule(self.global_step)
         self.learning_signal.check(self.global_step, self.metrics)
         end = time.time()
-        self.metrics |= self.trace_metrics()
+        self.metrics |= self.trace_metrics() | part_metrics(self.groups)
         if self.backend:
             self.metrics |= idle_shares(self.events, self.backend.running(), self.processes, start, end)
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hybridflow.algorithms import proportional_partition
+
 FAMILY_SHARE = 0.5
 """Share of the longer of two prompts that must be their common prefix, so that they are of one family."""
 
@@ -74,18 +76,9 @@ def _units(costs: Sequence[float], families: Sequence[int], largest: float) -> l
 
 
 def _assign(units: Sequence[list[int]], costs: Sequence[float], capacities: Sequence[float]) -> list[list[int]]:
-    """Return the prompts of each engine: the costliest unit goes first, to the engine that is least loaded with it.
-
-    Longest processing time first (Graham, 1969), for machines of unequal speeds.
-    """
-    assigned: list[list[int]] = [[] for _ in capacities]
-    loads = np.zeros(len(capacities))
-    loads_of_units = [sum(costs[row] for row in unit) for unit in units]
-    for unit in sorted(range(len(units)), key=lambda unit: -loads_of_units[unit]):  # stable
-        engine = int(((loads + loads_of_units[unit]) / capacities).argmin())
-        assigned[engine] += units[unit]
-        loads[engine] += loads_of_units[unit]
-    return assigned
+    """Return the prompts of each engine, unit by unit."""
+    engines = proportional_partition([sum(costs[row] for row in unit) for unit in units], capacities)
+    return [[row for unit in of_engine for row in units[unit]] for of_engine in engines]
 
 
 def _busiest(assigned: Sequence[Sequence[int]], costs: Sequence[float], capacities: Sequence[float]) -> float:

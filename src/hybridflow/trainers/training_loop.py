@@ -10,6 +10,7 @@ from hybridflow.observability import TraceEvent, get_logger, memory_bytes
 from hybridflow.runtime import StopRequest
 from hybridflow.runtime.fault_points import fault_point, fault_point_of_step
 from hybridflow.trainers.planned_faults import warn_of_unfired_faults
+from hybridflow.trainers.rank_speeds import RankSpeeds
 from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.run_log import RunLog, Sample
@@ -29,6 +30,7 @@ class Trainer(Protocol):
     metrics: dict[str, Any]
     recovery: Recovery | None
     slow_ranks: SlowRankWatch | None
+    rank_speeds: RankSpeeds | None
 
     @property
     def figures(self) -> Mapping[str, str]:
@@ -109,6 +111,8 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last:
         trainer.metrics |= recovery.note_step()
     if trainer.slow_ranks:
         trainer.metrics |= trainer.slow_ranks.note_step(trainer.global_step, trainer.metrics["timing_s/step"])
+    if trainer.rank_speeds:
+        trainer.rank_speeds.note_step(trainer.metrics["timing_s/step"])
     step, validation = trainer.global_step, {}
     if step == trainer.total_steps or (how.val_every and step % how.val_every == 0):
         validation = trainer.validate()

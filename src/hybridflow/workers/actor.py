@@ -14,7 +14,7 @@ from hybridflow.weight_sync import WeightSender, build_sending_transport
 from hybridflow.workers.algorithm_functions import reads_column
 from hybridflow.workers.log_prob_mismatch import KL, MEAN, SHARE, log_prob_mismatch_of
 from hybridflow.workers.losses import actor_columns, actor_loss
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
 from hybridflow.workers.selection import with_selected_tokens
 from hybridflow.workers.streamed_update import StreamedUpdate
 from hybridflow.workers.updates import run_updates
@@ -43,7 +43,7 @@ class ActorWorker(ModelWorker):
             *("old_log_probs", "entropies"),
             *["sum_squared_probs"] * reads_column(config, "sum_squared_probs"),
         ),
-        parts=lambda config: config.controller.parts,
+        parts=parts_of_replicas,
     )
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses and entropies under the policy before the update."""
@@ -60,7 +60,7 @@ class ActorWorker(ModelWorker):
         TO_REPLICAS,
         reads=MODEL_COLUMNS,
         writes=("ref_log_probs",),
-        parts=lambda config: config.controller.parts,
+        parts=parts_of_replicas,
     )
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses under the base model, without its adapters (lora.rank)."""
@@ -73,6 +73,7 @@ class ActorWorker(ModelWorker):
         reads=("response_mask", "row_ids", "old_log_probs", "entropies", "rollout_log_probs"),
         writes=("num_tokens", "entropy_sum", "mismatch_sum", "mismatch_max", "mismatch_kl_sum", "mismatch_share_sum"),
         rows="one",
+        parts=parts_of_replicas,
     )
     def sum_log_prob_metrics(self, batch: DataProto) -> DataProto:
         """Return one row of sums over this rank's tokens: their number, entropies, and log-prob mismatch."""
@@ -97,6 +98,7 @@ class ActorWorker(ModelWorker):
         reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
+        parts=parts_of_replicas,
     )
     def update_actor(self, batch: DataProto) -> DataProto:
         """Run one optimizer step for each mini-batch; `meta_info["kl_coef"]` is the weight of the KL in the loss."""
@@ -117,6 +119,7 @@ class ActorWorker(ModelWorker):
         reads=lambda config: tuple(sorted({*MODEL_COLUMNS, "row_ids", *actor_columns(config)})),
         writes=(),
         rows="one",
+        parts=parts_of_replicas,
     )
     def update_actor_in_parts(self, part: DataProto) -> DataProto:
         """Add the gradients of a part of a batch, and make one optimizer step after its last part.

@@ -4,6 +4,7 @@ from typing import Literal
 
 from hybridflow.config import Config, OptimizerConfig, RoleName
 from hybridflow.controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from hybridflow.controller.part_sizes import PartsOf
 from hybridflow.engines import TorchEngine, TrainEngine
 from hybridflow.runtime import naming_out_of_memory, own_device
 from hybridflow.workers.saving import SavingWorker
@@ -22,6 +23,11 @@ ADAPTED_ROLES = ("actor_rollout", "actor")
 
 MODEL_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """Columns of a rollout batch that every model reads."""
+
+
+def parts_of_replicas(config: Config) -> PartsOf:
+    """Return how the parts of a call with collectives are sized: all its ranks take equally long."""
+    return "shares" if config.controller.parts == "measured" else "equal"
 
 
 class ModelWorker(SavingWorker):

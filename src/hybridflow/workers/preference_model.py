@@ -4,7 +4,7 @@ from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import slope_loss
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
 from hybridflow.workers.updates import FIGURES_WITHOUT_LOSS, run_updates
 from hybridflow.workers.worker_process import prepare_worker_process
 
@@ -22,12 +22,14 @@ class PreferenceModelWorker(ModelWorker):
         config = prepare_worker_process(self, config)
         self.engine = self.build_engine(config, config.model.path, "value", config.offline.optimizer, total_updates)
 
-    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",))
+    @register(TO_REPLICAS, reads=MODEL_COLUMNS, writes=("scores",), parts=parts_of_replicas)
     def compute_scores(self, batch: DataProto) -> DataProto:
         """Compute the score of each conversation, (batch,)."""
         return DataProto.from_dict({"scores": self.engine.forward(batch)["values"][:, 0]})
 
-    @register(TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one")
+    @register(
+        TO_REPLICAS, reads=(*MODEL_COLUMNS, "row_ids", "loss_slopes"), writes=(), rows="one", parts=parts_of_replicas
+    )
     def update_reward_model(self, batch: DataProto) -> DataProto:
         """Run one optimizer step per mini-batch on the sum of `loss_slopes` times the score of each conversation."""
         self.require_collectives("sum gradients")

@@ -3,7 +3,7 @@
 from hybridflow.config import Config
 from hybridflow.controller import register
 from hybridflow.protocol import DataProto
-from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker
+from hybridflow.workers.model_worker import MODEL_COLUMNS, TO_REPLICAS, ModelWorker, parts_of_replicas
 from hybridflow.workers.worker_process import prepare_worker_process
 
 
@@ -24,7 +24,7 @@ class ReferenceWorker(ModelWorker):
         TO_REPLICAS,
         reads=MODEL_COLUMNS,
         writes=("ref_log_probs",),
-        parts=lambda config: config.controller.parts,
+        parts=parts_of_replicas,
     )
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """Compute log-probs of the responses under the reference policy, by default at the rollout temperature."""

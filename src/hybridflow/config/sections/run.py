@@ -124,8 +124,8 @@ class ControllerConfig(Section):
     )
     parts: Literal["equal", "measured"] = Field(
         default="equal",
-        description="Number of rows that each rank gets for generation, log-probs, values and scores: equal, or "
-        "measured (fewer for ranks that were slower in recent calls; needs trainer.deterministic = false).",
+        description="Number of rows that each rank gets: equal, or measured (fewer for slower ranks in generation, "
+        "scoring and training; needs trainer.deterministic = false).",
     )
     balance: Literal["rows", "groups", "none"] = Field(
         default="rows",
