@@ -20,15 +20,15 @@ NOTABLE_BYTES = 2**30
 """Memory of other processes that an error mentions; the CUDA context of one process takes about half of it."""
 
 
-UNTYPED = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+UNTYPED = ("DefaultCPUAllocator", "std::bad_alloc", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Texts in PyTorch's errors of too little memory that have no type of their own: of the host, and of libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether PyTorch reports too little memory, of a device or of the host."""
+    """Return whether PyTorch, NumPy or Python reports too little memory, of a device or of the host."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in UNTYPED)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in UNTYPED)
 
 
 def out_of_memory(

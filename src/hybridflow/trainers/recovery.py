@@ -73,6 +73,7 @@ class Recovery:
         if self.snapshots:
             self.snapshots.finish(step)
         self._tries.note_step(step)
+        self._budgets.note_step()
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -84,8 +85,9 @@ class Recovery:
         start, step, errors = time.time(), self._trainer.global_step, [error]
         while True:
             action = action_for(error)
-            if action is Action.STOP or self._tries.is_exhausted():
-                if action is not Action.STOP:
+            is_exhausted = action is Action.RESTART and self._tries.is_exhausted()
+            if action is Action.STOP or is_exhausted:
+                if is_exhausted:
                     logger.error("%d tries in a row have failed (recovery.max_restarts)", self._tries.count)
                 raise error
             logger.warning("step %d failed (%s): %s", step + 1, fault_of(error).value, error)
@@ -115,12 +117,14 @@ class Recovery:
             )
         if point is None or (action is Action.SMALLER and not self._budgets.halve()):
             raise error
-        pause_s, most = self._tries.next_pause_s(self._trainer.global_step), self._trainer.config.recovery.max_restarts
-        logger.warning(
-            "going back to step %d with new processes for %s, try %d of %d",
-            *(point.step, ", ".join(failed) or "no group", self._tries.count, most),
-        )
-        time.sleep(pause_s)
+        new = f"going back to step {point.step} with new processes for {', '.join(failed) or 'no group'}"
+        if action is Action.SMALLER:  # ends by itself, with the smallest budget
+            logger.warning("%s", new)
+        else:
+            pause_s = self._tries.next_pause_s(self._trainer.global_step)
+            most = self._trainer.config.recovery.max_restarts
+            logger.warning("%s, try %d of %d", new, self._tries.count, most)
+            time.sleep(pause_s)
         self._groups.restart(failed)
         self._budgets.apply()
         self._trainer.restore(point, verify=True)

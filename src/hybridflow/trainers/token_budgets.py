@@ -1,7 +1,8 @@
 """Token budgets of micro-batches that the configuration does not give: found by a trial, or after too little memory.
 
 A trial at the first start finds those of `memory.max_tokens_per_micro_batch = "auto"`. Any budget is halved when
-training runs out of memory (`recovery`). Both are kept by the run.
+training runs out of memory (`recovery`), and tried doubled again later unless the run is deterministic, since another
+program may have needed the memory for a while. All are kept by the run.
 """
 
 import json
@@ -18,6 +19,9 @@ from hybridflow.trainers.run_directory import TOKEN_BUDGETS, RunDirectory
 
 logger = get_logger(__name__)
 
+FIRST_PAUSE = 50
+"""Number of steps with enough memory until a halved budget is tried doubled."""
+
 
 class TokenBudgets:
     """The token budgets of the roles with a model, kept in the run directory, since rounding depends on them."""
@@ -28,7 +32,10 @@ class TokenBudgets:
             role.value: group for role, group in groups.items() if traits_of(role).has_sharded_model(config)
         }
         kept = _read(run)
-        self._budgets: dict[str, int] = kept["budgets"] if kept.get("layout") == self._layout else {}
+        is_same = kept.get("layout") == self._layout
+        self._budgets: dict[str, int] = kept["budgets"] if is_same else {}
+        self._largest: dict[str, int] = kept.get("largest", {}) if is_same else {}
+        self._steps, self._pause, self._was_doubled = 0, FIRST_PAUSE, False
 
     def settle(self) -> None:
         """Set the recorded budgets of the same layout; with "auto", find those that are missing by a trial."""
@@ -55,13 +62,36 @@ class TokenBudgets:
         halved = {role: max(least, budget // 2) for role, budget in before.items() if isinstance(budget, int)}
         if all(before[role] == budget for role, budget in halved.items()):
             return False
-        self._budgets = halved
-        write_text_atomically(self._run.path / TOKEN_BUDGETS, self._document())
-        logger.warning("tokens per micro-batch from now on: %s", ", ".join(f"{r} {n}" for r, n in halved.items()))
+        if not self._largest:
+            self._largest = {role: budget for role, budget in before.items() if isinstance(budget, int)}
+        if self._was_doubled:
+            self._pause *= 2
+        self._was_doubled = False
+        self._change(halved)
         return True
 
+    def note_step(self) -> None:
+        """Count a step that had enough memory; after many, double halved budgets unless the run is deterministic.
+
+        The pause until the next time doubles if memory runs out then.
+        """
+        self._steps += 1
+        was_halved = bool(self._largest) and self._budgets != self._largest
+        if self._config.trainer.deterministic or not was_halved or self._steps < self._pause:
+            return
+        self._was_doubled = True
+        self._change({role: min(2 * budget, self._largest[role]) for role, budget in self._budgets.items()})
+        self.apply()
+
+    def _change(self, budgets: dict[str, int]) -> None:
+        """Record new budgets, before they are used."""
+        self._budgets, self._steps = budgets, 0
+        write_text_atomically(self._run.path / TOKEN_BUDGETS, self._document())
+        logger.warning("tokens per micro-batch from now on: %s", ", ".join(f"{r} {n}" for r, n in budgets.items()))
+
     def _document(self) -> str:
-        return json.dumps({"layout": self._layout, "budgets": self._budgets}, indent=1) + "\n"
+        largest = {"largest": self._largest} if self._largest else {}
+        return json.dumps({"layout": self._layout, "budgets": self._budgets, **largest}, indent=1) + "\n"
 
 
 def _layout_of(config: Config) -> dict[str, Any]:
@@ -83,9 +113,10 @@ def _read(run: RunDirectory) -> dict[str, Any]:
         return {}
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        for role, budget in kept["budgets"].items():
+        largest = kept.get("largest", {})
+        for role, budget in (*kept["budgets"].items(), *largest.items()):
             if type(budget) is not int or budget < sum(kept["layout"]["lengths"]):
                 raise ValueError(f"{budget!r} tokens for {role}")
-        return {"layout": kept["layout"], "budgets": kept["budgets"]}
+        return {"layout": kept["layout"], "budgets": kept["budgets"], "largest": largest}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); remove it to measure the budgets again.") from error

@@ -1,0 +1,79 @@
+"""Runs whose workers really have too little memory (RLIMIT_DATA): they go on with fewer tokens at a time, to the end.
+
+A reward function in the process of a worker limits its memory to what it has, and some more, before the rows are
+learned. A new process does the same, so that the run has to manage with the limit.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridflow.observability import read_jsonl
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="a limit of memory"),
+]
+
+MIB = 2**20
+TOKENS, LONGEST, STEPS = 3200, 28, 3
+"""A batch has about as many tokens."""
+
+REWARD = """
+import resource
+
+def score(solution_str, **sample):
+    limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit == most:
+        with open("/proc/self/status") as file:
+            (used,) = (int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (used + {more}, most))
+    return len(solution_str) % 11 / 10
+"""
+
+ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "reward.processes=0", "recovery.backoff_s=0.01")
+PLACES = {
+    "training": ("algorithm.kl_in_loss=false",),
+    "scoring": (
+        *("algorithm.kl_in_loss=true", "algorithm.advantage=gae", "placement.pools={main=[1],second=[1]}"),
+        *("placement.roles={reference='second',critic='second',reward='second'}",),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(task, tmp_path_factory, run_in_turn):
+    """Return the runs of PLACES, and what they logged as `log`."""
+    directory = tmp_path_factory.mktemp("memory")
+    config = AutoConfig.from_pretrained(task / "model")
+    config.intermediate_size = 4096  # so that memory is that of activations
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    for file in (task / "model").glob("token*"):
+        (directory / "model" / file.name).write_bytes(file.read_bytes())
+    (directory / "reward.py").write_text(REWARD.replace("{more}", str(130 * MIB)))
+    common = ["train", f"{task}/rl.toml", *ON_RAY, f"model.path={directory}/model", "data.val_files=[]"]
+    common += [f"trainer.total_steps={STEPS}", "rollout.group_size=16", f"memory.max_tokens_per_micro_batch={TOKENS}"]
+    common += [f"reward.function={directory}/reward.py:score"]
+    log = run_in_turn(
+        *([*common, *changes, f"trainer.run_dir={directory}/{place}"] for place, changes in PLACES.items()),
+        shares_cluster=True,
+    )
+    return SimpleNamespace(log=log, **{place: directory / place for place in PLACES})
+
+
+@pytest.mark.parametrize(("place", "step"), [("training", "an update"), ("scoring", "a forward pass")])
+def test_a_run_without_memory_goes_on_to_its_end_with_fewer_tokens(runs, place, step):
+    run = getattr(runs, place)
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    recoveries = read_jsonl(run / "recoveries.jsonl")
+    assert {row["action"] for row in recoveries} == {"smaller"}
+    assert any(f"out of memory in {step}, nothing was applied" in row["errors"][0] for row in recoveries)
+    budgets = json.loads((run / "token_budgets.json").read_text())["budgets"]
+    assert all(LONGEST <= budget < TOKENS for budget in budgets.values())
+    assert "tokens per micro-batch from now on: " in runs.log
