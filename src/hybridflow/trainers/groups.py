@@ -68,6 +68,7 @@ def build_backend(config: Config) -> Backend:
         report_after_s=controller.report_after_s,
         threads=controller.threads,
         compress=controller.compress_transfers,
+        prefer_fast_links=controller.parts == "measured",
     )
 
 

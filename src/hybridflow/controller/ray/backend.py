@@ -20,6 +20,7 @@ from hybridflow.controller.one_call import described
 from hybridflow.controller.ray.cluster import Connection
 from hybridflow.controller.ray.heartbeat import delete_heartbeat
 from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
+from hybridflow.controller.ray.links import find_slow_links, measure_links
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
 from hybridflow.controller.ray.resource_pool import RayResourcePool, nodes_of_cluster, require_fit
@@ -31,9 +32,11 @@ from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
 from hybridflow.errors import ConfigError, DispatchError, LostClusterError, LostWorkerError, WorkerError
-from hybridflow.observability import Trace, TraceEvent
+from hybridflow.observability import Trace, TraceEvent, get_logger
 from hybridflow.protocol import Handle
 from hybridflow.protocol.packed_batch import batch_bytes
+
+logger = get_logger(__name__)
 
 
 class RayBackend:
@@ -46,8 +49,9 @@ class RayBackend:
     `call_timeout_s`: the deadline of every call in seconds without progress; None: no deadline. `heartbeat_timeout_s`:
     seconds without a heartbeat until a process that a call waits for is lost; None: do not look. `report_after_s`:
     seconds without progress until a wait logs who waits for whom; None: never. `threads`: CPU threads of each rank; 0:
-    its share of the physical cores. `compress`: compress sent data with zstd. Use the backend as a context, or call
-    `close()`.
+    its share of the physical cores. `compress`: compress sent data with zstd. `prefer_fast_links`: measure
+    the links to the nodes when pools are checked, and use nodes with a slow one last. Use the backend as a context, or
+    call `close()`.
     """
 
     def __init__(
@@ -62,12 +66,14 @@ class RayBackend:
         report_after_s: float | None = 60.0,
         threads: int = 0,
         compress: bool = False,
+        prefer_fast_links: bool = False,
     ) -> None:
         of_name = {"call_timeout_s": call_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
         for name, seconds in (of_name | {"report_after_s": report_after_s}).items():
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
+        self._prefer_fast_links = prefer_fast_links
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._node = socket.gethostname()
@@ -94,7 +100,22 @@ class RayBackend:
         pools = [self._as_ray_pool(pool) for pool in resource_pools]
         if pools:
             self._connection.open(pools)
+            if self._prefer_fast_links:
+                self._use_slow_links_last(pools)
             require_fit(pools)
+
+    def _use_slow_links_last(self, pools: Sequence[RayResourcePool]) -> None:
+        """Measure the links to the nodes; the pools use a node with a slow one only if the others do not suffice."""
+        nodes = nodes_of_cluster()
+        slow = find_slow_links(measure_links(nodes))
+        for node in nodes:
+            if node.node_id in slow:
+                logger.warning(
+                    "node %s has a slow link (%s) and is used only if the others do not suffice",
+                    *(node.address, slow[node.node_id]),
+                )
+        for pool in pools:
+            pool.used_last = frozenset(slow)
 
     def has_gpus(self) -> bool:
         """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""

@@ -68,6 +68,7 @@ class RayResourcePool(ResourcePool):
         self._groups: list[PlacementGroup] = []
         self._tenants = [0] * self.world_size
         self._is_detached = False
+        self.used_last: frozenset[str] = frozenset()  # ids of nodes that are used only if the others do not suffice
 
     @property
     def share(self) -> dict[str, float]:
@@ -138,7 +139,7 @@ class RayResourcePool(ResourcePool):
         deadline = time.monotonic() + SETTLING_S
         while True:
             nodes = nodes_of_cluster()
-            chosen = choose_nodes(self.process_on_nodes, self.share, nodes)
+            chosen = choose_nodes(self.process_on_nodes, self.share, nodes, used_last=self.used_last)
             if chosen is not None:
                 return chosen
             never_fits = choose_nodes(self.process_on_nodes, self.share, nodes, empty=True) is None
@@ -247,7 +248,7 @@ def require_fit(pools: Sequence[RayResourcePool]) -> None:
 def _first_problem(pools: Sequence[RayResourcePool], nodes: list[Node], empty: bool) -> ConfigError | None:
     left = [replace(node, free=node.total) for node in nodes] if empty else nodes
     for pool in pools:
-        chosen = choose_nodes(pool.process_on_nodes, pool.share, left)
+        chosen = choose_nodes(pool.process_on_nodes, pool.share, left, used_last=pool.used_last)
         if chosen is None:
             return does_not_fit(repr(pool), pool.process_on_nodes, pool.share, left)
         taken = {node.node_id: count for node, count in zip(chosen, pool.process_on_nodes, strict=True)}
