@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-recovery bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -119,6 +119,9 @@ bench-controller_scale: $(STAMP) ## the controller's cost of a call, for 1 to 4,
 
 bench-recovery: $(STAMP) ## the cost of snapshots, and the time until a run goes on after a killed rank
 	$(BIN)/python benchmarks/recovery.py $(ARGS)
+
+bench-uneven: $(STAMP) ## ranks and engines of unequal speed: measured parts against equal ones and a perfect split
+	$(BIN)/python benchmarks/uneven.py $(ARGS)
 
 bench-rewards: $(STAMP) ## the cost of rewards: in processes, with a journal, of programs, of math
 	$(BIN)/python benchmarks/rewards.py $(ARGS)

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 BARE_MACHINE = str(Path(__file__).parents[1] / "fixtures/bare_machine")
-ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "soak", "transport", "weight_sync"}
+ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "soak", "transport", "uneven", "weight_sync"}
 
 
 def is_figure(value):

@@ -1,0 +1,117 @@
+"""Runs whose ranks have unequal shares of the rows, in generation and in training, against equal parts."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from hybridflow.config import load_config
+from hybridflow.controller.part_sizes import MeasuredParts
+from hybridflow.observability import read_jsonl
+from hybridflow.trainers import build_sft_trainer, build_trainer
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+EXACT = ("model.dtype=float64", "data.val_files=[]", "trainer.total_steps=2", "trainer.val_every=0")
+ON_RAY = (
+    "controller.backend=ray",
+    "controller.cpus_per_worker=0.5",
+    "controller.num_workers=2",
+    "controller.threads=1",
+)
+MEASURED = ("controller.parts=measured", "trainer.deterministic=false")
+STREAM = ("trainer.stream=true", "actor.epochs=1", "actor.mini_batch_size=0", "algorithm.whiten_advantages=false")
+APART = ("controller.num_workers=1", "placement.pools={main=[2],second=[2]}", "placement.roles.critic=second")
+
+
+def shares_of(group, values):
+    """Give the ranks of a group these shares, and keep them."""
+    group.shares.of_ranks.values = values
+    if "generate_sequences" in group.methods:
+        generation = group.shares._measured["generate_sequences"] = MeasuredParts(2)
+        generation.shares.values = values
+
+
+@contextmanager
+def trainer_of(tiny, task, run_dir, *changes):
+    ppo = [*tiny.PPO, "critic.warmup_steps=0", *EXACT, *changes, f"trainer.run_dir={run_dir}"]
+    with build_trainer(load_config(task / "rl.toml", ppo)) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def equal(tiny, task, tmp_path_factory, ray_backend):
+    """Return the metrics of a run on one process, and those of its stream."""
+    found = {}
+    for name, changes in (("plain", ()), ("stream", (*STREAM, "controller.backend=ray"))):
+        run_dir = tmp_path_factory.mktemp("equal") / name
+        with trainer_of(tiny, task, run_dir, "controller.threads=1", *changes) as trainer:
+            trainer.fit()
+        found[name] = read_jsonl(run_dir / "metrics.jsonl")
+    return found
+
+
+def require_equal(before, after):
+    for one, other in zip(before, after, strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "critic/loss", "critic/grad_norm", "critic/kl"):
+            assert other[name] == pytest.approx(one[name], rel=1e-9, abs=1e-12), name
+        assert other["critic/score/mean"] == one["critic/score/mean"]
+
+
+@pytest.mark.parametrize("changes", [(), APART, ("controller.balance=none",)], ids=str)
+def test_ppo_with_unequal_shares_has_the_loss_and_gradients_of_one_process(
+    tiny, task, tmp_path, equal, ray_backend, changes
+):
+    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, *changes) as trainer:
+        trainer.rank_speeds = None
+        shares_of(trainer.actor, [0.8, 0.2])
+        if trainer.critic.shares.of_ranks is not trainer.actor.shares.of_ranks:
+            shares_of(trainer.critic, [0.3, 0.7])
+        trainer.fit()
+        sizes = trainer.actor.shares.least()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    require_equal(equal["plain"], rows)
+    assert sizes["update_actor"] == sizes["generate_sequences"] == pytest.approx(0.4)
+    assert rows[-1]["parts/gen"] == rows[-1]["parts/update_actor"] == pytest.approx(0.4)
+    assert rows[-1]["parts/update_critic"] == pytest.approx(0.6 if changes == APART else 0.4)
+
+
+def test_a_stream_with_unequal_shares_equals_one_with_equal_ones(tiny, task, tmp_path, equal, ray_backend):
+    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, *STREAM) as trainer:
+        trainer.rank_speeds = None
+        shares_of(trainer.actor, [0.8, 0.2])
+        trainer.fit()
+    require_equal(equal["stream"], read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_supervised_training_with_unequal_shares_equals_equal_ones(task, tmp_path, ray_backend):
+    found = []
+    for name, changes in (("one", ()), ("uneven", (*ON_RAY, *MEASURED))):
+        keys = [*EXACT, "controller.threads=1", *changes, f"trainer.run_dir={tmp_path}/{name}"]
+        with build_sft_trainer(load_config(task / "sft.toml", keys)) as trainer:
+            if changes:
+                trainer.rank_speeds = None
+                (group,) = trainer.groups.values()
+                group.shares.of_ranks.values = [0.8, 0.2]
+            trainer.fit()
+        found.append(read_jsonl(tmp_path / name / "metrics.jsonl"))
+    for one, other in zip(*found, strict=True):
+        assert other["sft/loss"] == pytest.approx(one["sft/loss"], rel=1e-9)
+        assert other["sft/grad_norm"] == pytest.approx(one["sft/grad_norm"], rel=1e-9)
+    assert found[1][-1]["parts/update_sft"] == pytest.approx(0.4)
+
+
+def test_measured_ranks_get_shares_while_the_run_goes_on(tiny, task, tmp_path, ray_backend):
+    """Ranks that report unequal speeds are the real ones, with one report changed: its device is not that slow."""
+    with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, "trainer.total_steps=6") as trainer:
+        group, plain = trainer.rank_speeds._pools[0][0], trainer.rank_speeds._pools[0][0].measure_speed
+        slowed = lambda dtype: [speed / (1 + 2 * rank) for rank, speed in enumerate(plain(dtype))]  # noqa: E731
+        vars(group)["measure_speed"] = slowed
+        trainer.fit()
+        values = trainer.actor.shares.of_ranks.values
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert values[0] > 0.6
+    assert rows[3]["parts/update_actor"] == 1
+    assert rows[-1]["parts/update_actor"] == pytest.approx(2 * values[1])
+    events = [row for row in read_jsonl(tmp_path / "run" / "trace" / "calls.jsonl") if row["kind"] == "parts"]
+    assert {row["where"] for row in events} >= {"training"}
+    assert all("of the rows, since a row takes" in row["note"] for row in events)
