@@ -104,7 +104,7 @@ def test_measured_ranks_get_shares_while_the_run_goes_on(tiny, task, tmp_path, r
     """Ranks that report unequal speeds are the real ones, with one report changed: its device is not that slow."""
     with trainer_of(tiny, task, tmp_path / "run", *ON_RAY, *MEASURED, "trainer.total_steps=6") as trainer:
         group, plain = trainer.rank_speeds._pools[0][0], trainer.rank_speeds._pools[0][0].measure_speed
-        slowed = lambda dtype: [speed / (1 + 2 * rank) for rank, speed in enumerate(plain(dtype))]  # noqa: E731
+        slowed = lambda dtype, periods: [speed / (1 + 2 * rank) for rank, speed in enumerate(plain(dtype, periods))]  # noqa: E731
         vars(group)["measure_speed"] = slowed
         trainer.fit()
         values = trainer.actor.shares.of_ranks.values

@@ -31,7 +31,7 @@ class Group:
     def mesh(self):
         return self._mesh
 
-    def measure_speed(self, dtype):
+    def measure_speed(self, dtype, periods):
         self.now += PROBE_S
         self.num_measured += 1
         return self.speeds

@@ -59,7 +59,7 @@ class RankSpeeds:
 
     def _measure(self, groups: Sequence[WorkerGroup]) -> None:
         first = groups[0]
-        speeds: list[float] = first.measure_speed(self._dtype)
+        speeds: list[float] = first.measure_speed(self._dtype, periods=1)
         shares, part_of = first.shares.of_ranks, first.mesh().part_of_rank(("data",))
         if shares is None or min(speeds) <= 0:  # a rank without memory to measure
             return
