@@ -6,15 +6,17 @@ from functools import cache
 from typing import Any
 
 from hybridflow.controller.backend import CallTerms
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, LostWorkerError, WorkerError
 from hybridflow.observability import get_logger, log_memory
 from hybridflow.runtime.fault_points import current_worker
+from hybridflow.runtime.lost_peer import is_lost_peer
 
 
 class NamingErrors:
     """A context that adds the method and the worker to errors; the worker is the current one of fault points.
 
-    A HybridFlowError keeps its type and gets a note; any other error becomes a WorkerError. Memory is logged before and
+    A HybridFlowError keeps its type and gets a note; any other error becomes a WorkerError, and one of a collective
+    operation whose other rank is lost a LostWorkerError. Memory is logged before and
     after, at debug level.
     """
 
@@ -33,8 +35,10 @@ class NamingErrors:
         if isinstance(error, HybridFlowError):
             error.add_note(f"in {self._where}, worker {self._worker_name}")
         elif isinstance(error, Exception):
-            raise WorkerError(
-                f"{self._where} failed on worker {self._worker_name}: {described(error)}",
+            is_lost = is_lost_peer(error)
+            cause = "another rank died or timed out in a collective operation: " if is_lost else ""
+            raise (LostWorkerError if is_lost else WorkerError)(
+                f"{self._where} failed on worker {self._worker_name}: {cause}{described(error)}",
                 role=self._role,
                 rank=self._rank,
                 node=socket.gethostname(),

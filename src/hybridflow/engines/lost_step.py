@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from hybridflow.engines.ranks import Ranks
 from hybridflow.errors import BatchError, HybridFlowError, LostWorkerError, OutOfMemoryError, WorkerError
 from hybridflow.runtime import is_out_of_memory, out_of_memory
+from hybridflow.runtime.lost_peer import is_lost_peer
 
 
 class StepGuard:
@@ -46,7 +46,7 @@ class StepGuard:
             if is_out_of_memory(error):
                 where = f"{step}, nothing was applied"
                 raise out_of_memory(error, where, self._device, kind=OutOfMemoryError) from error
-            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text[:300].lower()):
+            if is_lost_peer(error):
                 raise LostWorkerError(
                     f"another rank died or timed out in a collective operation, and the step was not applied: "
                     f"{text[:300]}; see that rank's error or log for the cause.",
