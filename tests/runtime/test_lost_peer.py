@@ -24,8 +24,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
 )
 def test_an_error_of_a_collective_operation_means_a_lost_rank(error, is_lost):
     assert is_lost_peer(error) == is_lost
-    with pytest.raises(WorkerError, match="Policy.update failed on worker actor/1: ") as caught:
-        with NamingErrors("Policy.update", "actor/1", "actor", 1):
-            raise error
+    naming = NamingErrors("Policy.update", "actor/1", "actor", 1)
+    with pytest.raises(WorkerError, match=r"Policy\.update failed on worker actor/1: ") as caught, naming:
+        raise error
     assert isinstance(caught.value, LostWorkerError) == is_lost
     assert ("another rank died or timed out" in str(caught.value)) == is_lost
