@@ -65,6 +65,7 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     ready = ["late_share", "compared_batches", "length_trained", "length_begun", "tokens_behind"]
     pools = [
         *(f"ready/{name}" for name in ready),
+        "parts/<stage>",
         "sampling/lent_groups",
     ]  # see test_ready_order.py and test_lending.py
     recovery = ["failures", "repeated_steps", "time_s", "slow_ranks"]

@@ -48,7 +48,7 @@ def measured_after(group, steps_s):
     return steps
 
 
-def test_ranks_are_measured_after_the_first_steps_and_then_for_one_percent_of_the_time():
+def test_ranks_are_measured_at_first_and_then_for_one_percent_of_the_time():
     group = Group([1.0, 1.0])
     steps = measured_after(group, [2.0] * 200)
     assert steps[:FIRST_STEPS] == [1, 2, 3, 4]
