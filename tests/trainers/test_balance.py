@@ -61,3 +61,35 @@ def test_the_first_ranks_get_the_longer_parts_as_in_dispatch():
     order, _, metrics = balanced_order(batch_of([9, 2, 2, 2, 3]), 2, [list(range(100, 105))], None)
     assert rows_of_ranks(order, 2) == [[2, 3, 4], [0, 1]]
     assert metrics["balance/imbalance_after"] == pytest.approx(11 / 9 - 1)
+
+
+def test_parts_of_ranks_with_shares_have_costs_in_proportion():
+    lengths = [9, 8, 8, 7, 6, 6, 5, 4, 3, 3, 2, 2]
+    order, sizes, metrics = balanced_order(batch_of(lengths), 2, [list(range(100, 112))], None, shares=[0.75, 0.25])
+    parts = torch.tensor(order).split(sizes)
+    costs = [sum(lengths[row] for row in part.tolist()) for part in parts]
+    assert costs == [pytest.approx(0.75 * sum(lengths), abs=2), pytest.approx(0.25 * sum(lengths), abs=2)]
+    assert metrics["balance/imbalance_after"] < 0.05 < metrics["balance/imbalance_before"]
+
+
+def test_each_mini_batch_is_split_by_the_shares():
+    lengths = [8] * 4 + [2] * 8
+    steps = [[100, 101, 102, 103], list(range(104, 112))]
+    order, sizes, _ = balanced_order(batch_of(lengths), 2, steps, None, shares=[0.75, 0.25])
+    first, second = torch.tensor(order).split(sizes)
+    assert [len([row for row in part.tolist() if row < 4]) for part in (first, second)] == [3, 1]
+    assert [len([row for row in part.tolist() if row >= 4]) for part in (first, second)] == [6, 2]
+
+
+def test_a_very_slow_rank_keeps_one_row_or_group():
+    _, sizes, _ = balanced_order(batch_of([5, 5, 5, 5]), 2, [list(range(100, 104))], None, shares=[0.999, 0.001])
+    assert sizes == [3, 1]
+    batch = batch_of([5, 5, 5, 5], group_size=2)
+    _, sizes, _ = balanced_order(batch, 2, [list(range(100, 104))], None, keep_groups=True, shares=[0.999, 0.001])
+    assert sizes == [2, 2]
+
+
+def test_fewer_rows_than_ranks_leave_parts_empty():
+    order, sizes, _ = balanced_order(batch_of([5, 4]), 3, [[100, 101]], None, shares=[0.5, 0.3, 0.2])
+    assert sorted(order.tolist()) == [0, 1]
+    assert (sum(sizes), sizes.count(0)) == (2, 1)

@@ -34,7 +34,7 @@ def balanced(
         batch, num_parts, steps, shape, keep_groups=keep_groups, shares=shares and shares.values
     )
     batch = batch.select_rows(order)
-    if shares:
+    if shares and all(sizes):  # otherwise there are fewer rows than parts, and the batch is padded
         names = [other.name for other in groups if other.shares.of_ranks is shares]
         batch = batch.with_meta_info({PART_SIZES: dict.fromkeys(names, sizes)})
     return batch, np.argsort(order), metrics
@@ -73,8 +73,9 @@ def balanced_order(
                 part += [rows[index] for index in indices]
     if shares is None:
         parts.sort(key=_num_rows, reverse=True)  # dispatch gives the first ranks one unit more
-    for empty in (part for part in parts if not part):  # the part of a very slow rank
-        empty.append(max(parts, key=len).pop())
+    if sum(map(len, parts)) >= num_parts:
+        for empty in (part for part in parts if not part):  # the part of a very slow rank
+            empty.append(max(parts, key=len).pop())
     flat = [[row for unit in part for row in unit] for part in parts]
     sizes = [len(part) for part in flat]
     order = np.array([row for part in flat for row in part], dtype=np.int64)
