@@ -16,8 +16,10 @@ from hybridflow.controller import (
     register,
     register_dispatch_mode,
 )
+from hybridflow.controller.group_shares import GroupShares
 from hybridflow.controller.part_sizes import MAX_WAITING, MeasuredParts, SteadyShares, sizes_of_shares
 from hybridflow.errors import DispatchError
+from hybridflow.observability import Trace
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.handle import Duration
 
@@ -103,6 +105,20 @@ def test_a_change_that_does_not_help_is_taken_back():
     changes, times = simulate(lambda call: [1.0, 0.5], 50, num_units=8, overhead=1000.0)
     assert len(changes) == 2
     assert times[-1] == times[0]
+
+
+def test_the_trace_says_why_a_share_changed():
+    trace, shares = Trace(), SteadyShares(2)
+    of_group = GroupShares("uneven", {"double": "measured"}, trace)
+    for slowest in (1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0):  # the call takes three times as long with the new shares
+        if shares.note([1.0, 3.0], slowest):
+            of_group.record("double", shares)
+    notes = [event.note for event in trace.take()]
+    assert notes == [
+        "75.0% of the rows, since a row takes 0.50 times the mean of the parts",
+        "25.0% of the rows, since a row takes 1.50 times the mean of the parts",
+        *["50.0% of the rows, since the last change did not help"] * 2,
+    ]
 
 
 @pytest.mark.parametrize("num_units", range(3, 40))

@@ -56,8 +56,11 @@ class GroupShares:
     def record(self, what: str, shares: SteadyShares) -> None:
         """Record in the log and the trace that shares have changed, and why."""
         now = time.time()
-        for part, (share, cost) in enumerate(zip(shares.values, shares.costs, strict=True)):
-            note = f"{share:.1%} of the rows, since a row takes {cost:.2f} times the mean of the parts"
+        for part, share in enumerate(shares.values):
+            reason = "since the last change did not help"
+            if shares.costs:
+                reason = f"since a row takes {shares.costs[part]:.2f} times the mean of the parts"
+            note = f"{share:.1%} of the rows, {reason}"
             self._trace.record(TraceEvent("parts", what, f"{self._name}/{part}", "", now, now, note=note))
         most = ", ".join(f"{share:.1%}" for share in shares.values[:MOST_LOGGED])
         more = f" and {len(shares.values) - MOST_LOGGED} more" if len(shares.values) > MOST_LOGGED else ""

@@ -68,7 +68,7 @@ class SteadyShares:
     """The shares of a batch by which its parts would take equally long; equal until enough is measured.
 
     `values`: the share of each part, which sum to 1. `costs`: the measured seconds of a unit of each part, relative to
-    the mean of the parts, when the shares last changed; empty before.
+    the mean of the parts, when the shares last changed; empty before, and after a change that was taken back.
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -104,7 +104,7 @@ class SteadyShares:
         (shares, time_before, gain), self._before = self._before, None
         if not time_before or time_before / fmean(self._times) - 1 >= WORTH * gain:
             return False
-        self.values, self._pause = shares, PAUSE
+        self.values, self.costs, self._pause = shares, [], PAUSE
         self._forget()
         return True
 
