@@ -34,7 +34,7 @@ nodes = [
 
 def kill_second_node():
     metrics = Path(disturbed, "metrics.jsonl")
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 1:
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
         time.sleep(0.05)
     (raylet,) = nodes[1].all_processes["raylet"]
     raylet = psutil.Process(raylet.process.pid)
@@ -79,6 +79,4 @@ def test_a_run_goes_on_with_the_same_results_when_a_node_dies(tiny, task, tmp_pa
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     undisturbed, disturbed = (tiny.results_of(Path(run), STEPS) for run in runs)
     assert [name for name in undisturbed if undisturbed[name] != disturbed[name]] == []
-    (recovery,) = read_jsonl(Path(runs[1]) / "recoveries.jsonl")
-    assert recovery["action"] == "restart"
-    assert recovery["from_step"] >= 1
+    assert {row["action"] for row in read_jsonl(Path(runs[1]) / "recoveries.jsonl")} == {"restart"}

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 MIB = 2**20
-TOKENS, LONGEST, STEPS = 3200, 28, 3
+TOKENS, LONGEST, STEPS = 6400, 28, 2
 """A batch has about as many tokens."""
 
 REWARD = """
@@ -58,7 +58,7 @@ def runs(task, tmp_path_factory, run_in_turn):
         (directory / "model" / file.name).write_bytes(file.read_bytes())
     (directory / "reward.py").write_text(REWARD.replace("{more}", str(130 * MIB)))
     common = ["train", f"{task}/rl.toml", *ON_RAY, f"model.path={directory}/model", "data.val_files=[]"]
-    common += [f"trainer.total_steps={STEPS}", "rollout.group_size=16", f"memory.max_tokens_per_micro_batch={TOKENS}"]
+    common += [f"trainer.total_steps={STEPS}", "rollout.group_size=32", f"memory.max_tokens_per_micro_batch={TOKENS}"]
     common += [f"reward.function={directory}/reward.py:score"]
     log = run_in_turn(
         *([*common, *changes, f"trainer.run_dir={directory}/{place}"] for place, changes in PLACES.items()),
