@@ -23,6 +23,7 @@ class GroupShares:
     def __init__(self, name: str, parts: Mapping[str, Any], trace: Trace) -> None:
         self._name, self._parts, self._trace = name, parts, trace
         self._measured: dict[str, MeasuredParts] = {}
+        self._of_ranks_used: set[str] = set()
         self.of_ranks: SteadyShares | None = None
 
     def of(self, method_name: str, num_parts: int) -> SteadyShares | None:
@@ -39,6 +40,8 @@ class GroupShares:
         self, method_name: str, sizes: Sequence[int], part_of_rank: Sequence[int], handles: Sequence[Handle]
     ) -> None:
         """Record a call that has started, to measure how long it takes on each rank if its parts are measured."""
+        if self._parts[method_name] == "shares":
+            self._of_ranks_used.add(method_name)
         if self._parts[method_name] != "measured":
             return
         durations: list[list[Any]] = [[] for _ in sizes]
@@ -47,10 +50,10 @@ class GroupShares:
         self._measured.setdefault(method_name, MeasuredParts(len(sizes))).note(sizes, durations)
 
     def least(self) -> dict[str, float]:
-        """Return the smallest share of a part relative to an equal one, of each method with shares."""
+        """Return the smallest share of a part relative to an equal one, of each method with shares that was called."""
         shares = {name: measured.shares for name, measured in self._measured.items()}
         if self.of_ranks is not None:
-            shares |= {name: self.of_ranks for name, parts in self._parts.items() if parts == "shares"}
+            shares |= dict.fromkeys(sorted(self._of_ranks_used), self.of_ranks)
         return {name: min(of.values) * len(of.values) for name, of in shares.items()}
 
     def record(self, what: str, shares: SteadyShares) -> None:
