@@ -4,8 +4,7 @@ import pytest
 
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Dispatch, ResourcePool, Role, Worker, WorkerGroup, register
-from hybridflow.trainers.build_run import _build_speedometer
-from hybridflow.trainers.speed import Learner
+from hybridflow.trainers.speed import Learner, measured_speedometer
 
 
 class MeasuredRank(Worker):
@@ -32,7 +31,7 @@ def test_the_peak_of_a_role_is_the_sum_over_its_unequal_ranks(generating):
     if generating is Role.Rollout:
         groups[generating] = ranks_with_peaks(7e12, 2e12)
     learners = {"actor": Learner(1, None), "critic": Learner(2, None)}
-    speedometer = _build_speedometer(Config(model={"dtype": "bfloat16"}), learners, groups)
+    speedometer = measured_speedometer(Config(model={"dtype": "bfloat16"}), learners, groups)
     peaks = {name: learner.peak_flops for name, learner in speedometer.learners.items()}
     assert peaks == {"actor": 9e12, "critic": 6e12}
     assert speedometer.generation_peak_flops == 9e12

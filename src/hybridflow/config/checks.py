@@ -268,6 +268,25 @@ def _placement(config: Config) -> Iterator[str]:
             )
 
 
+def _min_processes(config: Config) -> Iterator[str]:
+    pools = {**config.placement.pools} or {"main": (config.controller.num_workers,)}
+    for name, fewest in config.placement.min_processes.items():
+        key = f"placement.min_processes.{name}={fewest}"
+        if name not in pools:
+            yield f"{key} is of no defined pool; defined pools: {', '.join(pools)}"
+        elif fewest > sum(pools[name]):
+            yield f"{key} is more than the {sum(pools[name])} processes of the pool; use at most {sum(pools[name])}"
+        if config.controller.backend == "local":
+            yield f"{key} needs controller.backend = 'ray', which can lose processes; remove it, or use 'ray'"
+        elif not config.recovery.max_restarts:
+            yield f"{key} needs recovery.max_restarts of 1 or more: a run changes its processes as it recovers"
+        if config.trainer.deterministic:
+            yield (
+                f"{key} lets the number of ranks change, and sums over other ranks round differently, but "
+                "trainer.deterministic=true rules that out; use deterministic = false, or remove the key"
+            )
+
+
 def _shared_devices(config: Config) -> Iterator[str]:
     pools, controller = config.placement.pools, config.controller
     ranks = {f"placement.pools.{name}": list(processes) for name, processes in pools.items()}
@@ -556,6 +575,7 @@ def _faults(config: Config) -> Iterator[str]:
 
 SUBJECTS = (
     _placement,
+    _min_processes,
     _backend,
     _shared_devices,
     _parallel,

@@ -7,7 +7,7 @@ backend decides where the ranks run.
 from hybridflow.controller.backend import Backend, CallTerms, WorkerRef
 from hybridflow.controller.call import BoundMethod
 from hybridflow.controller.class_with_init_args import ClassWithInitArgs
-from hybridflow.controller.colocate import spawn_colocated
+from hybridflow.controller.colocate import move_colocated, spawn_colocated
 from hybridflow.controller.columns import MethodColumns
 from hybridflow.controller.dispatch import (
     DISPATCH_MODES,
@@ -44,6 +44,7 @@ __all__ = [
     "WorkerRef",
     "columns_of_methods",
     "make_nd_compute_dataproto_dispatch_fn",
+    "move_colocated",
     "register",
     "register_dispatch_mode",
     "spawn_colocated",

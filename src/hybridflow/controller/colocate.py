@@ -30,6 +30,22 @@ def spawn_colocated(
     }
 
 
+def move_colocated(
+    groups: Mapping[str, WorkerGroup],
+    resource_pool: ResourcePool,
+    backend: Backend,
+    meshes: Mapping[str, Mapping[str, Mapping[str, int]]] | None = None,
+) -> None:
+    """Replace the processes that all these groups share by new ones on another pool, also of another size.
+
+    If the new ones do not start, the groups are as before.
+    """
+    workers = backend.spawn({name: group.cls_with_init for name, group in groups.items()}, resource_pool)
+    for name, group in groups.items():
+        backend.shutdown(group.workers)
+        group.move(resource_pool, workers[name], (meshes or {}).get(name))
+
+
 def check_names(classes: Mapping[str, ClassWithInitArgs]) -> None:
     """Raise DispatchError if the mapping is empty or holds a value that is not a ClassWithInitArgs."""
     wrong = {name: type(cls).__name__ for name, cls in classes.items() if not isinstance(cls, ClassWithInitArgs)}

@@ -45,14 +45,13 @@ class WorkerGroup:
         workers: Sequence[WorkerRef] | None = None,
     ) -> None:
         require_init_args(cls_with_init)
-        self.resource_pool, self.cls_with_init = resource_pool, cls_with_init
+        self.cls_with_init = cls_with_init
         self.backend: Backend = backend if backend is not None else LocalBackend()
         self.name = name or cls_with_init.cls.__name__
-        self._world_size, self._is_open = resource_pool.world_size, True
-        self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
+        self._is_open = True
+        self._set_pool(resource_pool, meshes)
         self._declared = self._declare_methods()
-        parts = {name: registration.parts for name, (registration, _) in self._declared.items()}
-        self.shares = GroupShares(self.name, parts, self.backend.trace)
+        self.shares = self._equal_shares()
         self._workers = list(workers or self._start_workers())
 
     # ------------------------------------------------------------------------------------------ workers and methods
@@ -176,6 +175,17 @@ class WorkerGroup:
         self._is_open = False
         self.backend.shutdown(self._workers)
 
+    def move(
+        self,
+        resource_pool: ResourcePool,
+        workers: Sequence[WorkerRef],
+        meshes: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> None:
+        """Use the workers of another pool from now on, also of another size; those of before must be shut down."""
+        self._set_pool(resource_pool, meshes)
+        self.shares = self._equal_shares()
+        self._workers = list(workers)
+
     def check_open(self, where: str) -> None:
         """Raise DispatchError if the group was shut down."""
         if not self._is_open:
@@ -188,6 +198,14 @@ class WorkerGroup:
         self.shutdown()
 
     # ------------------------------------------------------------------------------------------ construction
+
+    def _set_pool(self, resource_pool: ResourcePool, meshes: Mapping[str, Mapping[str, int]] | None) -> None:
+        self.resource_pool, self._world_size = resource_pool, resource_pool.world_size
+        self._meshes = self._build_meshes({"default": {"data": self._world_size}, **(meshes or {})})
+
+    def _equal_shares(self) -> GroupShares:
+        parts = {name: registration.parts for name, (registration, _) in self._declared.items()}
+        return GroupShares(self.name, parts, self.backend.trace)
 
     def _build_meshes(self, meshes: Mapping[str, Mapping[str, int]]) -> dict[str, Mesh]:
         built = {name: Mesh(axes, name) for name, axes in meshes.items()}

@@ -1,6 +1,6 @@
 """The worker groups of a run, some of which get new processes after a failure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hybridflow.controller import WorkerGroup
@@ -27,17 +27,30 @@ SETTLE_TIMEOUT_S = 60.0
 """Seconds in which groups that did not fail finish their calls; after that their processes are replaced too."""
 
 
+def keep_places(names: Sequence[str]) -> Sequence[str]:
+    """Move no group."""
+    return ()
+
+
 class RestartedGroups:
     """The groups of a run by name. `connected`: whether the groups hold connections to each other or run in parallel.
 
     Then one group cannot go on without the others, and all get new processes. `standby`: whether processes wait to
-    replace those of the groups.
+    replace those of the groups. `move(names)`: replaces the processes of those of the groups whose number of ranks has
+    to change, and returns their names.
     """
 
     def __init__(
-        self, backend: Restartable, groups: Mapping[str, WorkerGroup], *, connected: bool, standby: bool = False
+        self,
+        backend: Restartable,
+        groups: Mapping[str, WorkerGroup],
+        *,
+        connected: bool,
+        standby: bool = False,
+        move: Callable[[Sequence[str]], Sequence[str]] = keep_places,
     ) -> None:
         self._backend, self._groups, self._connected, self._standby = backend, dict(groups), connected, standby
+        self._move = move
 
     @property
     def _workers(self) -> list[WorkerRef]:
@@ -48,16 +61,22 @@ class RestartedGroups:
         if self._standby:
             self._backend.keep_standbys(self._workers)
 
-    def settle(self) -> list[str]:
-        """Wait until no call is unfinished; return the names of the groups that need new processes."""
+    def settle(self, also: Sequence[str] = ()) -> list[str]:
+        """Wait until no call is unfinished; return the names of the groups that need new processes.
+
+        `also`: groups that need new processes although they have not failed.
+        """
         failed = set(map(id, self._backend.settle(self._workers, SETTLE_TIMEOUT_S)))
-        if failed and self._connected:
+        if (failed or also) and self._connected:
             return list(self._groups)
-        return [name for name, group in self._groups.items() if failed.intersection(map(id, group.workers))]
+        of_groups = {name: set(map(id, group.workers)) for name, group in self._groups.items()}
+        return [name for name, workers in of_groups.items() if name in also or not failed.isdisjoint(workers)]
 
     def restart(self, names: Sequence[str]) -> None:
         """Start new processes for the named groups; let the others discard what the unfinished step has left."""
-        self._backend.restart([worker for name in names for worker in self._groups[name].workers])
+        moved = self._move(names)
+        rest = [name for name in names if name not in moved]
+        self._backend.restart([worker for name in rest for worker in self._groups[name].workers])
         for name, group in self._groups.items():
             if name not in names and "abandon_step" in group.methods:
                 group.abandon_step()

@@ -44,7 +44,7 @@ def build_trainer(config: Config) -> PPOTrainer:
             rollout = groups.get(Role.Rollout, groups[Role.ActorRollout])
             validator = build_group_validator(config, parts.validation, rollout, groups[Role.Reward])
         return PPOTrainer(
-            config,
+            parts.config,
             groups,
             loader=parts.loader,
             total_steps=parts.total_steps,
@@ -53,6 +53,7 @@ def build_trainer(config: Config) -> PPOTrainer:
             speedometer=parts.speedometer,
             backend=parts.backend,
             token_budgets=parts.token_budgets,
+            pool_sizes=parts.pool_sizes,
         )
 
     program = Program(

@@ -105,7 +105,7 @@ def _build(
 
     def trainer(parts: RunParts[Examples]) -> OfflineTrainer:
         return OfflineTrainer(
-            config,
+            parts.config,
             objective=objective(parts.groups),
             learner=parts.groups[Role.Actor],
             loader=parts.loader,
@@ -116,6 +116,7 @@ def _build(
             backend=parts.backend,
             groups=parts.groups,
             token_budgets=parts.token_budgets,
+            pool_sizes=parts.pool_sizes,
         )
 
     shape = decoder_shape(config.model.path, has_lm_head=kind != "reward-model")

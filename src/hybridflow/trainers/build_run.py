@@ -1,7 +1,7 @@
 """Builds any training run in steps: checks, data, run directory, workers, trainer."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -22,15 +22,13 @@ from hybridflow.runtime import (
 )
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.planned_faults import prepare_faults
+from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
 from hybridflow.trainers.preconditions import require_one_rank, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run_identity import Kind
-from hybridflow.trainers.speed import Learner, Speedometer
+from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer
 from hybridflow.trainers.starting import start_with_tries
 from hybridflow.trainers.token_budgets import TokenBudgets
-
-ACTORS = (Role.ActorRollout, Role.Actor)
-"""Roles of the group that trains the policy, or the model of an offline run."""
 
 D = TypeVar("D", bound=Dataset)
 T = TypeVar("T")
@@ -41,8 +39,9 @@ OpenDataset = Callable[[tuple[str, ...], int, str], D]
 
 @dataclass(frozen=True)
 class RunParts(Generic[D]):
-    """Parts of a trainer besides the configuration."""
+    """Parts of a trainer. `config`: with the pools that fit the cluster, if their sizes may change."""
 
+    config: Config
     groups: Mapping[Role, WorkerGroup]
     loader: BatchLoader
     validation: D | None
@@ -51,6 +50,7 @@ class RunParts(Generic[D]):
     speedometer: Speedometer
     backend: Backend
     token_budgets: TokenBudgets
+    pool_sizes: PoolSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -94,31 +94,17 @@ def build_run(config: Config, program: Program[D, T]) -> T:
 
     def start() -> T:
         with closing_on_error(build_backend(config)) as backend:
-            groups = build_groups(config, backend, classes)
-            budgets = TokenBudgets(config, groups, run)
+            sizes = pool_sizes_of(config, backend, list(classes))
+            fitting = sizes.fit() if sizes else config
+            groups = build_groups(fitting, backend, classes)
+            budgets = TokenBudgets(fitting, groups, run)
             budgets.settle()
-            speedometer = _build_speedometer(config, program.learners, groups)
+            speedometer = measured_speedometer(fitting, program.learners, groups)
             run.start_facts["matmul_peak_flops_per_s"] = next(iter(speedometer.learners.values())).peak_flops
-            parts = RunParts(groups, loader, validation, total_steps, run, speedometer, backend, budgets)
-            return program.trainer(parts)
+            data_parts = (loader, validation, total_steps, run)
+            return program.trainer(RunParts(fitting, groups, *data_parts, speedometer, backend, budgets, sizes))
 
     return start_with_tries(config, start, run.start_facts)
-
-
-def _build_speedometer(
-    config: Config, learners: Mapping[str, Learner], groups: Mapping[Role, WorkerGroup]
-) -> Speedometer:
-    """Measure the peak of the ranks of each trained role, and of those that generate."""
-
-    def peak_of(*roles: Role) -> float:
-        group = next((groups[role] for role in roles if role in groups), None)
-        return sum(group.measure_peak(config.model.dtype)) if group else 0.0
-
-    measured = {
-        name: replace(learner, peak_flops=peak_of(*((Role.Critic,) if name == "critic" else ACTORS)))
-        for name, learner in learners.items()
-    }
-    return Speedometer(measured, peak_of(Role.Rollout, Role.ActorRollout))
 
 
 def prepare_driver_process(config: Config) -> None:

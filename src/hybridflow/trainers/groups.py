@@ -1,6 +1,6 @@
 """Builds the backend, the resource pools and the worker groups of a run from its configuration."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -139,6 +139,12 @@ def pool_of(config: Config, role: Role) -> str:
     return {**config.placement.roles}.get(role.value, next(iter(pools_of(config))))  # pyright: ignore
 
 
+def processes_of(config: Config, roles: Iterable[Role]) -> dict[str, tuple[str, int]]:
+    """Return the pool of each role with its number of processes."""
+    pools = {role.value: pool_of(config, role) for role in roles}
+    return {role: (pool, sum(pools_of(config)[pool])) for role, pool in pools.items()}
+
+
 def traits_of(role: Role) -> RoleTraits:
     """Return the traits of a role in `ROLES`."""
     return ROLES[role.value]  # pyright: ignore[reportArgumentType]
@@ -153,13 +159,7 @@ def build_groups(
     """
     roles_of = {name: [role for role in classes if pool_of(config, role) == name] for name in pools_of(config)}
     pools = {
-        name: _build_pool(
-            config,
-            backend,
-            name,
-            processes,
-            has_model=any(traits_of(role).model(config) != "none" for role in roles_of[name]),
-        )
+        name: build_pool(config, backend, name, processes, roles_of[name])
         for name, processes in pools_of(config).items()
     }
     if config.controller.backend == "ray":  # starting takes seconds
@@ -203,15 +203,16 @@ def meshes_of(config: Config, names: Iterable[str]) -> dict[str, dict[str, dict[
     return meshes
 
 
-def _build_pool(
-    config: Config, backend: Backend, name: str, processes: tuple[int, ...], *, has_model: bool
+def build_pool(
+    config: Config, backend: Backend, name: str, processes: tuple[int, ...], roles: Sequence[Role]
 ) -> ResourcePool:
-    """Build a pool. On Ray each process with a model reserves a GPU, if the cluster has any."""
+    """Build a pool for roles. On Ray each process with a model reserves a GPU, if the cluster has any."""
     if config.controller.backend == "local":
         return ResourcePool(processes)
     from hybridflow.controller.ray import RayBackend, RayResourcePool
 
     assert isinstance(backend, RayBackend)
+    has_model = any(traits_of(role).model(config) != "none" for role in roles)
     use_gpu = has_model and backend.has_gpus()
     return RayResourcePool(
         processes,

@@ -11,6 +11,7 @@ from hybridflow.data.loader import Dataset
 from hybridflow.observability import performance_report, timed
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.objectives import Objective
+from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
@@ -43,6 +44,7 @@ class OfflineTrainer(BackendOwner):
         backend: Backend | None = None,
         groups: Mapping[Role, WorkerGroup] | None = None,
         token_budgets: TokenBudgets | None = None,
+        pool_sizes: PoolSizes | None = None,
     ) -> None:
         """Train `learner`; `groups` (by default it alone), backend and token budgets are those that recovery needs."""
         self.backend = backend
@@ -59,7 +61,7 @@ class OfflineTrainer(BackendOwner):
             self.restore(run.checkpoint)
         self.recovery: Recovery | None = None
         if backend and token_budgets:
-            self.recovery = build_recovery(self, self.groups, backend, token_budgets)
+            self.recovery = build_recovery(self, self.groups, backend, token_budgets, pool_sizes)
             self.slow_ranks = watch_slow_ranks(self, self.groups, backend)
 
     def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:

@@ -10,10 +10,11 @@ from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.data import BatchLoader
 from hybridflow.observability import RL_FIGURES, idle_shares, performance_report, timed
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
-from hybridflow.trainers.groups import BackendOwner, pool_of, pools_of
+from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.in_flight import ScheduleLog
 from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.length_bias import LengthBias
+from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
 from hybridflow.trainers.recovery import build_recovery
@@ -45,13 +46,12 @@ class PPOTrainer(PPO, BackendOwner):
         validator: Validator | None = None,
         backend: Backend | None = None,
         token_budgets: TokenBudgets | None = None,
+        pool_sizes: PoolSizes | None = None,
     ) -> None:
         self.loader, self.total_steps, self.run = loader, total_steps, run
         super().__init__(config, groups)
         self.backend = backend
         self.figures = RL_FIGURES
-        pools, num_processes = {role.value: pool_of(config, role) for role in groups}, pools_of(config)
-        self.processes = {role: (pool, sum(num_processes[pool])) for role, pool in pools.items()}
         self.validator, self.speedometer = validator, speedometer
         self.learning_signal = LearningSignalMonitor(config)
         self.rank_speeds = measured_shares(config, groups)
@@ -60,7 +60,7 @@ class PPOTrainer(PPO, BackendOwner):
         if run.checkpoint:
             self.restore(run.checkpoint)
         if backend and token_budgets:
-            self.recovery = build_recovery(self, groups, backend, token_budgets)
+            self.recovery = build_recovery(self, groups, backend, token_budgets, pool_sizes)
             self.slow_ranks = watch_slow_ranks(self, groups, backend)
 
     def start_over(self) -> None:
@@ -117,7 +117,8 @@ class PPOTrainer(PPO, BackendOwner):
         end = time.time()
         self.metrics |= self.trace_metrics() | part_metrics(self.groups)
         if self.backend:
-            self.metrics |= idle_shares(self.events, self.backend.running(), self.processes, start, end)
+            processes = processes_of(self.config, self.groups)
+            self.metrics |= idle_shares(self.events, self.backend.running(), processes, start, end)
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
         return samples_of(batch, self.config.trainer.log_samples, self.global_step)
 

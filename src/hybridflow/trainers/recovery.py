@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
-from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError
-from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
+from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of, keep_places
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
+from hybridflow.trainers.pool_sizes import PoolSizes, Resizable, use_sizes
 from hybridflow.trainers.run_directory import RECOVERIES, RunDirectory
 from hybridflow.trainers.snapshots import Snapshots, memory_problem, snapshot_directory
 from hybridflow.trainers.token_budgets import TokenBudgets
@@ -24,13 +24,11 @@ from hybridflow.trainers.training_state import TrainingSaver
 logger = get_logger(__name__)
 
 
-class Recoverable(Protocol):
+class Recoverable(Resizable, Protocol):
     """A trainer whose run can go back to an earlier state."""
 
-    config: Config
     run: RunDirectory
     global_step: int
-    events: list[TraceEvent]
     saver: TrainingSaver
 
     def new_saver(self, store: CheckpointStore, *, in_background: bool) -> TrainingSaver:
@@ -41,19 +39,36 @@ class Recoverable(Protocol):
         """Save the training state, or begin to."""
         ...
 
+    def save(self) -> None:
+        """Save a checkpoint, or begin to."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint is complete."""
+        ...
+
     def restore(self, checkpoint: Checkpoint, *, verify: bool = False) -> None:
         """Continue from a checkpoint; with `verify`, compare the state of the workers with it."""
         ...
 
 
 class Recovery:
-    """The recovery of one run. `snapshots` is None if the run goes back to its checkpoints only."""
+    """The recovery of one run.
+
+    `snapshots` is None if the run goes back to its checkpoints only, `sizes` if its groups keep their number of ranks.
+    """
 
     def __init__(
-        self, trainer: Recoverable, groups: RestartedGroups, budgets: TokenBudgets, snapshots: Snapshots | None
+        self,
+        trainer: Recoverable,
+        groups: RestartedGroups,
+        budgets: TokenBudgets,
+        snapshots: Snapshots | None,
+        sizes: PoolSizes | None = None,
     ) -> None:
         recovery = trainer.config.recovery
         self._trainer, self._groups, self._budgets, self.snapshots = trainer, groups, budgets, snapshots
+        self._sizes = sizes
         self._tries = Tries(recovery.max_restarts, recovery.backoff_s)
         self._metrics: dict[str, float] = {}
 
@@ -75,7 +90,33 @@ class Recovery:
         self._tries.note_step(step)
         self._budgets.note_step()
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return metrics | self._sizes.metrics() if self._sizes else metrics
+
+    def use_room(self) -> None:
+        """Start more processes if a pool has less than configured and the cluster has room for them now.
+
+        They begin with the state after the last step, of which every group has a snapshot or a checkpoint first.
+        """
+        growable = self._sizes.growable(self._trainer.groups) if self._sizes else []
+        if not growable:
+            return
+        start, step = time.time(), self._trainer.global_step
+        self._trainer.finish_save()
+        if (point := self._newest_point()) is None or point.step < step:
+            self.begin_snapshot()
+            self.finish_snapshot()
+            point = self._newest_point()
+        if point is None or point.step < step:
+            self._trainer.save()
+            self._trainer.finish_save()
+            point = self._newest_point()
+        if point is None or point.step < step:
+            return  # the log says why
+        names = self._groups.settle(also=growable)
+        logger.warning("there is room for more processes: new ones for %s", ", ".join(names))
+        self._restart(names, point)
+        self._record([], "resize", names, 0, start)
+        self._groups.keep_standbys()
 
     def __call__(self, error: HybridFlowError) -> None:
         """Go back to the newest snapshot or checkpoint with workers that can go on.
@@ -99,7 +140,7 @@ class Recovery:
                 error = again
                 errors.append(again)
                 continue
-            self._record(errors, action, restarted, step - point.step, start)
+            self._record(errors, action.name.lower(), restarted, step - point.step, start)
             self._groups.keep_standbys()
             return
 
@@ -125,10 +166,16 @@ class Recovery:
             most = self._trainer.config.recovery.max_restarts
             logger.warning("%s, try %d of %d", new, self._tries.count, most)
             time.sleep(pause_s)
-        self._groups.restart(failed)
+        self._restart(failed, point)
+        return point, failed
+
+    def _restart(self, names: Sequence[str], point: Checkpoint) -> None:
+        """Start new processes for these groups, and let all groups begin with the state of a point."""
+        self._groups.restart(names)
+        if self._sizes and self._sizes.config is not self._trainer.config:
+            use_sizes(self._trainer, self._sizes.config)
         self._budgets.apply()
         self._trainer.restore(point, verify=True)
-        return point, failed
 
     def close(self) -> None:
         """Remove the snapshots."""
@@ -147,18 +194,18 @@ class Recovery:
         return None
 
     def _record(
-        self, errors: Sequence[HybridFlowError], action: Action, restarted: list[str], repeated: int, start: float
+        self, errors: Sequence[HybridFlowError], action: str, restarted: list[str], repeated: int, start: float
     ) -> None:
         """Write the recovery to the trace, the metrics of the next row, the console and `recoveries.jsonl`."""
         trainer, end = self._trainer, time.time()
         where = ",".join(restarted) or "no group"
-        trainer.events = [*trainer.events, TraceEvent("recovery", action.name.lower(), where, "", start, end)]
+        trainer.events = [*trainer.events, TraceEvent("recovery", action, where, "", start, end)]
         for name, value in (("failures", len(errors)), ("repeated_steps", repeated), ("time_s", end - start)):
             self._metrics[f"recovery/{name}"] = self._metrics.get(f"recovery/{name}", 0.0) + value
         row = {
             "step": trainer.global_step + repeated + 1,
             "from_step": trainer.global_step,
-            "action": action.name.lower(),
+            "action": action,
             "restarted": restarted,
             "time": start,
             "seconds": round(end - start, 3),
@@ -185,7 +232,11 @@ def recovering(recovery: Recovery | None, rewind: Any) -> Iterator[None]:
 
 
 def build_recovery(
-    trainer: Recoverable, groups: Mapping[Role, WorkerGroup], backend: Backend, budgets: TokenBudgets
+    trainer: Recoverable,
+    groups: Mapping[Role, WorkerGroup],
+    backend: Backend,
+    budgets: TokenBudgets,
+    sizes: PoolSizes | None = None,
 ) -> Recovery | None:
     """Return the recovery of a run on Ray; None in one process, and with recovery.max_restarts = 0."""
     config = trainer.config
@@ -206,6 +257,12 @@ def build_recovery(
             every, lag = config.recovery.snapshot_every, config.trainer.lag
             snapshots = Snapshots(directory, every, lag, lambda store: trainer.new_saver(store, in_background=True))
     by_name = {role.value: group for role, group in groups.items()}
-    restarted = RestartedGroups(backend, by_name, connected=connected, standby=config.recovery.standby)
+    restarted = RestartedGroups(
+        backend,
+        by_name,
+        connected=connected,
+        standby=config.recovery.standby,
+        move=(lambda names: sizes.refit(groups, names)) if sizes else keep_places,
+    )
     restarted.keep_standbys()
-    return Recovery(trainer, restarted, budgets, snapshots)
+    return Recovery(trainer, restarted, budgets, snapshots, sizes)

@@ -1,11 +1,16 @@
 """Speed of a step: tokens per second, time per token, and model FLOPs utilization (MFU)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hybridflow.config import Config
+from hybridflow.controller import Role, WorkerGroup
 from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
 from hybridflow.observability import per_token_ms, tokens_per_s
+
+ACTORS = (Role.ActorRollout, Role.Actor)
+"""Roles of the group that trains the policy, or the model of an offline run."""
 
 WHOLE_SEQUENCE_STAGES = (
     *("old_log_probs", "ref_log_probs", "teacher", "values", "update_critic", "update_actor"),
@@ -66,6 +71,22 @@ class Speedometer:
             flops = _flops_of_sequences(actor.shape, lengths)
             speed["mfu/gen"] = _utilization(flops, metrics["timing_s/gen"], self.generation_peak_flops)
         return speed
+
+
+def measured_speedometer(
+    config: Config, learners: Mapping[str, Learner], groups: Mapping[Role, WorkerGroup]
+) -> Speedometer:
+    """Return a speedometer after measuring the peak of the ranks of each trained role, and of those that generate."""
+
+    def peak_of(*roles: Role) -> float:
+        group = next((groups[role] for role in roles if role in groups), None)
+        return sum(group.measure_peak(config.model.dtype)) if group else 0.0
+
+    measured = {
+        name: replace(learner, peak_flops=peak_of(*((Role.Critic,) if name == "critic" else ACTORS)))
+        for name, learner in learners.items()
+    }
+    return Speedometer(measured, peak_of(Role.Rollout, Role.ActorRollout))
 
 
 def _utilization(flops: float, seconds: float, peak_flops: float) -> float | None:

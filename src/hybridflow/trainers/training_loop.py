@@ -129,6 +129,8 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last:
         saves.restart()
     elif recovery:
         recovery.begin_snapshot()
+    if recovery and not stops:
+        recovery.use_room()
     return stops
 
 

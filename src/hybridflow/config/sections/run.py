@@ -156,6 +156,12 @@ class PlacementConfig(Section):
         description="Pool of a role, as in {critic = 'second'}; other roles are on the first pool. Roles of one pool "
         "share its processes and run one after another.",
     )
+    min_processes: dict[str, Positive] = Field(
+        default={},
+        description="ray: fewest processes of a pool, as in {rollout = 1}. With fewer nodes, at the start or after a "
+        "loss, the run has the processes that fit, down to this number, and gets more when there is room again. A pool "
+        "that is not named needs all its processes.",
+    )
     lend: bool = Field(
         default=False,
         description="With a separate pool for generation: while the actor's ranks wait for a batch, they generate "

@@ -23,7 +23,12 @@ from hybridflow.controller.ray.launcher import NAMESPACE, Launch, Launcher
 from hybridflow.controller.ray.links import find_slow_links, measure_links
 from hybridflow.controller.ray.probe import probe_nodes
 from hybridflow.controller.ray.processes import RayCall, RayHandle, RayProcess, RayWorker
-from hybridflow.controller.ray.resource_pool import RayResourcePool, nodes_of_cluster, require_fit
+from hybridflow.controller.ray.resource_pool import (
+    RayResourcePool,
+    choose_fitting,
+    nodes_of_cluster,
+    require_fit,
+)
 from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
@@ -104,6 +109,25 @@ class RayBackend:
                 self._use_slow_links_last(pools)
             require_fit(pools)
 
+    def choose_fitting(
+        self, options: Sequence[Sequence[RayResourcePool]], instead_of: Sequence[RayWorker] = ()
+    ) -> list[RayResourcePool]:
+        """Connect to the cluster and return one pool of each list, the earliest that fit together.
+
+        `instead_of`: workers whose groups are stopped first; `restart` or `spawn` must follow. If not even the last
+        pools fit, raises ConfigError without workers, otherwise as `restart`.
+        """
+        self._connection.open([pools[0] for pools in options])
+        self._stop([peer for worker in instead_of for peer in worker.process.peers])
+        if self._prefer_fast_links and not instead_of:
+            self._use_slow_links_last([pool for pools in options for pool in pools])
+        try:
+            return choose_fitting(options)
+        except ConfigError as error:
+            if not instead_of:
+                raise
+            raise self._lost_places(error) from error
+
     def _use_slow_links_last(self, pools: Sequence[RayResourcePool]) -> None:
         """Measure the links to the nodes; the pools use a node with a slow one only if the others do not suffice."""
         nodes = nodes_of_cluster()
@@ -171,7 +195,8 @@ class RayBackend:
         """Replace the processes of the groups of these workers by new ones, with objects built from the same arguments.
 
         The references to the workers, and groups that hold them, then mean the new processes. Raises WorkerError for
-        workers that another process started, LostWorkerError if their places are gone, and as `spawn`.
+        workers that another process started, LostWorkerError if their places are gone (LostClusterError if they cannot
+        come back), and as `spawn`.
         """
         old: dict[RayProcess, Launch] = {}  # rank 0 of each group
         for worker in workers:
@@ -203,17 +228,18 @@ class RayBackend:
                 self._standbys.provide(launch)
 
     def _start_again(self, launch: Launch, lost: Sequence[RayProcess]) -> list[RayProcess]:
-        """Start the processes of a group whose places did fit.
-
-        Raises LostWorkerError if they are gone, LostClusterError if they cannot come back.
-        """
+        """Start the processes of a group whose places did fit. Raises as `restart` if they are gone."""
         try:
             return self._start(launch, lost)
         except ConfigError as error:
-            self._connection.wait_for_cluster()
-            if self._connection.ends_with_us and not nodes_of_cluster():
-                raise LostClusterError(f"the cluster of the run has lost its only node: {error}") from error
-            raise LostWorkerError(f"the nodes of lost workers have not come back: {error}") from error
+            raise self._lost_places(error) from error
+
+    def _lost_places(self, error: ConfigError) -> LostWorkerError:
+        """Return the error of lost workers whose places are gone. Raises LostClusterError if the cluster has died."""
+        self._connection.wait_for_cluster()
+        if self._connection.ends_with_us and not nodes_of_cluster():
+            return LostClusterError(f"the cluster of the run has lost its only node: {error}")
+        return LostWorkerError(f"the nodes of lost workers have not come back: {error}")
 
     def _start(self, launch: Launch, lost: Sequence[RayProcess] = ()) -> list[RayProcess]:
         """Start the processes of a group, which `_build` waits for, or take its standbys in place of those `lost`."""

@@ -26,8 +26,11 @@ class Node:
         return all(have.get(name, 0.0) + EPSILON >= processes * amount for name, amount in share.items())
 
     def without(self, processes: int, share: Resources) -> "Node":
-        """Return the node with the resources of `processes`, each with this share, taken from `free`."""
-        free = {name: amount - processes * share.get(name, 0.0) for name, amount in self.free.items()}
+        """Return the node with the resources of `processes`, each with this share, taken from `free`.
+
+        A negative number gives them back; Ray names no resource of which nothing is free.
+        """
+        free = {name: self.free.get(name, 0.0) - processes * share.get(name, 0.0) for name in {**self.free, **share}}
         return replace(self, free=free)
 
 

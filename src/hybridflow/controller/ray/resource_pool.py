@@ -245,6 +245,39 @@ def require_fit(pools: Sequence[RayResourcePool]) -> None:
         time.sleep(0.1)
 
 
+def choose_fitting(options: Sequence[Sequence[RayResourcePool]], wait_s: float = SETTLING_S) -> list[RayResourcePool]:
+    """Return one pool of each list such that all fit together: the earliest one of the first list, and so on.
+
+    Waits up to `wait_s` seconds until the first ones fit, since resources that were released may not be free yet.
+    Raises ConfigError if not even the last ones fit.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        nodes = nodes_of_cluster()
+        first = [pools[0] for pools in options]
+        if _first_problem(first, nodes, empty=False) is None:
+            return first
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    chosen = [pools[-1] for pools in options]
+    if problem := _first_problem(chosen, nodes, empty=False):
+        raise problem
+    for index, pools in enumerate(options):
+        for pool in pools:
+            chosen[index] = pool
+            if _first_problem(chosen, nodes, empty=False) is None:
+                break
+    return chosen
+
+
+def has_room(pool: RayResourcePool, instead_of: RayResourcePool) -> bool:
+    """Return whether a pool would fit the cluster if the places of another one, which are reserved, were free."""
+    own = [place.node.node_id for place in instead_of.places()]
+    nodes = [node.without(-own.count(node.node_id), instead_of.share) for node in nodes_of_cluster()]
+    return choose_nodes(pool.process_on_nodes, pool.share, nodes, used_last=pool.used_last) is not None
+
+
 def _first_problem(pools: Sequence[RayResourcePool], nodes: list[Node], empty: bool) -> ConfigError | None:
     left = [replace(node, free=node.total) for node in nodes] if empty else nodes
     for pool in pools:
