@@ -7,6 +7,7 @@ from hybridflow.errors import ConfigError
 
 VLLM, ON_RAY = ["rollout.backend=vllm"], ["controller.backend=ray"]
 LAG = ["trainer.lag=1", "algorithm.rollout_weights=token"]
+NOT_SAME = "trainer.deterministic=false"
 LEND_POOLS = "placement.pools={learn=[1],generate=[2]}"
 ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_controller=adaptive"]
 
@@ -111,6 +112,26 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             ],
             "rollout.order='ready' lets timings decide which groups form a batch, but trainer.deterministic=true rules "
             "that out; use deterministic = false, or order = 'sampled'",
+        ),
+        (
+            [*ON_RAY, NOT_SAME, "placement.min_processes={other=1}"],
+            "placement.min_processes.other=1 is of no defined pool; defined pools: main",
+        ),
+        (
+            [*ON_RAY, NOT_SAME, "placement.min_processes={main=3}", "controller.num_workers=2"],
+            "placement.min_processes.main=3 is more than the 2 processes of the pool; use at most 2",
+        ),
+        (
+            [NOT_SAME, "placement.min_processes={main=1}"],
+            "placement.min_processes.main=1 needs controller.backend = 'ray'",
+        ),
+        (
+            [*ON_RAY, NOT_SAME, "placement.min_processes={main=1}", "recovery.max_restarts=0"],
+            "placement.min_processes.main=1 needs recovery.max_restarts of 1 or more",
+        ),
+        (
+            [*ON_RAY, "placement.min_processes={main=1}"],
+            "placement.min_processes.main=1 lets the number of ranks change, and sums over other ranks round",
         ),
         (
             ["placement.lend=true"],

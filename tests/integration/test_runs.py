@@ -66,6 +66,7 @@ def test_metrics_of_runs_equal_the_glossary(task, ppo_run, finished_run):
     pools = [
         *(f"ready/{name}" for name in ready),
         "parts/<stage>",
+        "processes/<pool>",  # see test_lost_node.py
         "sampling/lent_groups",
     ]  # see test_ready_order.py and test_lending.py
     recovery = ["failures", "repeated_steps", "time_s", "slow_ranks"]

@@ -1,7 +1,7 @@
 """Recovery of a run: which failures can be mended, how, and how often. It knows no trainer and no algorithm."""
 
 from hybridflow.fault_tolerance.decisions import ACTIONS, Action, Fault, action_for, fault_of
-from hybridflow.fault_tolerance.groups import Restartable, RestartedGroups, keep_places
+from hybridflow.fault_tolerance.groups import Restartable, RestartedGroups
 from hybridflow.fault_tolerance.slow_ranks import Rank, SlowRanks, find_slow_ranks
 from hybridflow.fault_tolerance.tries import Tries
 
@@ -17,5 +17,4 @@ __all__ = [
     "action_for",
     "fault_of",
     "find_slow_ranks",
-    "keep_places",
 ]

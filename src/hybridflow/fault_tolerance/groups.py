@@ -27,17 +27,12 @@ SETTLE_TIMEOUT_S = 60.0
 """Seconds in which groups that did not fail finish their calls; after that their processes are replaced too."""
 
 
-def keep_places(names: Sequence[str]) -> Sequence[str]:
-    """Move no group."""
-    return ()
-
-
 class RestartedGroups:
     """The groups of a run by name. `connected`: whether the groups hold connections to each other or run in parallel.
 
     Then one group cannot go on without the others, and all get new processes. `standby`: whether processes wait to
     replace those of the groups. `move(names)`: replaces the processes of those of the groups whose number of ranks has
-    to change, and returns their names.
+    to change, and returns their names; None: it never changes.
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class RestartedGroups:
         *,
         connected: bool,
         standby: bool = False,
-        move: Callable[[Sequence[str]], Sequence[str]] = keep_places,
+        move: Callable[[Sequence[str]], Sequence[str]] | None = None,
     ) -> None:
         self._backend, self._groups, self._connected, self._standby = backend, dict(groups), connected, standby
         self._move = move
@@ -74,7 +69,7 @@ class RestartedGroups:
 
     def restart(self, names: Sequence[str]) -> None:
         """Start new processes for the named groups; let the others discard what the unfinished step has left."""
-        moved = self._move(names)
+        moved = self._move(names) if self._move else ()
         rest = [name for name in names if name not in moved]
         self._backend.restart([worker for name in rest for worker in self._groups[name].workers])
         for name, group in self._groups.items():

@@ -146,6 +146,7 @@ METRICS: dict[str, Metric] = {
     "parts/<stage>": Metric(
         'Smallest part of the rows in a stage, relative to an equal one (controller.parts = "measured"); 1: all equal.'
     ),
+    "processes/<pool>": Metric("Number of processes of a pool whose size may change (placement.min_processes)."),
     "schedule/length_error": Metric(
         "Mean distance of the expected from the mean response length of a prompt, by the mean length "
         '(rollout.schedule = "expected").'

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError
-from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of, keep_places
+from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
 from hybridflow.trainers.pool_sizes import PoolSizes, Resizable, use_sizes
 from hybridflow.trainers.run_directory import RECOVERIES, RunDirectory
@@ -262,7 +262,7 @@ def build_recovery(
         by_name,
         connected=connected,
         standby=config.recovery.standby,
-        move=(lambda names: sizes.refit(groups, names)) if sizes else keep_places,
+        move=(lambda names: sizes.refit(groups, names)) if sizes else None,
     )
     restarted.keep_standbys()
     return Recovery(trainer, restarted, budgets, snapshots, sizes)
