@@ -121,11 +121,11 @@ class Resizable(Protocol):
 def use_sizes(trainer: Resizable, config: Config) -> None:
     """Let a trainer use the pools of this configuration, which its groups have already."""
     groups = trainer.groups
-    trainer.config = config
-    trainer.rank_speeds = measured_shares(config, groups)
     trainer.speedometer = measured_speedometer(config, trainer.speedometer.learners, groups)
+    trainer.rank_speeds = measured_shares(config, groups)
     if trainer.backend is not None:
         trainer.slow_ranks = watch_slow_ranks(trainer, groups, trainer.backend)
+    trainer.config = config  # last: after an error of a rank that is measured, all of this is done again
 
 
 def shapes_of(processes: Processes, fewest: int) -> list[Processes]:
