@@ -71,6 +71,10 @@ class WorkerDiedError(LostWorkerError):
     """The process of a worker exited; the message has its exit reason and the last lines of its log."""
 
 
+class WorkerMemoryError(WorkerDiedError):
+    """A worker was killed because its node had too little memory; with fewer tokens at a time it may have enough."""
+
+
 class WorkerTimeoutError(LostWorkerError):
     """A call took longer than its deadline; the message names the late workers, with their stacks."""
 

@@ -12,6 +12,7 @@ from hybridflow.fault_tolerance import ACTIONS, Action, Fault, action_for, fault
     ("error", "fault", "action"),
     [
         (errors.WorkerDiedError("died"), Fault.INFRASTRUCTURE, Action.RESTART),
+        (errors.WorkerMemoryError("killed"), Fault.MEMORY, Action.SMALLER),
         (errors.WorkerTimeoutError("late"), Fault.INFRASTRUCTURE, Action.RESTART),
         (errors.LostWeightSyncError("lost"), Fault.INFRASTRUCTURE, Action.RESTART),
         (errors.LostClusterError("the GCS died"), Fault.CLUSTER, Action.STOP),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ray._private.utils import get_system_memory, get_used_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.observability import read_jsonl
@@ -94,3 +95,33 @@ def test_a_run_without_memory_goes_on_to_its_end_with_fewer_tokens(runs, place, 
     budgets = json.loads((run / "token_budgets.json").read_text())["budgets"]
     assert all(LONGEST <= budget < TOKENS for budget in budgets.values())
     assert "tokens per micro-batch from now on: " in runs.log
+
+
+GREEDY = """
+import os, time
+
+def score(solution_str, **sample):
+    if not os.path.exists("{flag}"):
+        open("{flag}", "w").close()
+        blocks = [b"x" * (128 * 2**20) for _ in range({num_blocks})]
+        time.sleep(100)
+    return len(solution_str) % 11 / 10
+"""
+
+
+def test_a_worker_that_ray_kills_to_free_memory_is_replaced(task, tmp_path, start):
+    """Its node has had too little memory, so the run goes on with fewer tokens at a time."""
+    threshold = (get_used_memory() + 5 * 2**30) / get_system_memory()  # other tests may use some of it
+    if threshold > 0.8:
+        pytest.skip("needs 10 GiB of free memory")
+    (tmp_path / "reward.py").write_text(GREEDY.format(flag=tmp_path / "flag", num_blocks=80))
+    command = ["train", f"{task}/rl.toml", *ON_RAY, f"trainer.run_dir={tmp_path}/run", "data.val_files=[]"]
+    command += ["trainer.total_steps=2", f"reward.function={tmp_path}/reward.py:score"]
+    monitor = {"RAY_memory_usage_threshold": str(threshold), "RAY_memory_monitor_refresh_ms": "100"}
+    process = start(*command, **monitor)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    (recovery,) = read_jsonl(tmp_path / "run" / "recoveries.jsonl")
+    assert (recovery["action"], recovery["faults"]) == ("smaller", ["memory"])
+    assert recovery["errors"][0].startswith("WorkerMemoryError: worker actor_rollout")
+    assert "killed due to the node running low on memory" in recovery["errors"][0]

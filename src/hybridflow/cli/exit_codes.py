@@ -51,6 +51,7 @@ CODES: dict[type[BaseException], ExitCode] = {
     errors.LostWorkerError: ExitCode.AGAIN,
     errors.LostClusterError: ExitCode.AGAIN,
     errors.WorkerDiedError: ExitCode.AGAIN,
+    errors.WorkerMemoryError: ExitCode.AGAIN,
     errors.WorkerTimeoutError: ExitCode.AGAIN,
     errors.LostWeightSyncError: ExitCode.AGAIN,
     errors.RunInUseError: ExitCode.AGAIN,

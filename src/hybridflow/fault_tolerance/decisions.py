@@ -32,6 +32,7 @@ FAULTS: dict[type[errors.HybridFlowError], Fault] = {
     errors.LostWorkerError: Fault.INFRASTRUCTURE,
     errors.WeightSyncError: Fault.TRANSFER,
     errors.OutOfMemoryError: Fault.MEMORY,
+    errors.WorkerMemoryError: Fault.MEMORY,
     errors.NonFiniteError: Fault.NUMERIC,
     errors.RewardError: Fault.USER_CODE,
     errors.DataError: Fault.DATA,

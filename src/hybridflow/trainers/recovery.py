@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.controller import Backend, Role, WorkerGroup
-from hybridflow.errors import CheckpointError, DataError, HybridFlowError
+from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
 from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
 from hybridflow.trainers.pool_sizes import PoolSizes, Resizable, use_sizes
@@ -125,7 +125,7 @@ class Recovery:
         """
         start, step, errors = time.time(), self._trainer.global_step, [error]
         while True:
-            action = action_for(error)
+            action = self._action_for(error)
             is_exhausted = action is Action.RESTART and self._tries.is_exhausted()
             if action is Action.STOP or is_exhausted:
                 if is_exhausted:
@@ -143,6 +143,12 @@ class Recovery:
             self._record(errors, action.name.lower(), restarted, step - point.step, start)
             self._groups.keep_standbys()
             return
+
+    def _action_for(self, error: HybridFlowError) -> Action:
+        """Return the action for a failure. A worker that was killed for memory may have had a greedy neighbour."""
+        action = action_for(error)
+        is_smallest = action is Action.SMALLER and not self._budgets.can_halve()
+        return Action.RESTART if is_smallest and isinstance(error, LostWorkerError) else action
 
     def _go_back(self, error: HybridFlowError, action: Action) -> tuple[Checkpoint, list[str]]:
         """Return the point from which the run goes on, and the groups with new processes."""

@@ -56,19 +56,30 @@ class TokenBudgets:
 
     def halve(self) -> bool:
         """Halve the budgets, down to the longest sequence, and record them; return whether one became smaller."""
-        configured = self._config.memory.max_tokens_per_micro_batch
-        least = self._config.data.max_prompt_length + self._config.data.max_response_length
-        before = {role: self._budgets.get(role, configured) for role in self._groups}
-        halved = {role: max(least, budget // 2) for role, budget in before.items() if isinstance(budget, int)}
-        if all(before[role] == budget for role, budget in halved.items()):
+        before, halved = self._now(), self._halved()
+        if before == halved:
             return False
         if not self._largest:
-            self._largest = {role: budget for role, budget in before.items() if isinstance(budget, int)}
+            self._largest = before
         if self._was_doubled:
             self._pause *= 2
         self._was_doubled = False
         self._change(halved)
         return True
+
+    def can_halve(self) -> bool:
+        """Return whether `halve` would make a budget smaller."""
+        return self._now() != self._halved()
+
+    def _now(self) -> dict[str, int]:
+        """Return the budget of each role that has one."""
+        configured = self._config.memory.max_tokens_per_micro_batch
+        budgets = {role: self._budgets.get(role, configured) for role in self._groups}
+        return {role: budget for role, budget in budgets.items() if isinstance(budget, int)}
+
+    def _halved(self) -> dict[str, int]:
+        least = self._config.data.max_prompt_length + self._config.data.max_response_length
+        return {role: max(least, budget // 2) for role, budget in self._now().items()}
 
     def note_step(self) -> None:
         """Count a step that had enough memory; after many, double halved budgets unless the run is deterministic.

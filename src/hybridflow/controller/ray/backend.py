@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from hybridflow.controller.backend import CallTerms, PerRank, WorkerRef
@@ -32,7 +32,7 @@ from hybridflow.controller.ray.resource_pool import (
 from hybridflow.controller.ray.standbys import Standbys
 from hybridflow.controller.ray.store import delete_stores
 from hybridflow.controller.ray.transport import Outgoing, freeze, pack_header, thaw
-from hybridflow.controller.ray.waiting import POLL_INTERVAL_S, STORE_FULL, Waiting
+from hybridflow.controller.ray.waiting import DIED, POLL_INTERVAL_S, STORE_FULL, Waiting
 from hybridflow.controller.resource_pool import ResourcePool
 from hybridflow.controller.sources import produced_columns, sources_of
 from hybridflow.controller.threads import beside_of, concurrent_calls_of
@@ -358,7 +358,7 @@ class RayBackend:
             ready, _ = ray.wait([worker.process.actor.__ray_ready__.remote()], timeout=POLL_INTERVAL_S)
             for ref in ready:
                 ray.get(ref)
-        except RayActorError:
+        except DIED:
             return False
         return True  # an unanswered request means busy: Ray reports a dead actor at once
 

@@ -15,6 +15,7 @@ from ray.exceptions import (
     ObjectLostError,
     ObjectStoreFullError,
     OutOfDiskError,
+    OutOfMemoryError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -27,7 +28,7 @@ from hybridflow.controller.ray.processes import RayCall, RayProcess, RayWorker
 from hybridflow.controller.ray.silence import Silence
 from hybridflow.controller.ray.transport import CallFailed, Reply, thaw
 from hybridflow.controller.ray.watch import observe
-from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from hybridflow.errors import LostWorkerError, WorkerDiedError, WorkerError, WorkerMemoryError, WorkerTimeoutError
 from hybridflow.observability import Trace
 from hybridflow.observability.trace import CONTROLLER
 
@@ -50,6 +51,9 @@ SILENT_EXIT = "It exited without an error message; likely a signal, the OOM kill
 
 STORE_FULL = (OutOfDiskError, ObjectStoreFullError)
 """Ray's errors for an object that fits neither into shared memory nor on disk."""
+
+DIED = (RayActorError, OutOfMemoryError)
+"""Ray's errors for a process that has died; the second one if Ray killed it to free memory of its node."""
 
 LOST = (ObjectLostError, NodeDiedError)
 """Ray's errors for an object or a node that is gone."""
@@ -146,7 +150,7 @@ class Waiting:
 
     def failure(self, call: RayCall, cause: Any, error: Exception) -> BaseException:
         """Return the error to raise for a failed call."""
-        if isinstance(cause, RayActorError):
+        if isinstance(cause, DIED):
             return self._death_error(call.worker, call.where, cause)
         if isinstance(cause, CallFailed):
             call.worker.process.has_failed = True
@@ -176,7 +180,7 @@ class Waiting:
             if other.done in ready:
                 try:
                     ray.get(other.done)
-                except RayActorError as error:
+                except DIED as error:
                     return self._death_error(other.worker, other.where, error)
                 except RayError:
                     continue  # it failed like this call; a wait for it reports its error
@@ -217,12 +221,14 @@ class Waiting:
 
     # ------------------------------------------------------------------------------------------ deaths and deadlines
 
-    def _death_error(self, worker: RayWorker, where: str, error: RayActorError) -> WorkerError:
+    def _death_error(self, worker: RayWorker, where: str, error: RayActorError | OutOfMemoryError) -> WorkerError:
         """Return the error for a process that has died; stop its peers, which may wait for it in a collective."""
-        if error.actor_id in self._exit_errors:
-            return self._exit_errors[error.actor_id]
-        process = self._process_of(error)
-        if process is None and error.actor_id not in (None, worker.process.actor._actor_id.hex()):
+        own_id = worker.process.actor._actor_id.hex()
+        actor_id = error.actor_id if isinstance(error, RayActorError) else own_id
+        if actor_id in self._exit_errors:
+            return self._exit_errors[actor_id]
+        process = self._process_of(actor_id)
+        if process is None and actor_id not in (None, own_id):
             return _worker_error(
                 f"{where} on worker {worker.name} reads a result of a group that was shut down before the result was "
                 f"sent; shut a group down after its results are used.",
@@ -234,7 +240,8 @@ class Waiting:
         if process.is_stopped:
             return _worker_error(f"worker {process.label} was shut down before the result of {where} was read.", worker)
         report = f"\nReport of the process:\n{observe(process.home)}" if process.home else ""
-        died = WorkerDiedError(
+        kind = WorkerMemoryError if isinstance(error, OutOfMemoryError) else WorkerDiedError
+        died = kind(
             f"worker {process.place} died before {where} finished: {_exit_reason(error)}{report}",
             role=process.label.rpartition("/")[0],
             rank=process.rank,
@@ -249,11 +256,8 @@ class Waiting:
             peer.exit_error = self._exit_errors[peer.actor._actor_id.hex()] = error
         self._stop(process.peers)
 
-    def _process_of(self, error: RayActorError) -> RayProcess | None:
-        for process in self._processes:
-            if error.actor_id is not None and process.actor._actor_id.hex() == error.actor_id:
-                return process
-        return None
+    def _process_of(self, actor_id: str | None) -> RayProcess | None:
+        return next((process for process in self._processes if process.actor._actor_id.hex() == actor_id), None)
 
     def _deadline_error(self, overdue: list[RayCall], awaited: RayCall) -> WorkerTimeoutError:
         """Return the error for calls over their deadline, with reports of their processes; stop these processes."""
@@ -279,8 +283,10 @@ class Waiting:
         return timed_out
 
 
-def _exit_reason(error: RayActorError) -> str:
+def _exit_reason(error: RayActorError | OutOfMemoryError) -> str:
     """Return Ray's reason for the end of a process, without its advice."""
+    if isinstance(error, OutOfMemoryError):
+        return " ".join(str(error).partition("Object store memory usage")[0].split())
     text = str(error).partition("The actor is dead because")[2] or str(error)
     text = " ".join(text.partition("Some common causes")[0].split()).removeprefix("its worker process has died. ")
     if "connection error code 2" in text:  # Ray only knows that the connection was closed
