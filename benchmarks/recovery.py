@@ -69,7 +69,8 @@ def seconds_of_run(directory: Path, args: Namespace, first: int) -> dict[int, fl
     """
     first_kill = WARM_UP + args.pairs + 1
     changes = ["controller.backend=ray", "controller.num_workers=2", "data.val_files=[]", "trainer.save_every_s=0"]
-    changes += [f"trainer.total_steps={first_kill + 2 * args.kills}", f"controller.threads={args.threads or 1}"]
+    total_steps = first_kill + 2 * args.kills + 2  # a step may be shorter than those by which a kill is timed
+    changes += [f"trainer.total_steps={total_steps}", f"controller.threads={args.threads or 1}"]
     changes.append(f"recovery.standby={'true' if first == 0 else 'false'}")
     changes += [f"model.path={directory}/model", "trainer.val_every=0", "trainer.val_before_train=false", *args.changes]
     begins: dict[int, float] = {}
