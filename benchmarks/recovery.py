@@ -88,7 +88,8 @@ def seconds_of_run(directory: Path, args: Namespace, first: int) -> dict[int, fl
 
         def step() -> list[dict[str, Any]]:
             number = trainer.global_step
-            if number > first_kill and (number - first_kill) % 2 == 1 and number not in killed:
+            is_due = number > first_kill and (number - first_kill) % 2 == 1 and number not in killed
+            if is_due and len(killed) < args.kills:
                 killed.add(number)
                 worker: Any = trainer.actor.workers[len(killed) % 2]
                 delay_s = 0.5 * (begins[WARM_UP + 1] - begins[WARM_UP])
