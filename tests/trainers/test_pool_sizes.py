@@ -1,5 +1,7 @@
 """Which numbers of processes a pool may have, and the ones that fit a cluster."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybridflow.config import Config
@@ -82,6 +84,18 @@ def test_the_first_pool_is_served_first_with_ranks_that_suit_the_other_keys(size
 def test_a_cluster_that_is_too_small_for_the_fewest_processes_is_an_error(sizes):
     with pytest.raises(ConfigError, match="no room"):
         sizes(2).fit()
+
+
+def test_places_that_are_gone_again_are_a_lost_worker_which_a_run_survives(sizes, monkeypatch):
+    def move(groups, pool, backend, meshes):
+        raise ConfigError("does not fit the cluster")
+
+    monkeypatch.setattr("hybridflow.trainers.pool_sizes.move_colocated", move)
+    groups = {role: SimpleNamespace(workers=[]) for role in ROLES}
+    found = sizes(2)
+    with pytest.raises(LostWorkerError, match="the places of pool generate are gone again: does not fit"):
+        found.refit(groups, ["rollout"])
+    assert pools_of(found.config)["generate"] == (1, 1, 1)
 
 
 def test_pools_have_fixed_sizes_unless_configured(config):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hybridflow.config import Config
 from hybridflow.config.checks import contradictions
 from hybridflow.controller import Backend, Role, WorkerGroup, move_colocated
+from hybridflow.errors import ConfigError, LostWorkerError
 from hybridflow.observability import TraceEvent, get_logger
 from hybridflow.trainers.groups import build_pool, meshes_of, pool_of, pools_of
 from hybridflow.trainers.rank_speeds import RankSpeeds, measured_shares
@@ -58,10 +59,7 @@ class PoolSizes:
         pools = [pool for pool, roles in self._roles_of.items() if any(role.value in names for role in roles)]
         if all(len(self._shapes[pool]) == 1 for pool in pools):
             return []
-        shapes = [
-            self._shapes[pool] if len(self._shapes[pool]) > 1 else [pools_of(self.config)[pool]] for pool in pools
-        ]
-        options = [[self._build(pool, shape) for shape in of_pool] for pool, of_pool in zip(pools, shapes, strict=True)]
+        options = [[self._build(pool, shape) for shape in self._shapes[pool]] for pool in pools]
         workers: list[Any] = [worker for name in names for worker in groups[Role(name)].workers]
         moved: list[str] = []
         for pool, chosen in zip(pools, self._backend.choose_fitting(options, instead_of=workers), strict=True):
@@ -69,7 +67,10 @@ class PoolSizes:
                 continue
             of_pool = {role.value: groups[role] for role in self._roles_of[pool]}
             changed = with_pool(self.config, pool, tuple(chosen.process_on_nodes))
-            move_colocated(of_pool, chosen, self._backend, meshes_of(changed, of_pool))
+            try:
+                move_colocated(of_pool, chosen, self._backend, meshes_of(changed, of_pool))
+            except ConfigError as error:  # they did fit, but another node has died or another program took the place
+                raise LostWorkerError(f"the places of pool {pool} are gone again: {error}") from error
             self._note(pool, tuple(chosen.process_on_nodes))
             moved += of_pool
         return moved
