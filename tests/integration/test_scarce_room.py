@@ -17,7 +17,7 @@ SETTINGS = (
 )
 
 
-def test_a_run_starts_with_the_processes_that_fit_and_uses_room_that_becomes_free(tiny, task, tmp_path, ray_backend):
+def test_a_run_starts_with_processes_that_fit_and_uses_room_later(tiny, task, tmp_path, ray_backend):
     ray_backend.check_fit([RayResourcePool([1], cpus_per_process=0.01)])  # connects
     (node,) = nodes_of_cluster()
     share = node.free["CPU"] / 3
