@@ -57,7 +57,7 @@ def test_begin_writes_configuration_and_versions(open_run, tmp_path):
 
 
 def test_rows_after_the_checkpoint_are_removed(open_run, tmp_path):
-    metrics, samples, trace = open_run().begin()
+    metrics, samples, _, trace = open_run().begin()
     for step in range(4):
         metrics.log(step, {"actor/loss": 0.0})
         samples.write({"step": step, "score": 1.0})
@@ -71,7 +71,7 @@ def test_rows_after_the_checkpoint_are_removed(open_run, tmp_path):
 
 def test_rows_of_finished_steps_that_are_missing_are_a_warning(open_run, tmp_path, caplog):
     run = open_run()
-    metrics, _, _ = run.begin()
+    metrics, *_ = run.begin()
     for step in range(6):
         metrics.log(step, {"actor/loss": 0.0})
     run.end()
@@ -96,7 +96,7 @@ def test_many_missing_rows_are_one_short_line(open_run, caplog):
 
 @pytest.mark.parametrize("kind", ["a file", "a FIFO", "a dangling link"])
 def test_checkpoints_that_are_not_a_directory_are_an_error_at_the_start(open_run, tmp_path, kind):
-    metrics, _, _ = open_run().begin()
+    metrics, *_ = open_run().begin()
     metrics.log(1, {"actor/loss": 0.0})
     path = tmp_path / "run" / "checkpoints"
     if kind == "a FIFO":
@@ -113,7 +113,7 @@ def test_checkpoints_that_are_not_a_directory_are_an_error_at_the_start(open_run
 
 
 def test_logs_of_a_run_without_checkpoint_are_renamed(open_run, tmp_path):
-    metrics, _, _ = open_run().begin()
+    metrics, *_ = open_run().begin()
     metrics.log(0, {"val/score/mean": 0.0})
     open_run().begin()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == []
@@ -140,7 +140,7 @@ def test_logs_that_are_gone_when_they_are_cut_are_an_error(open_run, tmp_path):
 
 def test_a_second_process_in_a_run_directory_is_refused(open_run, tmp_path):
     run = open_run()
-    metrics, _, _ = run.begin()
+    metrics, *_ = run.begin()
     metrics.log(1, {"actor/loss": 0.0})
     with pytest.raises(CheckpointError, match="another process is running"):
         open_run().begin()
@@ -151,7 +151,7 @@ def test_a_second_process_in_a_run_directory_is_refused(open_run, tmp_path):
 
 def test_a_run_continued_by_another_process_is_refused(open_run, tmp_path):
     slow, fast = open_run(), open_run()
-    metrics, _, _ = fast.begin()
+    metrics, *_ = fast.begin()
     metrics.log(1, {"actor/loss": 0.0})
     save(fast, 1)
     fast.end()

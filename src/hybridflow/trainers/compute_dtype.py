@@ -6,9 +6,9 @@ from typing import get_args
 from hybridflow.checkpoint import CheckpointStore
 from hybridflow.config import Config, DTypeName
 from hybridflow.observability import get_logger
+from hybridflow.observability.run_files import read_starts
 from hybridflow.runtime import gpu_has_bfloat16
 from hybridflow.trainers.groups import build_backend, closing_on_error
-from hybridflow.trainers.run_directory import read_starts
 
 logger = get_logger(__name__)
 

@@ -15,8 +15,9 @@ from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.errors import CheckpointError, DataError, HybridFlowError, LostWorkerError
 from hybridflow.fault_tolerance import Action, RestartedGroups, Tries, action_for, fault_of
 from hybridflow.observability import JsonlWriter, TraceEvent, get_logger
+from hybridflow.observability.run_files import RECOVERIES
 from hybridflow.trainers.pool_sizes import PoolSizes, Resizable, use_sizes
-from hybridflow.trainers.run_directory import RECOVERIES, RunDirectory
+from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.snapshots import Snapshots, memory_problem, snapshot_directory
 from hybridflow.trainers.token_budgets import TokenBudgets
 from hybridflow.trainers.training_state import TrainingSaver

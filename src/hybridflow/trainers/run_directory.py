@@ -12,35 +12,22 @@ from typing import Any, Self
 
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
-from hybridflow.errors import CheckpointConfigError, CheckpointError, ConfigError, RunInUseError
+from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
 from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
+from hybridflow.observability.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
 from hybridflow.observability.trace import TRACE_FILE
 from hybridflow.runtime import require_plain_file, write_text_atomically
 from hybridflow.trainers.run_identity import Kind, require_same_run, run_identity
 
 logger = get_logger(__name__)
 
-LOGS = ("metrics.jsonl", "samples.jsonl", TRACE_FILE)
+LOGS = (METRICS, SAMPLES, ROLLOUTS, TRACE_FILE)
 """The files that a run appends rows to."""
 TOKEN_BUDGETS = "token_budgets.json"
-RECOVERIES = "recoveries.jsonl"
 WRITTEN = (*(*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", "faults.json", TOKEN_BUDGETS, ".lock"),)
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
 _NUM_SHOWN = 10
-
-
-def read_starts(directory: Path) -> list[dict[str, Any]]:
-    """Return the starts in `run.json` of a run directory, oldest first; raises CheckpointError if it is damaged."""
-    file = directory / "run.json"
-    try:
-        require_plain_file(file)
-        starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
-        if not isinstance(starts, list):
-            raise TypeError(f"starts is a {type(starts).__name__}, not a list")
-        return starts
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
 
 
 def require_unused(run_dir: Path) -> None:
@@ -62,7 +49,7 @@ def _in_use(run_dir: Path) -> RunInUseError:
 
 
 class RunDirectory:
-    """`config.toml, run.json, metrics.jsonl, samples.jsonl, trace/, checkpoints/` of one run.
+    """`config.toml, run.json`, the files of `LOGS` and `checkpoints/` of one run.
 
     `checkpoint` is the newest checkpoint, from which the run continues, None for a new run; `step` is its step.
     Constructing one writes nothing; `begin` does. Raises CheckpointError if the newest checkpoint is damaged or belongs
@@ -91,8 +78,8 @@ class RunDirectory:
         self.start_facts: dict[str, Any] = {}  # `begin` records them in `run.json`
         self._release_lock: weakref.finalize[..., Self] | None = None
 
-    def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter]:
-        """Record this start, and open `metrics.jsonl`, `samples.jsonl` and `trace/calls.jsonl`.
+    def begin(self) -> tuple[JsonlWriter, JsonlWriter, JsonlWriter, JsonlWriter]:
+        """Record this start, and open the files of `LOGS`.
 
         Rows of steps after the checkpoint are removed, since the run writes them again. Steps up to the checkpoint that
         have no row in `metrics.jsonl` are logged as a warning: every checkpoint is written after its row.
@@ -105,8 +92,8 @@ class RunDirectory:
             self._require_unchanged()
             self._keep_logs_without_checkpoint()
             (self.path / "trace").mkdir(exist_ok=True)
-            metrics, samples, trace = (JsonlWriter(self.path / name) for name in LOGS)
-            for writer in (samples, trace):
+            metrics, samples, rollouts, trace = (JsonlWriter(self.path / name) for name in LOGS)
+            for writer in (samples, rollouts, trace):
                 writer.truncate_after(self.step if self.checkpoint else -1)
             self._warn_of_missing_rows(metrics.truncate_after(self.step if self.checkpoint else -1))
             self._record_start()
@@ -116,7 +103,7 @@ class RunDirectory:
             raise CheckpointConfigError(f"trainer.run_dir='{self.path}' cannot be written: {error}.") from error
         if self.checkpoint:
             logger.info("continuing '%s' after step %d", self.path, self.step)
-        return metrics, samples, trace
+        return metrics, samples, rollouts, trace
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
         self._run = run
-        self._metrics, self._samples, self._trace = run.begin()
+        self._metrics, self._samples, self._rollouts, self._trace = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
         trackers: list[Tracker] = [self._metrics, self._console]
         if "tensorboard" in run.config.trainer.trackers:
@@ -41,7 +41,7 @@ class RunLog:
 
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run writes again."""
-        for writer in (self._metrics, self._samples, self._trace):
+        for writer in (self._metrics, self._samples, self._rollouts, self._trace):
             try:
                 writer.truncate_after(step)
             except OSError as error:
