@@ -75,6 +75,8 @@ COMMANDS = {
         "show the transfers of a run",
         "report-performance runs/countdown/grpo --steps 10-20",
     ),
+    "report": Command("hybridflow.cli.report", "write a page that shows a run", "report runs/countdown/grpo"),
+    "watch": Command("hybridflow.cli.watch", "show the page of a run while it goes on", "watch runs/countdown/grpo"),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),
