@@ -102,6 +102,11 @@ def _kept(run: RunFiles) -> list[dict[str, Any]]:
     samples = run.samples
     for i, sample in enumerate(samples):
         sample.setdefault("row", i)
+        if not _is_sample(sample):
+            raise DataError(
+                f"{run.path / SAMPLES}, line {i + 1}: expected texts as prompt and response, and tokens with lists of "
+                "equal length as ids and texts; remove the line or the file."
+            )
     if len(samples) <= MAX_SAMPLES:
         return samples
     rows = range(len(samples))
@@ -111,6 +116,15 @@ def _kept(run: RunFiles) -> list[dict[str, Any]]:
     failed = [row for row in rows if samples[row].get("failed")]
     order = [*reversed(failed[-share:]), *ranked[-share:], *ranked[:share], *reversed(rows)]
     return [samples[row] for row in sorted(list(dict.fromkeys(order))[:MAX_SAMPLES])]
+
+
+def _is_sample(row: Mapping[str, Any]) -> bool:
+    if not all(isinstance(row.get(name, ""), str) for name in ("prompt", "response", "rendered_prompt", "prompt_id")):
+        return False
+    tokens = row.get("tokens", {"ids": [], "texts": []})
+    if not isinstance(tokens, dict) or not all(isinstance(values, list) for values in tokens.values()):
+        return False
+    return len(tokens.get("ids", "-")) == len(tokens.get("texts", ""))
 
 
 def _plain(value: Any) -> Any:

@@ -44,7 +44,7 @@ const seen = new IntersectionObserver((entries) => {
 }, { rootMargin: "200px" });
 
 function lazyChart(name) {
-  const box = make("section", { class: "chart", "data-metric": name }, make("h3", {}, name));
+  const box = make("section", { class: "chart", "data-metric": name }, make("h2", {}, name));
   seen.observe(box);
   return box;
 }

@@ -73,6 +73,7 @@ function table(caption, head, rows, cellClass) {
 }
 
 function labelled(label, control) {
+  control.setAttribute("aria-label", label);
   return make("label", {}, label, control);
 }
 

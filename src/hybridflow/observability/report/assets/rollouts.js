@@ -145,7 +145,7 @@ function sortRows(run, rows) {
 /** Return a box with the histogram of some numbers; `draw` draws it once the box has a width. */
 function histogram(name, values) {
   const finite = values.filter((value) => !Number.isNaN(value));
-  const box = make("section", { class: "chart" }, make("h3", {}, name));
+  const box = make("section", { class: "chart" }, make("h2", {}, name));
   box.draw = () => {
     if (!finite.length) { box.append(note("no values")); return; }
     let low = Infinity, high = -Infinity;

@@ -3,7 +3,7 @@
 
 function showTimeline(main) {
   const run = theRun();
-  main.append(make("div", { class: "tools" }, runChoice()));
+  addAll(main, make("div", { class: "tools" }, runChoice()));
   showStages(main, run);
   if (!run.timeline.length) {
     main.append(note("The run has no trace of a step."));
