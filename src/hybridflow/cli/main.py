@@ -81,6 +81,7 @@ COMMANDS = {
     "compare": Command(
         "hybridflow.cli.compare", "show what differs between two runs", "compare runs/countdown/grpo runs/countdown/ppo"
     ),
+    "doctor": Command("hybridflow.cli.doctor", "check this machine before a run", "doctor --dir runs"),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),
