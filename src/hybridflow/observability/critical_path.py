@@ -132,7 +132,7 @@ def path_line(step: int, path: CriticalPath, lengths: Sequence[float] = ()) -> s
             rest += share
             continue
         part = f"{share:.0%} {stage}"
-        if stage in GENERATION and waiting is not None:
+        if stage in GENERATION and waiting is not None and waiting >= LEAST_SHOWN:
             part += f", of it {waiting:.0%} waiting for the longest 1% of responses"
         parts.append(part)
     if rest >= LEAST_SHOWN:
