@@ -30,10 +30,11 @@ def score(solution_str, **sample):
 
 
 @pytest.fixture(scope="module")
-def run(tiny, task, tmp_path_factory, run_in_turn):
+def run(task, tmp_path_factory, run_in_turn):
     directory = tmp_path_factory.mktemp("timeline")
     (directory / "reward.py").write_text(REWARD)
-    common = [*tiny.commands(task)["grpo"], *ON_RAY, f"trainer.total_steps={STEPS}"]
+    # on-policy, without a KL term: after its rewards a rank waits for those of the other, with no collective in between
+    common = ["train", f"{task}/rl.toml", *ON_RAY, f"trainer.total_steps={STEPS}"]
     common.append(f"reward.function={directory}/reward.py:score")
     run_in_turn(
         [*common, f"trainer.run_dir={directory}/run", "trainer.profile_steps=[2]", "trainer.profile_ranks=[1]"],

@@ -178,7 +178,7 @@ def _idle_spans(calls: Sequence[Span]) -> list[Span]:
         waited_s = call.args.get("waited_s", 0.0)
         start = max(call.start - waited_s, reached)
         if waited_s and start < call.start:
-            gaps.append(Span(start, call.start, "idle", "idle", {"waited_s": waited_s}))
+            gaps.append(Span(start, call.start, "idle", "idle", {"step": call.args["step"], "waited_s": waited_s}))
         reached = max(reached, call.end)
     return gaps
 
