@@ -17,6 +17,7 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
         self._run = run
+        run.start_facts["total_steps"] = total_steps
         self._metrics, self._samples, self._rollouts, self._trace = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
         trackers: list[Tracker] = [self._metrics, self._console]
