@@ -75,6 +75,11 @@ COMMANDS = {
         "show the transfers of a run",
         "report-performance runs/countdown/grpo --steps 10-20",
     ),
+    "timeline": Command(
+        "hybridflow.cli.timeline",
+        "show what steps waited for",
+        "timeline runs/countdown/grpo --output trace.json",
+    ),
     "report": Command("hybridflow.cli.report", "write a page that shows a run", "report runs/countdown/grpo"),
     "watch": Command("hybridflow.cli.watch", "show the page of a run while it goes on", "watch runs/countdown/grpo"),
     "runs": Command("hybridflow.cli.runs", "list the runs of a directory", "runs runs --sort written"),

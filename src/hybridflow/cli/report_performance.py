@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.cli.aligned import aligned
+from hybridflow.cli.steps_argument import add_steps
 
 MIB, MB = 2**20, 1e6
 
@@ -18,17 +19,8 @@ MIB, MB = 2**20, 1e6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run directory, the steps and the format."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
-    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="steps to report (default: all)")
+    add_steps(parser, "all")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-
-
-def _steps(text: str) -> range:
-    first, dash, last = text.partition("-")
-    if first.isdecimal() and (last.isdecimal() if dash else True):
-        steps = range(int(first), int(last or first) + 1)
-        if steps:
-            return steps
-    raise argparse.ArgumentTypeError(f"'{text}' is invalid: expected a step or FIRST-LAST, such as 10-20")
 
 
 def run(args: argparse.Namespace) -> int:

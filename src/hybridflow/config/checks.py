@@ -8,7 +8,7 @@ from math import isqrt
 
 from hybridflow.algorithms.declarations import ESTIMATORS, LOSSES
 from hybridflow.config.faults import fault_problems, training_roles
-from hybridflow.config.roles import ROLES
+from hybridflow.config.roles import ROLES, ranks_of
 from hybridflow.config.sections.base import RoleName
 from hybridflow.config.sections.config import Config
 from hybridflow.errors import ConfigError
@@ -569,6 +569,21 @@ def _lend(config: Config) -> Iterator[str]:
             yield f"placement.lend=true lends training ranks to generation, but {reason}, or lend = false"
 
 
+def _profile(config: Config) -> Iterator[str]:
+    how = config.trainer
+    if how.total_steps and how.profile_steps and max(how.profile_steps) > how.total_steps:
+        yield (
+            f"trainer.profile_steps has step {max(how.profile_steps)}, but trainer.total_steps={how.total_steps} ends "
+            "the run before; name earlier steps, or raise total_steps"
+        )
+    largest = max(ranks_of(config, role) for role in training_roles(config)) - 1
+    if how.profile_ranks and max(how.profile_ranks) > largest:
+        yield (
+            f"trainer.profile_ranks has rank {max(how.profile_ranks)}, but the ranks of this run are 0 to {largest} "
+            "(controller.num_workers, placement.pools); name some of these"
+        )
+
+
 def _faults(config: Config) -> Iterator[str]:
     yield from fault_problems(config, training_roles(config))
 
@@ -599,5 +614,6 @@ SUBJECTS = (
     _lag,
     _stream,
     _lend,
+    _profile,
     _faults,
 )

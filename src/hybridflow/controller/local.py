@@ -23,7 +23,8 @@ from hybridflow.controller.threads import concurrent_calls_of
 from hybridflow.controller.worker import RANKS_TAKE_TURNS
 from hybridflow.errors import BatchError, WorkerError
 from hybridflow.observability import Trace, TraceEvent
-from hybridflow.observability.trace import Sources
+from hybridflow.observability.trace import DRIVER, Sources
+from hybridflow.observability.waits import Waits
 from hybridflow.protocol import DataProto, DataProtoFuture, Handle
 from hybridflow.protocol.future import change_futures
 from hybridflow.protocol.handle import Duration, take
@@ -99,7 +100,7 @@ class LocalBackend:
         self.trace = Trace()
         self._handles: WeakSet[LocalHandle] = WeakSet()
         self._workers: WeakSet[LocalWorker] = WeakSet()
-        self._node = socket.gethostname()
+        self._node, self._waits = socket.gethostname(), Waits()
 
     @property
     def num_objects(self) -> int:
@@ -147,27 +148,26 @@ class LocalBackend:
             if not isinstance(worker, LocalWorker) or worker.instance is None:
                 raise WorkerError(f"worker {worker.name} was shut down; {method_name} cannot be called on it.")
             where = f"{type(worker.instance).__name__}.{method_name}"
-            start = time.time()
-            with self.trace.paused():  # the trace records reads of the controller, not of workers
-                own_args, own_kwargs, sources = _receive(args, kwargs, where, own_terms.opens_futures)
-            received = time.time()
-            with _active_rank(worker, where):
-                result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
-                result = checked_output(result, own_terms, worker.rank)
-            computed = time.time()
-            handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
+            with self._waits.during_call() as waited_s:
+                start = time.time()
+                with self.trace.paused():  # the trace records reads of the controller, not of workers
+                    own_args, own_kwargs, sources = _receive(args, kwargs, where, own_terms.opens_futures)
+                received = time.time()
+                with _active_rank(worker, where):
+                    result = getattr(worker.instance, method_name)(*own_args, **own_kwargs)
+                    result = checked_output(result, own_terms, worker.rank)
+                computed = time.time()
+                handles.append(self._keep(private_copy(result, f"the result of {where}"), where, worker.name))
+                end = time.time()
             self.trace.record(
                 TraceEvent(
-                    kind="call",
-                    where=where,
-                    worker=worker.name,
-                    node=self._node,
-                    start=start,
-                    end=(end := time.time()),
+                    *("call", where, worker.name, self._node, start, end),
                     bytes_in=sum(map(batch_bytes, [*own_args, *own_kwargs.values()])),
                     bytes_out=batch_bytes(result),
                     transfer_s=received - start + end - computed,
                     sources=sources,
+                    process=DRIVER,
+                    waited_s=waited_s,
                 )
             )
             handles[-1].duration.note(start, end)
@@ -255,11 +255,9 @@ def _active_rank(worker: LocalWorker, where: str) -> Iterator[None]:
             with NamingErrors(where, worker.name, worker.role, worker.rank):
                 yield
         finally:
-            for key, value in before.items():
-                if value is None:
-                    os.environ.pop(key, None)
-                else:
-                    os.environ[key] = value
+            for key in before:
+                os.environ.pop(key, None)
+            os.environ.update({key: value for key, value in before.items() if value is not None})
 
 
 def _free_port() -> int:

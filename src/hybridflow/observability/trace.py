@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from hybridflow.errors import DataError
 
-Kind = Literal["call", "send", "read", "probe", "recovery", "parts"]
+Kind = Literal["call", "send", "read", "probe", "recovery", "parts", "step"]
 
 TRANSFERS: frozenset[Kind] = frozenset({"call", "send", "read"})
 """The kinds of events that move columns."""
@@ -24,6 +24,12 @@ TRACE_FILE = "trace/calls.jsonl"
 CONTROLLER = "controller"
 """The name of the driver as producer or reader of columns."""
 
+DRIVER = "driver"
+"""The process of calls that run in that of the controller."""
+
+ADDED_LATER = ("note", "process", "waited_s")
+"""Fields that rows of older versions lack."""
+
 
 class TraceEvent(NamedTuple):
     """One call on a worker, or one transfer of the controller.
@@ -31,11 +37,13 @@ class TraceEvent(NamedTuple):
     `kind`: "call", a method on one rank; "send", the controller packed the arguments of a call and put them into the
     store; "read", the controller read contents; "probe", a measurement of a node; "recovery", a failure that was
     mended, with the restarted groups as `worker` and the action as `where`, or a slow rank, with "slow" as `where`;
-    "parts", a part of a group that gets another share of the rows from now on, with the reason as `note`.
+    "parts", a part of a group that gets another share of the rows from now on, with the reason as `note`; "step", the
+    time from the log of the step before to the log of this one.
     `where`: the method. Times are seconds of `time.time()`. `transfer_s`: the part of a call spent on unpacking
     arguments and packing the result. `bytes_in`, `bytes_out`: bytes copied from and to the store. `memory_bytes`:
     resident memory of the worker's process after a call. `sources`: the columns that were read, by producer
-    ("controller" or a method).
+    ("controller" or a method). `process`: what ran a call: the roles of a worker process and its rank, or "driver".
+    `waited_s`: the time in which that process ran no call before this one, by its own monotonic clock.
     """
 
     kind: Kind
@@ -50,6 +58,8 @@ class TraceEvent(NamedTuple):
     memory_bytes: int = 0
     sources: Sources = ()
     note: str = ""
+    process: str = ""
+    waited_s: float = 0.0
 
     @property
     def group(self) -> str:
@@ -171,7 +181,10 @@ def trace_row(event: TraceEvent) -> dict[str, Any]:
 def trace_event(row: Mapping[str, Any]) -> TraceEvent:
     """Return the event of a row from `trace_row`. Raises DataError if the row is not one."""
     try:
-        values: dict[str, Any] = {name: row[name] for name in TraceEvent._fields if name != "note" or name in row}
+        values: dict[str, Any] = {
+            name: row[name] for name in TraceEvent._fields if name in row or name not in ADDED_LATER
+        }
+        values |= {name: float(values.get(name, 0.0)) for name in ("start", "end", "transfer_s", "waited_s")}
         values["sources"] = tuple((made, tuple(names)) for made, names in row["sources"])
         return TraceEvent(**values)
     except (KeyError, TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from hybridflow.runtime import (
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.planned_faults import prepare_faults
 from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
-from hybridflow.trainers.preconditions import require_one_rank, require_snapshot_dir
+from hybridflow.trainers.preconditions import require_one_rank, require_profile_steps, require_snapshot_dir
 from hybridflow.trainers.run_directory import RunDirectory, require_unused
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner, Speedometer, measured_speedometer
@@ -88,6 +88,7 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     loader = BatchLoader(dataset, program.batch_size, seed=trainer.seed, order=data.order)
     validation = program.open_dataset(data.val_files, config.validation.max_samples, "") if data.val_files else None
     total_steps = trainer.total_steps or trainer.epochs * len(loader)
+    require_profile_steps(config, total_steps)
     classes = program.classes(total_steps)
     run = RunDirectory(config, program.kind)
     prepare_faults(config, run, classes, total_steps)

@@ -144,3 +144,13 @@ def require_rollout_engine(config: Config) -> None:
     """
     if config.rollout.backend == "vllm" and config.controller.backend == "local":
         require_vllm()
+
+
+def require_profile_steps(config: Config, total_steps: int) -> None:
+    """Raise ConfigError unless a run of this many steps has every step of trainer.profile_steps."""
+    last = max(config.trainer.profile_steps, default=0)
+    if last > total_steps:
+        raise ConfigError(
+            f"trainer.profile_steps has step {last}, but the run ends with step {total_steps}; name earlier steps, or "
+            "train for longer (trainer.epochs, trainer.total_steps)."
+        )

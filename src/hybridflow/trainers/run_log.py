@@ -1,11 +1,13 @@
 """Logs of a run: metrics, samples and trace of each step to files, console and trackers."""
 
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from hybridflow.errors import DataError
 from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, TraceEvent, Tracker, trace_row
+from hybridflow.observability.trace import CONTROLLER
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
@@ -22,6 +24,7 @@ class RunLog:
         if "tensorboard" in run.config.trainer.trackers:
             trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
         self._trackers = MultiTracker(trackers)
+        self._written_at = time.time()
 
     def write(
         self,
@@ -31,7 +34,9 @@ class RunLog:
         events: Sequence[TraceEvent] = (),
     ) -> None:
         """Write metrics (unless empty), samples and trace events of a step."""
-        self._trace.write_all({"step": step, **trace_row(event)} for event in events)
+        before, self._written_at = self._written_at, time.time()
+        of_step = TraceEvent("step", "", CONTROLLER, "", before, self._written_at)
+        self._trace.write_all({"step": step, **trace_row(event)} for event in (*events, of_step))
         self._samples.write_all(samples.kept)
         self._rollouts.write_all([samples.numbers] if samples.numbers else ())
         if metrics:

@@ -8,6 +8,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Backend, Role, WorkerGroup
 from hybridflow.fault_tolerance import Rank, SlowRanks, find_slow_ranks
 from hybridflow.observability import TraceEvent, get_logger
+from hybridflow.trainers.pool_groups import groups_of_pools
 
 if TYPE_CHECKING:
     from hybridflow.controller.ray import RayBackend
@@ -74,14 +75,5 @@ def watch_slow_ranks(trainer: Watched, groups: Mapping[Role, WorkerGroup], backe
 
 
 def groups_to_measure(config: Config, groups: Mapping[Role, WorkerGroup]) -> list[WorkerGroup]:
-    """Return a group for each pool with models and several ranks: roles of one pool share processes, measured once.
-
-    With updates in flight and with lending, the ranks that generate are left out: they would answer only after the
-    batches that run.
-    """
-    runs_on = config.updates_in_flight or config.placement.lend
-    of_pools: dict[int, WorkerGroup] = {}
-    for role, group in groups.items():
-        if "measure_speed" in group.methods and group.world_size > 1 and not (runs_on and role is Role.Rollout):
-            of_pools.setdefault(id(group.resource_pool), group)
-    return list(of_pools.values())
+    """Return a group for each pool with models and several ranks, see `groups_of_pools`."""
+    return [group for group in groups_of_pools(config, groups, "measure_speed") if group.world_size > 1]

@@ -17,11 +17,12 @@ from hybridflow.trainers.run_log import RunLog
 from hybridflow.trainers.samples import Samples
 from hybridflow.trainers.save_schedule import SaveSchedule
 from hybridflow.trainers.slow_rank_watch import SlowRankWatch
+from hybridflow.trainers.step_profile import Profiled, train_step
 
 logger = get_logger(__name__)
 
 
-class Trainer(Protocol):
+class Trainer(Profiled, Protocol):
     """The interface of a trainer for the loop. `metrics` are those of the current step."""
 
     config: Config
@@ -85,9 +86,7 @@ def fit(trainer: Trainer, stop_after: int | None = None) -> None:
     if trainer.global_step < trainer.total_steps:
         logger.warning(
             "stopped after step %d of %d; run the same command to continue%s",
-            trainer.global_step,
-            trainer.total_steps,
-            "" if stop.requested else ", without --stop-after",
+            *(trainer.global_step, trainer.total_steps, "" if stop.requested else ", without --stop-after"),
         )
     else:
         warn_of_unfired_faults()
@@ -106,7 +105,7 @@ def _train_one_step(trainer: Trainer, log: RunLog, saves: SaveSchedule, is_last:
     """Make a step, validate, log and save as configured; return whether the run stops, which `is_last(step)` tells."""
     how, recovery = trainer.config.trainer, trainer.recovery
     fault_point_of_step(trainer.global_step + 1)
-    samples = trainer.train_step()
+    samples = train_step(trainer)
     trainer.finish_save()  # the background save of the step before
     if recovery:
         trainer.metrics |= recovery.note_step()
@@ -160,14 +159,11 @@ def _log_nothing_to_do(trainer: Trainer) -> None:
     if step < total_steps:
         logger.warning(
             "'%s' is already at step %d: nothing to do. Remove --stop-after, or name a later step",
-            trainer.run.path,
-            step,
+            *(trainer.run.path, step),
         )
     else:
         logger.warning(
             "'%s' is finished: it is at step %d of %d. Raise trainer.total_steps (or trainer.epochs) to continue, "
             "or choose another trainer.run_dir",
-            trainer.run.path,
-            step,
-            total_steps,
+            *(trainer.run.path, step, total_steps),
         )

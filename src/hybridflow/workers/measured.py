@@ -2,12 +2,13 @@
 
 import torch
 
-from hybridflow.controller import Dispatch, Worker, register
+from hybridflow.controller import Dispatch, register
 from hybridflow.models import DTYPES
 from hybridflow.runtime import measure_flops_now, peak_flops
+from hybridflow.workers.profiled import ProfiledWorker
 
 
-class MeasuredWorker(Worker):
+class MeasuredWorker(ProfiledWorker):
     """Base class of workers with a model."""
 
     @register(Dispatch.ONE_TO_ALL)

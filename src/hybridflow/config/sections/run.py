@@ -76,6 +76,14 @@ class TrainerConfig(Section):
     log_tokens: NonNegative = Field(
         default=512, description="Tokens of a sample that are kept with their log-probs and advantages; 0: none."
     )
+    profile_steps: tuple[Positive, ...] = Field(
+        default=(),
+        description="Steps of which PyTorch's profiler writes a Chrome trace, and on a GPU a memory snapshot, into "
+        "run_dir/profile. Such a step is slower, its results are the same.",
+    )
+    profile_ranks: tuple[NonNegative, ...] = Field(
+        default=(0,), description="Ranks of each pool that are profiled in profile_steps."
+    )
     deterministic: bool = Field(
         default=True,
         description="Use only deterministic kernels, and a seed for each response of vLLM. false: vLLM samples without "

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from hybridflow.controller.ray.transport import (
 )
 from hybridflow.errors import ConfigError
 from hybridflow.observability import TraceEvent, memory_bytes
+from hybridflow.observability.waits import Waits
 from hybridflow.protocol.packed_batch import batch_bytes
 from hybridflow.runtime import count_physical_cores, keep_freed_memory, paused_collector, provide_stores
 from hybridflow.runtime.process_address import ProcessAddress, allow_observers, own_address
@@ -65,7 +66,7 @@ class WorkerProcess:
         self.label = label
         self._instances: dict[str, Any] = {}
         self._node = socket.gethostname()
-        self._memory = 0.0, 0
+        self._memory, self._waits = (0.0, 0), Waits()
         self._rank, self._threads, self._compress = 0, 1, False
         self._gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         # A worker can import what the driver can, e.g. modules beside the driver's script.
@@ -148,6 +149,7 @@ class WorkerProcess:
                 raise
             except BaseException as error:  # a constructor may raise any error; it is sent to the driver
                 raise pack_error(error, f"{name}.__init__", name, self._rank, self._node) from None
+        self._waits = Waits()  # construction is not a wait
 
     def _require_own_gpu(self) -> None:
         """Raise ConfigError if the process was given a GPU, but sees others too, or none."""
@@ -176,6 +178,13 @@ class WorkerProcess:
 
         `message`: a header (role, method, terms) and the arguments. `beside`: the objects that the arguments refer to.
         """
+        with self._waits.during_call() as waited_s:
+            event, frozen, is_read = self._run(message, beside)
+        reply = Reply(event._replace(waited_s=waited_s), frozen if is_read and type(frozen) is bytes else None)
+        return (freeze(reply, 0), frozen) if is_read else freeze(reply, 0)
+
+    def _run(self, message: Any, beside: Sequence[Any]) -> tuple[TraceEvent, Any, bool]:
+        """Run a method; return its event, its frozen result, and whether that will be read."""
         started = time.time()
         if threading.current_thread() is not threading.main_thread():
             torch.set_num_threads(self._threads)  # the setting is per thread
@@ -203,6 +212,7 @@ class WorkerProcess:
             raise
         except BaseException as error:  # a method may raise any error; it is sent to the driver
             raise pack_error(error, where, role, self._rank, self._node) from None
+        resident = self._resident_bytes(time.time())
         event = TraceEvent(
             kind="call",
             where=where,
@@ -213,11 +223,10 @@ class WorkerProcess:
             bytes_in=bytes_in,
             bytes_out=outgoing.num_bytes,
             transfer_s=unpacked - started + ended - computed,
-            memory_bytes=self._resident_bytes(ended),
+            memory_bytes=resident,
+            process=self.label,
         )
-        if terms.is_read:
-            return freeze(Reply(event, frozen if type(frozen) is bytes else None), 0), frozen
-        return freeze(Reply(event), 0)
+        return event, frozen, terms.is_read
 
     def _resident_bytes(self, now: float) -> int:
         """Return the resident memory in bytes, at most `MEMORY_EVERY_S` old."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import DataError
+from hybridflow.observability.report.page_timeline import page_timeline
 from hybridflow.observability.run_files import ROLLOUTS, SAMPLES, RunFiles
 
 MAX_SAMPLES = 2000
@@ -37,7 +38,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "samples": [_plain(sample) for sample in _kept(run)],
         "recoveries": [_plain(row) for row in run.recoveries],
         "total_steps": 0,
-        "timeline": [],
+        "timeline": page_timeline(run),
         "advice": [],
     }
 
