@@ -75,6 +75,9 @@ COMMANDS = {
         "show the transfers of a run",
         "report-performance runs/countdown/grpo --steps 10-20",
     ),
+    "diagnose": Command(
+        "hybridflow.cli.diagnose", "say what is wrong with a run, and what to change", "diagnose runs/countdown/grpo"
+    ),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),

@@ -5,7 +5,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridflow.errors import DataError
-from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, TraceEvent, Tracker, trace_row
+from hybridflow.observability import (
+    ConsoleTracker,
+    MultiTracker,
+    TensorBoardTracker,
+    TraceEvent,
+    Tracker,
+    read_jsonl,
+    trace_row,
+)
+from hybridflow.trainers.advice_monitor import AdviceMonitor
 from hybridflow.trainers.run_directory import RunDirectory
 
 Sample = dict[str, Any]
@@ -17,12 +26,14 @@ class RunLog:
 
     def __init__(self, run: RunDirectory, *, total_steps: int, figures: Mapping[str, str]) -> None:
         self._run = run
+        run.start_facts["total_steps"] = total_steps
         self._metrics, self._samples, self._rollouts, self._trace = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
         trackers: list[Tracker] = [self._metrics, self._console]
         if "tensorboard" in run.config.trainer.trackers:
             trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
         self._trackers = MultiTracker(trackers)
+        self._advice = AdviceMonitor(run.config, total_steps, read_jsonl(self._metrics.path) if run.step else ())
 
     def write(
         self,
@@ -38,9 +49,11 @@ class RunLog:
             self._trackers.log(step, dict(sorted(metrics.items())))
         if samples:
             self._console.log_samples(samples)
+        self._advice.note(step, metrics, samples)
 
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run writes again."""
+        self._advice.rewind(step)
         for writer in (self._metrics, self._samples, self._rollouts, self._trace):
             try:
                 writer.truncate_after(step)
