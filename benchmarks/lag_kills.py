@@ -33,7 +33,7 @@ from hybridflow.observability import read_jsonl
 sys.path.append(str(ROOT / "examples"))
 from countdown_task import write_model
 
-BATCH_SIZE, NUM_PROMPTS = 8, 24
+BATCH_SIZE, GROUP_SIZE, NUM_PROMPTS = 8, 2, 24
 VICTIMS = ("driver", "first worker", "driver", "second worker")
 STEPS_PER_KILL = 8
 """A process makes 1 to 6 steps before it is killed, and some more until the signal arrives."""
@@ -79,7 +79,9 @@ def write_task(directory: Path) -> None:
     ]
     write_prompt_file(directory / "train.parquet", rows)
     (directory / "reward.py").write_text(REWARD)
-    recipe = TASK.replace("{directory}", str(directory)).replace("log_samples = 0", f"log_samples = {BATCH_SIZE}")
+    recipe = TASK.replace("{directory}", str(directory)).replace(
+        "log_samples = 0", f"log_samples = {GROUP_SIZE * BATCH_SIZE}"
+    )
     (directory / "task.toml").write_text(recipe.replace("= 64", f"= {BATCH_SIZE}"))
 
 
@@ -88,7 +90,7 @@ def command_of(directory: Path, name: str, steps: int, lag: int) -> list[str]:
     return [
         *(sys.executable, "-m", "hybridflow", "train", f"{directory}/task.toml", f"trainer.run_dir={directory}/{name}"),
         *(f"trainer.total_steps={steps}", f"trainer.lag={lag}", "algorithm.rollout_weights=token"),
-        *("rollout.group_size=2", "trainer.save_every=1", "trainer.save_in_background=true"),
+        *(f"rollout.group_size={GROUP_SIZE}", "trainer.save_every=1", "trainer.save_in_background=true"),
         *("controller.backend=ray", "controller.cpus_per_worker=0.5", "controller.threads=1"),
         *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate"),
         *("controller.object_store_bytes=100000000", "recovery.max_restarts=0"),
@@ -169,7 +171,7 @@ def results_of(path: Path, steps: int) -> dict[str, Any]:
 
 def misused_prompts(path: Path, steps: int) -> int:
     """Return how often a prompt was used more or less than once in an epoch."""
-    prompts = [sample["prompt"] for sample in read_jsonl(path / "samples.jsonl")]
+    prompts = [sample["prompt"] for sample in read_jsonl(path / "samples.jsonl")][::GROUP_SIZE]
     epochs = [prompts[start : start + NUM_PROMPTS] for start in range(0, steps * BATCH_SIZE, NUM_PROMPTS)]
     return sum(NUM_PROMPTS - len(set(epoch)) for epoch in epochs)
 

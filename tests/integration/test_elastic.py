@@ -11,10 +11,10 @@ from hybridflow.observability import read_jsonl
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-EXACT = ("model.dtype=float64", "data.val_files=[]", "trainer.log_samples=8", "trainer.total_steps=6")
+EXACT = ("model.dtype=float64", "data.val_files=[]", "trainer.log_samples=24", "trainer.total_steps=6")
 ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.25")
-NUM_STEPS, BATCH_SIZE = 6, 8
-"""Two epochs of 24 prompts, of which one response is logged each time."""
+NUM_STEPS, NUM_ROWS = 6, 24
+"""Two epochs of 24 prompts, with three responses to each of 8 prompts in a step."""
 
 RANKS = {2: 4, 3: 2, 4: 3, 6: 4}
 """Number of ranks by the step at which a part of the run ends."""
@@ -67,7 +67,7 @@ def pairs_of(runs, name):
 @pytest.mark.parametrize("name", ["ppo", "lag"])
 def test_every_prompt_is_used_once_in_the_same_order(runs, name):
     fixed, elastic = read_both(runs, name, "samples.jsonl")
-    assert len(fixed) == NUM_STEPS * BATCH_SIZE
+    assert len(fixed) == NUM_STEPS * NUM_ROWS
     epochs = [{row["prompt"] for row in elastic if (row["step"] > NUM_STEPS // 2) == is_second} for is_second in (0, 1)]
     assert epochs[0] == epochs[1]
     for one, other in zip(fixed, elastic, strict=True):

@@ -58,7 +58,7 @@ def test_a_run_resumed_with_batches_begun_equals_an_uninterrupted_one(tiny, run,
 
 
 def test_validation_changes_nothing_in_a_run_with_a_lag(tiny, run):
-    changes = (*LAG, "trainer.total_steps=4", "trainer.log_samples=8")
+    changes = (*LAG, "trainer.total_steps=4", "trainer.log_samples=24")
     results = tiny.results_of(run("validated", *changes, "trainer.val_every=1"), 4)
     expected = tiny.results_of(run("plain", *changes, "data.val_files=[]"), 4)
     assert all(results[name] == expected[name] for name in ("actor.safetensors", "samples"))
@@ -334,7 +334,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task, finished_run, fork_server, tmp_path):
     run, processes = tmp_path / "run", []
-    command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.log_samples=8"]
+    command = ["train", task / "rl.toml", f"trainer.run_dir={run}", "trainer.save_every=1", "trainer.log_samples=24"]
     command += [*LAG, "rollout.on_new_weights=retract", "trainer.val_before_train=false", *POOLS]
     command += ["recovery.max_restarts=0"]
 
@@ -372,12 +372,12 @@ def test_attacked_runs_with_updates_in_flight_resume_with_each_prompt_once(task,
         for process in processes:
             process.discard()
     names = ("step", "prompt")
-    whole = finished_run("train", "trainer.log_samples=8")
+    whole = finished_run("train", "trainer.log_samples=24")
     wanted, found = (
         [[row[name] for name in names] for row in read_jsonl(directory / "samples.jsonl")] for directory in (whole, run)
     )
     assert found == wanted
-    assert len(wanted) == 6 * 8
+    assert len(wanted) == 6 * 24
 
 
 @pytest.mark.ray

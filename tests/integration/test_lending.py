@@ -129,7 +129,7 @@ def test_lent_groups_of_a_run_with_a_lag_have_newer_weights(task, run, run_slowl
     assert all(row["sampling/lent_groups"] > 0 for row in mixed)
     prompts = prompts_of(tmp_path / "lent")
     assert prompts == prompts_of(run("local", *changes))
-    assert [len(of_step) for of_step in prompts] == [8] * 4
+    assert [len(of_step) for of_step in prompts] == [24] * 4
 
 
 @pytest.mark.ray

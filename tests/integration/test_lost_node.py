@@ -132,7 +132,7 @@ RANKS = ("placement.pools={main=[1,1]}",)
 def test_a_run_goes_on_with_fewer_processes_and_uses_a_node_that_joins(
     name, pool, more, pools, changes, tiny, task, tmp_path
 ):
-    exact = ("model.dtype=float64", "trainer.log_samples=8", "trainer.deterministic=false")
+    exact = ("model.dtype=float64", "trainer.log_samples=24", "trainer.deterministic=false")
     recipe = [*tiny.commands(task)[name], *LENGTH, *exact, *more]
     runs = [tmp_path / name for name in ("fixed", "changing")]
     changing = [*recipe, *ON_CLUSTER, *pools, f"placement.min_processes={{{pool}=1}}", f"trainer.run_dir={runs[1]}"]

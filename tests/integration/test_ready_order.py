@@ -95,7 +95,7 @@ def test_a_long_prompt_delays_no_batch_and_a_replay_gives_the_same_bits(tiny, ta
         "ready/tokens_behind": 3 * 34,
     }
     times_used = Counter(sample["rendered_prompt"] for sample in samples)
-    assert list(times_used.values()) == [2] * 24  # in two epochs
+    assert list(times_used.values()) == [2 * 3] * 24  # three responses in two epochs
     run, replay = (tiny.results_of(tmp_path / name, 6) for name in ("run", "replay"))
     assert replay["actor.safetensors"] == run["actor.safetensors"]
     assert replay["samples"] == run["samples"]

@@ -89,7 +89,7 @@ def test_reward_errors_and_timeouts_are_counted_and_other_scores_kept(train, tmp
     outcome = train("bad", *changes, name="bad")
     assert outcome.status == 0, outcome.err
     good, bad = ([row["score"] for row in read_jsonl(tmp_path / name / "samples.jsonl")] for name in ("good", "bad"))
-    assert len(good) == len(bad) == 8
+    assert len(good) == len(bad) == 24
     assert [b for g, b in zip(good, bad, strict=True) if b != -1.0] == [
         g for g, b in zip(good, bad, strict=True) if b != -1.0
     ]

@@ -87,7 +87,9 @@ def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):
     assert rows[1]["reward/num_words/mean"] > 0
     samples = read_jsonl(run / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [step for step in range(1, 7) for _ in range(4)]
-    assert set(samples[0]) == {"step", "prompt", "rendered_prompt", "response", "score", "ground_truth"}
+    texts = {"prompt", "rendered_prompt", "response", "ground_truth", "data_source", "finish_reason", "prompt_id"}
+    assert set(samples[0]) == {*texts, "step", "row", "score", "length", "failed", "tokens"}
+    assert [len(row["score"]) for row in read_jsonl(run / "rollouts.jsonl")] == [24] * 6
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000006"]
 
 

@@ -15,7 +15,7 @@ SOME_AT_THE_LIMIT = (  # at this temperature the responses to a prompt are alike
 
 @pytest.mark.parametrize("how", RUNS)
 def test_prompts_always_at_the_token_limit_are_used_once_and_in_order(how, run, finished_run, monkeypatch):
-    samples = read_jsonl(finished_run("train", "trainer.log_samples=8") / "samples.jsonl")
+    samples = read_jsonl(finished_run("train", "trainer.log_samples=24") / "samples.jsonl")
     step, used, finish_reasons = PPOTrainer.step, [], {}
 
     def recorded_step(self, next_prompts):
@@ -28,7 +28,7 @@ def test_prompts_always_at_the_token_limit_are_used_once_and_in_order(how, run, 
 
     monkeypatch.setattr(PPOTrainer, "step", recorded_step)
     run("run", *RUNS[how], *SOME_AT_THE_LIMIT)
-    assert used == [(row["step"], row["rendered_prompt"]) for row in samples for _ in range(3)]
+    assert used == [(row["step"], row["rendered_prompt"]) for row in samples]
     assert [len(reasons) for reasons in finish_reasons.values()] == [2 * 3] * 24  # once in each epoch
     always_at_the_limit = [prompt for prompt, reasons in finish_reasons.items() if set(reasons) == {"length"}]
     assert 0 < len(always_at_the_limit) < 24

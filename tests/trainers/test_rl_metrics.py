@@ -1,4 +1,3 @@
-import json
 import math
 
 import pytest
@@ -6,14 +5,10 @@ import torch
 
 from hybridflow.protocol import DataProto, DataProtoFuture
 from hybridflow.trainers.rl_metrics import (
-    MAX_GROUND_TRUTH_CHARS,
     batch_metrics,
-    bounded_json,
     explained_variance,
     extra_metrics,
     log_prob_metrics,
-    prompt_text,
-    samples_of,
     staleness_metrics,
     zero_variance_share,
 )
@@ -111,28 +106,3 @@ def test_groups_with_equal_scores_are_counted():
 
 def test_extras_are_averaged_over_the_rows_that_have_them():
     assert extra_metrics(rollouts()) == {"reward/x/mean": 2.0, "reward/y/mean": 5.0}
-
-
-def test_samples_are_the_first_response_to_each_prompt():
-    first = {"step": 7, "prompt": "p", "rendered_prompt": "<u>p", "ground_truth": {"target": 3}}
-    second = {"step": 7, "prompt": "q", "rendered_prompt": "<u>q", "ground_truth": "4"}
-    assert samples_of(rollouts(), count=5, step=7) == [
-        {**first, "response": "a", "score": 1.0},
-        {**second, "response": "c", "score": 0.5},
-    ]
-    assert samples_of(rollouts(), count=1, step=7) == [{**first, "response": "a", "score": 1.0}]
-    assert samples_of(rollouts(), count=0, step=7) == []
-
-
-def test_ground_truth_of_a_sample_is_bounded_json():
-    long = ["x" * 100] * 100
-    assert bounded_json(long) == json.dumps(long)[:MAX_GROUND_TRUTH_CHARS] + "..."
-    assert bounded_json({"target": 3, "numbers": [1, 2]}) == {"target": 3, "numbers": [1, 2]}
-    assert bounded_json(b"a") == "b'a'"
-    assert bounded_json([math.nan]) == "[nan]"
-
-
-def test_chat_messages_are_joined_to_one_text():
-    assert prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1"}]) == (
-        "Be brief.\n1 + 1"
-    )

@@ -78,6 +78,8 @@ COMMANDS = {
     "diagnose": Command(
         "hybridflow.cli.diagnose", "say what is wrong with a run, and what to change", "diagnose runs/countdown/grpo"
     ),
+    "report": Command("hybridflow.cli.report", "write a page that shows a run", "report runs/countdown/grpo"),
+    "watch": Command("hybridflow.cli.watch", "show the page of a run while it goes on", "watch runs/countdown/grpo"),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),

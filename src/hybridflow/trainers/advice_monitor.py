@@ -1,17 +1,18 @@
 """Advice while a run trains: the findings in its newest steps, as one-line warnings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hybridflow.config import Config, leaf_keys
 from hybridflow.observability import get_logger
 from hybridflow.observability.advice.evidence import Evidence
 from hybridflow.observability.advice.find import advice_from
+from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
 logger = get_logger(__name__)
 
-KEPT = ("step", "prompt", "rendered_prompt", "ground_truth")
-"""What is kept of a sample: a row may have thousands of tokens."""
+KEPT = ("step", "prompt", "rendered_prompt", "ground_truth", "group", "prompt_id")
+"""What is kept of samples and of the numbers of all responses: a sample may have thousands of tokens."""
 
 
 class AdviceMonitor:
@@ -26,21 +27,23 @@ class AdviceMonitor:
         self._is_enabled, self._window = config.advice.enabled, config.advice.window
         self._rows: list[Mapping[str, Any]] = []
         self._samples: list[Mapping[str, Any]] = []
+        self._rollouts: list[Mapping[str, Any]] = []
         self._logged: dict[str, int] = {}  # finding -> number of the window in which it was logged
         for row in rows:
             self._add(row)
 
-    def note(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+    def note(self, step: int, metrics: Mapping[str, Any], samples: Samples = NO_SAMPLES) -> None:
         """Take the metrics and the samples of a step, and log the findings that are due."""
         if not self._is_enabled or not metrics or not step:
             return
         self._add({"step": step, **metrics})
-        self._samples = [row for row in self._samples if row["step"] > step - self._window]
-        self._samples += [{key: row[key] for key in KEPT if key in row} for row in samples]
+        for rows, further in ((self._samples, samples.kept), (self._rollouts, [samples.numbers])):
+            rows[:] = [row for row in rows if row["step"] > step - self._window]
+            rows += [{key: row[key] for key in KEPT if key in row} for row in further if row]
         is_whole = step % self._window == 0 or step == self._total_steps < self._window
         if not is_whole and step > 1:
             return
-        evidence = Evidence(self._config, self._rows, self._samples, total_steps=self._total_steps)
+        evidence = Evidence(self._config, self._rows, self._samples, self._rollouts, self._total_steps)
         number = (step - 1) // self._window
         for advice in advice_from(evidence, at_first_step=not is_whole):
             if self._logged.get(advice.name) != number:
@@ -49,8 +52,8 @@ class AdviceMonitor:
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which the run makes again."""
-        self._rows = [row for row in self._rows if row["step"] <= step]
-        self._samples = [row for row in self._samples if row["step"] <= step]
+        for rows in (self._rows, self._samples, self._rollouts):
+            rows[:] = [row for row in rows if row["step"] <= step]
 
     def _add(self, row: Mapping[str, Any]) -> None:
         """Add a row of a training step; only the first and the last `advice.window` rows are kept."""

@@ -16,7 +16,7 @@ from hybridflow.observability import get_logger
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.groups import BackendOwner
 from hybridflow.trainers.preconditions import positions_of
-from hybridflow.trainers.rl_metrics import prompt_text
+from hybridflow.trainers.samples import prompt_text
 from hybridflow.trainers.validation import VALIDATION_STREAM
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
 from hybridflow.trainers.recovery import Recovery, build_recovery
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.samples import NO_SAMPLES, Samples
 from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Lengths, Speedometer
 from hybridflow.trainers.stages import read
@@ -77,7 +77,7 @@ class OfflineTrainer(BackendOwner):
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
         fit(self, stop_after)
 
-    def train_step(self) -> list[Sample]:
+    def train_step(self) -> Samples:
         """Make one optimizer step on the next batch and fill `metrics`; return no samples."""
         self.metrics.clear()
         self.metrics["training/epoch"] = self.loader.epoch
@@ -90,7 +90,7 @@ class OfflineTrainer(BackendOwner):
         response_lens = masks["response_mask"].sum(-1)
         prompt_lens = masks["attention_mask"].sum(-1) - response_lens
         self.metrics |= self.speedometer.read(self.metrics, Lengths(prompt_lens.tolist(), response_lens.tolist()))
-        return []
+        return NO_SAMPLES
 
     def get_performance_report(self) -> dict[str, Any]:
         """Return the transfers of the completed steps, see `performance_report`."""

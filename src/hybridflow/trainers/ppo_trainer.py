@@ -17,9 +17,9 @@ from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
 from hybridflow.trainers.rank_speeds import measured_shares, part_metrics
 from hybridflow.trainers.recovery import build_recovery
-from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of, staleness_metrics
+from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, staleness_metrics
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.run_log import Sample
+from hybridflow.trainers.samples import Samples, samples_of
 from hybridflow.trainers.slow_rank_watch import watch_slow_ranks
 from hybridflow.trainers.speed import Speedometer
 from hybridflow.trainers.stages import updates_per_step
@@ -92,7 +92,7 @@ class PPOTrainer(PPO, BackendOwner):
         """Train to the last step, or to step `stop_after`; see `training_loop.fit`."""
         fit(self, stop_after)
 
-    def train_step(self) -> list[Sample]:
+    def train_step(self) -> Samples:
         """Make one `step` on the next batch and fill `metrics`; return samples to log."""
         self.metrics.clear()
         start = time.time()
@@ -117,7 +117,7 @@ class PPOTrainer(PPO, BackendOwner):
             processes = processes_of(self.config, self.groups)
             self.metrics |= idle_shares(self.events, self.backend.running(), processes, start, end)
         self.metrics |= self.speedometer.read(self.metrics, lengths_of(batch))
-        return samples_of(batch, self.config.trainer.log_samples, self.global_step)
+        return samples_of(batch, self.config, self.global_step)
 
     def get_performance_report(self) -> dict[str, Any]:
         """Return the transfers of the completed steps, see `performance_report`."""

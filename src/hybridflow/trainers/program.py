@@ -9,8 +9,9 @@ from hybridflow.observability import TraceEvent
 from hybridflow.trainers.groups import meshes_of, pool_of, pools_of
 from hybridflow.trainers.in_flight import require_in_flight
 from hybridflow.trainers.ppo import PPO
-from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of, samples_of
+from hybridflow.trainers.rl_metrics import batch_metrics, lengths_of
 from hybridflow.trainers.role_classes import role_classes
+from hybridflow.trainers.samples import samples_of
 from hybridflow.trainers.weight_sync import SharedWeights
 from hybridflow.workers.generating import DATASET_COLUMNS
 from hybridflow.workers.losses import actor_columns, actor_loss
@@ -42,7 +43,7 @@ def run_on_placeholders(config: Config, classes: Mapping[Role, ClassWithInitArgs
     _check_policy_loss(config)
     batch_metrics(batch, config.data.max_response_length)
     lengths_of(batch)
-    samples_of(batch, config.trainer.log_samples, 1)
+    samples_of(batch, config, 1, text_of=str)
     return backend.trace.take()
 
 

@@ -1,11 +1,8 @@
 """Metrics of a training step that are computed from its batch."""
 
-import json
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
 from hybridflow.observability import spread
@@ -16,8 +13,6 @@ from hybridflow.workers.log_prob_mismatch import KL, LARGEST, MEAN, SHARE
 
 _ALWAYS = ("response_mask", "prompt_mask", "scores", "group_ids", "reward_failed", "reward_timed_out", "reward_extras")
 
-SAMPLE_COLUMNS = ("raw_prompts", "prompt_texts", "ground_truths", "solution_texts", "scores")
-
 AGES = {
     "age_0": (0, 0),
     "age_1": (1, 1),
@@ -27,9 +22,6 @@ AGES = {
     "age_16_or_more": (16, math.inf),
 }
 """First and last age of a token, in optimizer steps, by the name of the metric."""
-
-MAX_GROUND_TRUTH_CHARS = 2000
-"""Longest JSON of a ground truth in samples.jsonl: the tests of a program may be megabytes."""
 
 
 def batch_metrics(batch: Batch, max_response_length: int) -> dict[str, float]:
@@ -132,38 +124,3 @@ def extra_metrics(batch: DataProto) -> dict[str, float]:
         for name, value in extras.items():
             values.setdefault(name, []).append(value)
     return {f"reward/{name}/mean": sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
-
-
-def samples_of(batch: Batch, count: int, step: int) -> list[dict[str, Any]]:
-    """Return the first response to each of the first `count` prompts; other rows are not fetched."""
-    future, first_rows = DataProtoFuture.of(batch), {}
-    for row, group in enumerate(future.get("group_ids").batch["group_ids"].tolist()):
-        first_rows.setdefault(group, row)
-    rows = np.array(list(first_rows.values())[:count], dtype=np.int64)
-    data = future.select_rows(rows).get(SAMPLE_COLUMNS)
-    columns = data.non_tensor_batch
-    return [
-        {
-            "step": step,
-            "prompt": prompt_text(columns["raw_prompts"][row]),
-            "rendered_prompt": columns["prompt_texts"][row],
-            "ground_truth": bounded_json(columns["ground_truths"][row]),
-            "response": columns["solution_texts"][row],
-            "score": float(data.batch["scores"][row]),
-        }
-        for row in range(len(rows))
-    ]
-
-
-def bounded_json(value: Any) -> Any:
-    """Return a value that JSON can hold, as text cut to MAX_GROUND_TRUTH_CHARS if its JSON is longer."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):  # a date, bytes, NaN
-        value = text = repr(value)
-    return value if len(text) <= MAX_GROUND_TRUTH_CHARS else f"{text[:MAX_GROUND_TRUTH_CHARS]}..."
-
-
-def prompt_text(messages: Any) -> str:
-    """Return chat messages as one text."""
-    return messages if isinstance(messages, str) else "\n".join(message["content"] for message in messages)

@@ -16,9 +16,7 @@ from hybridflow.observability import (
 )
 from hybridflow.trainers.advice_monitor import AdviceMonitor
 from hybridflow.trainers.run_directory import RunDirectory
-
-Sample = dict[str, Any]
-"""A row of samples.jsonl: `step, prompt, rendered_prompt, ground_truth, response, score`."""
+from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
 
 class RunLog:
@@ -39,16 +37,17 @@ class RunLog:
         self,
         step: int,
         metrics: Mapping[str, Any],
-        samples: Sequence[Sample] = (),
+        samples: Samples = NO_SAMPLES,
         events: Sequence[TraceEvent] = (),
     ) -> None:
         """Write metrics (unless empty), samples and trace events of a step."""
         self._trace.write_all({"step": step, **trace_row(event)} for event in events)
-        self._samples.write_all(samples)
+        self._samples.write_all(samples.kept)
+        self._rollouts.write_all([samples.numbers] if samples.numbers else ())
         if metrics:
             self._trackers.log(step, dict(sorted(metrics.items())))
-        if samples:
-            self._console.log_samples(samples)
+        if samples.kept:
+            self._console.log_samples(samples.kept)
         self._advice.note(step, metrics, samples)
 
     def rewind(self, step: int) -> None:

@@ -13,7 +13,8 @@ from hybridflow.trainers.planned_faults import warn_of_unfired_faults
 from hybridflow.trainers.rank_speeds import RankSpeeds
 from hybridflow.trainers.recovery import Recovery, recovering
 from hybridflow.trainers.run_directory import RunDirectory
-from hybridflow.trainers.run_log import RunLog, Sample
+from hybridflow.trainers.run_log import RunLog
+from hybridflow.trainers.samples import Samples
 from hybridflow.trainers.save_schedule import SaveSchedule
 from hybridflow.trainers.slow_rank_watch import SlowRankWatch
 
@@ -37,7 +38,7 @@ class Trainer(Protocol):
         """The figures on the console: label -> metric."""
         ...
 
-    def train_step(self) -> list[Sample]:
+    def train_step(self) -> Samples:
         """Train on the next batch, count the step and replace `metrics`; return samples to log."""
         ...
 

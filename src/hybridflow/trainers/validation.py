@@ -12,7 +12,7 @@ from hybridflow.controller import Backend, WorkerGroup
 from hybridflow.data import RLHFDataset
 from hybridflow.protocol import DataProto
 from hybridflow.trainers.groups import BackendOwner
-from hybridflow.trainers.rl_metrics import SAMPLE_COLUMNS, bounded_json, prompt_text
+from hybridflow.trainers.samples import TEXTS, bounded_json, prompt_text
 
 VALIDATION_STREAM = 1
 """Second entry of the noise key of validation (training: 0). Its noise is the same at every step."""
@@ -20,7 +20,7 @@ VALIDATION_STREAM = 1
 Z95 = 1.96
 """Half width of the central 95% of a normal distribution, in standard deviations."""
 
-READ_COLUMNS = ("response_mask", "group_ids", "data_sources", "answers", *SAMPLE_COLUMNS)
+READ_COLUMNS = ("response_mask", "group_ids", "data_sources", "answers", *(*TEXTS, "scores"))
 
 
 class Validator(BackendOwner):

@@ -69,7 +69,12 @@ class TrainerConfig(Section):
         default=(), description="Trackers in addition to metrics.jsonl."
     )
     log_samples: NonNegative = Field(
-        default=4, description="Samples of each step in samples.jsonl and on the console; 0: none."
+        default=4,
+        description="Responses of each step in samples.jsonl: first those whose reward failed (at most half), the "
+        "best and the worst, then the first one to each prompt; 0: none.",
+    )
+    log_tokens: NonNegative = Field(
+        default=512, description="Tokens of a sample that are kept with their log-probs and advantages; 0: none."
     )
     deterministic: bool = Field(
         default=True,

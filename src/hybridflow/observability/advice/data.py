@@ -55,8 +55,8 @@ def _repeated(evidence: Evidence, threshold: float) -> Seen | None:
     epochs = {row["step"]: row["training/epoch"] for row in evidence.rows if "training/epoch" in row}
     counts: Counter[tuple[int, str]] = Counter()
     for row in evidence.rollouts:
-        for prompt, responses in Counter(map(str, row.get("prompt_id", ()))).items():
-            counts[epochs.get(row["step"], -1), prompt] += max(1, responses // config["rollout.group_size"])
+        groups = set(zip(row.get("group", ()), row.get("prompt_id", ()), strict=True))
+        counts.update((epochs.get(row["step"], -1), prompt) for _, prompt in groups)
     if not counts:
         counts.update((epochs.get(step, -1), prompt) for step, prompt in _logged_prompts(evidence))
     counts = Counter({where: count for where, count in counts.items() if where[0] >= 0})

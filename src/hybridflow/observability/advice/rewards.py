@@ -33,13 +33,21 @@ def _compares_scores(evidence: Evidence) -> bool:
     return estimator is None or not (estimator.is_zero or others.intersection(estimator.extra_columns))
 
 
-def _std(row: Row, name: str) -> float:
+def _std(row: Row, name: str) -> float | None:
     """Return the largest standard deviation of numbers with this mean, minimum and maximum (Bhatia and Davis, 2000).
 
     It is that of numbers which all are the minimum or the maximum, such as scores of 0 and 1.
     """
-    mean, low, high = (row[f"{name}/{kind}"] for kind in ("mean", "min", "max"))
+    mean, low, high = (row.get(f"{name}/{kind}") for kind in ("mean", "min", "max"))
+    if mean is None or low is None or high is None:
+        return None
     return math.sqrt(max(0.0, (high - mean) * (mean - low)))
+
+
+def _difference_from_greedy(row: Row) -> float | None:
+    """Return the largest advantage of a step of ReMax, which subtracts the scores of greedy responses."""
+    low, high = row.get("critic/advantages/min"), row.get("critic/advantages/max")
+    return None if low is None or high is None else max(abs(low), abs(high))
 
 
 def _equal_rewards(evidence: Evidence, threshold: float) -> Seen | None:
@@ -47,15 +55,18 @@ def _equal_rewards(evidence: Evidence, threshold: float) -> Seen | None:
     if not _compares_scores(evidence) or config["data.train_batch_size"] * config["rollout.group_size"] == 1:
         return None
     estimator = ESTIMATORS.get(config["algorithm.advantage"])
-    # ReMax subtracts the scores of greedy responses, which equal scores may differ from
-    name = "critic/advantages" if estimator and "baseline_scores" in estimator.extra_columns else "critic/score"
-    values = [_std(row, name) for row in evidence.recent if f"{name}/mean" in row]
-    if name == "critic/advantages":
-        values = [max(abs(row[f"{name}/min"]), row[f"{name}/max"]) for row in evidence.recent if f"{name}/min" in row]
-    if not values or not math.fsum(values) / len(values) < threshold:
+    has_baseline = estimator is not None and "baseline_scores" in estimator.extra_columns
+    values = [_difference_from_greedy(row) if has_baseline else _std(row, "critic/score") for row in evidence.recent]
+    known = [value for value in values if value is not None]
+    mean = evidence.mean("critic/score/mean")
+    if not known or mean is None or not math.fsum(known) / len(known) < threshold:
         return None
-    std, mean = math.fsum(values) / len(values), evidence.mean("critic/score/mean")
-    return Seen(f"the standard deviation of the scores of a step is at most {std:.2g} (mean score {mean:.3g})")
+    what = (
+        "the largest difference of a score from that of the greedy response"
+        if has_baseline
+        else ("the standard deviation of the scores of a step")
+    )
+    return Seen(f"{what} is at most {math.fsum(known) / len(known):.2g} (mean score {mean:.3g})")
 
 
 def _equal_groups(evidence: Evidence, threshold: float) -> Seen | None:
@@ -68,8 +79,7 @@ def _equal_groups(evidence: Evidence, threshold: float) -> Seen | None:
         share, where = 1 - differing, "sampled groups"
     if share is None or not share > threshold:
         return None
-    mean = evidence.mean("critic/score/mean")
-    return Seen(f"the responses to a prompt have equal scores in {share:.0%} of the {where} (mean score {mean:.3g})")
+    return Seen(f"the responses to a prompt have equal scores in {share:.0%} of the {where}")
 
 
 def _format(evidence: Evidence, threshold: float) -> Seen | None:

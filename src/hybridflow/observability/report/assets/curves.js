@@ -1,0 +1,100 @@
+"use strict";
+// Curves of all metrics, of several runs over each other, drawn by uPlot as they come into view.
+
+const FIRST = ["critic/score/mean", "val/accuracy", "val/score/mean", "response_length/mean", "response_length/clip_ratio",
+  "actor/entropy", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "actor/kl_loss", "critic/kl", "actor/clipfrac", "sft/loss",
+  "dpo/loss", "reward_model/loss", "reward/error_rate", "timing_s/step", "perf/throughput"];
+
+function showCurves(main) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves.values)))];
+  const order = (name) => (FIRST.indexOf(name) + 1 || FIRST.length + 1);
+  names.sort((a, b) => order(a) - order(b) || (a < b ? -1 : 1));
+  const search = make("input", { type: "search", value: chosen.metric, placeholder: "such as kl or timing_s", input: delayed(() => {
+    chosen.metric = search.value;
+    draw();
+  }, 120) });
+  const smoothing = make("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(chosen.smoothing), input: delayed(() => {
+    chosen.smoothing = Number(smoothing.value);
+    draw();
+  }, 60) });
+  const charts = make("div", { class: "charts" });
+  const count = make("p", { class: "note", role: "status" });
+  main.append(
+    make("div", { class: "tools" }, labelled("metrics with", search), labelled("smoothing", smoothing),
+      choice("axis", [["step", "step"], ["log", "step, values logarithmic"]], chosen.axis, (value) => { chosen.axis = value; draw(); })),
+    make("div", { class: "legend" }, runs.map((run) => make("span", {},
+      make("span", { class: "swatch", style: { background: run.color } }), run.name))),
+    count, charts);
+
+  function draw() {
+    const words = chosen.metric.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+    count.textContent = `${found.length} of ${names.length} metrics`;
+    charts.replaceChildren(...found.map((name) => lazyChart(name)));
+  }
+  draw();
+}
+
+const seen = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    if (!entry.isIntersecting) continue;
+    seen.unobserve(entry.target);
+    drawChart(entry.target, entry.target.dataset.metric);
+  }
+}, { rootMargin: "200px" });
+
+function lazyChart(name) {
+  const box = make("section", { class: "chart", "data-metric": name }, make("h2", {}, name));
+  seen.observe(box);
+  return box;
+}
+
+function drawChart(box, name) {
+  const shown = runs.filter((run) => name in run.curves.values);
+  const steps = [...new Set(shown.flatMap((run) => run.curves.steps))].sort((a, b) => a - b);
+  const places = new Map(steps.map((step, place) => [step, place]));
+  const data = [steps], series = [{ label: "step" }];
+  for (const run of shown) {
+    const values = new Array(steps.length).fill(null);
+    run.curves.steps.forEach((step, i) => { values[places.get(step)] = run.curves.values[name][i]; });
+    const isShort = values.filter((value) => value !== null).length < 40;
+    if (chosen.smoothing > 0) {
+      data.push(values);
+      series.push({ label: `${run.name}, as it is`, stroke: `${run.color}44`, width: 1, spanGaps: true, points: { show: false } });
+    }
+    data.push(smoothed(values, chosen.smoothing));
+    series.push({ label: run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: isShort, size: 4 },
+      value: (_, value) => formatNumber(value) });
+  }
+  drawPlot(box, data, series, chosen.axis === "log");
+  box.append(...shown.filter((run) => run.curves.not_finite[name]).map((run) =>
+    make("p", { class: "note error" }, `${run.name}: not finite at step ${run.curves.not_finite[name].slice(0, 5).join(", ")}`)));
+}
+
+function drawPlot(box, data, series, isLogarithmic, height) {
+  const style = getComputedStyle(document.documentElement);
+  const line = style.getPropertyValue("--line"), text = style.getPropertyValue("--soft");
+  const axis = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line, width: 0.5 } };
+  const hasPositive = data.slice(1).some((values) => values.some((value) => value > 0));
+  const options = {
+    width: Math.max(200, box.clientWidth - 18), height: height || 190, series,
+    scales: { x: { time: false }, y: isLogarithmic && hasPositive ? { distr: 3 } : {} },
+    axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))) }],
+    legend: { live: true }, cursor: { drag: { x: true, y: false } },
+  };
+  const clean = isLogarithmic && hasPositive
+    ? [data[0], ...data.slice(1).map((values) => values.map((value) => (value > 0 ? value : null)))] : data;
+  return new uPlot(options, clean, box);
+}
+
+/** Return the exponential moving average, corrected for its start; null stays null. */
+function smoothed(values, weight) {
+  if (!weight) return values;
+  let mean = 0, total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return mean / total;
+  });
+}

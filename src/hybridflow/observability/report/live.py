@@ -1,0 +1,114 @@
+"""A server that shows the page of some runs while they go on, to this machine only."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from hybridflow.errors import HybridFlowError
+from hybridflow.observability.report.page import make_page, to_page_json
+from hybridflow.observability.report.page_data import page_data
+from hybridflow.observability.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, RunFiles
+from hybridflow.observability.trace import TRACE_FILE
+
+LOOPBACK = "127.0.0.1"
+HOSTS = (LOOPBACK, "localhost")
+"""Names under which a browser may ask; under another one a foreign page could read the run (DNS rebinding)."""
+
+WATCHED = (METRICS, SAMPLES, ROLLOUTS, RECOVERIES, TRACE_FILE, "run.json")
+
+
+class LiveServer(ThreadingHTTPServer):
+    """The server of the page of the runs in `directories`; `port` 0 takes a free one. Serve with `serve_forever`.
+
+    Raises OSError if the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, directories: Sequence[Path], port: int) -> None:
+        self._directories = directories
+        self._lock, self._version, self._json = Lock(), "", ""
+        super().__init__((LOOPBACK, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """The address of the page."""
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def version(self) -> str:
+        """Return a text that changes whenever a file of the runs does."""
+        states = [_state(directory / name) for directory in self._directories for name in WATCHED]
+        return f'"{hashlib.sha256(repr(states).encode()).hexdigest()[:16]}"'
+
+    def page(self) -> str:
+        """Return the page."""
+        return make_page(page_data([RunFiles(directory) for directory in self._directories]), is_live=True)
+
+    def data(self, version: str) -> str:
+        """Return the data of the page as JSON; they are read once for each version."""
+        with self._lock:
+            if version != self._version:
+                self._json = to_page_json(page_data([RunFiles(directory) for directory in self._directories]))
+                self._version = version
+            return self._json
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer  # type: ignore[assignment]
+    server_version = "hybridflow"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer with the page, its data, or that neither changed."""
+        if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:
+            return self._send(
+                HTTPStatus.FORBIDDEN, "text/plain", f"ask for http://{LOOPBACK}:{self.server.server_port}/"
+            )
+        answers: dict[str, Callable[[], None]] = {"/": self._send_page, "/data.json": self._send_data}
+        answer = answers.get(self.path.partition("?")[0])
+        if answer is None:
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page /")
+        try:
+            return answer()
+        except HybridFlowError as error:  # a damaged file: the page says so, and shows the run again when it is mended
+            return self._send(HTTPStatus.CONFLICT, "text/plain", str(error))
+
+    def _send_page(self) -> None:
+        self._send(HTTPStatus.OK, "text/html", self.server.page())
+
+    def _send_data(self) -> None:
+        version = self.server.version()
+        if self.headers.get("If-None-Match") == version:
+            return self._send(HTTPStatus.NOT_MODIFIED, "", "")
+        return self._send(HTTPStatus.OK, "application/json", self.server.data(version), version)
+
+    def _send(self, status: HTTPStatus, kind: str, text: str, version: str = "") -> None:
+        body = text.encode("utf-8", errors="surrogatepass" if kind == "application/json" else "replace")
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8" if kind else "",
+            "ETag": version,
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }.items():
+            if value:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no requests: the page asks every two seconds."""
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns

@@ -1,0 +1,81 @@
+"""The page of a report: data, styles and scripts in one HTML file.
+
+Texts of a run can run no code there. They are JSON in an element of data, from which scripts make text nodes only; and
+the page's policy allows just the scripts whose hashes it names, and no request but, live, for the data.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hybridflow.errors import DataConfigError
+from hybridflow.observability.report.page_data import page_data
+from hybridflow.observability.run_files import RunFiles
+from hybridflow.runtime import require_regular_file, write_text_atomically
+
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "elements.js",
+    "runs.js",
+    "curves.js",
+    "rollouts.js",
+    "sample.js",
+    "timeline.js",
+    "facts.js",
+    "page.js",
+)
+STYLES = ("uPlot.min.css", "page.css")
+
+
+def write_report(runs: Sequence[RunFiles], output: Path) -> int:
+    """Write the page of some runs to a file and return its size in bytes; raises DataConfigError if that fails."""
+    page = make_page(page_data(runs))
+    try:
+        require_regular_file(output)
+        write_text_atomically(output, page)
+    except OSError as error:
+        raise DataConfigError(f"--output={output} cannot be written: {error}.") from error
+    return output.stat().st_size
+
+
+def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
+    """Return the HTML of the page with the data of `page_data`; a live page asks its server for newer data."""
+    script = "\n".join(_asset(name) for name in SCRIPTS)
+    return _asset("page.html").format(
+        title=_escaped(" · ".join(run["name"] for run in data["runs"])),
+        policy=(
+            f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'unsafe-inline'; img-src data:; "
+            f"connect-src {chr(39)}self{chr(39)}; base-uri 'none'; form-action 'none'"
+            if is_live
+            else f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'unsafe-inline'; "
+            "img-src data:; base-uri 'none'; form-action 'none'"
+        ),
+        style="\n".join(_asset(name) for name in STYLES),
+        data=to_page_json(data),
+        live="true" if is_live else "false",
+        script=script,
+    )
+
+
+def to_page_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that cannot end its element of a page: without any `<`, `>` or `&`."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("hybridflow.observability.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

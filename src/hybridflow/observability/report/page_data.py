@@ -1,0 +1,158 @@
+"""The data of a page, as plain JSON: what a run's files hold, in the form in which the page shows it fastest.
+
+Numbers of all responses are lists over the rows; texts that repeat are codes into a list. Of the samples with tokens,
+at most MAX_SAMPLES are in the page: those whose reward failed, then the best, the worst and the latest.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.errors import DataError
+from hybridflow.observability.advice.find import find_advice
+from hybridflow.observability.run_files import ROLLOUTS, SAMPLES, RunFiles
+
+MAX_SAMPLES = 2000
+"""Samples with texts and tokens in the page of a run."""
+
+MAX_CHARS = 2_000_000
+"""Characters of a text in the page; a longer one is cut there, and says so."""
+
+NUMBERS = ("score", "length", "version")
+TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
+
+
+def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
+    """Return the data of the page of some runs; raises DataError if a file of one is damaged."""
+    return {"runs": [run_data(run) for run in runs]}
+
+
+def run_data(run: RunFiles) -> dict[str, Any]:
+    """Return the data of one run."""
+    return {
+        "name": run.name,
+        "starts": [_plain({name: value for name, value in start.items() if name != "config"}) for start in run.starts],
+        "config": _plain(run.config),
+        "curves": _curves(run),
+        "rollouts": _rollouts(run),
+        "samples": [_plain(sample) for sample in _kept(run)],
+        "recoveries": [_plain(row) for row in run.recoveries],
+        "total_steps": run.starts[-1].get("total_steps", 0),
+        "timeline": [],
+        "advice": [
+            {"title": each.name, "seen": each.seen, "why": each.why, "change": f"Try {', or '.join(each.changes)}"}
+            for each in find_advice(run)
+        ],
+    }
+
+
+def _curves(run: RunFiles) -> dict[str, Any]:
+    """Return the steps, and for each metric its values at these steps; a step that is written twice counts once."""
+    rows = {row["step"]: row for row in run.metrics}
+    steps = sorted(rows)
+    names = sorted({name for row in rows.values() for name in row if name != "step"})
+    return {
+        "steps": steps,
+        "values": {name: [_number(rows[step].get(name)) for step in steps] for name in names},
+        "not_finite": {
+            name: bad for name in names if (bad := [step for step in steps if _is_not_finite(rows[step].get(name))])
+        },
+    }
+
+
+def _rollouts(run: RunFiles) -> dict[str, Any]:
+    """Return the numbers of all responses: `step`, `row` and NUMBERS as lists, TEXTS as codes into `texts`.
+
+    A run of an older version has no such file; its samples are all that is known.
+    """
+    columns: dict[str, list[Any]] = {name: [] for name in ("step", "row", "group", *NUMBERS)}
+    codes: dict[str, dict[str, int]] = {name: {} for name in TEXTS}
+    for name in TEXTS:
+        columns[name] = []
+    for i, row in enumerate(_rows_of_steps(run), start=1):
+        lists = {name: value for name, value in row.items() if name in columns and isinstance(value, list)}
+        lengths = {len(value) for value in lists.values()}
+        if len(lengths) != 1 or not {"score", "length"} <= lists.keys():
+            raise DataError(
+                f"{run.path / ROLLOUTS}, line {i}: expected lists of equal length, with score and length; remove the "
+                "line or the file."
+            )
+        (count,) = lengths
+        columns["step"] += [row["step"]] * count
+        columns["row"] += row["row"] if isinstance(row.get("row"), list) else range(count)
+        columns["group"] += lists.get("group", [-1] * count)
+        for name in NUMBERS:
+            columns[name] += map(_number, lists.get(name, [None] * count))
+        for name in TEXTS:
+            known = codes[name]
+            columns[name] += [known.setdefault(_text(value), len(known)) for value in lists.get(name, [""] * count)]
+    return {**columns, "texts": {name: list(known) for name, known in codes.items()}}
+
+
+def _rows_of_steps(run: RunFiles) -> Sequence[Mapping[str, Any]]:
+    if run.rollouts or not run.samples:
+        return run.rollouts
+    steps: dict[int, dict[str, Any]] = {}
+    for sample in run.samples:
+        lists = steps.setdefault(sample["step"], {"step": sample["step"], "row": [], "score": [], "length": []})
+        lists["row"].append(sample.get("row", len(lists["score"])))
+        lists["score"].append(sample.get("score"))
+        lists["length"].append(sample.get("length"))
+    return list(steps.values())
+
+
+def _kept(run: RunFiles) -> list[dict[str, Any]]:
+    """Return the samples of the page, in the order of the file."""
+    samples = run.samples
+    for i, sample in enumerate(samples):
+        sample.setdefault("row", i)
+        if not _is_sample(sample):
+            raise DataError(
+                f"{run.path / SAMPLES}, line {i + 1}: expected texts as prompt and response, and tokens with lists of "
+                "equal length as ids and texts; remove the line or the file."
+            )
+    if len(samples) <= MAX_SAMPLES:
+        return samples
+    rows = range(len(samples))
+    scores = [_number(sample.get("score")) for sample in samples]
+    ranked = sorted((row for row in rows if scores[row] is not None), key=lambda row: scores[row] or 0.0)
+    share = MAX_SAMPLES // 4
+    failed = [row for row in rows if samples[row].get("failed")]
+    order = [*reversed(failed[-share:]), *ranked[-share:], *ranked[:share], *reversed(rows)]
+    return [samples[row] for row in sorted(list(dict.fromkeys(order))[:MAX_SAMPLES])]
+
+
+def _is_sample(row: Mapping[str, Any]) -> bool:
+    if not all(isinstance(row.get(name, ""), str) for name in ("prompt", "response", "rendered_prompt", "prompt_id")):
+        return False
+    tokens = row.get("tokens", {"ids": [], "texts": []})
+    if not isinstance(tokens, dict) or not all(isinstance(values, list) for values in tokens.values()):
+        return False
+    return len(tokens.get("ids", "-")) == len(tokens.get("texts", ""))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a file without numbers that JSON lacks, and with texts cut to MAX_CHARS."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return _text(value)
+    return str(value) if _is_not_finite(value) else value
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ... cut: {len(text)} characters in {SAMPLES}"
+
+
+def _number(value: Any) -> float | int | None:
+    """Return a finite number, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or _is_not_finite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.7g}")
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,267 @@
+"""The page of a run in a real browser. `make test-browser` runs these tests; they need Chromium."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fixtures.report_runs import HOSTILE, write_run
+from hybridflow.observability.report import write_report
+from hybridflow.observability.run_files import RunFiles
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = os.environ.get("CHROMIUM", "chromium")
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+TABS = ("overview", "curves", "rollouts", "timeline", "configuration", "events")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which(CHROMIUM)
+    assert path, f"CHROMIUM='{CHROMIUM}' is not found; install it: apt-get install chromium"
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Return the files `one`, `two` (two runs over each other) and `hostile`."""
+    directory = tmp_path_factory.mktemp("pages")
+    first = write_run(directory / "first", steps=40)
+    second = write_run(directory / "second", steps=30, seed=1)
+    (first / "recoveries.jsonl").write_text('{"step": 3, "action": "restart", "error": "a worker died"}\n')
+    hostile = write_run(directory / "<i>hostile", texts=list(HOSTILE.values()))
+    files = {}
+    for name, runs in {"one": [first], "two": [first, second], "hostile": [hostile]}.items():
+        files[name] = directory / f"{name}.html"
+        write_report([RunFiles(run) for run in runs], files[name])
+    return files
+
+
+@pytest.fixture
+def open_page(browser):
+    """Return a function that opens a page; at the end it must have printed nothing and asked for nothing else."""
+    contexts, problems = [], []
+
+    def open_page(address, viewport=WIDE, scheme="light", allowed=()):
+        context = browser.new_context(viewport=viewport, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        url = address if isinstance(address, str) else address.as_uri()
+        own = (url, "data:", *allowed)
+        page.on("request", lambda request: request.url.startswith(own) or problems.append(f"asked for {request.url}"))
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def rows_of(page):
+    cells = "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    return page.locator("#responses tbody tr").evaluate_all(cells)
+
+
+def expect(locator):
+    from playwright.sync_api import expect
+
+    return expect(locator)
+
+
+def show(page, tab):
+    page.click(f"#tab-{tab}")
+    page.wait_for_selector(f"#tab-{tab}[aria-selected=true]")
+
+
+def test_every_part_opens(open_page, pages):
+    page = open_page(pages["one"])
+    assert page.inner_text("h1") == "first"
+    for tab in TABS:
+        show(page, tab)
+        assert page.locator("main").inner_text().strip()
+    assert "a worker died" in page.inner_text("main")
+    show(page, "curves")
+    page.wait_for_selector(".chart canvas")
+    page.fill("input[type=search]", "timing_s/step")
+    expect(page.locator(".chart")).to_have_count(1)
+
+
+def test_responses_are_filtered_and_sorted(open_page, pages):
+    page = open_page(pages["one"])
+    show(page, "rollouts")
+    assert page.inner_text("#count") == "320 of 320 responses"
+    page.get_by_label("steps, as 10 or 10-20").fill("3-4")
+    expect(page.locator("#count")).to_have_text("16 of 320 responses")
+    page.get_by_label("data source").select_option(label="code")
+    expect(page.locator("#count")).to_have_text("8 of 320 responses")
+    page.click('[data-sort="score"]')
+    scores = [float(row[3]) for row in rows_of(page)]
+    assert scores == sorted(scores, reverse=True)
+    page.click('[data-sort="score"]')
+    assert [float(row[3]) for row in rows_of(page)] == scores[::-1]
+    assert page.get_attribute("th[aria-sort]", "aria-sort") == "ascending"
+    page.click("text=clear")
+    page.fill("#search", "answer is 3")
+    expect(page.locator("#count")).to_have_text("16 of 320 responses")
+    page.click("text=clear")
+    page.click("#next")
+    assert "page 2 of 7" in page.inner_text(".pager")
+
+
+def test_a_response_opens_token_by_token(open_page, pages):
+    page = open_page(pages["one"])
+    show(page, "rollouts")
+    page.fill("#search", "answer is 3")
+    expect(page.locator("#count")).to_contain_text("16 of")
+    page.locator("#responses .link").last.click()
+    assert "question the answer is 3" in page.inner_text("main")
+    page.locator(".side.own .token").nth(1).click()
+    details = page.locator(".side.own [role=status]")
+    assert "not trained (mask)" in details.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert details.inner_text().startswith("token 3, id 2")
+    before = page.locator(".side.own .token").first.get_attribute("style")
+    page.get_by_label("color of tokens").select_option("mismatch")
+    assert page.locator(".side.own .token").first.get_attribute("style") != before
+    assert page.locator(".side").count() > 1
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#responses")
+
+
+def test_a_prompt_is_followed_over_the_steps(open_page, pages):
+    page = open_page(pages["one"])
+    show(page, "rollouts")
+    prompt = rows_of(page)[0][2]
+    page.locator("#responses tbody .link").first.click()
+    expect(page.locator("#count")).not_to_contain_text("320 of")
+    rows = rows_of(page)
+    assert {row[2] for row in rows} == {prompt}
+    assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)
+
+
+def test_two_runs_are_compared(open_page, pages):
+    page = open_page(pages["two"])
+    assert page.inner_text("h1") == "first · second"
+    show(page, "curves")
+    page.wait_for_selector(".chart canvas")
+    legend = page.locator(".chart").first.inner_text()
+    assert "first" in legend
+    assert "second" in legend
+    show(page, "configuration")
+    text = page.inner_text("main")
+    assert "trainer.seed" in text
+    assert "actor.optimizer.lr" not in text.partition("Starts")[0]
+    show(page, "rollouts")
+    page.get_by_label("run", exact=True).select_option(label="second")
+    assert page.inner_text("#count") == "240 of 240 responses"
+
+
+def test_the_keyboard_suffices(open_page, pages):
+    page = open_page(pages["one"])
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-rollouts"
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "search"
+    page.keyboard.type("answer is 5")
+    expect(page.locator("#count")).to_contain_text("16 of")
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('#responses td:last-child') !== null"):
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#back")
+    assert page.evaluate("document.activeElement.id") == "back"
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#responses")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_scrolls_in_one_direction_only(open_page, pages, scheme):
+    page = open_page(pages["two"], NARROW, scheme)
+    for tab in TABS:
+        show(page, tab)
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], tab
+    show(page, "rollouts")
+    page.locator("#responses .link").last.click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+
+
+def test_hostile_texts_are_shown_as_texts(open_page, pages):
+    page = open_page(pages["hostile"])
+    assert page.inner_text("h1") == "<i>hostile"
+    for tab in TABS:
+        show(page, tab)
+    show(page, "rollouts")
+    shown = ""
+    count = page.locator("#responses td:last-child .link").count()
+    for i in range(count):
+        page.locator("#responses td:last-child .link").nth(i).click()
+        shown += page.locator("main").evaluate("main => main.textContent.slice(0, 20000)")
+        page.click("#back")
+    for text in ("<script>window.ran = 'script'</script><img src=x", "␀", "␛[31m", "\\u{202e}gnp.exe", "{{constructor"):
+        assert text in shown
+    assert page.evaluate("window.ran") is None
+    assert page.locator("main img, main script, main i:not(.scale i)").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(open_page, pages, scheme):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = open_page(pages["two"], scheme=scheme)
+
+    def serious():
+        found = Axe().run(page).response["violations"]
+        return [(each["id"], each["nodes"][0]["html"][:200]) for each in found if each["impact"] != "minor"]
+
+    for tab in TABS:
+        show(page, tab)
+        page.wait_for_timeout(300)
+        assert serious() == [], tab
+    show(page, "rollouts")
+    page.locator("#responses td:last-child .link").last.click()
+    assert serious() == []
+
+
+def test_a_live_page_follows_the_run(open_page, tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    command = [sys.executable, "-m", "hybridflow", "watch", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
+            page = open_page(address)
+            expect(page.locator("#state")).to_have_text("live, step 3")
+            show(page, "rollouts")
+            append_step(run, 4)
+            expect(page.locator("#state")).to_have_text("live, step 4")
+            expect(page.locator("#count")).to_have_text("26 of 26 responses")
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 0
+
+
+def append_step(run: Path, step: int) -> None:
+    """Append a step with two responses to the files of a run."""
+    numbers = {"score": [1.0, 0.0], "length": [3, 4]}
+    for name, row in (("rollouts", numbers), ("metrics", {"critic/score/mean": 0.5})):
+        with open(run / f"{name}.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, **row}) + "\n")

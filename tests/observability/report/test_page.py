@@ -1,0 +1,59 @@
+import base64
+import hashlib
+import re
+
+import pytest
+
+from fixtures.report_runs import HOSTILE, write_run
+from hybridflow.errors import HybridFlowError
+from hybridflow.observability.report import make_page, page_data, write_report
+from hybridflow.observability.report.page import to_page_json
+from hybridflow.observability.run_files import RunFiles
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    run = write_run(tmp_path_factory.mktemp("page") / "<b>run", texts=list(HOSTILE.values()))
+    return make_page(page_data([RunFiles(run)]))
+
+
+def test_the_only_script_is_the_one_that_the_policy_names(page):
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1)
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
+    assert "connect-src" not in policy
+    assert "unsafe-eval" not in policy
+
+
+def test_a_text_of_a_run_cannot_end_the_element_of_data(page):
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert not set(data) & {"<", ">", "&"}
+    assert page.count("<script") == page.count("</script>") == 2
+    assert "&lt;b&gt;run" in page
+
+
+def test_the_page_names_no_address(page):
+    addresses = set(re.findall(r"https?://[^\s\"')]+", page))
+    assert addresses <= {"https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}
+    assert not re.search(r"<(link|img|iframe|script)[^>]*(src|href)=\"(?!data:)", page)
+
+
+def test_scripts_make_text_nodes_only(page):
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    own = script[script.index('"use strict";\n// Elements') :]
+    for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "srcdoc"):
+        assert name not in own
+
+
+def test_json_of_a_page_is_ascii_without_signs_of_html():
+    assert to_page_json({"a": "</script>&\u2028é"}) == r'{"a":"\u003c/script\u003e\u0026\u2028\u00e9"}'
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
+    runs = [RunFiles(write_run(tmp_path / "run", steps=1))]
+    for output in (tmp_path, tmp_path / "missing" / "report.html"):
+        with pytest.raises(HybridFlowError, match=r"--output=.* cannot be written"):
+            write_report(runs, output)
+    assert write_report(runs, tmp_path / "report.html") == (tmp_path / "report.html").stat().st_size > 50_000
