@@ -55,5 +55,5 @@ def _lines(advice: "Advice") -> list[str]:
         f"{advice.name} ({advice.where})",
         f"  seen  {advice.seen}",
         f"  why   {advice.why}",
-        *(f"  {'try' if i == 0 else '':<4}  {change}" for i, change in enumerate(advice.changes)),
+        *(f"  {'do' * (i == 0):<4}  {change}" for i, change in enumerate(advice.changes)),
     ]

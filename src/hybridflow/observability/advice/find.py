@@ -19,7 +19,7 @@ FINDINGS: tuple[Finding, ...] = (*REWARDS, *LEARNING, *DATA, *SPEED)
 class Advice:
     """What was seen in a run, why it matters, and what to change: (key, current value, values to try) of each key.
 
-    Without values to try, a person has to look at the key. `steps`: the first and the last step looked at.
+    Without values to try, the key is to be checked. `steps`: the first and the last step looked at.
     """
 
     name: str
@@ -36,18 +36,24 @@ class Advice:
 
     @property
     def changes(self) -> list[str]:
-        """The keys with their values, such as "rollout.group_size = 16 or 32 (now 8)"."""
+        """What to do with each key, such as "try rollout.group_size = 16 or 32 (now 8)"."""
         return [
-            f"{key} = {' or '.join(map(toml_value, values))} (now {toml_value(now)})"
+            f"try {key} = {' or '.join(map(toml_value, values))} (now {toml_value(now)})"
             if values
-            else f"{key} (now {toml_value(now)})"
+            else f"check {key} (now {toml_value(now)})"
             for key, now, values in self.keys
         ]
 
     @property
+    def change(self) -> str:
+        """What to do, as one sentence."""
+        text = ", ".join(self.changes)
+        return f"{text[:1].upper()}{text[1:]}."
+
+    @property
     def line(self) -> str:
         """The advice as one line."""
-        return f"{self.where}: {self.name}: {self.seen}. {self.why} Try {', or '.join(self.changes)}"
+        return f"{self.where}: {self.name}: {self.seen}. {self.why} {self.change}"
 
 
 def find_advice(run: RunFiles) -> list[Advice]:

@@ -12,7 +12,6 @@ from hybridflow.observability.advice.finding import (
     hotter,
     instead,
     mean_above,
-    times,
     times_or,
     unless,
 )
@@ -88,7 +87,7 @@ LEARNING = (
         (
             Change("actor.optimizer.lr", SMALLER_LR),
             Change("actor.epochs", above(1, 1)),
-            Change("actor.mini_batch_size", times(2, 4)),
+            Change("actor.mini_batch_size", above(0, 0)),
         ),
     ),
     Finding(
@@ -113,7 +112,7 @@ LEARNING = (
         (
             Change("actor.optimizer.lr", SMALLER_LR),
             Change("actor.epochs", above(1, 1)),
-            Change("actor.mini_batch_size", times(2, 4)),
+            Change("actor.mini_batch_size", above(0, 0)),
         ),
     ),
     Finding(

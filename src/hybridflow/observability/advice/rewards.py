@@ -100,7 +100,7 @@ REWARDS = (
         "Responses without mistakes have equal rewards, from which the policy learns nothing more.",
         (
             Change("data.train_files", decide),
-            Change("data.order", lambda now: None if now == "curriculum" else ("curriculum",)),
+            Change("data.order", decide),
             Change("algorithm.filter_groups", instead(False, True)),
         ),
         hides=("equal rewards", "groups without variance", "entropy collapse"),

@@ -47,9 +47,9 @@ SPEED = (
         mean_above("{name} is {mean:.0%}: these processes wait most of a step", "perf/*_idle_share"),
         "Processes that wait hold their devices without using them.",
         (
-            Change("trainer.lag", instead(0, 1)),
             Change("trainer.stream", instead(False, True)),
             Change("reward.processes", times(2, 4)),
+            Change("trainer.lag", instead(0, 1, 2)),
             Change("placement.pools", lambda now: () if now else None),
         ),
     ),

@@ -40,7 +40,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "total_steps": run.starts[-1].get("total_steps", 0),
         "timeline": [],
         "advice": [
-            {"title": each.name, "seen": each.seen, "why": each.why, "change": f"Try {', or '.join(each.changes)}"}
+            {"title": f"{each.name} ({each.where})", "seen": each.seen, "why": each.why, "change": each.change}
             for each in find_advice(run)
         ],
     }
