@@ -25,9 +25,9 @@ INSTALL := -m pip install --quiet --no-compile
 # So it must be written, whatever the environment says: without it, each process compiles all modules that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-gpu fix
+.PHONY: help setup setup-vllm demo demo-control rlhf learn chaos soak smoke test types fast-tests test-slow test-vllm test-browser test-gpu fix
 .PHONY: bench-balance bench-compiled_kernels bench-controller_scale bench-gpu bench-grpo_step bench-lag_kills
-.PHONY: bench-lag_learning bench-overlap bench-recovery bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
+.PHONY: bench-lag_learning bench-overlap bench-recovery bench-report bench-rewards bench-rollout bench-scheduling bench-slow_reward bench-snapshot_size bench-trace_share bench-train_engine bench-uneven
 .PHONY: bench-transport bench-weight_sync
 
 help: ## show this list
@@ -81,7 +81,7 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 fast-tests: $(STAMP)
-	$(BIN)/python $(PYTEST) -m 'not slow and not gpu and not vllm' $(ARGS)
+	$(BIN)/python $(PYTEST) -m 'not slow and not gpu and not vllm and not browser' $(ARGS)
 
 .triton: $(TRITON_STAMP) ## install Triton into .triton, for the test of its kernels without a GPU
 
@@ -90,7 +90,10 @@ $(TRITON_STAMP): $(STAMP)
 	touch $@
 
 test-slow: $(STAMP) $(TRITON_STAMP) ## the slow CPU tests: whole runs on Ray, killed processes, every layout of an engine, smoke runs
-	$(BIN)/python $(PYTEST) -m 'slow and not gpu and not vllm' $(ARGS)
+	$(BIN)/python $(PYTEST) -m 'slow and not gpu and not vllm and not browser' $(ARGS)
+
+test-browser: $(STAMP) ## the page of a run in headless Chromium, which must be installed: apt-get install chromium
+	$(BIN)/python -m pytest -m browser $(ARGS) tests/browser
 
 test-vllm: $(VLLM_STAMP) ## the tests of generation with vLLM, on its CPU build in a separate environment
 	$(VLLM_BIN)/python $(PYTEST) -m vllm $(ARGS)
@@ -122,6 +125,9 @@ bench-recovery: $(STAMP) ## the cost of snapshots, and the time until a run goes
 
 bench-uneven: $(STAMP) ## ranks and engines of unequal speed: measured parts against equal ones and a perfect split
 	$(BIN)/python benchmarks/uneven.py $(ARGS)
+
+bench-report: $(STAMP) ## the page of a run of 100,000 responses: open, filter, size; the cost of a run's files
+	$(BIN)/python benchmarks/report.py $(ARGS)
 
 bench-rewards: $(STAMP) ## the cost of rewards: in processes, with a journal, of programs, of math
 	$(BIN)/python benchmarks/rewards.py $(ARGS)

@@ -80,6 +80,10 @@ COMMANDS = {
     ),
     "report": Command("hybridflow.cli.report", "write a page that shows a run", "report runs/countdown/grpo"),
     "watch": Command("hybridflow.cli.watch", "show the page of a run while it goes on", "watch runs/countdown/grpo"),
+    "runs": Command("hybridflow.cli.runs", "list the runs of a directory", "runs runs --sort written"),
+    "compare": Command(
+        "hybridflow.cli.compare", "show what differs between two runs", "compare runs/countdown/grpo runs/countdown/ppo"
+    ),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),

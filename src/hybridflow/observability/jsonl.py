@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataConfigError, DataError
-from hybridflow.runtime import require_plain_file, write_text_atomically
+from hybridflow.runtime import open_plain_file, require_plain_file, write_text_atomically
 
 NON_FINITE = "non_finite"
 
@@ -84,6 +84,26 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         row = _parse(line, Path(path), i)
         rows.append(row | {name: float(text) for name, text in row.pop(NON_FINITE, {}).items()})
     return rows
+
+
+def read_last_rows(path: str | Path, count: int) -> list[dict[str, Any]]:
+    """Return the last rows of a file, at most `count`, without reading the lines before them.
+
+    Raises OSError if the file cannot be read, DataError for a line that is not a JSON object.
+    """
+    with open_plain_file(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        size, text = 1 << 16, b""
+        while True:
+            begin = max(0, end - size)
+            file.seek(begin)
+            text = file.read(end - begin)
+            if begin == 0 or text.count(b"\n") > count + 1:
+                break
+            size *= 4
+    lines = text.decode("utf-8", errors="replace").split("\n")[:-1]  # the last one may be incomplete
+    lines = lines if begin == 0 else lines[1:]
+    return [_parse(line, Path(path), -i) for i, line in zip(range(len(lines), 0, -1), lines, strict=True)][-count:]
 
 
 def to_json_line(row: Mapping[str, Any]) -> str:

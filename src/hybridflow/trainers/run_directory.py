@@ -188,6 +188,7 @@ class RunDirectory:
         start = {
             "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "after_step": self.step,
+            "kind": self.identity["kind"],
             "directory": str(Path.cwd()),
             "config": self.identity["config"],
             **self.start_facts,
