@@ -82,4 +82,6 @@ def test_a_run_without_learning_signal_warns_and_ends_with_its_checkpoint(tmp_pa
     )
     warnings = [record.getMessage() for record in caplog.records if "no learning signal" in record.getMessage()]
     assert len(warnings) == 1
-    assert warnings[0].startswith("step 1: all responses to each prompt have the same reward (mean 0.5)")
+    assert warnings[0].startswith(
+        "step 1: equal rewards: the standard deviation of the scores of a step is at most 0 ("
+    )

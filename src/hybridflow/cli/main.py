@@ -80,6 +80,9 @@ COMMANDS = {
         "show what steps waited for",
         "timeline runs/countdown/grpo --output trace.json",
     ),
+    "diagnose": Command(
+        "hybridflow.cli.diagnose", "say what is wrong with a run, and what to change", "diagnose runs/countdown/grpo"
+    ),
     "report": Command("hybridflow.cli.report", "write a page that shows a run", "report runs/countdown/grpo"),
     "watch": Command("hybridflow.cli.watch", "show the page of a run while it goes on", "watch runs/countdown/grpo"),
     "runs": Command("hybridflow.cli.runs", "list the runs of a directory", "runs runs --sort written"),

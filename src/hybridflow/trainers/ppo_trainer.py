@@ -12,7 +12,6 @@ from hybridflow.observability import RL_FIGURES, idle_shares, performance_report
 from hybridflow.trainers.ahead import Ahead, describe_pending, save_pending, wait_for
 from hybridflow.trainers.groups import BackendOwner, processes_of
 from hybridflow.trainers.in_flight import ScheduleLog
-from hybridflow.trainers.learning_signal import LearningSignalMonitor
 from hybridflow.trainers.length_bias import LengthBias
 from hybridflow.trainers.pool_sizes import PoolSizes
 from hybridflow.trainers.ppo import PPO
@@ -53,7 +52,6 @@ class PPOTrainer(PPO, BackendOwner):
         self.backend = backend
         self.figures = RL_FIGURES
         self.validator, self.speedometer = validator, speedometer
-        self.learning_signal = LearningSignalMonitor(config)
         self.rank_speeds = measured_shares(config, groups)
         self.stateful_groups = [self.actor, *([self.critic] if self.critic else []), self.rewards]
         self.saver = self.new_saver(run.store, in_background=config.trainer.save_in_background)
@@ -113,7 +111,6 @@ class PPOTrainer(PPO, BackendOwner):
                 self.metrics |= staleness_metrics(batch, version, updates) | self.ahead.take_wait()
         self.global_step += 1
         self.write_schedule(self.global_step)
-        self.learning_signal.check(self.global_step, self.metrics)
         end = time.time()
         self.metrics |= self.trace_metrics() | part_metrics(self.groups)
         if self.backend:

@@ -6,8 +6,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from hybridflow.errors import DataError
-from hybridflow.observability import ConsoleTracker, MultiTracker, TensorBoardTracker, TraceEvent, Tracker, trace_row
+from hybridflow.observability import (
+    ConsoleTracker,
+    MultiTracker,
+    TensorBoardTracker,
+    TraceEvent,
+    Tracker,
+    read_jsonl,
+    trace_row,
+)
 from hybridflow.observability.trace import CONTROLLER
+from hybridflow.trainers.advice_monitor import AdviceMonitor
 from hybridflow.trainers.run_directory import RunDirectory
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
@@ -25,6 +34,7 @@ class RunLog:
             trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
         self._trackers = MultiTracker(trackers)
         self._written_at = time.time()
+        self._advice = AdviceMonitor(run.config, total_steps, read_jsonl(self._metrics.path) if run.step else ())
 
     def write(
         self,
@@ -43,9 +53,11 @@ class RunLog:
             self._trackers.log(step, dict(sorted(metrics.items())))
         if samples.kept:
             self._console.log_samples(samples.kept)
+        self._advice.note(step, metrics, samples)
 
     def rewind(self, step: int) -> None:
         """Remove the rows of later steps, which the run writes again."""
+        self._advice.rewind(step)
         for writer in (self._metrics, self._samples, self._rollouts, self._trace):
             try:
                 writer.truncate_after(step)

@@ -1,5 +1,6 @@
 """The whole configuration of a run, with properties that depend on several sections."""
 
+from hybridflow.config.sections.advice import AdviceConfig
 from hybridflow.config.sections.base import Section
 from hybridflow.config.sections.data import DataConfig, RewardConfig
 from hybridflow.config.sections.faults import FaultsConfig
@@ -37,6 +38,7 @@ class Config(Section):
     controller: ControllerConfig = ControllerConfig()
     placement: PlacementConfig = PlacementConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    advice: AdviceConfig = AdviceConfig()
     offline: OfflineConfig = OfflineConfig()
     faults: FaultsConfig = FaultsConfig()
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import DataError
+from hybridflow.observability.advice.find import find_advice
 from hybridflow.observability.report.page_timeline import page_timeline
 from hybridflow.observability.run_files import ROLLOUTS, SAMPLES, RunFiles
 
@@ -37,9 +38,12 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "rollouts": _rollouts(run),
         "samples": [_plain(sample) for sample in _kept(run)],
         "recoveries": [_plain(row) for row in run.recoveries],
-        "total_steps": 0,
+        "total_steps": run.starts[-1].get("total_steps", 0),
         "timeline": page_timeline(run),
-        "advice": [],
+        "advice": [
+            {"title": f"{each.name} ({each.where})", "seen": each.seen, "why": each.why, "change": each.change}
+            for each in find_advice(run)
+        ],
     }
 
 

@@ -1,0 +1,55 @@
+"""The evidence that findings look at: configuration, metrics and samples of a run. Knows no finding."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from hybridflow.config import leaf_keys
+from hybridflow.observability.run_files import RunFiles
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`config` by dotted key; rows of metrics.jsonl, samples.jsonl and rollouts.jsonl, each with its step.
+
+    `rows` are training steps, oldest first; the means are those of the newest `advice.window` rows. `total_steps`: 0
+    if unknown.
+    """
+
+    config: Mapping[str, Any]
+    rows: Sequence[Row]
+    samples: Sequence[Row] = ()
+    rollouts: Sequence[Row] = ()
+    total_steps: int = 0
+
+    @cached_property
+    def recent(self) -> Sequence[Row]:
+        """The newest rows, as many as `advice.window` says."""
+        return self.rows[-self.config["advice.window"] :]
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last step of the recent rows; (0, 0) without rows."""
+        return (self.recent[0]["step"], self.recent[-1]["step"]) if self.recent else (0, 0)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a metric over the recent rows that have it, None if it is in none of them."""
+        values = [row[name] for row in self.recent if row.get(name) is not None]
+        return math.fsum(values) / len(values) if values else None
+
+    def names(self, pattern: str) -> list[str]:
+        """Return the metrics of the recent rows that match a pattern such as "perf/*_idle_share", sorted."""
+        return sorted({name for row in self.recent for name in row if fnmatchcase(name, pattern)})
+
+
+def evidence_of(run: RunFiles) -> Evidence:
+    """Return the evidence of a run directory. Keys that an older run lacks have their default."""
+    config = {**leaf_keys(), **run.config}
+    total_steps = run.starts[-1].get("total_steps") or config["trainer.total_steps"]
+    rows = [row for row in run.metrics if row["step"] > 0]
+    return Evidence(config, rows, run.samples, run.rollouts, total_steps)

@@ -1,0 +1,90 @@
+"""The advice for a run: all findings, looked for in its evidence."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.config.render import toml_value
+from hybridflow.observability.advice.data import DATA
+from hybridflow.observability.advice.evidence import Evidence, evidence_of
+from hybridflow.observability.advice.finding import Finding
+from hybridflow.observability.advice.learning import LEARNING
+from hybridflow.observability.advice.rewards import REWARDS
+from hybridflow.observability.advice.speed import SPEED
+from hybridflow.observability.run_files import RunFiles
+
+FINDINGS: tuple[Finding, ...] = (*REWARDS, *LEARNING, *DATA, *SPEED)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was seen in a run, why it matters, and what to change: (key, current value, values to try) of each key.
+
+    Without values to try, the key is to be checked. `steps`: the first and the last step looked at.
+    """
+
+    name: str
+    seen: str
+    why: str
+    keys: tuple[tuple[str, Any, tuple[Any, ...]], ...]
+    steps: tuple[int, int]
+
+    @property
+    def where(self) -> str:
+        """The steps as text: "step 1" or "steps 1 to 20"."""
+        first, last = self.steps
+        return f"step {last}" if first == last else f"steps {first} to {last}"
+
+    @property
+    def changes(self) -> list[str]:
+        """What to do with each key, such as "try rollout.group_size = 16 or 32 (now 8)"."""
+        return [
+            f"try {key} = {' or '.join(map(toml_value, values))} (now {toml_value(now)})"
+            if values
+            else f"check {key} (now {toml_value(now)})"
+            for key, now, values in self.keys
+        ]
+
+    @property
+    def change(self) -> str:
+        """What to do, as one sentence."""
+        text = ", ".join(self.changes)
+        return f"{text[:1].upper()}{text[1:]}."
+
+    @property
+    def line(self) -> str:
+        """The advice as one line."""
+        return f"{self.where}: {self.name}: {self.seen}. {self.why} {self.change}"
+
+
+def find_advice(run: RunFiles) -> list[Advice]:
+    """Return the advice from the files of a run; empty if nothing was found."""
+    return advice_from(evidence_of(run))
+
+
+def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advice]:
+    """Return the advice from evidence, in the order of `FINDINGS`; `at_first_step`: only what one step proves."""
+    found = {}
+    for finding in FINDINGS:
+        threshold = evidence.config[f"advice.{finding.threshold}"] if finding.threshold else 0.0
+        if at_first_step:
+            if finding.at_first_step is None:
+                continue
+            threshold = max(threshold, finding.at_first_step)
+        seen = finding.look(evidence, threshold)
+        if seen:
+            changes = (*seen.changes, *finding.changes)
+            suggested = [(change.key, change.suggest(evidence.config[change.key])) for change in changes]
+            keys = tuple((key, evidence.config[key], values) for key, values in suggested if values is not None)
+            found[finding] = Advice(finding.name, seen.text, finding.why, keys, evidence.steps)
+    hidden = {name for finding in found for name in finding.hides}
+    return [advice for advice in found.values() if advice.name not in hidden]
+
+
+def findings_markdown() -> str:
+    """Return the findings as a Markdown table."""
+    rows = [
+        f"| {finding.name} | {finding.found_if} | {f'`advice.{finding.threshold}`' if finding.threshold else ''} | "
+        f"{finding.why} |"
+        for finding in FINDINGS
+    ]
+    return "\n".join(["| finding | found if | threshold | why it matters |", "|---|---|---|---|", *rows]) + "\n"

@@ -1,0 +1,332 @@
+"""Each finding of the advice is raised by a run with that fault, and a healthy run raises none."""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.tiny_run import write_task
+from hybridflow.cli.main import main
+from hybridflow.config import leaf_keys, load_config
+from hybridflow.config.render import toml_value
+from hybridflow.data import prompt_row, write_prompt_file
+from hybridflow.observability.advice.evidence import Evidence
+from hybridflow.observability.advice.find import FINDINGS, advice_from, find_advice, findings_markdown
+from hybridflow.observability.run_files import RunFiles
+
+HEALTHY = {
+    "training/epoch": 0,
+    "critic/score/mean": 0.5,
+    "critic/score/min": 0.0,
+    "critic/score/max": 1.0,
+    "critic/zero_variance_groups": 0.2,
+    "critic/advantages/min": -1.0,
+    "critic/advantages/max": 1.0,
+    "response_length/clip_ratio": 0.1,
+    "reward/error_rate": 0.0,
+    "reward/timeout_rate": 0.0,
+    "reward/format/mean": 0.7,
+    "actor/loss": 0.1,
+    "actor/kl_loss": 0.01,
+    "actor/ppo_kl": 0.001,
+    "actor/entropy": 1.0,
+    "actor/clipfrac": 0.05,
+    "actor/lr": 1e-6,
+    "actor/padding_computed": 0.0,
+    "rollout/log_prob_mismatch": 0.01,
+    "perf/actor_rollout_idle_share": 0.2,
+    "perf/num_tokens": 1e5,
+}
+EQUAL = {"critic/score/min": 0.5, "critic/score/max": 0.5, "critic/zero_variance_groups": 1.0}
+PLANTED = {
+    "task solved": {"critic/score/mean": 0.99},
+    "equal rewards": EQUAL,
+    "groups without variance": {"critic/zero_variance_groups": 0.9},
+    "format never right": {"reward/format/mean": 0.0},
+    "reward errors": {"reward/error_rate": 0.06},
+    "reward time-outs": {"reward/timeout_rate": 0.02},
+    "KL running away": {"actor/kl_loss": 0.2},
+    "updates too large": {"actor/ppo_kl": 0.2},
+    "ratio clipped": {"actor/clipfrac": 0.4},
+    "log-prob mismatch": {"rollout/log_prob_mismatch": 0.06},
+    "learning rate 0": {"actor/lr": 0.0},
+    "truncation": {"response_length/clip_ratio": 0.6},
+    "padding": {"actor/padding_computed": 0.6},
+    "idle processes": {"perf/rollout_idle_share": 0.7},
+    "token budget too small": {"perf/num_tokens": 2e6},
+}
+"""Metrics of a run with a fault, in all steps, by the name of the finding."""
+
+
+def found(*changes, metrics=HEALTHY, steps=20, first_step=False, **evidence):
+    config = leaf_keys(load_config(None, changes))
+    rows = [{"step": step, **metrics} for step in range(1, steps + 1)]
+    return advice_from(Evidence(config, evidence.pop("rows", rows), **evidence), at_first_step=first_step)
+
+
+def names(*changes, **evidence):
+    return [advice.name for advice in found(*changes, **evidence)]
+
+
+def test_planted_healthy_metrics_raise_no_finding():
+    assert names() == names(steps=1) == names(steps=0) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_in_the_metrics_is_found_with_a_key_to_change(name):
+    (advice,) = found(metrics=HEALTHY | PLANTED[name])
+    assert advice.name == name
+    assert advice.seen
+    assert advice.why.endswith(".")
+    assert advice.keys
+    assert advice.steps == (1, 20)
+    known = leaf_keys()
+    assert all(known[key] == now and now not in values for key, now, values in advice.keys)
+    first = [f"{key}={toml_value(values[0])}" for key, _, values in advice.keys if values][:1]
+    assert leaf_keys(load_config(None, first)) != known
+
+
+def test_advice_is_one_line_with_values_computed_from_the_current_ones():
+    (advice,) = found("rollout.group_size=6", "rollout.top_p=0.9", metrics=HEALTHY | PLANTED["groups without variance"])
+    assert advice.line == (
+        "steps 1 to 20: groups without variance: the responses to a prompt have equal scores in 90% of the groups. A "
+        "group with equal scores has advantages of 0, so its generation is spent without a learning signal. Try "
+        "rollout.group_size = 12 or 24 (now 6), try rollout.temperature = 1.2 or 1.4 (now 1.0), try rollout.top_p = "
+        "1.0 (now 0.9), try algorithm.filter_groups = true (now false), check data.train_files (now [])."
+    )
+
+
+@pytest.mark.parametrize("finding", [finding for finding in FINDINGS if finding.threshold], ids=lambda each: each.name)
+def test_every_threshold_is_a_key(finding):
+    assert f"advice.{finding.threshold}" in leaf_keys()
+
+
+def test_a_threshold_turns_its_finding_off():
+    assert names("advice.truncation=0.7", metrics=HEALTHY | PLANTED["truncation"]) == []
+    assert names("advice.truncation=1.0", metrics=HEALTHY | {"response_length/clip_ratio": 1.0}, first_step=True) == []
+
+
+def test_only_the_newest_steps_count():
+    rows = [{"step": step, **HEALTHY, "actor/kl_loss": 0.5 if step < 30 else 0.0} for step in range(1, 51)]
+    assert names(rows=rows) == []
+    (advice,) = found("advice.window=30", rows=rows)
+    assert (advice.name, advice.steps) == ("KL running away", (21, 50))
+
+
+def test_one_step_proves_only_what_is_total():
+    assert names(metrics=HEALTHY | {"response_length/clip_ratio": 0.9}, steps=1, first_step=True) == []
+    assert names(metrics=HEALTHY | {"response_length/clip_ratio": 1.0}, steps=1, first_step=True) == ["truncation"]
+    assert names(metrics=HEALTHY | PLANTED["groups without variance"], steps=1, first_step=True) == []
+    assert names(metrics=HEALTHY | EQUAL, steps=1, first_step=True) == ["equal rewards"]
+
+
+GAE, REMAX = ["algorithm.advantage=gae"], ["algorithm.advantage=remax", "rollout.group_size=1"]
+
+
+def test_equal_rewards_are_those_that_the_estimator_compares():
+    assert names(*GAE, metrics=HEALTHY | {"critic/zero_variance_groups": 1.0}) == []
+    assert names(*GAE, metrics=HEALTHY | EQUAL) == ["equal rewards"]
+    one = [*GAE, "rollout.group_size=1", "data.train_batch_size=1"]
+    assert names(*one, metrics=HEALTHY | EQUAL) == []
+    assert names(*REMAX, metrics=HEALTHY | EQUAL) == []
+    same_as_greedy = {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}
+    assert names(*REMAX, metrics=HEALTHY | EQUAL | same_as_greedy) == ["equal rewards"]
+    distillation = ["algorithm.advantage=distillation", "teacher.model_path=m"]
+    assert names(*distillation, metrics=HEALTHY | EQUAL) == []
+
+
+def test_dynamic_sampling_is_judged_by_the_sampled_groups():
+    metrics = HEALTHY | {"critic/zero_variance_groups": 0.0, "sampling/differing_groups": 0.1}
+    (advice,) = found("algorithm.filter_groups=true", metrics=metrics)
+    assert advice.seen == "the responses to a prompt have equal scores in 90% of the sampled groups"
+
+
+def test_a_partial_reward_that_all_responses_get_is_not_solved():
+    rows = [{"step": 1, **HEALTHY, "critic/score/max": 0.1, "critic/score/mean": 0.05}]
+    rows += [{"step": step, **HEALTHY} | dict.fromkeys(("critic/score/mean", *EQUAL), 0.1) for step in range(2, 30)]
+    assert names(rows=rows) == ["equal rewards"]
+
+
+def test_entropy_is_compared_with_its_first_value():
+    rows = [{"step": step, **HEALTHY, "actor/entropy": 2.0 / step} for step in range(1, 41)]
+    (advice,) = found(rows=rows)
+    assert advice.name == "entropy collapse"
+    assert advice.seen.startswith("the entropy fell from 2 to 0.05")
+    assert names("advice.entropy=0.0", rows=rows) == []
+
+
+def test_a_warmup_is_compared_with_the_steps_of_the_run():
+    warmup = ["actor.optimizer.warmup_steps=60", "actor.epochs=2"]
+    (advice,) = found(*warmup, total_steps=40)
+    assert advice.seen == "the warm-up of actor/lr takes 60 of 80 optimizer steps"
+    assert advice.keys[0] == ("actor.optimizer.warmup_steps", 60, (4, 8))
+    assert names(*warmup, total_steps=400) == names(*warmup) == []
+    (advice,) = found(*GAE, "critic.warmup_steps=30", metrics=HEALTHY | {"critic/lr": 1e-5}, total_steps=40)
+    assert advice.seen == "only the critic learns in 30 of 40 steps"
+    offline = {"sft/lr": 1e-5, "perf/num_tokens": 100}
+    (advice,) = found("offline.optimizer.warmup_steps=30", metrics=offline, total_steps=40)
+    assert advice.seen == "the warm-up of sft/lr takes 30 of 40 optimizer steps"
+
+
+CHAT = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rendered", "sign"),
+    [
+        ("How many?", CHAT, None),
+        ("How many?", "<s>[INST] How many? [/INST]", None),
+        ("How many?", "How many?", None),
+        ("Be short.\nHow many?\n", "<|user|>Be short.\n\nHow many?<|assistant|>", None),
+        ("How many?", "<s><s>[INST] How many? [/INST]", "begin with two BOS tokens"),
+        ("How many?", CHAT.removesuffix("<|im_start|>assistant\n"), "end without a generation prompt"),
+        ("How many?", "<|user|>How many?", "end without a generation prompt"),
+        ("How many?", CHAT.replace("How many?", ""), "lack the text of the prompt after the template is applied"),
+        (CHAT, f"<|im_start|>user\n{CHAT}", "hold '<|im_start|>' before the template is applied to them"),
+        (CHAT, CHAT, "hold '<|im_start|>', but no template was applied"),
+    ],
+)
+def test_rendered_prompts_show_a_wrong_chat_template(prompt, rendered, sign):
+    advice = found(samples=[{"step": 1, "prompt": prompt, "rendered_prompt": rendered}])
+    assert [each.seen for each in advice] == [f"1 of 1 logged prompts {sign}"] * (sign is not None)
+
+
+def test_prompts_rendered_by_the_user_are_right_without_a_template():
+    sample = {"step": 1, "prompt": CHAT, "rendered_prompt": CHAT}
+    assert names("data.chat_template=false", samples=[sample]) == []
+
+
+def test_prompts_repeated_in_an_epoch_are_found():
+    def rollout(step, *prompts):
+        return {"step": step, "group": [0, 0, 1, 1], "prompt_id": [prompt for prompt in prompts for _ in range(2)]}
+
+    rollouts = [rollout(1, "a", "b"), rollout(2, "c", "a"), rollout(3, "d", "d")]
+    (advice,) = found(rollouts=rollouts)
+    assert advice.seen == "2 of 4 prompts occur more than once in an epoch, up to 2 times"
+    assert names("data.order=weighted", "data.order_by=weight", rollouts=rollouts) == []
+    rows = [{"step": step, **HEALTHY, "training/epoch": step} for step in range(1, 4)]
+    assert names(rows=rows, rollouts=rollouts[:2]) == []
+
+
+def test_samples_show_repeated_prompts_without_the_numbers_of_all_responses():
+    samples = [{"step": step, "prompt": "a"} for step in (1, 1, 1)]
+    assert names(samples=samples) == []
+    assert names(samples=[*samples, {"step": 2, "prompt": "a"}]) == ["data repeated"]
+
+
+def test_contradictory_ground_truths_are_found():
+    samples = [{"step": 1, "prompt": "1 + 1", "ground_truth": {"value": 2, "unit": "m"}} for _ in range(2)]
+    assert names(samples=samples) == []
+    (advice,) = found(samples=[*samples, {"step": 1, "prompt": "1 + 1", "ground_truth": 3}])
+    assert advice.seen == "1 of 1 logged prompts have several ground truths, such as '1 + 1'"
+
+
+def test_offline_runs_are_judged_by_their_own_metrics():
+    advice = found(metrics={"sft/lr": 0.0, "sft/padding_computed": 0.7, "perf/num_tokens": 100})
+    assert [each.name for each in advice] == ["learning rate 0", "padding"]
+    assert advice[0].seen == "sft/lr is 0"
+
+
+def test_docs_list_the_findings():
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    assert findings_markdown() in page, f"put this into docs/diagnose.md:\n{findings_markdown()}"
+
+
+REWARD = """
+import time
+
+def constant(**sample):
+    return {"score": 0.5, "format": 0}
+
+def of_the_prompt(ground_truth, **sample):
+    return ground_truth["target"] % 3 / 2
+
+def failing(solution_str, **sample):
+    words = len(solution_str.split())
+    if words == 2:
+        raise ValueError("two words")
+    if words > 8:
+        time.sleep(60)
+    return words % 3 / 2
+"""
+
+SHORT = ("rollout.stop_strings=['1']", "data.max_response_length=24", "rollout.group_size=4")
+"""Responses that end by themselves, at a number with the digit 1."""
+GRPO = (*SHORT, "algorithm.kl_in_loss=true", "actor.mini_batch_size=4", "reward.function={task}/reward.py:with_format")
+RUNS = {
+    "healthy": GRPO,
+    "lr": (*GRPO, "actor.optimizer.lr=0.0", "trainer.total_steps=1"),
+    "cut": ("data.max_response_length=2", "trainer.total_steps=1"),
+    "constant": (*SHORT, "reward.function={task}/faults.py:constant", "trainer.total_steps=1"),
+    "groups": (*SHORT, "reward.function={task}/faults.py:of_the_prompt", "trainer.total_steps=1"),
+    "failing": (
+        *SHORT,
+        "reward.function={task}/faults.py:failing",
+        *("reward.on_error=zero", "reward.max_failure_rate=1.0", "reward.timeout_s=0.3", "trainer.total_steps=1"),
+    ),
+    "large_lr": (*GRPO, "actor.optimizer.lr=0.03", "actor.epochs=2"),
+    "collapsed": (*GRPO, "actor.optimizer.lr=1.0"),
+    "budget": (*SHORT, "memory.max_tokens_per_micro_batch=40", "advice.micro_batches=5", "trainer.total_steps=1"),
+    "unpacked": (
+        *SHORT,
+        *("memory.packing=false", "memory.max_tokens_per_micro_batch=4096", "trainer.total_steps=1"),
+    ),
+    "repeated": (*SHORT, "data.train_files=['{task}/repeated.parquet']", "trainer.log_samples=8"),
+    "template": (*SHORT, "model.path={task}/chat", "data.max_prompt_length=32", "trainer.total_steps=1"),
+}
+EXPECTED = {
+    "healthy": set(),
+    "lr": {"learning rate 0"},
+    "cut": {"truncation"},
+    "constant": {"equal rewards", "format never right"},
+    "groups": {"groups without variance"},
+    "failing": {"reward errors", "reward time-outs"},
+    "large_lr": {"KL running away", "updates too large", "ratio clipped"},
+    "collapsed": {"entropy collapse"},
+    "budget": {"token budget too small"},
+    "unpacked": {"padding"},
+    "repeated": {"data repeated", "data contradictory"},
+    "template": {"chat template suspicious"},
+}
+TEMPLATE = "{% for m in messages %}<|im_start|>user {{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the directory of tiny real runs, one for each name in RUNS."""
+    task = write_task(tmp_path_factory.mktemp("task"))
+    (task / "faults.py").write_text(REWARD)
+    numbers = [{"target": target, "numbers": [target]} for target in (3, 4)]
+    rows = [
+        prompt_row(data_source="countdown", prompt=f"{i % 6} =>", ground_truth=numbers[i // 12], split="train", index=i)
+        for i in range(24)
+    ]
+    write_prompt_file(task / "repeated.parquet", rows)
+    shutil.copytree(task / "model", task / "chat")
+    (task / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    with _restored_process():
+        for name, changes in RUNS.items():
+            settings = [change.replace("{task}", str(task)) for change in changes]
+            command = ["train", f"{task}/rl.toml", "data.val_files=[]", f"trainer.run_dir={task}/runs/{name}"]
+            idle = "advice.idle=1.0"  # on a busy machine any process waits
+            assert main([*command, idle, *settings]) == 0, name
+    return task / "runs"
+
+
+@contextlib.contextmanager
+def _restored_process():
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_made_to_have_a_fault_raises_its_finding(runs, name):
+    advice = find_advice(RunFiles(runs / name))
+    found = {each.name for each in advice}
+    assert EXPECTED[name] <= found, [each.line for each in advice]
+    assert found <= EXPECTED[name] or name in ("large_lr", "collapsed"), [each.line for each in advice]
