@@ -53,11 +53,12 @@ def test_programs_of_a_page_run_top_to_bottom(page, tmp_path, monkeypatch):
         exec(compile("\n" * blank_lines + block[1], str(page), "exec"), namespace)
 
 
-def test_readme_lists_the_commands_as_printed(capsys):
+def test_commands_are_listed_as_printed(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = capsys.readouterr().out.partition("commands:\n")[2].partition("\n\n")[0]
-    assert f"commands:\n{commands}\n```" in README, f"put this into README.md:\n{commands}"
+    page = (ROOT / "docs/commands.md").read_text("utf-8")
+    assert f"commands:\n{commands}\n```" in page, f"put this into docs/commands.md:\n{commands}"
 
 
 def test_reward_and_recipe_of_readme_are_valid(tmp_path):

@@ -62,7 +62,8 @@ def test_an_unknown_command_without_a_similar_one_lists_all(capsys):
         main(["xyz"])
     assert (
         "commands: prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, memory, replay, "
-        "report-performance, timeline, report, watch, runs, compare, config." in capsys.readouterr().err
+        "report-performance, timeline, diagnose, report, watch, runs, compare, doctor, config."
+        in capsys.readouterr().err
     )
 
 

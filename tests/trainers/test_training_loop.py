@@ -8,6 +8,7 @@ import pytest
 from hybridflow.config import load_config
 from hybridflow.observability import read_jsonl
 from hybridflow.trainers import RunDirectory, fit
+from hybridflow.trainers.samples import Samples
 
 
 class RecordingTrainer:
@@ -28,7 +29,7 @@ class RecordingTrainer:
         self.metrics.clear()
         self.metrics["sft/loss"] = 1.0 / self.global_step
         self._record(f"step {self.global_step}")
-        return [{"step": self.global_step, "prompt": "p", "response": "r", "score": 1.0}]
+        return Samples([{"step": self.global_step, "prompt": "p", "response": "r", "score": 1.0}])
 
     def validate(self):
         self._record(f"validate {self.global_step}")

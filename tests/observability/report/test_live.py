@@ -65,7 +65,7 @@ def test_only_the_page_and_its_data_are_served(ask):
     assert ask("/?a=b")[0] == 200
 
 
-def test_a_damaged_file_is_told_and_the_server_goes_on(ask, run):
+def test_a_damaged_file_is_reported_and_the_server_goes_on(ask, run):
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text("[]\n")
     status, _, problem = ask("/data.json")
