@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 VLLM = ("rollout.backend=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_bytes=67108864")
 ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "data.val_files=[]", "trainer.total_steps=2")
 OWN_POOL = ("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate")
-KILL = "2: kill rollout/0 in generate"
-"""The fault of the layout `disk`, whose results are those of `broadcast`: a whole run less than with one of its own."""
+KILL, MEMORY = "2: kill rollout/0 in generate", "2: memory rollout/0 in generate"
+"""The faults of the layouts `disk` and `ipc`, whose results are those of the others."""
 LAYOUTS = {
     "shared": ("controller.num_workers=2", "parallel.tensor=2", "rollout.tensor=2"),
     "replicas": ("controller.num_workers=2",),
     "object_store": (*OWN_POOL, "rollout.weight_sync=object_store", "rollout.tensor=2"),
     "broadcast": (*OWN_POOL, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"),
     "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000", f'faults.plan=["{KILL}"]'),
-    "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
+    "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000", f'faults.plan=["{MEMORY}"]'),
 }
 IN_FLIGHT = (
     *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "trainer.total_steps=6"),
@@ -91,6 +91,12 @@ def test_a_run_that_loses_a_vllm_engine_has_the_results_of_an_undisturbed_one(ti
     for results in (disturbed, undisturbed):  # another transport, and new engines get the weights again
         results["metrics"] = [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results["metrics"]]
     assert [name for name in disturbed if disturbed[name] != undisturbed[name]] == []
+
+
+def test_a_run_whose_vllm_runs_out_of_memory_repeats_the_step(runs):
+    assert [row["fault"] for row in read_jsonl(runs.ipc / "faults" / "fired.jsonl")] == [MEMORY]
+    (row,) = read_jsonl(runs.ipc / "recoveries.jsonl")
+    assert (row["step"], row["from_step"], row["action"]) == (2, 1, "smaller")
 
 
 @pytest.mark.parametrize("name", ["whole", "one", "lora", *LAYOUTS])

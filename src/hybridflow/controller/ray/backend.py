@@ -78,7 +78,7 @@ class RayBackend:
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is invalid: expected seconds above 0, or None.")
         self.call_timeout_s, self.threads, self.compress = call_timeout_s, threads, compress
-        self._prefer_fast_links = prefer_fast_links
+        self._prefer_fast_links, self._slow_nodes = prefer_fast_links, frozenset[str]()
         self._connection = Connection(address, num_cpus, num_gpus, object_store_bytes)
         self._processes: list[RayProcess] = []
         self._node = socket.gethostname()
@@ -119,8 +119,8 @@ class RayBackend:
         """
         self._connection.open([pools[0] for pools in options])
         self._stop([peer for worker in instead_of for peer in worker.process.peers])
-        if self._prefer_fast_links and not instead_of:
-            self._use_slow_links_last([pool for pools in options for pool in pools])
+        if self._prefer_fast_links:
+            self._use_slow_links_last([pool for pools in options for pool in pools], measure=not instead_of)
         try:
             return choose_fitting(options)
         except ConfigError as error:
@@ -128,9 +128,9 @@ class RayBackend:
                 raise
             raise self._lost_places(error) from error
 
-    def _use_slow_links_last(self, pools: Sequence[RayResourcePool]) -> None:
-        """Measure the links to the nodes; the pools use a node with a slow one only if the others do not suffice."""
-        nodes = nodes_of_cluster()
+    def _use_slow_links_last(self, pools: Sequence[RayResourcePool], *, measure: bool = True) -> None:
+        """Let pools use nodes with a slow link only if the others do not suffice; those measured at the start else."""
+        nodes = nodes_of_cluster() if measure else []
         slow = find_slow_links(measure_links(nodes))
         for node in nodes:
             if node.node_id in slow:
@@ -138,8 +138,9 @@ class RayBackend:
                     "node %s has a slow link (%s) and is used only if the others do not suffice",
                     *(node.address, slow[node.node_id]),
                 )
+        self._slow_nodes = frozenset(slow) if measure else self._slow_nodes
         for pool in pools:
-            pool.used_last = frozenset(slow)
+            pool.used_last = self._slow_nodes
 
     def has_gpus(self) -> bool:
         """Return whether the cluster has GPUs, which this process need not see; connects to a running cluster."""

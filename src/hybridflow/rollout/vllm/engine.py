@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridflow.errors import RolloutConfigError, RolloutError
+from hybridflow.errors import OutOfMemoryError, RolloutConfigError, RolloutError
 from hybridflow.models import build_without_weights
 from hybridflow.rollout.base import Completion, FinishReason, Request, SleepingPart, not_finite
 from hybridflow.rollout.loading import Loading, require_announced
@@ -29,11 +29,14 @@ from hybridflow.rollout.vllm.versions import (
     VLLMEngine,
     require_head_size,
 )
-from hybridflow.runtime import derive_seed, note_progress
+from hybridflow.runtime import derive_seed, is_out_of_memory, note_progress, out_of_memory, own_device
 from hybridflow.runtime.boxes import Box
 from hybridflow.runtime.fault_points import fault_point
 
 DTYPES = ("float32", "bfloat16")
+
+LESS_MEMORY = "set a smaller rollout.gpu_memory_utilization or rollout.kv_cache_bytes"
+"""What to change if vLLM runs out of memory in a step."""
 
 logger = logging.getLogger(__name__)
 
@@ -298,6 +301,8 @@ class VLLMRollout:
                 fault_point("generate")
         except (RuntimeError, ValueError, AssertionError) as error:
             self._restart_sequences()
+            if is_out_of_memory(error):
+                raise out_of_memory(error, "generation by vLLM", own_device(), LESS_MEMORY, OutOfMemoryError) from error
             raise RolloutError(f"vLLM failed in a step: {' '.join(str(error).split())}") from error
         except BaseException:
             self._restart_sequences()
