@@ -1,6 +1,7 @@
 """The files of a run, read for people: pages, tables and advice. Nothing is written, and a running run may go on."""
 
 import json
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from hybridflow.runtime import require_plain_file
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 RECOVERIES = "recoveries.jsonl"
+
+ROLLOUT_TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
+"""What a row of rollouts.jsonl or samples.jsonl has as text."""
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:
@@ -62,18 +66,18 @@ class RunFiles:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
-        return self._rows(METRICS)
+        """The rows of metrics.jsonl: numbers, and None for those that are missing."""
+        return self._rows(METRICS, _are_numbers, "numbers")
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """The rows of samples.jsonl: the responses that were kept, with their tokens."""
-        return self._rows(SAMPLES)
+        return self._rows(SAMPLES, _is_sample, "prompt and response as texts, and tokens as lists of one length or 1")
 
     @cached_property
     def rollouts(self) -> list[dict[str, Any]]:
         """The rows of rollouts.jsonl: for each step, a list for each number of all its responses."""
-        return self._rows(ROLLOUTS)
+        return self._rows(ROLLOUTS, _are_lists, "lists of equal length: score and length of numbers, and texts")
 
     @cached_property
     def recoveries(self) -> list[dict[str, Any]]:
@@ -88,7 +92,9 @@ class RunFiles:
             events.setdefault(row["step"], []).append(trace_event(row))
         return events
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
+    def _rows(
+        self, name: str, is_valid: Callable[[Mapping[str, Any]], bool] | None = None, expected: str = ""
+    ) -> list[dict[str, Any]]:
         file = self.path / name
         try:
             require_plain_file(file)
@@ -98,4 +104,40 @@ class RunFiles:
         for i, row in enumerate(rows, start=1):
             if name != RECOVERIES and not isinstance(row.get("step"), int):
                 raise DataError(f"{file}, line {i}: the row has no integer step; remove the line or the file.")
+            if is_valid and not is_valid(row):
+                raise DataError(f"{file}, line {i}: expected {expected}; remove the line or the file.")
         return rows
+
+
+def _are_numbers(row: Mapping[str, Any]) -> bool:
+    return all(value is None or isinstance(value, int | float) for value in row.values())
+
+
+def _are_lists(row: Mapping[str, Any]) -> bool:
+    lists = [value for name, value in row.items() if name != "step"]
+    if not {"score", "length"} <= row.keys() or not all(isinstance(value, list) for value in lists):
+        return False
+    if len(set(map(len, lists))) != 1:
+        return False
+    return all(
+        isinstance(value, str if name in ROLLOUT_TEXTS else int | float | None)
+        for name in row
+        if name != "step"
+        for value in row[name]
+    )
+
+
+def _is_sample(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has texts and numbers where they belong; a run of an older version has fewer."""
+    texts = ("prompt", "response", "rendered_prompt", *ROLLOUT_TEXTS)
+    numbers = ("row", "score", "length", "version")
+    tokens = row.get("tokens", {"ids": [], "texts": []})
+    return (
+        all(isinstance(row.get(name, ""), str) for name in texts)
+        and all(isinstance(row.get(name), int | float | None) for name in numbers)
+        and isinstance(tokens, dict)
+        and all(isinstance(values, list) for values in tokens.values())
+        and {"ids", "texts"} <= tokens.keys()
+        and all(isinstance(text, str) for text in tokens["texts"])
+        and all(len(values) in (1, len(tokens["ids"])) for values in tokens.values())
+    )

@@ -3,6 +3,7 @@
 It is always on: recording an event appends one small object. Files, metrics and reports are made from it later.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,9 +186,15 @@ def trace_event(row: Mapping[str, Any]) -> TraceEvent:
             name: row[name] for name in TraceEvent._fields if name in row or name not in ADDED_LATER
         }
         values |= {name: float(values.get(name, 0.0)) for name in ("start", "end", "transfer_s", "waited_s")}
-        values["sources"] = tuple((made, tuple(names)) for made, names in row["sources"])
+        values["sources"] = tuple((str(made), tuple(map(str, names))) for made, names in row["sources"])
+        for name in ("kind", "where", "worker", "node", "note", "process"):
+            if not isinstance(values.get(name, ""), str):
+                raise TypeError(f"{name} is not a text")
+        if not all(math.isfinite(values[name]) for name in ("start", "end", "transfer_s", "waited_s")):
+            raise ValueError("a time is not finite")
+        values |= {name: int(values[name]) for name in ("bytes_in", "bytes_out", "memory_bytes")}
         return TraceEvent(**values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{str(row)[:200]} is not an event of a trace ({error!r}).") from error
 
 

@@ -25,7 +25,7 @@ def run(tmp_path):
     trace = JsonlWriter(tmp_path / "trace" / "calls.jsonl")
     for step, events in EVENTS.items():
         trace.write_all({"step": step, **trace_row(event)} for event in events)
-    JsonlWriter(tmp_path / "rollouts.jsonl").write({"step": 1, "length": [1, 1, 1, 100]})
+    JsonlWriter(tmp_path / "rollouts.jsonl").write({"step": 1, "score": [0.0] * 4, "length": [1, 1, 1, 100]})
     return RunFiles(tmp_path)
 
 

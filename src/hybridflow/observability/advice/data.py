@@ -55,7 +55,7 @@ def _repeated(evidence: Evidence, threshold: float) -> Seen | None:
     epochs = {row["step"]: row["training/epoch"] for row in evidence.rows if "training/epoch" in row}
     counts: Counter[tuple[int, str]] = Counter()
     for row in evidence.rollouts:
-        groups = set(zip(row.get("group", ()), row.get("prompt_id", ()), strict=True))
+        groups = set(zip(row.get("group", ()), row.get("prompt_id", ()), strict=False))
         counts.update((epochs.get(row["step"], -1), prompt) for _, prompt in groups)
     if not counts:
         counts.update((epochs.get(step, -1), prompt) for step, prompt in _logged_prompts(evidence))

@@ -8,10 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.errors import DataError
 from hybridflow.observability.advice.find import find_advice
 from hybridflow.observability.report.page_timeline import page_timeline
-from hybridflow.observability.run_files import ROLLOUTS, SAMPLES, RunFiles
+from hybridflow.observability.run_files import ROLLOUT_TEXTS, SAMPLES, RunFiles
 
 MAX_SAMPLES = 2000
 """Samples with texts and tokens in the page of a run."""
@@ -20,7 +19,6 @@ MAX_CHARS = 2_000_000
 """Characters of a text in the page; a longer one is cut there, and says so."""
 
 NUMBERS = ("score", "length", "version")
-TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
 
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
@@ -62,29 +60,23 @@ def _curves(run: RunFiles) -> dict[str, Any]:
 
 
 def _rollouts(run: RunFiles) -> dict[str, Any]:
-    """Return the numbers of all responses: `step`, `row` and NUMBERS as lists, TEXTS as codes into `texts`.
+    """Return the numbers of all responses: `step`, `row` and NUMBERS as lists, ROLLOUT_TEXTS as codes into `texts`.
 
     A run of an older version has no such file; its samples are all that is known.
     """
     columns: dict[str, list[Any]] = {name: [] for name in ("step", "row", "group", *NUMBERS)}
-    codes: dict[str, dict[str, int]] = {name: {} for name in TEXTS}
-    for name in TEXTS:
+    codes: dict[str, dict[str, int]] = {name: {} for name in ROLLOUT_TEXTS}
+    for name in ROLLOUT_TEXTS:
         columns[name] = []
-    for i, row in enumerate(_rows_of_steps(run), start=1):
+    for row in _rows_of_steps(run):
         lists = {name: value for name, value in row.items() if name in columns and isinstance(value, list)}
-        lengths = {len(value) for value in lists.values()}
-        if len(lengths) != 1 or not {"score", "length"} <= lists.keys():
-            raise DataError(
-                f"{run.path / ROLLOUTS}, line {i}: expected lists of equal length, with score and length; remove the "
-                "line or the file."
-            )
-        (count,) = lengths
+        count = len(lists["score"])
         columns["step"] += [row["step"]] * count
         columns["row"] += row["row"] if isinstance(row.get("row"), list) else range(count)
         columns["group"] += lists.get("group", [-1] * count)
         for name in NUMBERS:
             columns[name] += map(_number, lists.get(name, [None] * count))
-        for name in TEXTS:
+        for name in ROLLOUT_TEXTS:
             known = codes[name]
             columns[name] += [known.setdefault(_text(value), len(known)) for value in lists.get(name, [""] * count)]
     return {**columns, "texts": {name: list(known) for name, known in codes.items()}}
@@ -107,11 +99,6 @@ def _kept(run: RunFiles) -> list[dict[str, Any]]:
     samples = run.samples
     for i, sample in enumerate(samples):
         sample.setdefault("row", i)
-        if not _is_sample(sample):
-            raise DataError(
-                f"{run.path / SAMPLES}, line {i + 1}: expected texts as prompt and response, and tokens with lists of "
-                "equal length as ids and texts; remove the line or the file."
-            )
     if len(samples) <= MAX_SAMPLES:
         return samples
     rows = range(len(samples))
@@ -121,15 +108,6 @@ def _kept(run: RunFiles) -> list[dict[str, Any]]:
     failed = [row for row in rows if samples[row].get("failed")]
     order = [*reversed(failed[-share:]), *ranked[-share:], *ranked[:share], *reversed(rows)]
     return [samples[row] for row in sorted(list(dict.fromkeys(order))[:MAX_SAMPLES])]
-
-
-def _is_sample(row: Mapping[str, Any]) -> bool:
-    if not all(isinstance(row.get(name, ""), str) for name in ("prompt", "response", "rendered_prompt", "prompt_id")):
-        return False
-    tokens = row.get("tokens", {"ids": [], "texts": []})
-    if not isinstance(tokens, dict) or not all(isinstance(values, list) for values in tokens.values()):
-        return False
-    return len(tokens.get("ids", "-")) == len(tokens.get("texts", ""))
 
 
 def _plain(value: Any) -> Any:
