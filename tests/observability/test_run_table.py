@@ -229,7 +229,7 @@ def test_many_long_runs_are_read_from_their_ends(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a directory with the runs `rl` and `sft`, which are finished, and `pairs`, stopped after its first step."""
+    """Return a directory with the finished runs `rl` and `sft`, and `pairs`, stopped after its first step."""
     directory = tmp_path_factory.mktemp("trained")
     task = write_task(directory / "task")
     for command, name, *arguments in (
