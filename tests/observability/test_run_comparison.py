@@ -1,7 +1,13 @@
+"""Comparison of runs: hand-written ones, and runs that were really trained."""
+
 import json
 import math
 
+import pytest
+
 from fixtures.report_runs import write_run
+from fixtures.tiny_run import commands, write_task
+from hybridflow.cli.main import main
 from hybridflow.observability.run_comparison import compare_runs
 from hybridflow.observability.run_files import RunFiles
 
@@ -40,9 +46,10 @@ def test_a_curve_says_where_it_first_differs_and_by_how_much(tmp_path):
     found = compared(a, b)
     (curve,) = found.curves
     assert (curve.name, curve.first_step, curve.largest) == ("actor/loss", 5, 25.0)
+    assert (curve.last_a, curve.last_b) == (1.0, 26.0)
     assert (curve.mean_a, curve.mean_b) == (1.0, 1.0 + sum(range(16, 26)) / 10)
     assert [each.name for each in found.times] == ["timing_s/step"]
-    assert found.steps == list(range(1, 26))
+    assert (found.steps, found.last_steps) == (list(range(1, 26)), (30, 25))
 
 
 def test_a_value_that_is_not_finite_differs_by_infinity(tmp_path):
@@ -60,5 +67,50 @@ def test_other_prompts_and_metrics_of_one_run_are_named(tmp_path):
     (b / "rollouts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_metrics(b, {"step": 1, "critic/kl": 1.0})
     found = compared(a, b)
-    assert found.first_other_prompts == 7
+    assert (found.first_other_prompts, found.curves, found.num_equal) == (7, [], 0)
     assert found.only == (["critic/score/mean", "timing_s/generate_sequences", "timing_s/step"], ["critic/kl"])
+
+
+def test_a_metric_is_compared_at_the_steps_at_which_both_rows_have_it(tmp_path):
+    a, b = (write_run(tmp_path / name) for name in "ab")
+    write_metrics(a, {"step": 1, "x": 1, "y": 1}, {"step": 2, "x": 2, "z": 1}, {"step": 3, "x": 3})
+    write_metrics(b, {"step": 1, "y": 1.0, "z": 1}, {"step": 2, "x": 4}, {"step": 3})
+    found = compared(a, b)
+    (curve,) = found.curves
+    assert (curve.name, curve.first_step, curve.largest, curve.mean_a, curve.mean_b) == ("x", 2, 2.0, 2.0, 4.0)
+    assert (found.num_equal, found.only) == (1, ([], []))  # y; z is never in both
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a directory with two equal runs, `first` and `again`, and `faster`, with another learning rate."""
+    directory = tmp_path_factory.mktemp("trained")
+    command = [*commands(write_task(directory / "task"))["grpo"], "trainer.total_steps=2"]
+    for name, overrides in (("first", ()), ("again", ()), ("faster", ("actor.optimizer.lr=2e-3",))):
+        assert main([*command, f"trainer.run_dir={directory / name}", *overrides]) == 0
+    return directory
+
+
+def test_trained_runs_with_the_same_configuration_are_the_same(trained):
+    found = compared(trained / "first", trained / "again")
+    assert list(found.config) == ["trainer.run_dir"]
+    assert (found.environment, found.data, found.curves, found.only) == ({}, {}, [], ([], []))
+    assert (found.steps, found.has_data, found.first_other_prompts) == ([0, 1, 2], True, None)
+    assert found.num_equal > 40
+    assert "timing_s/step" in {each.name for each in found.times}
+
+
+def test_a_trained_run_with_another_learning_rate_differs(trained):
+    found = compared(trained / "first", trained / "faster")
+    assert found.config["actor.optimizer.lr"] == (1e-3, 2e-3)
+    curves = {curve.name: curve for curve in found.curves}
+    assert (curves["actor/lr"].first_step, curves["actor/lr"].largest) == (1, 1e-3)
+    assert curves["actor/entropy"].first_step == 2  # the weights of the first step are the same
+    assert "training/epoch" not in curves
+
+
+def test_a_trained_run_records_its_data_and_models(trained):
+    start = RunFiles(trained / "first").starts[-1]
+    assert (start["data"]["train_rows"], start["data"]["val_rows"]) == (24, 10)
+    assert start["data"]["train_fingerprint"] != start["data"]["val_fingerprint"]
+    assert set(start["models"]) == {"model.path", "reference.model_path"}

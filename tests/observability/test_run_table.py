@@ -1,3 +1,5 @@
+"""The rows of runs: states, damage, and files that must not be followed, waited for or read whole."""
+
 import fcntl
 import json
 import os
@@ -5,6 +7,10 @@ import os
 import pytest
 
 from fixtures.report_runs import write_run
+from fixtures.tiny_run import write_task
+from hybridflow.cli.main import main
+from hybridflow.errors import DataError
+from hybridflow.observability import jsonl
 from hybridflow.observability.jsonl import read_last_rows
 from hybridflow.observability.run_table import age, list_runs, run_row
 
@@ -28,12 +34,25 @@ def test_a_row_has_the_last_step_and_the_last_values(run):
         )
     row = run_row(run)
     assert (row.kind, row.recipe, row.step, row.total_steps) == ("train", "recipe.toml", 7, 9)
-    assert (row.figure, row.value, row.val_score) == ("critic/score/mean", 0.75, 0.25)
+    assert (row.figure, row.value) == ("critic/score/mean", 0.75)
+    assert (row.val_figure, row.val_value) == ("val/score/mean", 0.25)
     assert row.started == 1767323045.0
 
 
-def test_a_run_is_stopped_until_its_last_step_and_running_while_locked(run):
+def save(run, step, **sizes):
+    directory = run / "checkpoints" / f"step_{step:06d}"
+    directory.mkdir(parents=True)
+    for name, size in sizes.items():
+        (directory / name).write_bytes(bytes(size))
+    return directory
+
+
+def test_the_state_follows_from_lock_steps_and_checkpoint(run):
     set_start(run, total_steps=6)
+    assert run_row(run).state == "failed"  # steps 1 to 5 are in no checkpoint
+    save(run, 4)
+    assert run_row(run).state == "failed"
+    save(run, 5)
     assert run_row(run).state == "stopped"
     set_start(run, total_steps=5)
     assert run_row(run).state == "finished"
@@ -44,23 +63,115 @@ def test_a_run_is_stopped_until_its_last_step_and_running_while_locked(run):
     assert run_row(run).state == "finished"
 
 
+def test_a_run_without_a_row_is_stopped_at_step_0(run):
+    (run / "metrics.jsonl").unlink()
+    set_start(run, total_steps=6)
+    row = run_row(run)
+    assert (row.state, row.step, row.value, row.figure) == ("stopped", 0, None, "")
+    assert row.written == (run / "run.json").stat().st_mtime
+
+
+def test_looking_at_a_lock_does_not_keep_it(run):
+    lock = os.open(run / ".lock", os.O_CREAT | os.O_RDWR)
+    run_row(run)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(lock)
+
+
+def test_the_size_is_that_of_all_checkpoints_without_what_links_name(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "large").write_bytes(bytes(999))
+    save(run, 3, actor=100, critic=10)
+    shards = save(run, 5, actor=1) / "shards"
+    shards.mkdir()
+    (shards / "0").write_bytes(bytes(1000))
+    (shards / "link").symlink_to(tmp_path / "elsewhere" / "large")
+    (shards / "links").symlink_to(tmp_path / "elsewhere")
+    (run / "checkpoints" / "step_000009").symlink_to(tmp_path / "elsewhere")
+    (run / "checkpoints" / ".step_000006.tmp").mkdir()
+    row = run_row(run)
+    assert (row.checkpoint_bytes, row.checkpoint_step) == (1111, 5)
+    (run / "checkpoints").rename(tmp_path / "other_disk")
+    (run / "checkpoints").symlink_to(tmp_path / "other_disk")
+    assert run_row(run).checkpoint_bytes == 1111
+
+
 def test_other_kinds_show_their_own_figure(run):
     (run / "metrics.jsonl").write_text(
         '{"step": 1, "sft/loss": 2.5}\n{"step": 2, "sft/loss": 1.5, "sft/val_loss": 1.75}\n'
     )
     row = run_row(run)
-    assert (row.figure, row.value, row.val_score) == ("sft/val_loss", 1.75, None)
+    assert (row.figure, row.value, row.val_figure, row.val_value) == ("sft/loss", 1.5, "sft/val_loss", 1.75)
+
+
+def test_a_validation_many_steps_ago_is_found(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "critic/score/mean": 1.0, "val/score/mean": 0.25}\n')
+        file.writelines(f'{{"step": {step}, "critic/score/mean": 0.5}}\n' for step in range(7, 3000))
+    row = run_row(run)
+    assert (row.step, row.val_value) == (2999, 0.25)
+
+
+def test_a_value_that_is_not_finite_is_not_replaced_by_an_older_one(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "critic/score/mean": null, "non_finite": {"critic/score/mean": "inf"}}\n')
+    assert run_row(run).value == float("inf")
+
+
+def test_a_row_that_is_being_written_is_not_read(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "critic/sc')
+    row = run_row(run)
+    assert (row.step, row.problem) == (5, "")
+
+
+def test_values_of_a_start_that_are_not_as_written_are_not_shown(run):
+    set_start(run, total_steps="x", started_at="0001-01-01T00:00:00", command=5, config=[], kind=None)
+    row = run_row(run)
+    assert (row.total_steps, row.started, row.recipe, row.kind, row.problem) == (0, 0.0, "", "", "")
 
 
 def test_an_unreadable_run_is_a_row_that_says_why(tmp_path):
-    for name, damage in {"no_json": "{", "not_a_list": '{"starts": 5}', "row": None}.items():
+    for name, (file, text) in {
+        "no_json": ("run.json", "{"),
+        "not_a_list": ("run.json", '{"starts": 5}'),
+        "no_start": ("run.json", '{"starts": []}'),
+        "row": ("metrics.jsonl", '[1]\n{"step": 1}\n'),
+        "no_step": ("metrics.jsonl", '{"x": 1}\n'),
+        "link": ("metrics.jsonl", None),
+    }.items():
         run = write_run(tmp_path / name)
-        (run / ("metrics.jsonl" if damage is None else "run.json")).write_text(damage or "[1]\n")
+        if text is None:
+            (run / file).rename(tmp_path / file)
+            (run / file).symlink_to(tmp_path / file)
+        else:
+            (run / file).write_text(text)
     rows = {row.path.name: row for row in list_runs(tmp_path)}
     assert {row.state for row in rows.values()} == {"unreadable"}
     assert "run.json' is damaged" in rows["no_json"].problem
     assert "starts is a int, not a list" in rows["not_a_list"].problem
-    assert "is not a JSON object" in rows["row"].problem
+    assert "run.json' has no start of a run" in rows["no_start"].problem
+    assert "metrics.jsonl, line 2 from the end: '[1]' is not a JSON object" in rows["row"].problem
+    assert "the last row has no integer step" in rows["no_step"].problem
+    assert "is a symbolic link" in rows["link"].problem
+
+
+def test_a_directory_that_cannot_be_listed_is_a_row(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    scandir = os.scandir
+
+    def refused(path):
+        if os.path.basename(path) == "private":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr(os, "scandir", refused)
+    private, run = list_runs(tmp_path)
+    assert (private.path.name, private.state, private.problem) == (
+        *("private", "unreadable", "cannot be listed: Permission denied"),
+    )
+    assert run.problem == ""
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
@@ -68,7 +179,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
         run = write_run(tmp_path / name.strip("."))
         (run / name).unlink(missing_ok=True)
         os.mkfifo(run / name)
-    assert [row.state for row in list_runs(tmp_path)] == ["stopped", "stopped", "unreadable"]
+    assert [row.state for row in list_runs(tmp_path)] == ["finished", "unreadable", "unreadable"]
 
 
 def test_runs_are_found_below_the_directory_but_not_inside_runs_or_links(tmp_path):
@@ -89,8 +200,61 @@ def test_last_rows_are_read_from_the_end(tmp_path):
     assert [row["step"] for row in read_last_rows(file, 3)] == [2997, 2998, 2999]
     assert len(read_last_rows(file, 2500)) == 2500
     assert len(read_last_rows(file, 9999)) == 3000
+    assert read_last_rows(file, 2, '"step": 17,') == [{"step": 17, "text": "x" * 100}]
     file.write_text("")
     assert read_last_rows(file, 3) == []
+
+
+def test_at_most_the_end_of_a_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl, "LAST_BYTES", 1 << 17)
+    file = tmp_path / "long.jsonl"
+    file.write_text('{"step": 1, "a": 1}\n' + "".join(f'{{"step": {step}}}\n' for step in range(2, 50_000)))
+    assert read_last_rows(file, 1) == [{"step": 49_999}]
+    assert read_last_rows(file, 1, '"a"') == []
+    os.truncate(file, 1 << 40)
+    with pytest.raises(DataError, match="have no line end; it is not a file of rows"):
+        read_last_rows(file, 1)
+
+
+def test_many_long_runs_are_read_from_their_ends(tmp_path):
+    rows = [f'{{"step": {step}, "critic/score/mean": 0.5, "val/score/mean": 1}}\n' for step in range(100_000)]
+    write_run(tmp_path / "0")
+    (tmp_path / "0" / "metrics.jsonl").write_text("not read: " + "".join(rows))
+    for i in range(1, 200):
+        (tmp_path / str(i)).mkdir()
+        for name in ("run.json", "metrics.jsonl"):
+            os.link(tmp_path / "0" / name, tmp_path / str(i) / name)
+    assert [(row.step, row.val_value, row.problem) for row in list_runs(tmp_path)] == [(99_999, 1.0, "")] * 200
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a directory with the finished runs `rl` and `sft`, and `pairs`, stopped after its first step."""
+    directory = tmp_path_factory.mktemp("trained")
+    task = write_task(directory / "task")
+    for command, name, *arguments in (
+        ("train", "rl", "trainer.total_steps=1"),
+        ("sft", "sft"),
+        ("dpo", "pairs", "--stop-after", "1"),
+    ):
+        assert main([command, f"{task}/{name}.toml", f"trainer.run_dir={directory / 'runs' / name}", *arguments]) == 0
+    return directory / "runs"
+
+
+def test_trained_runs_have_all_of_a_row(trained):
+    rows = {row.path.name: row for row in list_runs(trained)}
+    assert {name: (row.kind, row.state, row.step, row.total_steps) for name, row in rows.items()} == {
+        "rl": ("train", "finished", 1, 1),
+        "sft": ("sft", "finished", 6, 6),
+        "pairs": ("dpo", "stopped", 1, 6),
+    }
+    for name, row in rows.items():
+        last = json.loads((trained / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert row.value == last[row.figure]
+        assert row.checkpoint_step == row.step
+        assert row.checkpoint_bytes > 100_000
+        assert 0 < row.started <= row.written + 1
+    assert rows["pairs"].val_value == 0.5  # before the first step
 
 
 def test_an_age_has_one_unit():

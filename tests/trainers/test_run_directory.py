@@ -251,6 +251,18 @@ def test_a_checkpoint_records_the_identity_as_json(open_run):
     assert json.loads(json.dumps(checkpoint.info)) == checkpoint.info
 
 
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(open_run, tmp_path, monkeypatch):
+    run = open_run()
+    (tmp_path / "run").mkdir()
+    look = os.open(tmp_path / "run" / ".lock", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(look, fcntl.LOCK_SH)  # as `hybridflow runs` does
+    monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(look, fcntl.LOCK_UN))
+    run.begin()
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(look, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(look)
+
+
 def test_a_file_system_without_locks_is_a_warning(open_run, monkeypatch, caplog):
     def without_locks(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -1,7 +1,7 @@
-"""Show what differs between two runs: configuration, versions, prompts and curves.
+"""Show what differs between two runs: configuration, versions, hardware, data and curves.
 
-Metrics that equal runs share come first, by the step at which they first differ; times and memory are left out, unless
---times asks for them.
+Metrics that equal runs share come first, by the step at which they first differ; times, memory and transfers are left
+out, unless --times asks for them.
 """
 
 import argparse
@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.aligned import aligned
+from hybridflow.cli.aligned import aligned, printable
+from hybridflow.cli.json_text import json_text
 
 if TYPE_CHECKING:
     from hybridflow.observability.run_comparison import Comparison, CurveDifference
@@ -19,14 +20,19 @@ if TYPE_CHECKING:
 MOST_CHARS = 60
 """Characters of a value in the table."""
 
+MOST_NAMED = 8
+"""Metrics that one run lacks, in a line."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the two runs and what is shown."""
     parser.add_argument("a", type=Path, metavar="A", help="directory of a run")
     parser.add_argument("b", type=Path, metavar="B", help="directory of another run")
-    parser.add_argument("--metric", default="", metavar="TEXT", help="only metrics whose name contains TEXT")
+    parser.add_argument(
+        "--metric", default="", metavar="PATTERN", help="only metrics whose name contains it: loss, 'actor/*loss'"
+    )
     parser.add_argument("--times", action="store_true", help="also times, memory and transfers")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON: all of it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,58 +40,72 @@ def run(args: argparse.Namespace) -> int:
     from hybridflow.observability.run_comparison import compare_runs
     from hybridflow.observability.run_files import RunFiles
 
-    found = compare_runs(RunFiles(args.a), RunFiles(args.b))
-    if args.json:
-        print(json.dumps(_without_nan(asdict(found)), indent=1))
-    else:
-        print("\n".join(_lines(found, args)))
+    found = compare_runs(RunFiles(args.a), RunFiles(args.b), f"*{args.metric}*")
+    print(json_text(asdict(found)) if args.json else "\n".join(_lines(found, args)))
     return 0
 
 
 def _lines(found: "Comparison", args: argparse.Namespace) -> list[str]:
-    lines = [*_values("configuration", found.config, args), "", *_values("environment", found.environment, args), ""]
+    last_a, last_b = found.last_steps
+    lines = [printable(f"A: {args.a}, to step {last_a}"), printable(f"B: {args.b}, to step {last_b}"), ""]
+    lines += [*_values("configuration", found.config), "", *_values("environment", found.environment), ""]
+    if found.data or found.has_data:
+        lines += [*_values("data and initial models", found.data), ""]
     if found.has_prompts:
         step = found.first_other_prompts
-        lines += ["prompts: the same in all common steps" if step is None else f"prompts: others from step {step} on"]
-    if not found.steps:
-        return [*lines, "curves: the runs have no common step"]
-    whole = f"steps {found.steps[0]} to {found.steps[-1]} of both"
-    lines += [f"curves, {whole}: {found.num_equal} metrics are the same, {len(found.curves)} differ"]
-    lines += _curves(found.curves, args)
-    for names, path in zip(found.only, (args.a, args.b), strict=True):
+        lines += [
+            "prompts: the same in all common steps" if step is None else f"prompts: others from step {step} on",
+            "",
+        ]
+    lines += _curve_lines(found, args.metric)
+    for names, letter in zip(found.only, "AB", strict=True):
         if names:
-            lines += [f"only in {path}: {', '.join(names)}"]
-    if args.times:
-        lines += ["", f"times, memory and transfers, {whole}", *_curves(found.times, args)]
+            more = f", ... ({len(names)} in all)" if len(names) > MOST_NAMED else ""
+            lines += [printable(f"only in {letter}: {', '.join(names[:MOST_NAMED])}{more}")]
+    if args.times and found.times:
+        lines += ["", "times, memory and transfers:", *_table(found.times)]
     return lines
 
 
-def _values(title: str, values: Mapping[str, tuple[Any, Any]], args: argparse.Namespace) -> list[str]:
+def _curve_lines(found: "Comparison", pattern: str) -> list[str]:
+    if not found.steps:
+        return ["curves: the runs have no common step"]
+    whole = f"all {len(found.steps)} common steps, {found.steps[0]} to {found.steps[-1]}"
+    if found.curves:
+        return [f"curves, {whole}: {len(found.curves)} differ, {found.num_equal} the same", *_table(found.curves)]
+    if found.num_equal:
+        return [f"curves: {found.num_equal} the same in {whole}"]
+    which = f" whose name contains '{pattern}'" if pattern else ""
+    return [printable(f"curves: the runs have no common metric{which} that equal runs share")]
+
+
+def _values(title: str, values: Mapping[str, tuple[Any, Any]]) -> list[str]:
     if not values:
         return [f"{title}: the same"]
-    rows = [[key, *map(_cell, pair)] for key, pair in values.items()]
-    return [f"{title}: {len(rows)} differ", *aligned([["", str(args.a), str(args.b)], *rows])]
+    rows = [[printable(key), *map(_cell, pair)] for key, pair in values.items()]
+    return [f"{title}: {len(rows)} differ", *aligned([["", "A", "B"], *rows])]
 
 
 def _cell(value: Any) -> str:
-    text = "-" if value is None else json.dumps(value, ensure_ascii=False)
+    text = "-" if value is None else printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 3]}..."
 
 
-def _curves(curves: Sequence["CurveDifference"], args: argparse.Namespace) -> list[str]:
+def _table(curves: Sequence["CurveDifference"]) -> list[str]:
+    head = ["", "from step", "largest difference", "last A", "last B", "mean A", "mean B"]
     rows = [
-        [each.name, str(each.first_step), *(f"{number:.4g}" for number in (each.largest, each.mean_a, each.mean_b))]
+        [
+            printable(each.name),
+            str(each.first_step),
+            *map(_number, (each.largest, each.last_a, each.last_b, each.mean_a, each.mean_b)),
+        ]
         for each in curves
-        if args.metric in each.name
     ]
-    head = ["metric", "from step", "largest difference", f"mean of {args.a}", f"mean of {args.b}"]
-    return aligned([head, *rows]) if rows else []
+    return aligned([head, *rows])
 
 
-def _without_nan(value: Any) -> Any:
-    """Return a value without numbers that JSON lacks; they become texts."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return str(value) if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
+def _number(value: Any) -> str:
+    try:
+        return f"{value:.4g}" if isinstance(value, int | float) else _cell(value)
+    except OverflowError:  # an integer beyond floating point
+        return "inf" if value > 0 else "-inf"

@@ -15,6 +15,8 @@ from hybridflow.errors import DataConfigError, DataError
 from hybridflow.runtime import open_plain_file, require_plain_file, write_text_atomically
 
 NON_FINITE = "non_finite"
+LAST_BYTES = 1 << 22
+"""Bytes at the end of a file in which `read_last_rows` looks."""
 
 
 class JsonlWriter:
@@ -59,7 +61,7 @@ class JsonlWriter:
         """
         kept, steps = [], set()
         for i, line in enumerate(_lines(self.path), start=1):
-            row_step = _parse(line, self.path, i).get("step")
+            row_step = _parse(line, self.path, f"line {i}").get("step")
             if not isinstance(row_step, int):
                 raise DataError(f"{self.path}, line {i}: the row has no integer step; remove the line or the file.")
             if row_step <= step:
@@ -81,29 +83,30 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         raise DataConfigError(f"{path} not found; a run writes it at its first step.")
     rows = []
     for i, line in enumerate(_lines(Path(path)), start=1):
-        row = _parse(line, Path(path), i)
-        rows.append(row | {name: float(text) for name, text in row.pop(NON_FINITE, {}).items()})
+        rows.append(_row(line, Path(path), f"line {i}"))
     return rows
 
 
-def read_last_rows(path: str | Path, count: int) -> list[dict[str, Any]]:
-    """Return the last rows of a file, at most `count`, without reading the lines before them.
+def read_last_rows(path: str | Path, count: int, containing: str = "") -> list[dict[str, Any]]:
+    """Return the last rows of a file, at most `count`, of those whose line contains a text, as `read_jsonl` does.
 
-    Raises OSError if the file cannot be read, DataError for a line that is not a JSON object.
+    At most the last LAST_BYTES are read. Raises OSError if the file cannot be read, DataError for a line that is not a
+    JSON object, and if a file has no line end in its last LAST_BYTES.
     """
     with open_plain_file(path) as file:
         end = file.seek(0, os.SEEK_END)
-        size, text = 1 << 16, b""
+        size = 1 << 16
         while True:
             begin = max(0, end - size)
             file.seek(begin)
-            text = file.read(end - begin)
-            if begin == 0 or text.count(b"\n") > count + 1:
+            lines = file.read(end - begin).decode("utf-8", errors="replace").split("\n")[:-1]  # without a torn line
+            if begin and not lines and size >= LAST_BYTES:
+                raise DataError(f"{path}: the last {size} bytes have no line end; it is not a file of rows.")
+            wanted = [(i, line) for i, line in enumerate(lines[bool(begin) :], start=bool(begin)) if containing in line]
+            if begin == 0 or len(wanted) >= count or size >= LAST_BYTES:
                 break
             size *= 4
-    lines = text.decode("utf-8", errors="replace").split("\n")[:-1]  # the last one may be incomplete
-    lines = lines if begin == 0 else lines[1:]
-    return [_parse(line, Path(path), -i) for i, line in zip(range(len(lines), 0, -1), lines, strict=True)][-count:]
+    return [_row(line, Path(path), f"line {len(lines) - i} from the end") for i, line in wanted[-count:]]
 
 
 def to_json_line(row: Mapping[str, Any]) -> str:
@@ -130,13 +133,24 @@ def _lines(path: Path) -> list[str]:
     return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
 
 
-def _parse(line: str, path: Path, number: int) -> dict[str, Any]:
+def _row(line: str, path: Path, place: str) -> dict[str, Any]:
+    """Return the row of a line with NaN and infinities restored."""
+    row = _parse(line, path, place)
+    try:
+        return row | {name: float(text) for name, text in row.pop(NON_FINITE, {}).items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"{path}, {place}: '{NON_FINITE}' is damaged ({error}); remove the line or the file."
+        ) from error
+
+
+def _parse(line: str, path: Path, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}, line {number}: not valid JSON ({error}); remove the line or the file.") from error
+        raise DataError(f"{path}, {place}: not valid JSON ({error}); remove the line or the file.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: {line[:80]!r} is not a JSON object; remove the line or the file.")
+        raise DataError(f"{path}, {place}: {line[:80]!r} is not a JSON object; remove the line or the file.")
     return row
 
 

@@ -20,6 +20,7 @@ from hybridflow.runtime import (
     set_num_threads,
     use_full_float32,
 )
+from hybridflow.trainers.data_facts import data_facts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.planned_faults import prepare_faults
 from hybridflow.trainers.pool_sizes import PoolSizes, pool_sizes_of
@@ -91,6 +92,7 @@ def build_run(config: Config, program: Program[D, T]) -> T:
     require_profile_steps(config, total_steps)
     classes = program.classes(total_steps)
     run = RunDirectory(config, program.kind)
+    run.start_facts["data"] = data_facts(train=dataset, val=validation)
     prepare_faults(config, run, classes, total_steps)
 
     def start() -> T:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,11 +36,20 @@ def require_unused(run_dir: Path) -> None:
     with suppress(OSError):  # no run yet, or a file system without locks: `begin` says so
         lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_NOFOLLOW)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except BlockingIOError as error:
             raise _in_use(run_dir) from error
         finally:
             os.close(lock)
+
+
+def _lock(file: int) -> None:
+    """Lock an open file; raise BlockingIOError if another process has it, unless only for a moment, to look."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # `hybridflow runs` looks whether the directory is locked by locking it
+        time.sleep(0.1)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _in_use(run_dir: Path) -> RunInUseError:
@@ -136,7 +146,7 @@ class RunDirectory:
         lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         self._release_lock = weakref.finalize(self, os.close, lock)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except BlockingIOError as error:
             self.end()
             raise _in_use(self.path) from error
@@ -191,6 +201,7 @@ class RunDirectory:
             "kind": self.identity["kind"],
             "directory": str(Path.cwd()),
             "config": self.identity["config"],
+            "models": self.identity["models"],
             **self.start_facts,
             **collect_run_info(),
         }
