@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -255,7 +254,7 @@ def test_a_live_page_follows_the_run(open_page, tmp_path):
             expect(page.locator("#state")).to_have_text("live, step 4")
             expect(page.locator("#count")).to_have_text("26 of 26 responses")
         finally:
-            server.send_signal(signal.SIGINT)
+            server.terminate()
         assert server.wait(30) == 0
 
 
