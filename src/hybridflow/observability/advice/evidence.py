@@ -38,8 +38,8 @@ class Evidence:
         return (self.recent[0]["step"], self.recent[-1]["step"]) if self.recent else (0, 0)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the recent rows that have it, None if it is in none of them."""
-        values = [row[name] for row in self.recent if row.get(name) is not None]
+        """Return the mean of the finite values of a metric in the recent rows, None if they have none."""
+        values = [value for row in self.recent if (value := row.get(name)) is not None and math.isfinite(value)]
         return math.fsum(values) / len(values) if values else None
 
     def names(self, pattern: str) -> list[str]:
