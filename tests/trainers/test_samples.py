@@ -37,7 +37,7 @@ def batch(scores=(0.0, 0.5, 1.0, 0.25, 0.75, 0.1), failed=FAILED, timed_out=FAIL
 
 def samples(*, count=6, log_tokens=0, lag=0, **columns):
     trainer = {"log_samples": count, "log_tokens": log_tokens, "lag": lag}
-    config = Config.model_construct(trainer=Config().trainer.model_copy(update=trainer))
+    config = Config().model_copy(update={"trainer": Config().trainer.model_copy(update=trainer)})
     return samples_of(batch(**columns), config, step=7, text_of=lambda token: f"<{token}>")
 
 
@@ -124,9 +124,11 @@ def test_a_number_of_a_token_that_is_not_finite_is_text():
     assert sample["tokens"]["log_probs"] == ["nan", "-inf", -1.0]
 
 
-def test_with_a_lag_the_oldest_version_of_each_response_is_kept():
+def test_with_a_lag_the_staleness_of_each_response_is_that_of_its_oldest_token():
     versions = torch.tensor([[5, 4, -1], [5, 5, 2], [6, 6, 7], [1, 1, 1], [2, 3, 4], [4, 3, 2]])
-    assert samples(lag=1, rollout_versions=versions).numbers["version"] == [5, 5, 6, 1, 2, 2]
+    mask = torch.arange(3) < torch.tensor([1, 2, 3, 3, 3, 0])[:, None]
+    numbers = samples(lag=1, rollout_versions=versions, response_mask=mask).numbers
+    assert numbers["staleness"] == [1, 1, 0, 5, 4, None]  # the update of step 7 begins with version 6
 
 
 def test_ground_truth_of_a_sample_is_bounded_json():

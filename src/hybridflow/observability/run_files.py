@@ -130,7 +130,7 @@ def _are_lists(row: Mapping[str, Any]) -> bool:
 def _is_sample(row: Mapping[str, Any]) -> bool:
     """Return whether a row has texts and numbers where they belong; a run of an older version has fewer."""
     texts = ("prompt", "response", "rendered_prompt", *ROLLOUT_TEXTS)
-    numbers = ("row", "score", "length", "version")
+    numbers = ("row", "score", "length", "staleness")
     tokens = row.get("tokens", {"ids": [], "texts": []})
     return (
         all(isinstance(row.get(name, ""), str) for name in texts)

@@ -13,7 +13,7 @@ import torch
 from hybridflow.config import Config
 from hybridflow.data import load_tokenizer
 from hybridflow.protocol import DataProto, DataProtoFuture
-from hybridflow.trainers.stages import Batch, read
+from hybridflow.trainers.stages import Batch, read, updates_per_step
 
 TextOf = Callable[[int], str]
 
@@ -34,6 +34,9 @@ TOKEN_NUMBERS = {
     "response_mask": "mask",
 }
 """Columns of tokens that are kept if the batch has them, and their names in a sample's `tokens`."""
+
+NO_VERSION = 2**62
+"""Stands for the version of a position that is no token."""
 
 DIGITS = 4
 """Significant digits of a token's numbers."""
@@ -61,9 +64,7 @@ def samples_of(batch: Batch, config: Config, step: int, text_of: TextOf | None =
     future, count = DataProtoFuture.of(batch), config.trainer.log_samples
     numbers = _numbers(read(batch, (*_ROW_COLUMNS, *_ROW_OBJECTS)))
     if config.trainer.lag:
-        columns = read(batch, ("rollout_versions", "response_mask")).batch
-        of_tokens = torch.where(columns["response_mask"], columns["rollout_versions"], 2**62).amin(-1)
-        numbers["version"] = of_tokens.where(of_tokens < 2**62, -1).tolist()
+        numbers["staleness"] = _staleness(batch, config, step)
     rows = _chosen(numbers, count)
     kept = (
         _samples(future, rows, numbers, config.trainer.log_tokens, text_of or _text_of_token(config.model.path))
@@ -71,6 +72,14 @@ def samples_of(batch: Batch, config: Config, step: int, text_of: TextOf | None =
         else []
     )
     return Samples([{"step": step, **sample} for sample in kept], {"step": step, **numbers})
+
+
+def _staleness(batch: Batch, config: Config, step: int) -> list[int | None]:
+    """Return the optimizer steps between the oldest weights of a response and those before the update of `step`."""
+    columns = read(batch, ("rollout_versions", "response_mask")).batch
+    oldest = torch.where(columns["response_mask"], columns["rollout_versions"], NO_VERSION).amin(-1).tolist()
+    current = updates_per_step(config, config.actor) * max(0, step - 1 - config.critic.warmup_steps)
+    return [current - version if version != NO_VERSION else None for version in oldest]
 
 
 def _numbers(batch: DataProto) -> dict[str, list[Any]]:

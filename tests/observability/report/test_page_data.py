@@ -25,7 +25,7 @@ def test_numbers_of_all_responses_are_lists_and_texts_are_codes(tmp_path):
     assert rollouts["row"] == [0, 1, 2, 3] * 3
     assert rollouts["texts"]["data_source"] == ["math", "code"]
     assert rollouts["data_source"] == [0, 1] * 6
-    assert rollouts["version"] == [None] * 12
+    assert rollouts["staleness"] == [None] * 12
     assert len(rollouts["texts"]["prompt_id"]) == 3
 
 

@@ -18,7 +18,7 @@ MAX_SAMPLES = 2000
 MAX_CHARS = 2_000_000
 """Characters of a text in the page; a longer one is cut there, and says so."""
 
-NUMBERS = ("score", "length", "version")
+NUMBERS = ("score", "length", "staleness")
 
 
 def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 const ROWS_ON_PAGE = 50;
 const COLUMNS = [["step", "step"], ["row", "row"], ["prompt", "prompt_id"], ["score", "score"], ["length", "length"],
-  ["finish reason", "finish_reason"], ["data source", "data_source"], ["reward failed", "failed"], ["weights' version", "version"]];
+  ["finish reason", "finish_reason"], ["data source", "data_source"], ["reward failed", "failed"], ["staleness", "staleness"]];
 const CODED = ["prompt_id", "data_source", "finish_reason", "failed"];
 
 function showRollouts(main) {
@@ -25,6 +25,7 @@ function showRollouts(main) {
       filter("steps, as 10 or 10-20", "step", { type: "text", size: 8, inputmode: "numeric" }),
       filter("prompt", "prompt_id", { type: "search", size: 11 }),
       filter("score from", "low", { type: "number", step: "any" }), filter("score to", "high", { type: "number", step: "any" }),
+      isKnown("staleness") ? filter("staleness from", "stale", { type: "number", step: "1" }) : null,
       among("data source", "data_source"), among("finish reason", "finish_reason"), among("reward failed", "failed"),
       choice("kept with its text", [["", "all"], ["yes", "yes"]], chosen.filters.kept, (value) => { chosen.filters.kept = value; chosen.page = 0; update(); }),
       filter("text of kept responses", "text", { type: "search", size: 18, id: "search" }),
@@ -66,7 +67,7 @@ function showRollouts(main) {
   }
 
   const drawHistograms = delayed(() => {
-    const numbers = ["score", "length", ...(isKnown("version") ? ["version"] : [])];
+    const numbers = ["score", "length", ...(isKnown("staleness") ? ["staleness"] : [])];
     histograms.replaceChildren(...numbers.map((name) => histogram(name, Float64Array.from(found, (i) => rollouts[name][i] ?? NaN))));
     for (const box of histograms.children) box.draw();
   }, 150);
@@ -113,6 +114,7 @@ function filterRows(run) {
   const [low, high] = [filters.low, filters.high].map((text) => text === "" ? NaN : Number(text));
   if (!Number.isNaN(low)) tests.push((i) => rollouts.score[i] !== null && rollouts.score[i] >= low);
   if (!Number.isNaN(high)) tests.push((i) => rollouts.score[i] !== null && rollouts.score[i] <= high);
+  if (filters.stale !== "") { const stale = Number(filters.stale); tests.push((i) => rollouts.staleness[i] !== null && rollouts.staleness[i] >= stale); }
   if (filters.kept || filters.text) tests.push((i) => run.sampleOf[i] >= 0);
   if (filters.text) {
     const text = filters.text.toLowerCase();

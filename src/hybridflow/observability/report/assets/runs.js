@@ -6,7 +6,7 @@ const COLORS = ["#1a6fd4", "#c2410c", "#15803d", "#9333ea", "#b45309", "#0e7490"
 const chosen = {
   tab: "overview", run: 0, smoothing: 0, axis: "step", metric: "", page: 0, sort: "step", ascending: false, sample: null,
   color: "log_probs", step: null,
-  filters: { step: "", prompt_id: "", data_source: "", finish_reason: "", failed: "", low: "", high: "", kept: "", text: "" },
+  filters: { step: "", prompt_id: "", data_source: "", finish_reason: "", failed: "", low: "", high: "", stale: "", kept: "", text: "" },
 };
 
 let runs = [];

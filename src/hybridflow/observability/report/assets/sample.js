@@ -50,9 +50,9 @@ function showSample(main, place) {
       make("button", { type: "button", disabled: place + 1 >= run.samples.length, click: () => openSample(place + 1) }, "next kept"),
       available.length ? choice("color of tokens", available.map(([key, label]) => [key, label]), chosen.color, (value) => { chosen.color = value; show(); }) : null),
     make("h2", {}, `Step ${sample.step}, row ${sample.row}`),
-    table("facts of the response", ["score", "length", "finish reason", "data source", "reward failed", "weights' version", "prompt"],
+    table("facts of the response", ["score", "length", "finish reason", "data source", "reward failed", "staleness", "weights' version", "prompt"],
       [[sample.score ?? "–", sample.length ?? "–", sample.finish_reason ?? "–", oneLine(sample.data_source ?? "–", 60), sample.failed || "no",
-        sample.version ?? at(sample.tokens?.versions, 0) ?? "–", sample.prompt_id ? promptLink(sample.prompt_id) : "–"]]),
+        sample.staleness ?? "–", at(sample.tokens?.versions, 0) ?? "–", sample.prompt_id ? promptLink(sample.prompt_id) : "–"]]),
     make("h3", {}, "Prompt"), textBlock(sample.prompt ?? "", "prompt"),
     sample.rendered_prompt !== undefined && sample.rendered_prompt !== sample.prompt
       ? make("details", {}, make("summary", {}, "as the model reads it"), textBlock(sample.rendered_prompt, "rendered prompt")) : null,
