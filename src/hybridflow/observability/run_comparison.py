@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare_runs(a: RunFiles, b: RunFiles, pattern: str = "*") -> Comparison:
-    """Return what differs between two runs, of the metrics whose name matches a pattern such as "actor/*".
+    """Return what differs between two runs, of the metrics whose name matches a pattern such as `*kl*`.
 
     Raises DataError or CheckpointError if a file of one is damaged.
     """

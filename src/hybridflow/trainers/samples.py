@@ -36,7 +36,7 @@ TOKEN_NUMBERS = {
 """Columns of tokens that are kept if the batch has them, and their names in a sample's `tokens`."""
 
 NO_VERSION = 2**62
-"""Stands for the version of a position that is no token."""
+"""Stands for the version of a position without a token."""
 
 DIGITS = 4
 """Significant digits of a token's numbers."""
