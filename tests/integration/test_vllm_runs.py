@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 VLLM = ("rollout.backend=vllm", "rollout.enforce_eager=true", "rollout.kv_cache_bytes=67108864")
 ON_RAY = ("controller.backend=ray", "controller.cpus_per_worker=0.5", "data.val_files=[]", "trainer.total_steps=2")
 OWN_POOL = ("placement.pools={learn=[1],generate=[2]}", "placement.roles.rollout=generate")
-KILL, MEMORY = "2: kill rollout/0 in generate", "2: memory rollout/0 in generate"
-"""The faults of the layouts `disk` and `ipc`, whose results are those of the others."""
+KILL = "2: kill rollout/0 in generate"
+"""The fault of the layout `disk`, whose results are those of `broadcast`: a whole run less than with one of its own."""
 LAYOUTS = {
     "shared": ("controller.num_workers=2", "parallel.tensor=2", "rollout.tensor=2"),
     "replicas": ("controller.num_workers=2",),
     "object_store": (*OWN_POOL, "rollout.weight_sync=object_store", "rollout.tensor=2"),
     "broadcast": (*OWN_POOL, "rollout.weight_sync=broadcast", "rollout.sync_bucket_bytes=20000"),
     "disk": (*OWN_POOL, "rollout.weight_sync=disk", "rollout.sync_bucket_bytes=20000", f'faults.plan=["{KILL}"]'),
-    "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000", f'faults.plan=["{MEMORY}"]'),
+    "ipc": (*OWN_POOL, "rollout.weight_sync=ipc", "rollout.sync_bucket_bytes=20000"),
 }
 IN_FLIGHT = (
     *("placement.pools={learn=[1],generate=[1]}", "placement.roles.rollout=generate", "trainer.total_steps=6"),
@@ -44,8 +44,8 @@ def vllm_task(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
-    """Return GRPO runs: uninterrupted (`whole`), resumed, on one process, with LoRA; on Ray LAYOUTS and `in_flight`."""
+def local_runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
+    """Return GRPO runs on one process: uninterrupted (`whole`), resumed, `one`, and with LoRA."""
     directory = tmp_path_factory.mktemp("vllm_runs")
     recipe = f"{vllm_task}/rl.toml"
     grpo = ["train", recipe, *VLLM, *tiny.GRPO, "trainer.total_steps=4"]
@@ -56,7 +56,14 @@ def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
         [*("train", recipe), *VLLM, "data.val_files=[]", "trainer.total_steps=2", f"trainer.run_dir={directory}/one"],
         [*("train", recipe), *VLLM, "lora.rank=4", "trainer.total_steps=2", f"trainer.run_dir={directory}/lora"],
     )
-    on_ray = ["train", recipe, *VLLM, *ON_RAY]
+    return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
+
+
+@pytest.fixture(scope="module")
+def runs(vllm_task, run_in_turn, local_runs):
+    """Return `local_runs`, and on Ray LAYOUTS and `in_flight`; no set-up may come near the time limit of a test."""
+    directory = local_runs.whole.parent
+    on_ray = ["train", f"{vllm_task}/rl.toml", *VLLM, *ON_RAY]
     layouts = (
         [*on_ray, *layout, f"trainer.run_dir={directory}/{name}"]
         for name, layout in {**LAYOUTS, "in_flight": IN_FLIGHT}.items()
@@ -65,8 +72,8 @@ def runs(tiny, vllm_task, run_in_turn, tmp_path_factory):
     return SimpleNamespace(**{path.name: path for path in directory.iterdir()})
 
 
-def test_resumed_vllm_run_is_bit_identical_to_uninterrupted_run(tiny, runs):
-    whole, resumed = tiny.results_of(runs.whole, 4), tiny.results_of(runs.resumed, 4)
+def test_resumed_vllm_run_is_bit_identical_to_uninterrupted_run(tiny, local_runs):
+    whole, resumed = (tiny.results_of(run, 4) for run in (local_runs.whole, local_runs.resumed))
     assert whole.keys() == resumed.keys()
     assert [name for name in whole if whole[name] != resumed[name]] == []
 
@@ -91,12 +98,6 @@ def test_a_run_that_loses_a_vllm_engine_has_the_results_of_an_undisturbed_one(ti
     for results in (disturbed, undisturbed):  # another transport, and new engines get the weights again
         results["metrics"] = [{n: v for n, v in row.items() if "weight_sync/" not in n} for row in results["metrics"]]
     assert [name for name in disturbed if disturbed[name] != undisturbed[name]] == []
-
-
-def test_a_run_whose_vllm_runs_out_of_memory_repeats_the_step(runs):
-    assert [row["fault"] for row in read_jsonl(runs.ipc / "faults" / "fired.jsonl")] == [MEMORY]
-    (row,) = read_jsonl(runs.ipc / "recoveries.jsonl")
-    assert (row["step"], row["from_step"], row["action"]) == (2, 1, "smaller")
 
 
 @pytest.mark.parametrize("name", ["whole", "one", "lora", *LAYOUTS])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.models import load_causal_lm
 from hybridflow.rollout import EmbeddedRollout, Request, SamplingParams, generate, load_weights
 
@@ -225,7 +225,14 @@ def test_other_version_of_vllm_is_an_error(monkeypatch):
         require_vllm()
 
 
-def test_after_an_error_in_a_step_requests_get_equal_tokens(tiny_model, monkeypatch):
+@pytest.mark.parametrize(
+    ("problem", "error", "message"),
+    [
+        (RuntimeError("no"), RolloutError, "vLLM failed in a step: no"),
+        (torch.OutOfMemoryError("no"), OutOfMemoryError, "out of memory in generation by vLLM: no; .*; set a smaller"),
+    ],
+)
+def test_after_an_error_in_a_step_requests_get_equal_tokens(tiny_model, monkeypatch, problem, error, message):
     engine, wanted = build(tiny_model()), requests(SamplingParams(6), group_size=2)
     expected = {(c.request_id, c.index): c.token_ids for c in generate(engine, wanted)}
     for request in wanted:
@@ -235,10 +242,10 @@ def test_after_an_error_in_a_step_requests_get_equal_tokens(tiny_model, monkeypa
 
     def broken():
         step()
-        raise RuntimeError("no")
+        raise problem
 
     monkeypatch.setattr(engine._engine, "step", broken)
-    with pytest.raises(RolloutError, match="vLLM failed in a step: no"):
+    with pytest.raises(error, match=message):
         engine.step()
     monkeypatch.undo()
     done = []
