@@ -70,10 +70,10 @@ class InEachProcess:
 
 @dataclass(frozen=True)
 class _Unfinished:
-    """A sync whose calls were sent: the handles of each step, in order, and those of the receivers' check."""
+    """A sync that was sent: the handles of the sender's calls, and those of each of the receivers' steps."""
 
-    steps: list[list[Handle]]
-    checked: list[Handle]
+    sent: list[Handle]
+    calls: list[list[Handle]]
 
 
 class BetweenPools:
@@ -92,7 +92,8 @@ class BetweenPools:
 
     def __call__(self) -> dict[str, float]:
         """Sync, if the rollout engines have an older version, and return the metrics."""
-        announced = self._trainer.send_weights(WeightSender.announce)[0]
+        send, receive = self._trainer.send_weights, self._rollout.receive_weights
+        announced = send(WeightSender.announce)[0]
         if announced.version == self._version:
             return {}
         self._version = None
@@ -100,10 +101,17 @@ class BetweenPools:
             self._join(announced)
         metrics = {"weight_sync/bytes": float(announced.num_bytes)}
         with timed("weight_sync", metrics):
-            self._unfinished.append(self._begin(announced))
-            # Which sync has finished by now is another one after a resume, so that its metrics would differ.
-            finished = self._finish(keep=self._num_ahead if self._has_finished_one else 0)
-            metrics |= {} if self._num_ahead else finished
+            if self._num_ahead:
+                self._unfinished.append(self._begin(announced))
+                # Which sync has finished by now is another one after a resume, so that its metrics would differ.
+                self._finish(keep=self._num_ahead if self._has_finished_one else 0)
+                self._version = announced.version
+                return metrics
+            receive(WeightReceiver.start, announced)
+            self._send(announced.num_buckets)
+            receive(WeightReceiver.finish)
+            metrics |= _worst_of_ranks(receive(WeightReceiver.check, send(WeightSender.compute_probe)[0]))
+            send(WeightSender.finish)
         self._version = announced.version
         return metrics
 
@@ -116,44 +124,35 @@ class BetweenPools:
         while len(self._unfinished) > keep:
             oldest = self._unfinished.popleft()
             try:
-                for calls in oldest.steps:  # one after another: the first error is the cause of later ones
+                for calls in oldest.calls:  # one after another: the first error is the cause of later ones
                     backend.wait(calls)
-                metrics = _worst_of_ranks(backend.get(oldest.checked))
+                metrics = _worst_of_ranks(backend.get(oldest.calls[-1]))
             except BaseException:
                 self._version = None
                 self._unfinished.clear()
                 raise
-            for calls in oldest.steps:
+            for calls in (*oldest.calls, oldest.sent):
                 backend.release(calls)
             self._has_finished_one = True
         return metrics
 
-    def _begin(self, announced: Announcement) -> _Unfinished:
-        """Call all steps of a sync without waiting for their results, each of which is a round trip to the engines.
-
-        With syncs ahead, the receivers' calls run after the batches that they generate, and all buckets are in the
-        object store. Otherwise at most IN_FLIGHT buckets are unfinished, and the receivers start before the sender,
-        which may wait for them.
-        """
-        send = partial(self._trainer.execute_all_async, "send_weights")
-        receive = partial(self._rollout.execute_all_async, "receive_weights")
-        backend, sent, steps = self._trainer.backend, [], [receive(WeightReceiver.start, announced)]
-        if not self._num_ahead:
-            backend.wait(steps[0])
+    def _begin(self, announced: Announcement) -> "_Unfinished":
+        """Send all weights without waiting for the receivers, whose calls run after the batches that they generate."""
+        send, receive = (
+            partial(self._trainer.execute_all_async, "send_weights"),
+            partial(self._rollout.execute_all_async, "receive_weights"),
+        )
+        sent, calls = [], [receive(WeightReceiver.start, announced)]
         for _ in range(announced.num_buckets):
             of_ranks = send(WeightSender.send)
             sent += of_ranks
-            steps.append([*of_ranks, *receive(WeightReceiver.receive, of_ranks[0])])
-            if not self._num_ahead and len(steps) > IN_FLIGHT + 1:
-                backend.wait(done := steps.pop(1))
-                backend.release(done)
-        steps.append(receive(WeightReceiver.finish))
+            calls.append(receive(WeightReceiver.receive, of_ranks[0]))
+        calls.append(receive(WeightReceiver.finish))
         probe = send(WeightSender.compute_probe)
-        checked = receive(WeightReceiver.check, probe[0])
-        ended = send(WeightSender.finish)
-        if self._num_ahead:
-            backend.wait([*sent, *probe, *ended])
-        return _Unfinished([*steps, [*probe, *checked], ended], checked)
+        calls.append(receive(WeightReceiver.check, probe[0]))
+        sent += [*probe, *send(WeightSender.finish)]
+        self._trainer.backend.wait(sent)
+        return _Unfinished(sent, calls)
 
     def _join(self, announced: Announcement) -> None:
         """Join both sides at the same time, since each waits for the other."""
@@ -161,6 +160,20 @@ class BetweenPools:
         joining += self._rollout.execute_all_async("receive_weights", WeightReceiver.join, announced)
         self._trainer.backend.wait(joining)
         self._has_joined = True
+
+    def _send(self, num_buckets: int) -> None:
+        backend, in_flight = self._trainer.backend, []
+        for _ in range(num_buckets):
+            sent = self._trainer.execute_all_async("send_weights", WeightSender.send)
+            received = self._rollout.execute_all_async("receive_weights", WeightReceiver.receive, sent[0])
+            in_flight.append([*sent, *received])
+            if len(in_flight) > IN_FLIGHT:
+                done = in_flight.pop(0)
+                backend.wait(done)
+                backend.release(done)
+        for done in in_flight:
+            backend.wait(done)
+            backend.release(done)
 
 
 def _worst_of_ranks(metrics: list[dict[str, float]]) -> dict[str, float]:
