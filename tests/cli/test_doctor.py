@@ -1,8 +1,8 @@
 import pytest
 
+from hybridflow import doctor
 from hybridflow.cli.main import main
-from hybridflow.trainers import doctor
-from hybridflow.trainers.doctor import Finding
+from hybridflow.doctor import Finding
 
 FINE = Finding("ports", "ok", "one opens")
 WRONG = Finding("versions", "error", "torch is missing", "install it")
@@ -14,6 +14,6 @@ def test_an_error_sets_the_exit_status(monkeypatch, capsys, tmp_path, findings, 
     monkeypatch.setattr(doctor, "run_checks", lambda directory: iter(findings if directory == tmp_path else ()))
     assert main(["doctor", "--dir", str(tmp_path)]) == status
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "ok       ports          one opens"
+    assert lines[0] == "ok       ports           one opens"
     if status:
-        assert lines[1:3] == ["error    versions       torch is missing", "         fix: install it"]
+        assert lines[1:3] == ["error    versions        torch is missing", "         fix: install it"]

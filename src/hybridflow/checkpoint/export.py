@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridflow.checkpoint.disk_space import describe_bytes
 from hybridflow.checkpoint.model_card import model_card
 from hybridflow.checkpoint.model_fingerprint import require_same_base
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_leftovers
@@ -24,6 +23,7 @@ from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
 from hybridflow.runtime import note_progress
+from hybridflow.runtime.disk_space import describe_bytes
 
 EXPORT_DTYPES = {
     "float32": torch.float32,

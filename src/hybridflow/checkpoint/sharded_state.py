@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hybridflow.checkpoint.disk_space import describe_free_space
 from hybridflow.checkpoint.saved_files import require_shared
 from hybridflow.checkpoint.state import join_state, split_state, tensors_to_fill
 from hybridflow.checkpoint.state_files import read_tree, tree_text
 from hybridflow.checkpoint.stored_tensors import OFFSETS, SHARDS, StoredTensors
 from hybridflow.errors import CheckpointError
 from hybridflow.runtime import note_progress, sort_metadata
+from hybridflow.runtime.disk_space import describe_free_space
 from hybridflow.runtime.shards import local
 
 # It logs every read.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.disk_space import describe_bytes, describe_free_space
 from hybridflow.checkpoint.manifest import check_info, read_manifest, write_manifest
 from hybridflow.checkpoint.partial_directory import partial_directory, remove_directory, remove_leftovers
 from hybridflow.checkpoint.saved_files import SavedFile
 from hybridflow.checkpoint.state_files import load_state
 from hybridflow.errors import CheckpointConfigError, CheckpointError
+from hybridflow.runtime.disk_space import describe_bytes, describe_free_space
 from hybridflow.runtime.fault_points import fault_point
 
 logger = logging.getLogger(__name__)

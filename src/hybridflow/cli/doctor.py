@@ -1,7 +1,7 @@
 """Check this machine before a run: devices, versions, memory, file system, network, an all-reduce, a step.
 
 Each line is ok, a warning (some runs do not work, or slowly) or an error (no run works, or none of some kind), with the
-fix below it. A program that hangs counts as an error after three minutes.
+fix below it. A program that hangs counts as an error after two minutes, a check of one question after one.
 """
 
 import argparse
@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print each finding as it is known; the status is 1 if there is an error."""
-    from hybridflow.trainers.doctor import run_checks
+    from hybridflow.doctor import run_checks
 
     has_error = False
     for finding in run_checks(args.dir):
-        print(f"{finding.state:<8} {finding.name:<14} {finding.text}", flush=True)
+        print(f"{finding.state:<8} {finding.name:<15} {finding.text}", flush=True)
         if finding.fix:
             print(f"{'':<8} fix: {finding.fix}", flush=True)
         has_error |= finding.state == "error"

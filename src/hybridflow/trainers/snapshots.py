@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import CheckpointStore
-from hybridflow.checkpoint.disk_space import describe_bytes
 from hybridflow.config import Config
 from hybridflow.errors import CheckpointError
 from hybridflow.observability import get_logger
+from hybridflow.runtime.disk_space import describe_bytes
 from hybridflow.runtime.memory_limit import available_memory
 from hybridflow.trainers.training_state import TrainingSaver
 

@@ -6,8 +6,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hybridflow.checkpoint.disk_space import describe_bytes
-from hybridflow.trainers.doctor.finding import Finding
+from hybridflow.doctor.finding import Finding
+from hybridflow.runtime.disk_space import describe_bytes
 
 LEAST_FREE = 5 * 2**30
 """Bytes for two checkpoints of a small model; `hybridflow memory` tells what a run needs."""
@@ -15,7 +15,7 @@ LEAST_FREE = 5 * 2**30
 NAME = "run directory"
 
 
-def check_directory(directory: Path, least_free: int = LEAST_FREE) -> Finding:
+def check_run_directory(directory: Path, least_free: int = LEAST_FREE) -> Finding:
     """Write, rename and lock a file in the nearest directory that exists."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir():

@@ -1,5 +1,6 @@
-"""Small real programs in processes of their own: an all-reduce of two processes, and a step of training."""
+"""Programs in processes of their own: each check, an all-reduce of two processes, and steps of training."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,12 +8,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from hybridflow.trainers.doctor.finding import Finding
-from hybridflow.trainers.doctor.tiny_step import LOCAL_DONE
+from hybridflow.doctor.finding import Finding
+from hybridflow.doctor.tiny_step import LOCAL_DONE
 
-LIMIT_S = 180.0
-"""Seconds after which a program counts as hanging."""
+LIMIT_S = 120.0
+"""Seconds after which a program counts as hanging; a first start on a slow machine compiles all that it imports."""
+
+CHECK_LIMIT_S = 60.0
+"""The same for a check of one question."""
+
+PYTHON = (sys.executable, "-P")
+"""The interpreter, without the working directory among the places that it imports from."""
 
 POLL_S = 0.02
 
@@ -38,8 +46,8 @@ class Program:
         directory: Path,
         done: str,
         fix: str,
-        environment: Mapping[str, str] = os.environ,
         limit_s: float = LIMIT_S,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._name, self._done, self._fix, self._limit_s = name, done, fix, limit_s
@@ -51,7 +59,7 @@ class Program:
                 process = subprocess.Popen(
                     command,
                     cwd=directory,
-                    env=dict(environment),
+                    env={**os.environ, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -71,7 +79,7 @@ class Program:
         for process, output in zip(self._processes, self._outputs, strict=True):
             if process.poll() is None:
                 return self._failed(f"it had not ended after {self._limit_s:.0f} s{_last_line(output)}")
-        return self._ok()
+        return self._ended()
 
     def reached(self, file: Path) -> bool:
         """Wait until the processes have written a file; return False if they ended or hang without it."""
@@ -81,7 +89,8 @@ class Program:
             time.sleep(POLL_S)
         return True
 
-    def _ok(self) -> Finding:
+    def _ended(self) -> Finding:
+        """Return the finding once all processes have ended with status 0."""
         return Finding(self._name, "ok", f"{self._done}, {self._seconds():.0f} s")
 
     def _failed(self, text: str) -> Finding:
@@ -104,9 +113,23 @@ def _last_line(output: Path) -> str:
     return f": {lines[-1][:MOST_CHARS]}" if lines else ""
 
 
+class Check(Program):
+    """A check of one question, whose process prints its finding."""
+
+    def _ended(self) -> Finding:
+        return Finding(*json.loads(self._outputs[0].read_text(encoding="utf-8").splitlines()[-1]))
+
+
+def check(name: str, run_directory: Path, directory: Path) -> Program:
+    """Start the check of this name."""
+    command = [*PYTHON, "-m", "hybridflow.doctor.one_check", name, str(run_directory)]
+    fix = "see what the last line says; `python -X faulthandler -c 'import torch'` shows where an import hangs"
+    return Check(name, [command], directory, "", fix, limit_s=CHECK_LIMIT_S)
+
+
 def all_reduce(directory: Path) -> Program:
     """Start the sum of a tensor over two processes on gloo."""
-    commands = [[sys.executable, "-c", ALL_REDUCE, str(directory / "store"), str(rank)] for rank in (0, 1)]
+    commands = [[*PYTHON, "-c", ALL_REDUCE, str(directory / "store"), str(rank)] for rank in (0, 1)]
     fix = (
         "set GLOO_SOCKET_IFNAME to an interface of this machine, such as lo or eth0, and see the line on the host name"
     )
@@ -117,15 +140,17 @@ class Steps(Program):
     """A step of GRPO on a tiny model, locally and then on Ray: data, generation, a reward, an update, a checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        command = [sys.executable, "-m", "hybridflow.trainers.doctor.tiny_step", str(directory)]
+        command = [*PYTHON, "-m", "hybridflow.doctor.tiny_step", str(directory)]
         fix = "read the error, and docs/ray.md; until it is mended, use controller.backend = 'local'"
-        super().__init__("a step on Ray", [command], directory, "one step of GRPO on a tiny model", fix)
+        done = "one step of GRPO on a tiny model"
+        # a rank that ends while its reward processes start leaves their directories
+        super().__init__("a step on Ray", [command], directory, done, fix, variables={"TMPDIR": str(directory)})
         self._local_done = directory / LOCAL_DONE
 
     def findings(self) -> Iterator[Finding]:
         """Yield what came of the local step, and of that on Ray, unless the first failed."""
         if self.reached(self._local_done):
-            yield self._ok()._replace(name="a step")
+            yield self._ended()._replace(name="a step")
             yield self.finding()
         else:
             fix = "read the error; `hybridflow train` cannot work here before it is mended"

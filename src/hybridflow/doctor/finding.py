@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+State = Literal["ok", "warning", "error"]
+
 
 class Finding(NamedTuple):
     """The result of a check. `text`: what was seen; `fix`: what to do, empty if `state` is "ok".
@@ -10,6 +12,6 @@ class Finding(NamedTuple):
     """
 
     name: str
-    state: Literal["ok", "warning", "error"]
+    state: State
     text: str
     fix: str = ""
