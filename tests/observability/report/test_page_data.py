@@ -63,10 +63,13 @@ def test_samples_of_an_older_version_are_shown(tmp_path):
     run = write_run(tmp_path / "run", steps=1)
     (run / "rollouts.jsonl").unlink()
     (run / "samples.jsonl").write_text("")
-    append(run / "samples.jsonl", *({"step": 1, "prompt": "p", "response": text, "score": 1.0} for text in "ab"))
+    texts = [(1, "a"), (1, "b"), (2, "c")]
+    append(run / "samples.jsonl", *({"step": step, "prompt": "p", "response": t, "score": 1.0} for step, t in texts))
     data = data_of(run)
-    assert data["rollouts"]["score"] == [1.0, 1.0]
-    assert [(sample["row"], sample["response"]) for sample in data["samples"]] == [(0, "a"), (1, "b")]
+    places = [(1, 0), (1, 1), (2, 0)]
+    assert [(sample["step"], sample["row"]) for sample in data["samples"]] == places
+    assert list(zip(data["rollouts"]["step"], data["rollouts"]["row"], strict=True)) == places
+    assert data["rollouts"]["score"] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

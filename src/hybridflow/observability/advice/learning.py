@@ -16,6 +16,12 @@ from hybridflow.observability.advice.finding import (
     unless,
 )
 
+SMALLER_UPDATES = (
+    Change("actor.optimizer.lr", SMALLER_LR),
+    Change("actor.epochs", above(1, 1)),
+    Change("actor.mini_batch_size", above(0, 0)),
+)
+
 TRAINED = {
     "actor/lr": ("actor", "data.train_batch_size"),
     "critic/lr": ("critic", "data.train_batch_size"),
@@ -84,11 +90,7 @@ LEARNING = (
         "`actor/ppo_kl` above the threshold",
         mean_above("the updates of a step change the policy by a KL of {mean:.3g} nats per token", "actor/ppo_kl"),
         "Rewards of the old policy say little about a new one that differs from it by so much.",
-        (
-            Change("actor.optimizer.lr", SMALLER_LR),
-            Change("actor.epochs", above(1, 1)),
-            Change("actor.mini_batch_size", above(0, 0)),
-        ),
+        SMALLER_UPDATES,
     ),
     Finding(
         "entropy collapse",
@@ -109,11 +111,7 @@ LEARNING = (
         "`actor/clipfrac` above the threshold",
         mean_above("the probability ratio is clipped for {mean:.0%} of the tokens", "actor/clipfrac"),
         "A clipped token has no gradient: the updates of a step move the policy further than the loss allows.",
-        (
-            Change("actor.optimizer.lr", SMALLER_LR),
-            Change("actor.epochs", above(1, 1)),
-            Change("actor.mini_batch_size", above(0, 0)),
-        ),
+        SMALLER_UPDATES,
     ),
     Finding(
         "log-prob mismatch",

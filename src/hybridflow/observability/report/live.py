@@ -3,10 +3,12 @@
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from hybridflow.errors import HybridFlowError
 from hybridflow.observability.report.page import make_page, to_page_json
@@ -32,7 +34,7 @@ class LiveServer(ThreadingHTTPServer):
     def __init__(self, directories: Sequence[Path], port: int) -> None:
         self._directories = directories
         self._lock, self._version, self._json = Lock(), "", ""
-        super().__init__((LOOPBACK, port), _Handler)
+        super().__init__((LOOPBACK, port), partial(_Handler, self))
 
     @property
     def address(self) -> str:
@@ -58,15 +60,18 @@ class LiveServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: LiveServer  # type: ignore[assignment]
     server_version = "hybridflow"
     sys_version = ""
+
+    def __init__(self, live: LiveServer, *args: Any) -> None:
+        self._live = live
+        super().__init__(*args)  # which answers the request
 
     def do_GET(self) -> None:
         """Answer with the page, its data, or that neither changed."""
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS:
             return self._send(
-                HTTPStatus.FORBIDDEN, "text/plain", f"ask for http://{LOOPBACK}:{self.server.server_port}/"
+                HTTPStatus.FORBIDDEN, "text/plain", f"ask for http://{LOOPBACK}:{self._live.server_port}/"
             )
         answers: dict[str, Callable[[], None]] = {"/": self._send_page, "/data.json": self._send_data}
         answer = answers.get(self.path.partition("?")[0])
@@ -78,13 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.CONFLICT, "text/plain", str(error))
 
     def _send_page(self) -> None:
-        self._send(HTTPStatus.OK, "text/html", self.server.page())
+        self._send(HTTPStatus.OK, "text/html", self._live.page())
 
     def _send_data(self) -> None:
-        version = self.server.version()
+        version = self._live.version()
         if self.headers.get("If-None-Match") == version:
             return self._send(HTTPStatus.NOT_MODIFIED, "", "")
-        return self._send(HTTPStatus.OK, "application/json", self.server.data(version), version)
+        return self._send(HTTPStatus.OK, "application/json", self._live.data(version), version)
 
     def _send(self, status: HTTPStatus, kind: str, text: str, version: str = "") -> None:
         body = text.encode("utf-8", errors="surrogatepass" if kind == "application/json" else "replace")

@@ -29,6 +29,10 @@ SCRIPTS = (
     "facts.js",
     "page.js",
 )
+POLICY = (
+    "default-src 'none'; script-src 'sha256-{script}'; style-src 'unsafe-inline'; img-src data:; {connect}"
+    "base-uri 'none'; form-action 'none'"
+)
 STYLES = ("uPlot.min.css", "page.css")
 
 
@@ -48,13 +52,7 @@ def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
     script = "\n".join(_asset(name) for name in SCRIPTS)
     return _asset("page.html").format(
         title=_escaped(" · ".join(run["name"] for run in data["runs"])),
-        policy=(
-            f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'unsafe-inline'; img-src data:; "
-            f"connect-src {chr(39)}self{chr(39)}; base-uri 'none'; form-action 'none'"
-            if is_live
-            else f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'unsafe-inline'; "
-            "img-src data:; base-uri 'none'; form-action 'none'"
-        ),
+        policy=POLICY.format(script=_sha256(script), connect="connect-src 'self'; " if is_live else ""),
         style="\n".join(_asset(name) for name in STYLES),
         data=to_page_json(data),
         live="true" if is_live else "false",

@@ -5,7 +5,8 @@ at most MAX_SAMPLES are in the page: those whose reward failed, then the best, t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.observability.advice.find import find_advice
@@ -28,13 +29,14 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 def run_data(run: RunFiles) -> dict[str, Any]:
     """Return the data of one run."""
+    samples = _with_rows(run.samples)
     return {
         "name": run.name,
         "starts": [_plain({name: value for name, value in start.items() if name != "config"}) for start in run.starts],
         "config": _plain(run.config),
         "curves": _curves(run),
-        "rollouts": _rollouts(run),
-        "samples": [_plain(sample) for sample in _kept(run)],
+        "rollouts": _rollouts(run.rollouts or _rollouts_of(samples)),
+        "samples": [_plain(sample) for sample in _kept(samples)],
         "recoveries": [_plain(row) for row in run.recoveries],
         "total_steps": run.starts[-1].get("total_steps", 0),
         "timeline": page_timeline(run),
@@ -59,46 +61,46 @@ def _curves(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _rollouts(run: RunFiles) -> dict[str, Any]:
-    """Return the numbers of all responses: `step`, `row` and NUMBERS as lists, ROLLOUT_TEXTS as codes into `texts`.
-
-    A run of an older version has no such file; its samples are all that is known.
-    """
-    columns: dict[str, list[Any]] = {name: [] for name in ("step", "row", "group", *NUMBERS)}
+def _rollouts(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of all responses: `step`, `row` and NUMBERS as lists, ROLLOUT_TEXTS as codes into `texts`."""
+    columns: dict[str, list[Any]] = {name: [] for name in ("step", "row", "group", *NUMBERS, *ROLLOUT_TEXTS)}
     codes: dict[str, dict[str, int]] = {name: {} for name in ROLLOUT_TEXTS}
-    for name in ROLLOUT_TEXTS:
-        columns[name] = []
-    for row in _rows_of_steps(run):
-        lists = {name: value for name, value in row.items() if name in columns and isinstance(value, list)}
-        count = len(lists["score"])
+    for row in rows:
+        count = len(row["score"])
         columns["step"] += [row["step"]] * count
-        columns["row"] += row["row"] if isinstance(row.get("row"), list) else range(count)
-        columns["group"] += lists.get("group", [-1] * count)
+        columns["row"] += row.get("row", range(count))
+        columns["group"] += row.get("group", [-1] * count)
         for name in NUMBERS:
-            columns[name] += map(_number, lists.get(name, [None] * count))
+            columns[name] += map(_number, row.get(name, [None] * count))
         for name in ROLLOUT_TEXTS:
             known = codes[name]
-            columns[name] += [known.setdefault(_text(value), len(known)) for value in lists.get(name, [""] * count)]
+            columns[name] += [known.setdefault(_text(value), len(known)) for value in row.get(name, [""] * count)]
     return {**columns, "texts": {name: list(known) for name, known in codes.items()}}
 
 
-def _rows_of_steps(run: RunFiles) -> Sequence[Mapping[str, Any]]:
-    if run.rollouts or not run.samples:
-        return run.rollouts
+def _with_rows(samples: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the samples with their row in the step; those of an older version lack it, and are all that is known."""
+    counts: Counter[int] = Counter()
+    numbered = []
+    for sample in samples:
+        numbered.append({"row": counts[sample["step"]], **sample})
+        counts[sample["step"]] += 1
+    return numbered
+
+
+def _rollouts_of(samples: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    """Return the numbers of samples by step, for a run of an older version, which has no rollouts.jsonl."""
     steps: dict[int, dict[str, Any]] = {}
-    for sample in run.samples:
-        lists = steps.setdefault(sample["step"], {"step": sample["step"], "row": [], "score": [], "length": []})
-        lists["row"].append(sample.get("row", len(lists["score"])))
-        lists["score"].append(sample.get("score"))
-        lists["length"].append(sample.get("length"))
-    return list(steps.values())
+    for sample in samples:
+        row = steps.setdefault(sample["step"], {"step": sample["step"], "row": [], "score": [], "length": []})
+        row["row"].append(sample["row"])
+        row["score"].append(sample.get("score"))
+        row["length"].append(sample.get("length"))
+    return steps.values()
 
 
-def _kept(run: RunFiles) -> list[dict[str, Any]]:
+def _kept(samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the samples of the page, in the order of the file."""
-    samples = run.samples
-    for i, sample in enumerate(samples):
-        sample.setdefault("row", i)
     if len(samples) <= MAX_SAMPLES:
         return samples
     rows = range(len(samples))
