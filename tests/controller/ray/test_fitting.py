@@ -6,7 +6,8 @@ import time
 import pytest
 
 from hybridflow.controller import ClassWithInitArgs, Dispatch, Worker, move_colocated, register, spawn_colocated
-from hybridflow.controller.ray import RayResourcePool
+from hybridflow.controller.ray import RayResourcePool, backend
+from hybridflow.controller.ray.links import Link
 from hybridflow.controller.ray.nodes import Node
 from hybridflow.controller.ray.resource_pool import has_room, nodes_of_cluster
 from hybridflow.errors import ConfigError, LostWorkerError
@@ -88,3 +89,22 @@ def test_several_pools_are_chosen_such_that_all_fit(ray_backend, cpus):
     assert [pool.world_size for pool in ray_backend.choose_fitting(options)] == [3, 1]
     with pytest.raises(ConfigError, match="does not fit the cluster"):
         ray_backend.choose_fitting([[pool_of(5, share)]])
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_after_a_loss_nodes_that_were_slow_at_the_start_are_used_last(ray_backend, cpus, monkeypatch):
+    """Only the measured links are made up, since the cluster has one node; a loss does not measure them again."""
+    links, measured = {"slow": Link(0.05, 1e9), "fast": Link(0.0005, 1e9)}, []
+    monkeypatch.setattr(backend, "measure_links", lambda nodes: measured.append(nodes) or links)
+    monkeypatch.setattr(ray_backend, "_prefer_fast_links", True)
+    share = cpus / 2
+    (pool,) = ray_backend.choose_fitting([[pool_of(1, share)]])
+    assert pool.used_last == {"slow"}
+    group = spawn_colocated(pool, {"one": ClassWithInitArgs(Counter, 0)}, ray_backend)["one"]
+    measured.clear()
+    try:
+        (chosen,) = ray_backend.choose_fitting([[pool_of(1, share)]], instead_of=group.workers)
+        assert (chosen.used_last, measured) == ({"slow"}, [])
+    finally:
+        group.shutdown()
