@@ -129,16 +129,17 @@ class RayBackend:
             raise self._lost_places(error) from error
 
     def _use_slow_links_last(self, pools: Sequence[RayResourcePool], *, measure: bool = True) -> None:
-        """Let pools use nodes with a slow link only if the others do not suffice; those measured at the start else."""
-        nodes = nodes_of_cluster() if measure else []
-        slow = find_slow_links(measure_links(nodes))
-        for node in nodes:
-            if node.node_id in slow:
-                logger.warning(
-                    "node %s has a slow link (%s) and is used only if the others do not suffice",
-                    *(node.address, slow[node.node_id]),
-                )
-        self._slow_nodes = frozenset(slow) if measure else self._slow_nodes
+        """Let pools use nodes with a slow link only if the others do not suffice; else by the last measurement."""
+        if measure:
+            nodes = nodes_of_cluster()
+            slow = find_slow_links(measure_links(nodes))
+            for node in nodes:
+                if node.node_id in slow:
+                    logger.warning(
+                        "node %s has a slow link (%s) and is used only if the others do not suffice",
+                        *(node.address, slow[node.node_id]),
+                    )
+            self._slow_nodes = frozenset(slow)
         for pool in pools:
             pool.used_last = self._slow_nodes
 
