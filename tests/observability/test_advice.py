@@ -223,6 +223,11 @@ def test_contradictory_ground_truths_are_found():
     assert advice.seen == "1 of 1 logged prompts have several ground truths, such as '1 + 1'"
 
 
+def test_ground_truths_with_keys_of_several_types_are_compared():
+    sample = {"step": 1, "prompt": "1 + 1", "ground_truth": {1: "a", "b": 2}}
+    assert names(samples=[sample, sample]) == []
+
+
 def test_offline_runs_are_judged_by_their_own_metrics():
     advice = found(metrics={"sft/lr": 0.0, "sft/padding_computed": 0.7, "perf/num_tokens": 100})
     assert [each.name for each in advice] == ["learning rate 0", "padding"]

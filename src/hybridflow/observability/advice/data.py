@@ -76,7 +76,7 @@ def _contradictory(evidence: Evidence, threshold: float) -> Seen | None:
     answers: dict[str, set[str]] = {}
     for row in evidence.samples:
         if "ground_truth" in row:
-            answers.setdefault(str(row.get("prompt")), set()).add(json.dumps(row["ground_truth"], sort_keys=True))
+            answers.setdefault(str(row.get("prompt")), set()).add(json.dumps(row["ground_truth"]))
     several = sorted(prompt for prompt, of_prompt in answers.items() if len(of_prompt) > 1)
     if not len(several) > threshold * len(answers):
         return None
