@@ -17,7 +17,7 @@ def check_host_name(name: str | None = None) -> Finding:
     if chosen := os.environ.get(VARIABLE):
         if chosen not in interfaces:
             fix = f"set it to one of {', '.join(sorted(interfaces))}, or unset it"
-            return Finding("host name", "error", f"{VARIABLE}='{chosen}' is no interface of this machine", fix)
+            return Finding("host name", "error", f"{VARIABLE}='{chosen}' names no interface of this machine", fix)
         return Finding("host name", "ok", f"{VARIABLE}='{chosen}' chooses the interface")
     name = name or socket.gethostname()
     try:

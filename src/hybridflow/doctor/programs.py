@@ -33,6 +33,7 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sy
 value = torch.ones(1000) * (int(sys.argv[2]) + 1)
 dist.all_reduce(value)
 assert value.tolist() == [3.0] * 1000, value
+dist.destroy_process_group()  # an interpreter that ends first may abort on the threads of the group
 """
 
 
