@@ -34,14 +34,15 @@ class OneLongPrompt(role_classes.InFlightRolloutWorker):
         return [limited(request) for request in super().requests_of(prompts, settings)]
 
     def between_steps(self):
-        self.newest = max([step for *_, step in self._begun._prompts], default=0)
-        deadline = time.time() + 240
-        while self.must_wait() and not self._turn._num_asking and time.time() < deadline:
-            time.sleep(0.005)
         super().between_steps()
+        deadline = time.time() + 240
+        while self.must_wait() and time.time() < deadline:
+            time.sleep(0.005)
+            self._turn.hand_over()
 
     def must_wait(self):
-        if self.config.rollout.replay or self.newest == 5 or list(self._begun._groups._running) != [0]:
+        newest = max([step for *_, step in self._begun._prompts], default=0)
+        if self.config.rollout.replay or newest == 5 or list(self._begun._groups._running) != [0]:
             return False
         # not if a batch is complete: the call that holds the turn returns it
         return sum(len(batch.finished) for batch in self._begun._groups._batches.values()) < 8

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridflow.config import Config, load_config
 from hybridflow.config.faults import Fault
-from hybridflow.errors import RolloutError
+from hybridflow.errors import OutOfMemoryError, RolloutError
 from hybridflow.models import load_causal_lm
 from hybridflow.rollout import Completion, EmbeddedRollout, Request, SamplingParams, generate, load_weights
 from hybridflow.runtime import capture_random_state, progress, uniform
@@ -807,7 +807,7 @@ def test_a_memory_fault_between_two_steps_changes_no_token(build_rollout, tiny_m
         for request in wanted:
             engine.submit(request)
         if not isinstance(engine, EmbeddedRollout):  # which goes on with fewer sequences
-            with pytest.raises(RolloutError, match="memory"):
+            with pytest.raises(OutOfMemoryError, match="out of memory in generation by vLLM"):
                 serve(engine)
         found = by_name([*engine.finished(), *serve(engine)])
         assert {name: c.token_ids for name, c in found.items()} == {name: c.token_ids for name, c in expected.items()}
