@@ -10,7 +10,7 @@ import pytest
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 BARE_MACHINE = str(Path(__file__).parents[1] / "fixtures/bare_machine")
-ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "soak", "transport", "uneven", "weight_sync"}
+ON_RAY = {"chaos", "lag_kills", "overlap", "recovery", "slow_link", "soak", "transport", "uneven", "weight_sync"}
 
 
 def is_figure(value):
@@ -24,7 +24,9 @@ def marks_of(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in SCRIPTS])
-def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name):
+def test_a_smoke_run_ends_with_one_json_object(command, tmp_path, name, request):
+    if name == "slow_link":
+        request.getfixturevalue("links")  # skips on a machine that cannot have one
     absent = [BARE_MACHINE] * (name == "gpu")  # which must run without Ray, vLLM and TRL
     paths = os.pathsep.join([*absent, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}

@@ -5,9 +5,9 @@ rollout               join ── start, receive, receive, ...── finish ─�
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybridflow.config import Config
 from hybridflow.controller import WorkerGroup
@@ -92,8 +92,7 @@ class BetweenPools:
 
     def __call__(self) -> dict[str, float]:
         """Sync, if the rollout engines have an older version, and return the metrics."""
-        send, receive = self._trainer.send_weights, self._rollout.receive_weights
-        announced = send(WeightSender.announce)[0]
+        announced = self._trainer.send_weights(WeightSender.announce)[0]
         if announced.version == self._version:
             return {}
         self._version = None
@@ -107,11 +106,7 @@ class BetweenPools:
                 self._finish(keep=self._num_ahead if self._has_finished_one else 0)
                 self._version = announced.version
                 return metrics
-            receive(WeightReceiver.start, announced)
-            self._send(announced.num_buckets)
-            receive(WeightReceiver.finish)
-            metrics |= _worst_of_ranks(receive(WeightReceiver.check, send(WeightSender.compute_probe)[0]))
-            send(WeightSender.finish)
+            metrics |= self._sync(announced)
         self._version = announced.version
         return metrics
 
@@ -138,10 +133,7 @@ class BetweenPools:
 
     def _begin(self, announced: Announcement) -> "_Unfinished":
         """Send all weights without waiting for the receivers, whose calls run after the batches that they generate."""
-        send, receive = (
-            partial(self._trainer.execute_all_async, "send_weights"),
-            partial(self._rollout.execute_all_async, "receive_weights"),
-        )
+        send, receive = self._send, self._receive
         sent, calls = [], [receive(WeightReceiver.start, announced)]
         for _ in range(announced.num_buckets):
             of_ranks = send(WeightSender.send)
@@ -156,24 +148,42 @@ class BetweenPools:
 
     def _join(self, announced: Announcement) -> None:
         """Join both sides at the same time, since each waits for the other."""
-        joining = self._trainer.execute_all_async("send_weights", WeightSender.join, self._rollout.world_size)
-        joining += self._rollout.execute_all_async("receive_weights", WeightReceiver.join, announced)
+        joining = self._send(WeightSender.join, self._rollout.world_size)
+        joining += self._receive(WeightReceiver.join, announced)
         self._trainer.backend.wait(joining)
         self._has_joined = True
 
-    def _send(self, num_buckets: int) -> None:
-        backend, in_flight = self._trainer.backend, []
-        for _ in range(num_buckets):
-            sent = self._trainer.execute_all_async("send_weights", WeightSender.send)
-            received = self._rollout.execute_all_async("receive_weights", WeightReceiver.receive, sent[0])
-            in_flight.append([*sent, *received])
-            if len(in_flight) > IN_FLIGHT:
-                done = in_flight.pop(0)
-                backend.wait(done)
-                backend.release(done)
-        for done in in_flight:
-            backend.wait(done)
-            backend.release(done)
+    def _sync(self, announced: Announcement) -> dict[str, float]:
+        """Send the weights; return the metrics of their check.
+
+        From the first bucket to the check, nothing waits for a result, which over a slow link is a round trip. At most
+        IN_FLIGHT buckets are unread.
+        """
+        self._rollout.receive_weights(WeightReceiver.start, announced)
+        send, receive, backend = self._send, self._receive, self._trainer.backend
+        unfinished: deque[list[Handle]] = deque()
+        for _ in range(announced.num_buckets):
+            of_ranks = send(WeightSender.send)
+            unfinished.append([*of_ranks, *receive(WeightReceiver.receive, of_ranks[0])])
+            if len(unfinished) > IN_FLIGHT:
+                backend.wait(unfinished[0])
+                backend.release(unfinished.popleft())
+        unfinished.append(receive(WeightReceiver.finish))
+        unfinished.append(probe := send(WeightSender.compute_probe))
+        unfinished.append(checks := receive(WeightReceiver.check, probe[0]))
+        for calls in unfinished:  # one after another: the first error is the cause of later ones
+            backend.wait(calls)
+        metrics = _worst_of_ranks(backend.get(checks))
+        for calls in unfinished:
+            backend.release(calls)
+        self._trainer.send_weights(WeightSender.finish)  # which removes what receivers have not read
+        return metrics
+
+    def _send(self, step: Callable[..., Any], *args: Any) -> list[Handle]:
+        return self._trainer.execute_all_async("send_weights", step, *args)
+
+    def _receive(self, step: Callable[..., Any], *args: Any) -> list[Handle]:
+        return self._rollout.execute_all_async("receive_weights", step, *args)
 
 
 def _worst_of_ranks(metrics: list[dict[str, float]]) -> dict[str, float]:
