@@ -1,5 +1,6 @@
 """The page of a run in a real browser. `make test-browser` runs these tests; they need Chromium."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -108,10 +109,10 @@ def test_responses_are_filtered_and_sorted(open_page, pages):
     page.get_by_label("data source").select_option(label="code")
     expect(page.locator("#count")).to_have_text("8 of 320 responses")
     page.click('[data-sort="score"]')
-    scores = [float(row[3]) for row in rows_of(page)]
+    scores = [float(row[2]) for row in rows_of(page)]
     assert scores == sorted(scores, reverse=True)
     page.click('[data-sort="score"]')
-    assert [float(row[3]) for row in rows_of(page)] == scores[::-1]
+    assert [float(row[2]) for row in rows_of(page)] == scores[::-1]
     assert page.get_attribute("th[aria-sort]", "aria-sort") == "ascending"
     page.click("text=clear")
     page.fill("#search", "answer is 3")
@@ -126,7 +127,7 @@ def test_a_response_opens_token_by_token(open_page, pages):
     show(page, "rollouts")
     page.fill("#search", "answer is 3")
     expect(page.locator("#count")).to_contain_text("16 of")
-    page.locator("#responses .link").last.click()
+    page.locator("#responses td.response .link").last.click()
     assert "question the answer is 3" in page.inner_text("main")
     page.locator(".side.own .token").nth(1).click()
     details = page.locator(".side.own [role=status]")
@@ -144,12 +145,31 @@ def test_a_response_opens_token_by_token(open_page, pages):
 def test_a_prompt_is_followed_over_the_steps(open_page, pages):
     page = open_page(pages["one"])
     show(page, "rollouts")
-    prompt = rows_of(page)[0][2]
-    page.locator("#responses tbody .link").first.click()
+    prompt = rows_of(page)[0][5]
+    page.locator("#responses tbody td:not(.response) .link").first.click()
     expect(page.locator("#count")).not_to_contain_text("320 of")
     rows = rows_of(page)
-    assert {row[2] for row in rows} == {prompt}
+    assert {row[5] for row in rows} == {prompt}
     assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)
+
+
+def test_the_address_names_what_is_shown(open_page, pages):
+    page = open_page(pages["two"])
+    show(page, "rollouts")
+    page.get_by_label("run", exact=True).select_option(label="second")
+    page.locator("#responses td.response .link").first.click()
+    address, title = page.url, page.inner_text("main h2")
+    assert address.endswith(
+        f"#rollouts/1/{'/'.join(word for word in title.replace(',', '').split() if word.isdigit())}"
+    )
+    page.go_back()
+    page.wait_for_selector("#responses")
+    page.go_back()
+    page.wait_for_selector("#tab-overview[aria-selected=true]")
+    page.goto(f"{pages['two'].as_uri()}#timeline")
+    page.wait_for_selector("#tab-timeline[aria-selected=true]")
+    page.goto(address)
+    expect(page.locator("main h2").first).to_have_text(title)
 
 
 def test_two_runs_are_compared(open_page, pages):
@@ -183,11 +203,14 @@ def test_the_keyboard_suffices(open_page, pages):
     expect(page.locator("#count")).to_contain_text("16 of")
     for _ in range(40):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.closest('#responses td:last-child') !== null"):
+        if page.evaluate("document.activeElement.closest('#responses td.response') !== null"):
             break
     page.keyboard.press("Enter")
     page.wait_for_selector("#back")
     assert page.evaluate("document.activeElement.id") == "back"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.i") == "0"
+    page.focus("#back")
     page.keyboard.press("Enter")
     page.wait_for_selector("#responses")
 
@@ -199,7 +222,7 @@ def test_a_narrow_screen_scrolls_in_one_direction_only(open_page, pages, scheme)
         show(page, tab)
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], tab
     show(page, "rollouts")
-    page.locator("#responses .link").last.click()
+    page.locator("#responses td.response .link").last.click()
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
 
 
@@ -210,9 +233,9 @@ def test_hostile_texts_are_shown_as_texts(open_page, pages):
         show(page, tab)
     show(page, "rollouts")
     shown = ""
-    count = page.locator("#responses td:last-child .link").count()
+    count = page.locator("#responses td.response .link").count()
     for i in range(count):
-        page.locator("#responses td:last-child .link").nth(i).click()
+        page.locator("#responses td.response .link").nth(i).click()
         shown += page.locator("main").evaluate("main => main.textContent.slice(0, 20000)")
         page.click("#back")
     for text in ("<script>window.ran = 'script'</script><img src=x", "␀", "␛[31m", "\\u{202e}gnp.exe", "{{constructor"):
@@ -236,7 +259,7 @@ def test_axe_finds_nothing_serious(open_page, pages, scheme):
         page.wait_for_timeout(300)
         assert serious() == [], tab
     show(page, "rollouts")
-    page.locator("#responses td:last-child .link").last.click()
+    page.locator("#responses td.response .link").last.click()
     assert serious() == []
 
 
@@ -248,19 +271,44 @@ def test_a_live_page_follows_the_run(open_page, tmp_path):
             assert server.stdout is not None
             address = next(word for word in server.stdout.readline().split() if word.startswith("http://"))
             page = open_page(address)
-            expect(page.locator("#state")).to_have_text("live, step 3")
+            expect(page.locator("#state")).to_have_text("live: step 3, finished")
             show(page, "rollouts")
             append_step(run, 4)
-            expect(page.locator("#state")).to_have_text("live, step 4")
+            expect(page.locator("#state")).to_have_text("live: step 4, finished")
             expect(page.locator("#count")).to_have_text("26 of 26 responses")
+            with open(run / ".lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                append_step(run, 5, ("rollouts",))  # its metrics are written later
+                expect(page.locator("#state")).to_have_text("live: step 4, running")
+                show(page, "rollouts")
+                expect(page.locator("#count")).to_have_text("26 of 26 responses")
+                append_step(run, 5, ("metrics",))
+                expect(page.locator("#state")).to_have_text("live: step 5, running")
+                expect(page.locator("#count")).to_have_text("28 of 28 responses")
+                show(page, "configuration")
+                page.click("summary")
+                append_step(run, 6)
+                expect(page.locator("#state")).to_have_text("live: step 6, running")
+                assert page.evaluate("document.querySelector('details').open")
+                show(page, "rollouts")
+                page.locator("#responses td.response .link").first.click()
+                title = page.inner_text("main h2")
+                samples = (run / "samples.jsonl").read_text().splitlines(keepends=True)
+                (run / "samples.jsonl").write_text("".join(samples[2:]))  # newer responses replace it
+                append_step(run, 7)
+                expect(page.locator("#state")).to_have_text("live: step 7, running")
+                page.get_by_label("color of tokens").select_option("mismatch")
+                assert page.inner_text("main h2") == title
+            expect(page.locator("#state")).to_have_text("live: step 7, finished")
         finally:
             server.terminate()
         assert server.wait(30) == 0
 
 
-def append_step(run: Path, step: int) -> None:
-    """Append a step with two responses to the files of a run."""
-    numbers = {"score": [1.0, 0.0], "length": [3, 4]}
-    for name, row in (("rollouts", numbers), ("metrics", {"critic/score/mean": 0.5})):
+def append_step(run: Path, step: int, names: tuple[str, ...] = ("rollouts", "metrics")) -> None:
+    """Append a step with two responses to files of a run."""
+    rows = {"rollouts": {"score": [1.0, 0.0], "length": [3, 4]}, "metrics": {"critic/score/mean": 0.5}}
+    for name in names:
+        row = rows[name]
         with open(run / f"{name}.jsonl", "a") as file:
             file.write(json.dumps({"step": step, **row}) + "\n")

@@ -63,11 +63,11 @@ def test_the_state_follows_from_lock_steps_and_checkpoint(run):
     assert run_row(run).state == "finished"
 
 
-def test_a_run_without_a_row_is_stopped_at_step_0(run):
+def test_a_run_that_ended_before_its_first_row_has_failed(run):
     (run / "metrics.jsonl").unlink()
     set_start(run, total_steps=6)
     row = run_row(run)
-    assert (row.state, row.step, row.value, row.figure) == ("stopped", 0, None, "")
+    assert (row.state, row.step, row.value, row.figure) == ("failed", 0, None, "")
     assert row.written == (run / "run.json").stat().st_mtime
 
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from hybridflow.observability.timeline import chrome_trace, coverage, events_until, lanes, who_waited
+from hybridflow.observability.critical_path import step_span
+from hybridflow.observability.timeline import chrome_trace, coverage, events_until, lanes, total_times, who_waited
 from hybridflow.observability.trace import TraceEvent, trace_event, trace_row
 
 
@@ -52,6 +53,19 @@ def test_a_wait_for_a_recovery_is_named():
         call("update_actor", "a/0", 4, 5, waited_s=4.0),
     ]
     assert who_waited(events, 0.0, 5.0)[0].waited_for == {"recovery": 3.0, "controller": 1.0}
+
+
+def test_times_of_steps_add_up_without_the_time_between_them():
+    steps = [who_waited(events_until(EVENTS, step), *step_span(EVENTS[step])) for step in sorted(EVENTS)]
+    totals = total_times(steps)
+    assert [each.process for each in totals] == sorted({each.process for step in steps for each in step})
+    for total in totals:
+        own = [each for step in steps for each in step if each.process == total.process]
+        assert total.computing_s == pytest.approx(sum(each.computing_s for each in own))
+        assert total.waiting_s == pytest.approx(sum(each.waiting_s for each in own))
+        assert sum(total.waited_for.values()) == pytest.approx(total.waiting_s)
+        assert list(total.waited_for.values()) == sorted(total.waited_for.values(), reverse=True)
+    assert sum(each.computing_s + each.waiting_s for each in totals[:1]) > 0
 
 
 def test_calls_and_gaps_cover_the_steps():

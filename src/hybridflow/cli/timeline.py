@@ -59,11 +59,11 @@ def run(args: argparse.Namespace) -> int:
 def _report(files: "RunFiles", steps: Sequence[int]) -> dict[str, Any]:
     """Return the line and the path of each step, and the waits of all of them."""
     from hybridflow.observability.critical_path import critical_path, path_line, step_span
-    from hybridflow.observability.timeline import events_until, who_waited
+    from hybridflow.observability.timeline import events_until, total_times, who_waited
 
     lengths = {row["step"]: row.get("length", ()) for row in files.rollouts}
     paths = {step: critical_path(events_until(files.events, step), *step_span(files.events[step])) for step in steps}
-    events = [event for step in steps[:-1] for event in files.events[step]] + events_until(files.events, steps[-1])
+    of_steps = [who_waited(events_until(files.events, step), path.start, path.end) for step, path in paths.items()]
     return {
         "steps": [
             {
@@ -74,7 +74,7 @@ def _report(files: "RunFiles", steps: Sequence[int]) -> dict[str, Any]:
             }
             for step, path in paths.items()
         ],
-        "processes": [times._asdict() for times in who_waited(events, paths[steps[0]].start, paths[steps[-1]].end)],
+        "processes": [times._asdict() for times in total_times(of_steps)],
     }
 
 

@@ -127,12 +127,12 @@ def _row(path: Path) -> RunRow:
 
 
 def _state(is_running: bool, step: int, total_steps: int, checkpoint_step: int) -> State:
-    """Return "running" if a process holds the lock, and "failed" if it ended with steps that no checkpoint has."""
+    """Return "running" if a process holds the lock, "failed" if it ended without a checkpoint of its last step."""
     if is_running:
         return "running"
     if 0 < total_steps <= step:
         return "finished"
-    return "failed" if step > checkpoint_step else "stopped"
+    return "failed" if step > checkpoint_step or not step else "stopped"
 
 
 def _last(rows: list[dict[str, Any]], name: str) -> float | None:

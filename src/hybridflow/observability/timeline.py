@@ -84,6 +84,23 @@ def who_waited(events: Iterable[TraceEvent], start: float, end: float) -> list[P
     return times
 
 
+def total_times(parts: Iterable[Sequence[ProcessTime]]) -> list[ProcessTime]:
+    """Return the times of each process over several parts of a run, such as steps, between which time may lie."""
+    of_process: dict[str, list[ProcessTime]] = {}
+    for times in parts:
+        for each in times:
+            of_process.setdefault(each.process, []).append(each)
+    totals = []
+    for process, own in sorted(of_process.items()):
+        waited_for: dict[str, float] = {}
+        for name, seconds in (item for each in own for item in each.waited_for.items()):
+            waited_for[name] = waited_for.get(name, 0.0) + seconds
+        by_length = dict(sorted(waited_for.items(), key=lambda item: -item[1]))
+        computing_s, waiting_s = sum(each.computing_s for each in own), sum(each.waiting_s for each in own)
+        totals.append(ProcessTime(process, computing_s, waiting_s, by_length))
+    return totals
+
+
 def coverage(events: Events) -> dict[int, dict[str, float]]:
     """Return the share of each step that the calls and the gaps of a process cover, by step and process.
 

@@ -217,7 +217,7 @@ class RewardScorer:
                 len(failures),
                 num_rows,
                 self._error_score,
-                failures[0],
+                " | ".join(str(failures[0]).splitlines()),  # Ray mixes the lines of several processes
             )
 
     def _count(self, num_failed: int, num_rows: int, step: int | None) -> tuple[int, float]:

@@ -156,7 +156,6 @@ REWARDS = (
         (
             Change("reward.function", decide),
             Change("reward.on_error", instead("zero", "stop")),
-            Change("reward.memory_bytes", times(2, 4)),
         ),
         at_first_step=0.3,
     ),

@@ -14,6 +14,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.observability.report.page import make_page, to_page_json
 from hybridflow.observability.report.page_data import page_data
 from hybridflow.observability.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, RunFiles
+from hybridflow.observability.run_table import run_row
 from hybridflow.observability.trace import TRACE_FILE
 
 LOOPBACK = "127.0.0.1"
@@ -42,8 +43,9 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def version(self) -> str:
-        """Return a text that changes whenever a file of the runs does."""
-        states = [_state(directory / name) for directory in self._directories for name in WATCHED]
+        """Return a text that changes whenever a file of the runs, or the state of one, does."""
+        states: list[object] = [_state(directory / name) for directory in self._directories for name in WATCHED]
+        states += [run_row(directory).state for directory in self._directories]
         return f'"{hashlib.sha256(repr(states).encode()).hexdigest()[:16]}"'
 
     def page(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.observability.advice.find import find_advice
 from hybridflow.observability.report.page_timeline import page_timeline
 from hybridflow.observability.run_files import ROLLOUT_TEXTS, SAMPLES, RunFiles
+from hybridflow.observability.run_table import run_row
 
 MAX_SAMPLES = 2000
 """Samples with texts and tokens in the page of a run."""
@@ -28,14 +29,21 @@ def page_data(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def run_data(run: RunFiles) -> dict[str, Any]:
-    """Return the data of one run."""
-    samples = _with_rows(run.samples)
+    """Return the data of one run. While it goes on, all of it is that of the steps whose metrics are written."""
+    state, curves = run_row(run.path).state, _curves(run)  # read first, see `known`
+    last_step = max(curves["steps"], default=0)
+
+    def known(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return [row for row in rows if state != "running" or row["step"] <= last_step]
+
+    samples = _with_rows(known(run.samples))
     return {
         "name": run.name,
         "starts": [_plain({name: value for name, value in start.items() if name != "config"}) for start in run.starts],
         "config": _plain(run.config),
-        "curves": _curves(run),
-        "rollouts": _rollouts(run.rollouts or _rollouts_of(samples)),
+        "state": state,
+        "curves": curves,
+        "rollouts": _rollouts(known(run.rollouts) or _rollouts_of(samples)),
         "samples": [_plain(sample) for sample in _kept(samples)],
         "recoveries": [_plain(row) for row in run.recoveries],
         "total_steps": run.starts[-1].get("total_steps", 0),

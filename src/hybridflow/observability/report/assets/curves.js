@@ -66,9 +66,27 @@ function drawChart(box, name) {
     series.push({ label: run.name, stroke: run.color, width: 1.6, spanGaps: true, points: { show: isShort, size: 4 },
       value: (_, value) => formatNumber(value) });
   }
-  drawPlot(box, data, series, chosen.axis === "log");
+  keepZoom(drawPlot(box, data, series, chosen.axis === "log"), name);
   box.append(...shown.filter((run) => run.curves.not_finite[name]).map((run) =>
     make("p", { class: "note error" }, `${run.name}: not finite at step ${run.curves.not_finite[name].slice(0, 5).join(", ")}`)));
+}
+
+const zooms = new Map();
+
+/** Show a curve in the part that the reader has chosen before, which a double click gives up. */
+function keepZoom(plot, name) {
+  if (zooms.has(name)) plot.setScale("x", zooms.get(name));
+  plot.over.addEventListener("dblclick", () => zooms.delete(name));
+  (plot.hooks.setSelect ??= []).push(({ select }) => {
+    if (select.width > 0) zooms.set(name, { min: plot.posToVal(select.left, "x"), max: plot.posToVal(select.left + select.width, "x") });
+  });
+}
+
+/** Return the range of an axis: values that are all equal are in its middle. */
+function rangeOfValues(_, low, high) {
+  if (low === null) return [0, 1];
+  const pad = low === high ? Math.abs(low) / 10 || 1 : 0;
+  return pad ? [low - pad, high + pad] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function drawPlot(box, data, series, isLogarithmic, height) {
@@ -78,7 +96,7 @@ function drawPlot(box, data, series, isLogarithmic, height) {
   const hasPositive = data.slice(1).some((values) => values.some((value) => value > 0));
   const options = {
     width: Math.max(200, box.clientWidth - 18), height: height || 190, series,
-    scales: { x: { time: false }, y: isLogarithmic && hasPositive ? { distr: 3 } : {} },
+    scales: { x: { time: false }, y: isLogarithmic && hasPositive ? { distr: 3 } : { range: rangeOfValues } },
     axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : formatNumber(tick))) }],
     legend: { live: true }, cursor: { drag: { x: true, y: false } },
   };

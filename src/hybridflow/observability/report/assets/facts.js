@@ -6,8 +6,8 @@ function showOverview(main) {
     const { steps, values } = run.curves, last = steps.length - 1;
     const figure = (name) => (name in values ? values[name].findLast((value) => value !== null) ?? "–" : "–");
     addAll(main, make("h2", {}, make("span", { class: "swatch", style: { background: run.color } }), run.name),
-      table(`figures of ${run.name}`, ["step", "of", "score", "accuracy of validation", "response length", "seconds a step", "responses", "kept"], [[
-        last >= 0 ? steps[last] : 0, run.total_steps || "–", figure("critic/score/mean"), figure("val/accuracy"), figure("response_length/mean"),
+      table(`figures of ${run.name}`, ["state", "step", "of", "score", "accuracy of validation", "response length", "seconds a step", "responses", "kept"], [[
+        run.state, last >= 0 ? steps[last] : 0, run.total_steps || "–", figure("critic/score/mean"), figure("val/accuracy"), figure("response_length/mean"),
         figure("timing_s/step"), run.rollouts.step.length, run.samples.length]]),
       run.timeline.length ? make("p", {}, run.timeline.at(-1).line) : null,
       run.advice.length ? null : make("div", { class: "advice fine" }, "No finding: nothing in the metrics crosses a threshold of advice.*"),
@@ -48,11 +48,14 @@ function showEvents(main) {
     main.append(run.recoveries.length ? table(`recoveries of ${run.name}`, names, run.recoveries.map((row) => names.map((name) => {
       const value = row[name];
       return typeof value === "number" ? value : make("span", {}, oneLine(typeof value === "string" ? value : JSON.stringify(value ?? ""), 300));
-    })), names.map(() => "wide")) : note("No failure and no recovery."));
-    const failed = run.samples.flatMap((sample, place) => (sample.failed ? [place] : []));
+    })), names.map(() => "wide")) : note("No worker failed, and nothing was recovered from."));
+    const { failed: codes, texts } = run.rollouts, count = codes.filter((code) => texts.failed[code] !== "").length;
+    const failed = run.samples.flatMap((sample, place) => (sample.failed ? [place] : [])), shown = failed.slice(-100);
+    main.append(make("h3", {}, `Responses whose reward failed: ${count} of ${codes.length}`));
+    if (count) main.append(note(`${failed.length} of them are kept; the last ${shown.length} are here. The log of the run has the messages.`));
     if (failed.length) {
-      main.append(make("h3", {}, `Kept responses whose reward failed: ${failed.length}`),
-        table("responses whose reward failed", ["step", "row", "failure", "response"], failed.slice(-100).map((place) => {
+      main.append(
+        table("responses whose reward failed", ["step", "row", "failure", "response"], shown.map((place) => {
           const sample = run.samples[place];
           return [sample.step, sample.row, sample.failed, make("button", { type: "button", class: "link", click: () => {
             chosen.run = runs.indexOf(run);

@@ -4,8 +4,11 @@
 const TABS = [["overview", "Overview", showOverview], ["curves", "Curves", showCurves], ["rollouts", "Rollouts", showRollouts],
   ["timeline", "Timeline", showTimeline], ["configuration", "Configuration", showConfiguration], ["events", "Failures", showEvents]];
 
+let shownTab = "";
+
 function show() {
   const main = document.getElementById("main");
+  const opened = shownTab === chosen.tab ? [...main.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent) : [];
   const top = window.scrollY, part = document.createDocumentFragment(), box = make("div", { role: "tabpanel", "aria-labelledby": `tab-${chosen.tab}` });
   part.append(box);
   main.replaceChildren(part);
@@ -16,7 +19,24 @@ function show() {
   }
   if (chosen.tab === "rollouts" && chosen.sample !== null) showSample(box, chosen.sample);
   else TABS.find(([key]) => key === chosen.tab)[2](box);
+  for (const summary of main.querySelectorAll("summary")) if (opened.includes(summary.textContent)) summary.parentNode.open = true;
+  shownTab = chosen.tab;
   window.scrollTo(0, top);
+  if (location.hash !== whereabouts()) history.pushState(null, "", whereabouts());
+}
+
+/** Return the fragment of the address of what is shown: "#curves", or "#rollouts/RUN/STEP/ROW" with the number of the run on the page. */
+function whereabouts() {
+  const sample = chosen.tab === "rollouts" && chosen.sample !== null ? theRun().samples[chosen.sample] : null;
+  return `#${chosen.tab}${sample ? `/${chosen.run}/${sample.step}/${sample.row}` : ""}`;
+}
+
+/** Choose what a fragment of an address names; nothing for one that names nothing. */
+function goTo(fragment) {
+  const [tab, ...numbers] = fragment.slice(1).split("/"), [run, step, row] = numbers.map(Number);
+  if (!TABS.some(([key]) => key === tab)) return;
+  Object.assign(chosen, { tab, sample: null });
+  if (tab === "rollouts" && runs[run]) Object.assign(chosen, { run, sample: placeOf(runs[run], step, row) });
 }
 
 function choose(key) {
@@ -38,6 +58,8 @@ function start() {
   document.addEventListener("keydown", (event) => {
     const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName ?? "");
     if (event.key === "Escape" && chosen.tab === "rollouts" && chosen.sample !== null) closeSample();
+    const isAtTop = document.activeElement === document.body || document.activeElement?.id === "back";
+    if (/^Arrow(Left|Right)$/.test(event.key) && chosen.sample !== null && isAtTop) focusTokens();
     if (event.key === "/" && !isTyping) {
       event.preventDefault();
       choose("rollouts");
@@ -45,6 +67,10 @@ function start() {
     }
   });
   window.addEventListener("resize", delayed(() => { if (chosen.tab === "curves") show(); }, 200));
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
+  window.addEventListener("popstate", () => { goTo(location.hash); show(); });
+  goTo(location.hash);
+  history.replaceState(null, "", whereabouts());
   show();
   if (document.documentElement.dataset.live === "true") follow(null);
 }
@@ -63,7 +89,7 @@ async function follow(version) {
         if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select"))) show();
       }
     }
-    if (answer.status === 200 || answer.status === 304) state.textContent = `live, step ${runs.map((run) => run.curves.steps.at(-1) ?? 0).join(" and ")}`;
+    if (answer.status === 200 || answer.status === 304) state.textContent = `live: ${runs.map((run) => `step ${run.curves.steps.at(-1) ?? 0}, ${run.state}`).join("; ")}`;
     else state.textContent = `the run cannot be read: ${await answer.text()}`;
   } catch {
     state.textContent = "the server of this page has stopped; run hybridflow watch again";

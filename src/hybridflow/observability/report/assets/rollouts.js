@@ -2,7 +2,7 @@
 // The table of all responses: filters, sorting, pages, and histograms of what the filters let through.
 
 const ROWS_ON_PAGE = 50;
-const COLUMNS = [["step", "step"], ["row", "row"], ["prompt", "prompt_id"], ["score", "score"], ["length", "length"],
+const COLUMNS = [["step", "step"], ["row", "row"], ["score", "score"], ["response", ""], ["length", "length"], ["prompt", "prompt_id"],
   ["finish reason", "finish_reason"], ["data source", "data_source"], ["reward failed", "failed"], ["staleness", "staleness"]];
 const CODED = ["prompt_id", "data_source", "finish_reason", "failed"];
 
@@ -10,7 +10,7 @@ function showRollouts(main) {
   const run = theRun();
   const { rollouts } = run;
   const isKnown = (name) => CODED.includes(name) ? rollouts.texts[name].some((text) => text !== "") : rollouts[name].some((value) => value !== null);
-  const columns = COLUMNS.filter(([, name]) => name === "failed" || isKnown(name));
+  const columns = COLUMNS.filter(([, name]) => name === "" || name === "failed" || isKnown(name));
   const count = make("p", { class: "note", role: "status", id: "count" });
   const histograms = make("div", { class: "charts" }), rows = make("div", {}), pager = make("div", { class: "pager" });
   const later = delayed(() => { chosen.page = 0; update(); }, 60);
@@ -48,7 +48,7 @@ function showRollouts(main) {
     const pages = Math.max(1, Math.ceil(found.length / ROWS_ON_PAGE));
     chosen.page = Math.min(chosen.page, pages - 1);
     const part = Array.from(found.slice(chosen.page * ROWS_ON_PAGE, (chosen.page + 1) * ROWS_ON_PAGE));
-    const head = columns.map(([label, name]) => make("th", { scope: "col", class: CODED.includes(name) ? null : "number",
+    const head = columns.map(([label, name]) => name === "" ? make("th", { scope: "col" }, label) : make("th", { scope: "col", class: CODED.includes(name) ? null : "number",
       "aria-sort": chosen.sort === name ? (chosen.ascending ? "ascending" : "descending") : null },
     make("button", { type: "button", "data-sort": name, click: () => {
       Object.assign(chosen, { ascending: chosen.sort === name ? !chosen.ascending : false, sort: name, page: 0 });
@@ -56,8 +56,8 @@ function showRollouts(main) {
       rows.querySelector(`[data-sort="${name}"]`).focus();
     } }, label, chosen.sort === name ? (chosen.ascending ? " ▲" : " ▼") : "")));
     rows.replaceChildren(make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": "responses" },
-      make("table", { id: "responses" }, make("thead", {}, make("tr", {}, head, make("th", { scope: "col" }, "response"))),
-        make("tbody", {}, part.map((i) => make("tr", {}, columns.map(([, name]) => cellOf(run, name, i)), responseCell(run, i)))))));
+      make("table", { id: "responses" }, make("thead", {}, make("tr", {}, head)),
+        make("tbody", {}, part.map((i) => make("tr", {}, columns.map(([, name]) => name === "" ? responseCell(run, i) : cellOf(run, name, i))))))));
     const move = (label, page, id) => make("button", { type: "button", id, disabled: page < 0 || page >= pages, click: () => {
       chosen.page = page;
       drawRows();
@@ -83,8 +83,8 @@ function cellOf(run, name, i) {
 
 function responseCell(run, i) {
   const place = run.sampleOf[i];
-  if (place < 0) return make("td", { class: "note" }, "not kept");
-  return make("td", {}, make("button", { type: "button", class: "link", click: () => openSample(place) }, oneLine(run.samples[place].response || "", 60) || "(empty)"));
+  if (place < 0) return make("td", { class: "response note" }, "not kept");
+  return make("td", { class: "response" }, make("button", { type: "button", class: "link", click: () => openSample(place) }, oneLine(run.samples[place].response || "", 60) || "(empty)"));
 }
 
 function promptLink(id) {

@@ -12,8 +12,16 @@ const chosen = {
 let runs = [];
 
 function useData(data) {
+  const open = chosen.sample === null ? null : theRun().samples[chosen.sample];
   runs = data.runs.map((run, index) => prepare(run, index));
   if (chosen.run >= runs.length) chosen.run = 0;
+  if (open) chosen.sample = placeOf(theRun(), open.step, open.row) ?? theRun().samples.push(open) - 1;  // newer data may not keep it
+}
+
+/** Return the place of a kept response, null if it is not kept. */
+function placeOf(run, step, row) {
+  const place = run.samples.findIndex((sample) => sample.step === step && sample.row === row);
+  return place < 0 ? null : place;
 }
 
 /** Add what the page looks up often: the color, and for each row of `rollouts` its sample, -1 without one. */

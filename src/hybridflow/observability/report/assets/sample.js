@@ -31,7 +31,7 @@ function closeSample() {
   chosen.sample = null;
   show();
   const run = theRun(), text = oneLine(run.samples[place]?.response || "", 60);
-  [...document.querySelectorAll("#responses td:last-child .link")].find((link) => link.textContent === text)?.focus();
+  [...document.querySelectorAll("#responses td.response .link")].find((link) => link.textContent === text)?.focus();
 }
 
 function showSample(main, place) {
@@ -121,6 +121,11 @@ function colorAt(value) {
     : `rgb(${Math.round(245 - 105 * part)}, ${Math.round(248 - 48 * part)}, 255)`;
 }
 
+/** Move the focus to the tokens of the opened response. */
+function focusTokens() {
+  document.querySelector(".side.own .token[tabindex='0']")?.focus();
+}
+
 /** Return the tokens of a response; the arrow keys go from one to the next, and the line below tells its numbers. */
 function tokensOf(sample) {
   const { tokens } = sample, [, , of] = theNumber();
@@ -158,7 +163,7 @@ function tokensOf(sample) {
 /** Return the numbers of all responses to the prompt in its step, also of those that were not kept. */
 function groupTable(run, sample) {
   const { rollouts } = run, own = run.rowOf[run.samples.indexOf(sample)];
-  if (own < 0 || rollouts.group[own] < 0) return null;
+  if (!(own >= 0) || rollouts.group[own] < 0) return null;
   const rows = rollouts.step.flatMap((step, i) => step === sample.step && rollouts.group[i] === rollouts.group[own] ? [i] : []);
   if (rows.length < 2) return null;
   return make("details", {}, make("summary", {}, `numbers of all ${rows.length} responses to this prompt`),

@@ -26,16 +26,22 @@ function showTimeline(main) {
 function showStages(main, run) {
   const { steps, values } = run.curves, last = Math.max(0, steps.length - 20);
   const mean = (name) => {
-    const known = values[name].slice(last).filter((value) => value !== null);
-    return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+    const rows = values[name].slice(last), known = rows.filter((value) => value !== null);
+    return known.length ? known.reduce((sum, value) => sum + value, 0) / rows.length : null;
   };
   const whole = "timing_s/step" in values ? mean("timing_s/step") : null;
   if (!whole) return;
   const stages = Object.keys(values).filter((name) => name.startsWith("timing_s/") && name !== "timing_s/step")
     .map((name) => [name.slice("timing_s/".length), mean(name)]).filter(([, value]) => value !== null).sort((a, b) => b[1] - a[1]);
-  main.append(make("h2", {}, "Time of each stage"), note(`Means of the last ${steps.length - last} rows; a step takes ${formatNumber(whole)} s. Stages may overlap.`),
+  main.append(make("h2", {}, "Time of each stage"), note(`Means of the last ${steps.length - last} rows; a step takes ${formatNumber(whole)} s. Stages may overlap; what does not run at each step counts by its mean.`),
     table("time of each stage", ["stage", "seconds", "share of a step", ""], stages.map(([name, value]) => [name, value, `${(100 * value / whole).toFixed(1)}%`,
       make("span", { class: "bar", style: { width: `${Math.min(100, 100 * value / whole) * 1.5}px` } })])));
+}
+
+/** Return round times from 0 to at most so many seconds, four to ten of them. */
+function roundTimes(seconds) {
+  const decade = 10 ** Math.floor(Math.log10(seconds)), width = [0.1, 0.2, 0.25, 0.5, 1].map((part) => part * decade).find((each) => seconds / each <= 9);
+  return Array.from({ length: Math.floor(seconds / width) + 1 }, (_, i) => Number((i * width).toPrecision(6)));
 }
 
 function stepParts(step) {
@@ -50,7 +56,8 @@ function stepParts(step) {
     ...lane.spans.map(([start, end, name, kind]) => makeSvg("rect", { x: x(start), y: row * height + 4, width: Math.max(0.6, x(end) - x(start)),
       height: height - 8, fill: kind === "recovery" ? "#b3261e" : color(name), opacity: kind === "call" ? 0.95 : 0.55 },
     makeSvg("title", {}, `${name}: ${formatNumber(end - start)} s, from ${formatNumber(start)} s`)))]),
-  ...[0, 0.25, 0.5, 0.75, 1].map((part) => makeSvg("text", { x: x(part * seconds) - 8, y: step.lanes.length * height + 20 }, `${formatNumber(part * seconds)} s`)));
+  ...roundTimes(seconds).map((time) => makeSvg("text", { x: x(time), y: step.lanes.length * height + 20, "text-anchor": time > 0.95 * seconds ? "end" : "middle" },
+    `${formatNumber(time)} s`)));
   return [
     make("p", {}, step.line),
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "timeline" }, picture),
