@@ -100,7 +100,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[An
 
 
 def _differing_data(a: RunFiles, b: RunFiles) -> dict[str, tuple[Any, Any]]:
-    """Return what differs in the recorded data; a model of a role that one run lacks is no other model."""
+    """Return what differs in the recorded data; a model of a role that only one run has does not count."""
     differing = _differing(*(_recorded(run, DATA) for run in (a, b)))
     return {key: pair for key, pair in differing.items() if not (key.startswith("models.") and None in pair)}
 
