@@ -1,16 +1,6 @@
-"""Conversion between samples and the single call of a reward function that takes batches."""
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+"""The outcomes of the samples of a batch, from that of the one call for all of them."""
 
 from hybridflow.rewards.outcome import Outcome
-from hybridflow.rewards.reward_process import ARGUMENTS, BATCH_ARGUMENTS
-
-
-def as_batch(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the lists data_sources, solution_strs, ground_truths and extra_infos."""
-    names = zip(BATCH_ARGUMENTS, ARGUMENTS, strict=True)
-    return {plural: [sample[singular] for sample in samples] for plural, singular in names}
 
 
 def split(outcome: Outcome, num_samples: int) -> list[Outcome]:

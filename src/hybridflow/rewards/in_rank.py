@@ -7,9 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.arguments import arguments_of, as_batch, takes_batches
+from hybridflow.rewards.batches import split
 from hybridflow.rewards.outcome import Outcome
-from hybridflow.rewards.reward_process import as_message, described, returns_awaitable, takes_batches
+from hybridflow.rewards.reward_process import as_message, described, returns_awaitable
 from hybridflow.rewards.table import RewardFunction
 from hybridflow.runtime import Interrupts, note_progress
 
@@ -40,7 +41,7 @@ def _call_each(function: RewardFunction, calls: Samples, kwargs: Mapping[str, An
         outcomes = []
         for arguments in calls:
             try:
-                outcomes.append(_outcome(function(**copy.deepcopy(dict(arguments)), **kwargs)))
+                outcomes.append(_outcome(function(**arguments_of(function, copy.deepcopy(dict(arguments)), kwargs))))
             except BaseException as error:  # a user's function may raise anything
                 interrupts.raise_if_one(error)
                 outcomes.append(_failure(error, function))
@@ -58,7 +59,7 @@ async def _call_concurrently(
     async def call(arguments: Mapping[str, Any]) -> Outcome:
         async with slots:
             try:
-                result = function(**copy.deepcopy(dict(arguments)), **kwargs)
+                result = function(**arguments_of(function, copy.deepcopy(dict(arguments)), kwargs))
                 return _outcome(await result if inspect.isawaitable(result) else result)
             except BaseException as error:
                 interrupts.raise_if_one(error)

@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<4sQ")
@@ -34,8 +34,6 @@ MARK = b"hfr\x00"
 
 MAX_REPLY_BYTES = 2**28
 WHAT = "reward function"
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 class NotLoaded(Exception):
@@ -56,26 +54,32 @@ def main() -> None:
     if settings["memory_bytes"]:
         # limits allocated memory; address space that is only reserved does not count
         resource.setrlimit(resource.RLIMIT_DATA, (settings["memory_bytes"], settings["memory_bytes"]))
+    calls = module_of(os.path.join(folder, "arguments.py"))
     # The directory of the user's file replaces that of this file, as if the user's file were run. The working directory
     # of the run comes last, so that a file there does not shadow a library.
     source = settings["function"].rpartition(":")[0]
     sys.path[:1] = [os.path.dirname(source)] if source.endswith(".py") else []
     sys.path.append(os.getcwd())
     try:
-        function = load(settings["function"], settings["loader"], settings["kwargs"])
+        function = load(settings["function"], settings["loader"], settings["kwargs"], calls)
         is_async = returns_awaitable(function)
-        kind = {"is_async": is_async, "takes_batches": takes_batches(function), "source": source_of(function)}
+        forms = {"takes_batches": calls.takes_batches(function), "takes_names": calls.takes_names(function)}
+        kind = {"is_async": is_async, **forms, "source": source_of(function)}
     except BaseException as error:  # a user's object may fail in any of its methods
         problem = f"{WHAT} '{settings['function']}' cannot be loaded: {described(error, None)}"
         replies.send({"not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
         return
     replies.send({"ready": True, **kind})
+
+    def arguments_of(sample: dict[str, Any]) -> dict[str, Any]:
+        return calls.arguments_of(function, sample, settings["kwargs"])
+
     if is_async:
-        asyncio.run(serve(function, samples, replies, settings))
+        asyncio.run(serve(function, samples, replies, settings, arguments_of))
         return
     while (sample := receive(samples)) is not None:
         number, seed, arguments = sample
-        replies.send({**result_of(function, seed, arguments, settings["kwargs"]), "number": number})
+        replies.send({**result_of(function, seed, arguments, arguments_of), "number": number})
 
 
 class Replies:
@@ -99,12 +103,11 @@ class Replies:
             os._exit(0)
 
 
-def load(name: str, loader_file: str, kwargs: Mapping[str, Any]) -> Any:
+def load(name: str, loader_file: str, kwargs: Mapping[str, Any], calls: Any) -> Any:
     """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`."""
     loader = module_of(loader_file)
     function = loader.load_user_function(name, WHAT, NotLoaded)
-    arguments = BATCH_ARGUMENTS if takes_batches(function) else ARGUMENTS
-    loader.require_arguments(function, name, WHAT, (*arguments, *kwargs), NotLoaded)
+    loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, kwargs), NotLoaded)
     return function
 
 
@@ -124,15 +127,6 @@ def returns_awaitable(function: Any) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, call, inspect.unwrap(function))))
 
 
-def takes_batches(function: Any) -> bool:
-    """Return whether the function takes the plural arguments, lists with an entry for each sample."""
-    try:
-        names = inspect.signature(function).parameters
-    except (ValueError, TypeError):  # some compiled functions have no signature
-        return False
-    return "solution_strs" in names and "solution_str" not in names
-
-
 def source_of(function: Any) -> str:
     """Return a digest of the file that defines a function; empty if there is none."""
     with contextlib.suppress(OSError), open(file_of(function), "rb") as file:
@@ -149,7 +143,13 @@ def file_of(function: Any) -> str:
     return ""
 
 
-async def serve(function: Any, incoming: BinaryIO, replies: Replies, settings: Mapping[str, Any]) -> None:
+async def serve(
+    function: Any,
+    incoming: BinaryIO,
+    replies: Replies,
+    settings: Mapping[str, Any],
+    arguments_of: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
     """Answer samples as they arrive, concurrently; the sender decides how many at a time."""
     loop, samples = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
@@ -163,7 +163,7 @@ async def serve(function: Any, incoming: BinaryIO, replies: Replies, settings: M
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                result = function(**arguments, **settings["kwargs"])
+                result = function(**arguments_of(arguments))
                 message = as_message(await result if inspect.isawaitable(result) else result)
         except BaseException as error:  # a user's function may raise anything
             message = failure(error, function)
@@ -184,13 +184,15 @@ def num_samples_of(arguments: Mapping[str, Any]) -> int:
     return len(arguments["solution_strs"]) if "solution_strs" in arguments else 1
 
 
-def result_of(function: Any, seed: int, arguments: dict[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def result_of(
+    function: Any, seed: int, arguments: dict[str, Any], arguments_of: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
     """Call the function on a sample or a batch with the seeded random state; return its result or failure."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     try:
-        return as_message(function(**copy.deepcopy(arguments), **kwargs))
+        return as_message(function(**arguments_of(copy.deepcopy(arguments))))
     except BaseException as error:  # a user's function may raise anything
         return failure(error, function)
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import RewardConfigError, RewardError
-from hybridflow.rewards.batches import as_batch, split
+from hybridflow.rewards.arguments import as_batch
+from hybridflow.rewards.batches import split
 from hybridflow.rewards.framed_process import FramedProcess, WrongReplyError
 from hybridflow.rewards.outcome import OnOutcome, Outcome, Outcomes
 from hybridflow.rewards.reward_process import num_samples_of
@@ -102,7 +103,7 @@ class RewardRunner:
     ) -> None:
         self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
         self._timeout_s, self._concurrency = timeout_s, concurrency
-        self.takes_batches, self._in_flight, self._grace_s = False, IN_FLIGHT, 0.0
+        self.takes_batches, self.takes_names, self._in_flight, self._grace_s = False, False, IN_FLIGHT, 0.0
         self.source = ""  # digest of the file that defines the function
         self._num_submitted = 0  # samples, whose numbers are never used again
         self._submitted: dict[int, Submitted] = {}  # by the number of each sample, until `wait` returns
@@ -285,10 +286,11 @@ class RewardRunner:
 
     def _set_kind(self, message: Mapping[str, Any]) -> None:
         """Keep the kind of the function, of which each process informs the run when it is ready."""
-        kinds = {"ready": bool, "is_async": bool, "takes_batches": bool, "source": str}
+        kinds = {"ready": bool, "is_async": bool, "takes_batches": bool, "takes_names": bool, "source": str}
         if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
             raise WrongReplyError(f"sent {shorten(message)} while it was imported")
-        self.takes_batches, self.source = message["takes_batches"], message["source"]
+        self.takes_batches, self.takes_names = message["takes_batches"], message["takes_names"]
+        self.source = message["source"]
         if message["is_async"]:
             self._in_flight, self._grace_s = self._concurrency, GRACE_S
 

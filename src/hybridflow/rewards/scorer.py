@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.observability import get_logger
+from hybridflow.rewards.arguments import takes_names
 from hybridflow.rewards.batches import split
 from hybridflow.rewards.in_rank import call_here
 from hybridflow.rewards.journal import RewardJournal
@@ -250,6 +251,8 @@ class RewardScorer:
                     self._begin_in_processes(list(zip(seeds, here, strict=True)), [prompts[row] for row in rows], step)
                 )
             else:
+                if takes_names(function):
+                    here = [{**samples[row], "prompt": prompts[row]} for row in rows]
                 found = call_here(function, here, self._kwargs, self._concurrency)
                 waits.append(lambda found=found: found)
 
@@ -271,6 +274,10 @@ class RewardScorer:
         if journal and step is not None:
             journal.open(step)
         runner.start()
+        if runner.takes_names:
+            samples = [
+                (seed, {**sample, "prompt": prompt}) for (seed, sample), prompt in zip(samples, prompts, strict=True)
+            ]
         rows = range(len(samples))
         requests: list[tuple[Sequence[int], Sample, Any]] = [([row], samples[row], prompts[row]) for row in rows]
         if runner.takes_batches and samples:
