@@ -61,6 +61,45 @@ def test_json_has_the_values_to_try(write_run, capsys):
     assert found["keys"][0] == ["data.max_response_length", 100, [200, 400]]
 
 
+@pytest.fixture
+def run_with_a_bad_start(write_run):
+    """Return a run of 35 steps whose responses were cut in steps 1 to 15 only."""
+    run = write_run(HEALTHY, steps=35)
+    rows = [
+        {"step": step, **HEALTHY} | ({"response_length/clip_ratio": 0.75} if step <= 15 else {})
+        for step in range(1, 36)
+    ]
+    with open(f"{run}/metrics.jsonl", "w") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    return run
+
+
+def test_what_only_earlier_steps_show_is_named(run_with_a_bad_start, capsys):
+    assert main(["diagnose", run_with_a_bad_start]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"no findings; looked for {len(FINDINGS)}, in the metrics of steps 26 to 35")
+    assert out.endswith("only in earlier steps: truncation (1-5, 6-15); look at them with --steps FIRST-LAST\n")
+    assert main(["diagnose", "--json", run_with_a_bad_start]) == 0
+    assert json.loads(capsys.readouterr().out)["found_earlier"] == {"truncation": [[1, 5], [6, 15]]}
+
+
+def test_chosen_steps_are_looked_at(run_with_a_bad_start, capsys):
+    assert main(["diagnose", run_with_a_bad_start, "--steps", "3-6"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("truncation (steps 3 to 6)\n  seen  75% of the responses are cut")
+    assert "earlier" not in out
+    assert main(["diagnose", run_with_a_bad_start, "--steps", "20"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"no findings; looked for {len(FINDINGS)}, in the metrics of steps 20 to 20"
+    )
+
+
+@pytest.mark.parametrize("steps", ["36-50", "0"])
+def test_steps_that_the_run_does_not_have_are_an_error(run_with_a_bad_start, capsys, steps):
+    assert main(["diagnose", run_with_a_bad_start, "--steps", steps]) == 2
+    assert "has no metrics of these steps; metrics.jsonl shows its steps" in capsys.readouterr().err
+
+
 def test_a_directory_that_is_not_a_run_is_an_error(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 2
     assert "is not the directory of a run: it has no run.json" in capsys.readouterr().err

@@ -1,34 +1,45 @@
 """Say what is wrong with a run, why it matters, and which keys to change.
 
 Read from the files of the run directory, also while it trains: the newest steps of metrics.jsonl (as many as
-advice.window), samples.jsonl and rollouts.jsonl. The thresholds are the keys of [advice]. The exit status is 0 with and
+advice.window), samples.jsonl and rollouts.jsonl. What only the metrics of earlier steps show is named at the end;
+--steps FIRST-LAST looks at these. The thresholds are the keys of [advice]. The exit status is 0 with and
 without findings. --json prints the same as JSON.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hybridflow.cli.steps_argument import add_steps
+from hybridflow.errors import DataConfigError
 
 if TYPE_CHECKING:
     from hybridflow.observability.advice.find import Advice
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run directory and the format."""
+    """Add the run directory, the steps and the format."""
     parser.add_argument("run", type=Path, metavar="RUN", help="directory of a run")
+    add_steps(parser, "the newest, as many as advice.window")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, and what was looked at."""
     from hybridflow.observability.advice.evidence import evidence_of
-    from hybridflow.observability.advice.find import FINDINGS, advice_from
+    from hybridflow.observability.advice.find import FINDINGS, advice_from, earlier_findings
     from hybridflow.observability.run_files import RunFiles
 
     evidence = evidence_of(RunFiles(args.run))
+    if args.steps is not None:
+        evidence = evidence.of_steps(args.steps)
+        if not evidence.recent or evidence.recent[-1]["step"] not in args.steps:
+            raise DataConfigError(f"'{args.run}' has no metrics of these steps; metrics.jsonl shows its steps.")
     advice = advice_from(evidence)
+    earlier = earlier_findings(evidence) if args.steps is None else {}
     if args.json:
         looked_at = {
             "steps": evidence.steps,
@@ -37,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             "rollouts": len(evidence.rollouts),
             "findings": [finding.name for finding in FINDINGS],
         }
-        print(json.dumps({"looked_at": looked_at, "found": [asdict(each) for each in advice]}, indent=1))
+        report = {"looked_at": looked_at, "found": [asdict(each) for each in advice], "found_earlier": earlier}
+        print(json.dumps(report, indent=1))
         return 0
     for each in advice:
         print("\n".join(_lines(each)), end="\n\n")
@@ -47,7 +59,16 @@ def run(args: argparse.Namespace) -> int:
         f"{len(advice) or 'no'} finding{'s' * (len(advice) != 1)}; looked for {len(FINDINGS)}, in the metrics of "
         f"{steps}, {len(evidence.samples)} samples and {len(evidence.rollouts)} rows of rollouts"
     )
+    if earlier:
+        windows = [f"{name} ({_steps(steps)})" for name, steps in earlier.items()]
+        print(f"only in earlier steps: {'; '.join(windows)}; look at them with --steps FIRST-LAST")
     return 0
+
+
+def _steps(windows: Sequence[tuple[int, int]]) -> str:
+    """Return the steps of the first windows as text."""
+    shown = ", ".join(f"{first}-{last}" for first, last in windows[:3])
+    return shown + (f" and {len(windows) - 3} more" if len(windows) > 3 else "")
 
 
 def _lines(advice: "Advice") -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -45,6 +45,20 @@ class Evidence:
     def names(self, pattern: str) -> list[str]:
         """Return the metrics of the recent rows that match a pattern such as "perf/*_idle_share", sorted."""
         return sorted({name for row in self.recent for name in row if fnmatchcase(name, pattern)})
+
+    def until(self, place: int, num_rows: int) -> "Evidence":
+        """Return the evidence of the metrics as it was after so many rows, the last `num_rows` of which are recent."""
+        return Evidence({**self.config, "advice.window": num_rows}, self.rows[:place], total_steps=self.total_steps)
+
+    def of_steps(self, steps: range) -> "Evidence":
+        """Return the evidence as it was after some steps, all of which are recent."""
+        num_rows, place = (
+            sum(row["step"] in steps for row in self.rows),
+            sum(row["step"] < steps.stop for row in self.rows),
+        )
+        of_metrics = self.until(place, max(1, num_rows))
+        rows = ([row for row in rows if row["step"] in steps] for rows in (self.samples, self.rollouts))
+        return replace(of_metrics, samples=next(rows), rollouts=next(rows))
 
 
 def evidence_of(run: RunFiles) -> Evidence:

@@ -80,6 +80,18 @@ def advice_from(evidence: Evidence, *, at_first_step: bool = False) -> list[Advi
     return [advice for advice in found.values() if advice.name not in hidden]
 
 
+def earlier_findings(evidence: Evidence) -> dict[str, list[tuple[int, int]]]:
+    """Return what the metrics of earlier windows show and those of the newest do not: the steps of each by name."""
+    window, num_rows = evidence.config["advice.window"], len(evidence.rows)
+    now = {advice.name for advice in advice_from(evidence)}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for place in range(num_rows - window, 0, -window):
+        for advice in advice_from(evidence.until(place, min(window, place))):
+            if advice.name not in now:
+                found.setdefault(advice.name, []).insert(0, advice.steps)
+    return found
+
+
 def findings_markdown() -> str:
     """Return the findings as a Markdown table."""
     rows = [
