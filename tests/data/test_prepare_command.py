@@ -34,6 +34,18 @@ def test_prepare_countdown_writes_files_and_prints_a_summary(tmp_path, capsys):
     assert f"the first prompt: {row['prompt'][0]['content']}\n" in output
 
 
+def test_prepare_table_prints_what_was_dropped(tmp_path, capsys):
+    rows = "question,answer\n1 + 1?,2\n2 + 2?,4\n2 + 2?,4\n3 + 3?,6\n"
+    (tmp_path / "sums.csv").write_text(rows)
+    files = ("--train-file", str(tmp_path / "sums.csv"), "--output-dir", str(tmp_path / "out"), "--test-size", "1")
+    assert run("table", *files, "--prompt", "question", "--data-source", "sums", "--system", "Add.") == 0
+    output = capsys.readouterr().out
+    assert f"wrote 2 rows to {tmp_path / 'out' / 'train.parquet'}\n" in output
+    assert "dropped 1 row: repeats an earlier row\n" in output
+    row = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()[0]
+    assert f"the first prompt: {row['prompt'][1]['content']}\n" in output
+
+
 def test_prepare_multiplication_and_gsm8k_write_files(tmp_path):
     sizes = ("--train-size", "7", "--test-size", "3")
     assert run("multiplication", *sizes, "--digits-a", "2", "--digits-b", "1", "--output-dir", str(tmp_path / "m")) == 0

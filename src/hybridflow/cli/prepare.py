@@ -1,6 +1,7 @@
 """Write a dataset as train.parquet and test.parquet, ready for training.
 
-countdown and multiplication are generated; gsm8k is converted from files in GSM8K's format (.jsonl or .parquet).
+countdown and multiplication are generated; gsm8k is converted from files in GSM8K's format (.jsonl or .parquet), table
+from any file with prompts and answers (.jsonl, .json, .csv or .parquet).
 """
 
 import argparse
@@ -13,12 +14,13 @@ from hybridflow.data.prepare import (
     prepare_countdown,
     prepare_gsm8k,
     prepare_multiplication,
+    prepare_table,
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one subcommand for each dataset."""
-    tasks = parser.add_subparsers(dest="task", required=True, metavar="countdown|multiplication|gsm8k")
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="countdown|multiplication|gsm8k|table")
 
     countdown = _add_task(tasks, "countdown", "reach a target with given numbers, each used once")
     _add_sizes(countdown)
@@ -58,6 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--instruction", default=GSM8K_INSTRUCTION, metavar="TEXT", help="appended to each question after a space"
     )
 
+    table = _add_task(tasks, "table", "your own prompts and answers, from a .jsonl, .json, .csv or .parquet file")
+    table.add_argument("--train-file", required=True, metavar="FILE", help="training rows")
+    table.add_argument("--test-file", metavar="FILE", help="test rows; without it, random rows of the training file")
+    table.add_argument("--test-size", type=int, default=100, metavar="N", help="test rows without a test file")
+    table.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the prompts: texts or messages")
+    table.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answers, as a.b if nested")
+    table.add_argument(
+        "--data-source", required=True, metavar="NAME", help="a name, which can choose the reward function"
+    )
+    table.add_argument("--instruction", default="", metavar="TEXT", help="appended to each prompt after a space")
+    table.add_argument("--system", default="", metavar="TEXT", help="system message before each prompt")
+    table.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the test rows")
+
 
 def run(args: argparse.Namespace) -> int:
     """Write the two files and print their sizes and the first row."""
@@ -69,6 +84,19 @@ def run(args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace) -> PreparedFiles:
     if args.task == "gsm8k":
         return prepare_gsm8k(args.train_file, args.test_file, args.output_dir, instruction=args.instruction)
+    if args.task == "table":
+        return prepare_table(
+            args.train_file,
+            args.output_dir,
+            data_source=args.data_source,
+            test_file=args.test_file,
+            test_size=args.test_size,
+            prompt=args.prompt,
+            answer=args.answer,
+            instruction=args.instruction,
+            system=args.system,
+            seed=args.seed,
+        )
     if args.task == "multiplication":
         return prepare_multiplication(
             args.output_dir,
@@ -96,7 +124,9 @@ def _prepare(args: argparse.Namespace) -> PreparedFiles:
 def _report(files: PreparedFiles) -> None:
     print(f"wrote {files.num_train} rows to {files.train_file}")
     print(f"wrote {files.num_test} rows to {files.test_file}")
-    prompt = files.first_row["prompt"][0]["content"]
+    for reason, count in files.dropped.items():
+        print(f"dropped {count} row{'s' * (count != 1)}: {reason}")
+    prompt = files.first_row["prompt"][-1]["content"]
     print(f"the first prompt: {prompt}")
     print(f"its ground truth: {files.first_row['reward_model']['ground_truth']}")
 

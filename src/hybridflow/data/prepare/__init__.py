@@ -22,6 +22,7 @@ from hybridflow.data.prepare.prompt_file import (
     write_prompt_file,
     write_sft_file,
 )
+from hybridflow.data.prepare.table import prepare_table
 
 __all__ = [
     "COUNTDOWN_PROMPT",
@@ -36,6 +37,7 @@ __all__ = [
     "prepare_countdown",
     "prepare_gsm8k",
     "prepare_multiplication",
+    "prepare_table",
     "prompt_row",
     "write_conversation_file",
     "write_preference_file",

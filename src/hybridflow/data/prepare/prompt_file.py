@@ -4,7 +4,7 @@ Files are replaced atomically, so that a reader never sees an incomplete one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class PreparedFiles:
-    """The output of a `prepare` function: two parquet files, their numbers of rows, and the first training row."""
+    """The output of a `prepare` function: two parquet files, their numbers of rows, and the first training row.
+
+    `dropped`: the number of rows that were left out, by reason.
+    """
 
     train_file: Path
     test_file: Path
     num_train: int
     num_test: int
     first_row: Mapping[str, Any]
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 def as_messages(prompt: str | Messages) -> list[dict[str, str]]:
