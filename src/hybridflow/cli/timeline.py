@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.aligned import aligned
+from hybridflow.cli.aligned import aligned, printable
 from hybridflow.cli.output_file import write_output
 from hybridflow.cli.steps_argument import add_steps
 from hybridflow.errors import DataConfigError
@@ -79,14 +79,16 @@ def _report(files: "RunFiles", steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    lines = [step["line"] for step in report["steps"]]
+    lines = [printable(step["line"]) for step in report["steps"]]
     head = ["process", "computing (s)", "waiting (s)", "waited for"]
     rows = [
         [
-            times["process"],
+            printable(times["process"]),
             f"{times['computing_s']:.2f}",
             f"{times['waiting_s']:.2f}",
-            "; ".join(f"{seconds:.2f} s {name}" for name, seconds in list(times["waited_for"].items())[:MOST_NAMED]),
+            "; ".join(
+                f"{seconds:.2f} s {printable(name)}" for name, seconds in list(times["waited_for"].items())[:MOST_NAMED]
+            ),
         ]
         for times in report["processes"]
     ]

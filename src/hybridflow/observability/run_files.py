@@ -18,6 +18,13 @@ ROLLOUT_TEXTS = ("prompt_id", "data_source", "finish_reason", "failed")
 """What a row of rollouts.jsonl or samples.jsonl has as text."""
 
 
+MAX_STEP = 2**53
+"""Integers above are not exact as floats."""
+
+MAX_DEPTH = 100
+"""Lists and objects inside each other in run.json."""
+
+
 def read_starts(directory: Path) -> list[dict[str, Any]]:
     """Return the starts in `run.json` of a run directory, oldest first; raises CheckpointError if it is damaged."""
     file = directory / "run.json"
@@ -26,7 +33,11 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
         starts = json.loads(file.read_text(encoding="utf-8"))["starts"] if file.exists() else []
         if not isinstance(starts, list):
             raise TypeError(f"starts is a {type(starts).__name__}, not a list")
+        if _depth(starts) > MAX_DEPTH:
+            raise ValueError(f"values are nested more than {MAX_DEPTH} times")
         return starts
+    except OSError as error:
+        raise DataError(f"'{file}' cannot be read: {error}.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"'{file}' is damaged ({error}); move it out of the directory to continue.") from error
 
@@ -102,11 +113,21 @@ class RunFiles:
         except OSError as error:
             raise DataError(f"'{file}' cannot be read: {error}.") from error
         for i, row in enumerate(rows, start=1):
-            if name != RECOVERIES and not isinstance(row.get("step"), int):
+            step = row.get("step")
+            if name != RECOVERIES and not (isinstance(step, int) and abs(step) <= MAX_STEP):
                 raise DataError(f"{file}, line {i}: the row has no integer step; remove the line or the file.")
             if is_valid and not is_valid(row):
                 raise DataError(f"{file}, line {i}: expected {expected}; remove the line or the file.")
         return rows
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and objects are inside each other, at most MAX_DEPTH + 1."""
+    level, depth = [value], 0
+    while (level := [each for each in level if isinstance(each, list | dict)]) and depth <= MAX_DEPTH:
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+    return depth
 
 
 def _are_numbers(row: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Findings about speed: padding, idle processes, and token budgets that are too small."""
 
-from hybridflow.observability.advice.evidence import Evidence
+from hybridflow.observability.advice.evidence import MAX_STEPS, Evidence
 from hybridflow.observability.advice.finding import Change, Finding, Seen, instead, mean_above, times, unless
 
 
@@ -9,7 +9,7 @@ def _num_ranks(evidence: Evidence) -> int:
     pools, roles = evidence.config["placement.pools"], evidence.config["placement.roles"]
     if not pools:
         return evidence.config["controller.num_workers"]
-    return sum(pools[roles.get("actor_rollout", next(iter(pools)))])
+    return max(1, sum(pools.get(roles.get("actor_rollout", next(iter(pools))), ())))
 
 
 def _micro_batches(evidence: Evidence, threshold: float) -> Seen | None:
@@ -18,9 +18,7 @@ def _micro_batches(evidence: Evidence, threshold: float) -> Seen | None:
     if tokens is None or not isinstance(budget, int):
         return None
     if evidence.names("actor/loss"):
-        tokens /= config["data.train_batch_size"] // (
-            config["actor.mini_batch_size"] or config["data.train_batch_size"]
-        )
+        tokens /= max(1, config["data.train_batch_size"] // (config["actor.mini_batch_size"] or MAX_STEPS))
     count = tokens / budget / _num_ranks(evidence)
     if not count > threshold:
         return None

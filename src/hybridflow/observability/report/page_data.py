@@ -20,6 +20,9 @@ MAX_SAMPLES = 2000
 MAX_CHARS = 2_000_000
 """Characters of a text in the page; a longer one is cut there, and says so."""
 
+MAX_DEPTH = 50
+"""Lists and objects inside each other in the page."""
+
 NUMBERS = ("score", "length", "staleness")
 
 
@@ -76,8 +79,8 @@ def _rollouts(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for row in rows:
         count = len(row["score"])
         columns["step"] += [row["step"]] * count
-        columns["row"] += row.get("row", range(count))
-        columns["group"] += row.get("group", [-1] * count)
+        columns["row"] += map(_number, row.get("row", range(count)))
+        columns["group"] += map(_number, row.get("group", [-1] * count))
         for name in NUMBERS:
             columns[name] += map(_number, row.get(name, [None] * count))
         for name in ROLLOUT_TEXTS:
@@ -120,12 +123,14 @@ def _kept(samples: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [samples[row] for row in sorted(list(dict.fromkeys(order))[:MAX_SAMPLES])]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value of a file without numbers that JSON lacks, and with texts cut to MAX_CHARS."""
+    if isinstance(value, dict | list) and depth == MAX_DEPTH:
+        return f"cut: nested more than {MAX_DEPTH} times"
     if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
+        return {str(name): _plain(inner, depth + 1) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_plain(inner, depth + 1) for inner in value]
     if isinstance(value, str):
         return _text(value)
     return str(value) if _is_not_finite(value) else value
