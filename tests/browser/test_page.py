@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from fixtures.report_runs import HOSTILE, write_run
 from hybridflow.observability.report import write_report
+from hybridflow.observability.report.live import LiveServer
 from hybridflow.observability.run_files import RunFiles
 
 pytestmark = pytest.mark.browser
@@ -261,6 +263,38 @@ def test_axe_finds_nothing_serious(open_page, pages, scheme):
     show(page, "rollouts")
     page.locator("#responses td.response .link").last.click()
     assert serious() == []
+
+
+def test_metrics_with_names_of_javascript_are_drawn(open_page, tmp_path):
+    runs = [write_run(tmp_path / name, steps=3) for name in ("first", "second")]
+    rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    names = {"constructor": 1.0, "__proto__": 2.0, "toString": 3.0}
+    (runs[0] / "metrics.jsonl").write_text("".join(f"{json.dumps(row | names)}\n" for row in rows))
+    write_report([RunFiles(run) for run in runs], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    show(page, "curves")
+    expect(page.locator(".chart")).to_have_count(len(rows[0] | names) - 1)
+    expect(page.locator(".chart canvas")).to_have_count(len(rows[0] | names) - 1)
+
+
+def test_a_step_between_the_page_and_its_first_data_is_shown(open_page, tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    with LiveServer([run], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        make = server.page
+
+        def page_before_a_step():
+            page = make()
+            append_step(run, 4)
+            return page
+
+        server.page = page_before_a_step
+        page = open_page(server.address)
+        expect(page.locator("#state")).to_have_text("live: step 4, finished")
+        show(page, "rollouts")
+        expect(page.locator("#count")).to_have_text("26 of 26 responses")
+        page.close()
+        server.shutdown()
 
 
 def test_a_live_page_follows_the_run(open_page, tmp_path):

@@ -50,7 +50,7 @@ function lazyChart(name) {
 }
 
 function drawChart(box, name) {
-  const shown = runs.filter((run) => name in run.curves.values);
+  const shown = runs.filter((run) => Object.hasOwn(run.curves.values, name));
   const steps = [...new Set(shown.flatMap((run) => run.curves.steps))].sort((a, b) => a - b);
   const places = new Map(steps.map((step, place) => [step, place]));
   const data = [steps], series = [{ label: "step" }];
@@ -67,7 +67,7 @@ function drawChart(box, name) {
       value: (_, value) => formatNumber(value) });
   }
   keepZoom(drawPlot(box, data, series, chosen.axis === "log"), name);
-  box.append(...shown.filter((run) => run.curves.not_finite[name]).map((run) =>
+  box.append(...shown.filter((run) => Object.hasOwn(run.curves.not_finite, name)).map((run) =>
     make("p", { class: "note error" }, `${run.name}: not finite at step ${run.curves.not_finite[name].slice(0, 5).join(", ")}`)));
 }
 

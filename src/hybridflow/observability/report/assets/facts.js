@@ -4,7 +4,7 @@
 function showOverview(main) {
   for (const run of runs) {
     const { steps, values } = run.curves, last = steps.length - 1;
-    const figure = (name) => (name in values ? values[name].findLast((value) => value !== null) ?? "–" : "–");
+    const figure = (name) => (Object.hasOwn(values, name) ? values[name].findLast((value) => value !== null) ?? "–" : "–");
     addAll(main, make("h2", {}, make("span", { class: "swatch", style: { background: run.color } }), run.name),
       table(`figures of ${run.name}`, ["state", "step", "of", "score", "accuracy of validation", "response length", "seconds a step", "responses", "kept"], [[
         run.state, last >= 0 ? steps[last] : 0, run.total_steps || "–", figure("critic/score/mean"), figure("val/accuracy"), figure("response_length/mean"),

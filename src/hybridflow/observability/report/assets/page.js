@@ -84,10 +84,8 @@ async function follow(version) {
     if (answer.status === 200) {
       next = answer.headers.get("ETag");
       const data = await answer.json();
-      if (version !== null) {
-        useData(data);
-        if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select"))) show();
-      }
+      useData(data);  // also the first time: files may have changed since the page was made
+      if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select"))) show();
     }
     if (answer.status === 200 || answer.status === 304) state.textContent = `live: ${runs.map((run) => `step ${run.curves.steps.at(-1) ?? 0}, ${run.state}`).join("; ")}`;
     else state.textContent = `the run cannot be read: ${await answer.text()}`;

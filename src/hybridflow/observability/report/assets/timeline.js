@@ -29,7 +29,7 @@ function showStages(main, run) {
     const rows = values[name].slice(last), known = rows.filter((value) => value !== null);
     return known.length ? known.reduce((sum, value) => sum + value, 0) / rows.length : null;
   };
-  const whole = "timing_s/step" in values ? mean("timing_s/step") : null;
+  const whole = Object.hasOwn(values, "timing_s/step") ? mean("timing_s/step") : null;
   if (!whole) return;
   const stages = Object.keys(values).filter((name) => name.startsWith("timing_s/") && name !== "timing_s/step")
     .map((name) => [name.slice("timing_s/".length), mean(name)]).filter(([, value]) => value !== null).sort((a, b) => b[1] - a[1]);
