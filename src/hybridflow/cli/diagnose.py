@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybridflow.cli.aligned import printable
 from hybridflow.cli.steps_argument import add_steps
 from hybridflow.errors import DataConfigError
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
         return 0
     for each in advice:
-        print("\n".join(_lines(each)), end="\n\n")
+        print("\n".join(map(printable, _lines(each))), end="\n\n")
     first, last = evidence.steps
     steps = f"steps {first} to {last}" if evidence.recent else "no step yet"
     print(

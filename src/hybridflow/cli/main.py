@@ -7,7 +7,6 @@ A command's module is imported only when it runs, so that `hybridflow --help` is
 
 import argparse
 import gc
-import io
 import os
 import re
 import sys
@@ -111,8 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     permissions of a file is raised, with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # files may have characters that the terminal lacks, or half ones
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with sigterm_interrupts():
             status = _run(arguments)
