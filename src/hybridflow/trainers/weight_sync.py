@@ -156,8 +156,8 @@ class BetweenPools:
     def _sync(self, announced: Announcement) -> dict[str, float]:
         """Send the weights; return the metrics of their check.
 
-        From the first bucket to the check, nothing waits for a result, which over a slow link is a round trip. At most
-        IN_FLIGHT buckets are unread.
+        After the start, only the oldest bucket is waited for while IN_FLIGHT later ones are unread, and then the check:
+        over a slow link each wait is a round trip.
         """
         self._rollout.receive_weights(WeightReceiver.start, announced)
         send, receive, backend = self._send, self._receive, self._trainer.backend
