@@ -14,6 +14,15 @@ def test_the_page_is_written_into_the_first_run_or_the_named_file(capsys, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])
+def test_a_page_does_not_go_through_a_link(capsys, tmp_path):
+    run, other = write_run(tmp_path / "run", steps=1), tmp_path / "other"
+    other.write_text("precious")
+    (run / "report.html").symlink_to(other)
+    assert main(["report", str(run)]) == 2
+    assert "report.html' is a symbolic link" in capsys.readouterr().err
+    assert other.read_text() == "precious"
+
+
 def test_what_is_not_a_run_is_an_error(command, capsys, tmp_path):
     assert main([command, str(tmp_path)]) != 0
     assert "is not the directory of a run: it has no run.json" in capsys.readouterr().err

@@ -46,6 +46,13 @@ def test_the_table_has_the_workers_and_the_nodes(run, capsys):
     )
 
 
+def test_a_step_that_is_not_an_integer_is_an_error(run, capsys):
+    trace = run / "trace" / "calls.jsonl"
+    trace.write_text(trace.read_text() + '{"step": 1.5}\n')
+    assert main(["report-performance", str(run)]) == 1
+    assert "the row has no integer step; remove the line or the file" in capsys.readouterr().err
+
+
 def test_the_report_of_some_steps_is_that_of_their_events(run, capsys):
     assert main(["report-performance", str(run), "--json", "--steps", "2"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -116,7 +116,6 @@ def test_a_missing_directory_is_an_error_that_names_it(tmp_path, monkeypatch):
         run_program(b"", LIMITS)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of other tests' threads
 def test_too_many_open_files_are_an_error_of_the_scorer(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run_program(b"", LIMITS)  # opens what stays open

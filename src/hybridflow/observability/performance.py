@@ -4,7 +4,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import DataConfigError
+from hybridflow.errors import DataConfigError, DataError
 from hybridflow.observability.jsonl import read_jsonl
 from hybridflow.observability.trace import TRACE_FILE, trace_event, transfer_report
 
@@ -18,7 +18,11 @@ def performance_report(run_dir: str | Path, steps: Container[Any] = ALL_STEPS) -
     or a damaged one.
     """
     file = Path(run_dir) / TRACE_FILE
-    rows = [row for row in read_jsonl(file) if row.get("step") in steps]
+    rows = read_jsonl(file)
+    for i, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise DataError(f"{file}, line {i}: the row has no integer step; remove the line or the file.")
+    rows = [row for row in rows if row["step"] in steps]
     if not rows:
         raise DataConfigError(f"'{file}' has no event of these steps; metrics.jsonl of the run shows its steps.")
     numbers = [row["step"] for row in rows]

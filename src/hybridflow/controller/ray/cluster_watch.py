@@ -4,6 +4,7 @@ Ray ends the process a minute after the death of the GCS, in native code, withou
 """
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -117,9 +118,15 @@ def _is_stopped(pid: int | None) -> bool:
 
 
 def _accepts(address: tuple[str, int] | str) -> bool:
-    """Return whether a service listens on HOST and PORT or on a unix socket."""
+    """Return whether a service listens on HOST and PORT or on a unix socket; True if this process has no free file."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    with contextlib.closing(socket.socket(family)) as probe:
+    try:
+        unconnected = socket.socket(family)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return True  # the service cannot be asked, which says nothing of it
+    with contextlib.closing(unconnected) as probe:
         probe.settimeout(PROBE_EVERY_S)
         try:
             probe.connect(address)

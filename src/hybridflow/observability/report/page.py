@@ -16,7 +16,7 @@ from typing import Any
 from hybridflow.errors import DataConfigError
 from hybridflow.observability.report.page_data import page_data
 from hybridflow.observability.run_files import RunFiles
-from hybridflow.runtime import require_regular_file, write_text_atomically
+from hybridflow.runtime import require_plain_file, write_text_atomically
 
 SCRIPTS = (
     "uPlot.iife.min.js",
@@ -40,7 +40,7 @@ def write_report(runs: Sequence[RunFiles], output: Path) -> int:
     """Write the page of some runs to a file and return its size in bytes; raises DataConfigError if that fails."""
     page = make_page(page_data(runs))
     try:
-        require_regular_file(output)
+        require_plain_file(output)  # a link could lead to any file
         write_text_atomically(output, page)
     except OSError as error:
         raise DataConfigError(f"--output={output} cannot be written: {error}.") from error
