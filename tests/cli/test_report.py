@@ -13,7 +13,6 @@ def test_the_page_is_written_into_the_first_run_or_the_named_file(capsys, tmp_pa
     assert (tmp_path / "mine.html").is_file()
 
 
-@pytest.mark.parametrize("command", ["report", "watch"])
 def test_a_page_does_not_go_through_a_link(capsys, tmp_path):
     run, other = write_run(tmp_path / "run", steps=1), tmp_path / "other"
     other.write_text("precious")
@@ -23,6 +22,7 @@ def test_a_page_does_not_go_through_a_link(capsys, tmp_path):
     assert other.read_text() == "precious"
 
 
+@pytest.mark.parametrize("command", ["report", "watch"])
 def test_what_is_not_a_run_is_an_error(command, capsys, tmp_path):
     assert main([command, str(tmp_path)]) != 0
     assert "is not the directory of a run: it has no run.json" in capsys.readouterr().err
