@@ -16,6 +16,10 @@ def test_a_pinned_copy_has_the_contents_though_its_source_is_changed(gpu):
     assert [int(copy.unique()) for copy in copies] == expected
 
 
+def test_an_expanded_tensor_arrives_with_its_contents(gpu):
+    assert to_device(torch.arange(3).expand(2, 3), gpu).tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
 def test_rows_arrive_on_the_device_with_their_contents(rollout_rows, gpu):
     rows = rollout_rows([3, 1, 5, 2], [4, 6, 1, 3])
     moved = rows_to_device(rows, gpu)

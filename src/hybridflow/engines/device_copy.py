@@ -9,7 +9,8 @@ from hybridflow.protocol import DataProto
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on the device. On CUDA the copy is made from pinned memory, beside other work of the device."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        # An expanded tensor, several of whose elements share memory, cannot be pinned.
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 

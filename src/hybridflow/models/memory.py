@@ -297,7 +297,9 @@ class _Head:
         b, entries = layout.width, -(-sizes.shape.vocab_size // layout.tensor)
         tokens = min(counted, max(1, layout.max_logits // entries))
         in_slices, is_cast = entries > SLICE, b < 4
-        one = tokens * min(entries, SLICE) * 4
+        # Compiled log-probs of a whole vocabulary have their float32 values in registers only.
+        is_fused = layout.kernels == "compiled" and layout.tensor == 1
+        one = 0 if is_fused else tokens * min(entries, SLICE) * 4
         gradient = 0 if layout.lora_rank else entries * sizes.shape.hidden_size * b
         return cls(
             logits=tokens * entries * b,
