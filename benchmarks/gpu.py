@@ -2,8 +2,8 @@
 
 Parts (each below 8 minutes on an H200 by design; not measured yet):
 
-mfu         MFU of an update in bfloat16, 4,096 tokens per sequence, as a share of a measured matrix product; peak
-            memory beside the estimate of hybridflow.models.training_memory
+mfu         MFU of an update in bfloat16, 4,096 tokens per sequence, 16,384 per micro-batch, as a share of a measured
+            matrix product; peak memory beside the estimate of hybridflow.models.training_memory
 generation  tokens per second of 256 sequences against `generate` of transformers, and the bound of memory bandwidth
 step        seconds of a GRPO step of a Llama with the sizes of 0.5B against TRL's, if the environment of
             `make bench-grpo_step` is there
@@ -50,12 +50,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "host_offload": {"compile": True, "gradient_checkpointing": True, "offload": "host"},
 }
 SIZES = {
-    "mfu": {"sequences": 8, "length": 4096, "prompt_len": 256},
+    "mfu": {"sequences": 8, "length": 4096, "prompt_len": 256, "micro_batch": 16384},
     "generation": {"sequences": 256, "prompt_len": 128, "new_tokens": 256},
     "step": {"prompts_per_step": 8, "group_size": 8, "prompt_len": 128, "new_tokens": 512, "accumulation": 8},
 }
 SMOKE_SIZES = {
-    "mfu": {"sequences": 1, "length": 32, "prompt_len": 8},
+    "mfu": {"sequences": 2, "length": 32, "prompt_len": 8, "micro_batch": 32},
     "generation": {"sequences": 4, "prompt_len": 8, "new_tokens": 4},
     "step": {"prompts_per_step": 2, "group_size": 2, "prompt_len": 8, "new_tokens": 4, "accumulation": 1},
 }

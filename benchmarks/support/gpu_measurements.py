@@ -32,16 +32,17 @@ Figures = dict[str, float | None]
 def update(path: Path, sizes: dict[str, int], repeats: int, setting: dict[str, Any]) -> Figures:
     """Measure an update: tokens per second, MFU, peak memory and its estimate.
 
-    `sizes`: sequences of a step, their length, and the prompt's part of it.
+    `sizes`: sequences of a step, their length, the prompt's part of it, and the tokens of a micro-batch.
     """
     settings = dict(setting)
     offload = settings.pop("offload", None)
     length, prompt_len, sequences = sizes["length"], sizes["prompt_len"], sizes["sequences"]
+    tokens = min(sizes["micro_batch"], sequences * length)
     engine = TorchEngine(
         str(path),
         "policy",
         model=ModelConfig(path=str(path), dtype="bfloat16", **settings),
-        memory=MemoryConfig(max_tokens_per_micro_batch=length, share_prompts=False),
+        memory=MemoryConfig(max_tokens_per_micro_batch=tokens, share_prompts=False),
         optimizer=OptimizerConfig(lr=1e-6),
         offload=offload,
     )
@@ -67,7 +68,7 @@ def update(path: Path, sizes: dict[str, int], repeats: int, setting: dict[str, A
     )
     sizes_of_model = model_sizes(path)
     assert sizes_of_model is not None, "Qwen2 has a fused pass"
-    estimate = training_memory(sizes_of_model, layout, length, length - prompt_len)
+    estimate = training_memory(sizes_of_model, layout, tokens, tokens // length * (length - prompt_len))
     flops = training_flops(shape, [length] * sequences)
     return {
         "tokens_per_s": sequences * length / seconds,
