@@ -89,6 +89,15 @@ def show(page, tab):
     page.wait_for_selector(f"#tab-{tab}[aria-selected=true]")
 
 
+def wait_until(page, expression):
+    """Wait until an expression is true; the page's policy forbids `page.wait_for_function`."""
+    for _ in range(300):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(f"{expression} is not true after 30 s")
+
+
 def test_every_part_opens(open_page, pages):
     page = open_page(pages["one"])
     assert page.inner_text("h1") == "first"
@@ -275,6 +284,62 @@ def test_metrics_with_names_of_javascript_are_drawn(open_page, tmp_path):
     show(page, "curves")
     expect(page.locator(".chart")).to_have_count(len(rows[0] | names) - 1)
     expect(page.locator(".chart canvas")).to_have_count(len(rows[0] | names) - 1)
+
+
+def test_a_chosen_part_of_a_curve_is_kept_and_colors_follow_the_scheme(open_page, pages):
+    page = open_page(pages["one"])
+    page.evaluate(
+        "() => { const draw = drawPlot; window.plots = []; drawPlot = (...of) => plots[plots.push(draw(...of)) - 1]; }"
+    )
+    show(page, "curves")
+    page.fill("input[type=search]", "timing_s/step")
+    expect(page.locator(".chart canvas")).to_have_count(1)
+
+    def of_newest(expression):
+        return page.evaluate(f"() => (plot => {expression})(plots.at(-1))")
+
+    assert of_newest("plot.scales.x.max") == 40
+    box = page.locator(".chart .u-over").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 4, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, middle, steps=5)
+    page.mouse.up()
+    chosen, drawn = of_newest("[plot.scales.x.min, plot.scales.x.max]"), page.evaluate("plots.length")
+    assert chosen == pytest.approx([10.75, 20.5], abs=1)
+    page.get_by_label("smoothing").fill("0.5")
+    wait_until(page, f"plots.length > {drawn}")
+    assert of_newest("[plot.scales.x.min, plot.scales.x.max]") == pytest.approx(chosen, abs=0.1)
+    light, drawn = of_newest("plot.axes[0].stroke()"), page.evaluate("plots.length")
+    page.emulate_media(color_scheme="dark")
+    wait_until(page, f"plots.length > {drawn}")
+    assert of_newest("plot.axes[0].stroke()") != light
+
+
+def test_axes_have_round_numbers_and_a_constant_is_in_the_middle(open_page, pages):
+    page = open_page(pages["one"])
+    assert page.evaluate("rangeOfValues(null, 5, 5)") == [4.5, 5.5]
+    assert page.evaluate("rangeOfValues(null, 0, 0)") == [-1, 1]
+    assert page.evaluate("rangeOfValues(null, null, null)") == [0, 1]
+    assert page.evaluate("[0.30000000000000004, 1000000, 1e-7].map(formatNumber)") == ["0.3", "1000000", "1.00e-7"]
+
+
+def test_an_error_of_drawing_does_not_end_a_live_page(open_page, tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    with LiveServer([run], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = open_page(server.address)
+        expect(page.locator("#state")).to_have_text("live: step 3, finished")
+        page.evaluate(
+            "() => { window.addEventListener('unhandledrejection', (event) => event.preventDefault());"
+            "  const draw = show; show = () => { show = draw; throw new Error('drawing'); }; }"
+        )
+        append_step(run, 4)
+        wait_until(page, "runs[0].curves.steps.at(-1) === 4")
+        append_step(run, 5)
+        expect(page.locator("#state")).to_have_text("live: step 5, finished")
+        page.close()
+        server.shutdown()
 
 
 def test_a_step_between_the_page_and_its_first_data_is_shown(open_page, tmp_path):

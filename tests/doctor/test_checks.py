@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from hybridflow.doctor import programs, run_checks, run_directory, versions
+from hybridflow.doctor import machine, programs, run_checks, run_directory, versions
 from hybridflow.doctor.devices import check_devices
 from hybridflow.doctor.machine import check_open_files, check_shared_memory, check_temporary_files
 from hybridflow.doctor.network import VARIABLE, check_host_name, check_ports
@@ -74,6 +74,15 @@ def test_little_shared_memory_and_few_files_are_warnings(tmp_path):
     assert check_temporary_files(least=2**60).state == "warning"
 
 
+def test_a_temporary_directory_that_is_missing_or_full_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    finding = check_temporary_files(least=1)
+    assert (finding.state, f"TMPDIR={tmp_path}/none does not exist" in finding.text) == ("warning", True)
+    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: "/dev/full")
+    assert check_temporary_files().state == "error"
+    assert [finding.name for finding in run_checks(tmp_path)] == ["temporary files"]
+
+
 @pytest.mark.parametrize(("hard", "state"), [(4096, "ok"), (1_048_576, "ok"), (2048, "warning")])
 def test_ray_raises_a_soft_limit_of_open_files(monkeypatch, hard, state):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
@@ -90,6 +99,8 @@ def test_a_directory_of_runs_is_written_renamed_and_locked(tmp_path):
 def test_a_directory_that_cannot_hold_runs_says_why(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     assert check_run_directory(tmp_path / "file" / "runs").text == f"'{tmp_path}/file' is not a directory"
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    assert check_run_directory(tmp_path / "link").text == f"'{tmp_path}/link' is not a directory"
     assert check_run_directory(tmp_path, least_free=2**60).state == "warning"
     monkeypatch.setattr(run_directory, "_can_lock", lambda _: False)
     assert "has no locks" in check_run_directory(tmp_path).text

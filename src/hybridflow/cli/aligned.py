@@ -1,4 +1,4 @@
-"""Lines of aligned columns, for tables on a terminal, and text from files that a terminal must not obey."""
+"""Lines of aligned columns, for tables on a terminal."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,3 @@ def aligned(rows: Sequence[Sequence[str]], *, ends_with_text: bool = False) -> l
             cells[-1] = row[-1]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def printable(text: str) -> str:
-    """Return a text in one line, with control characters, changes of direction and broken UTF-8 as escapes."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.aligned import printable
 from hybridflow.cli.steps_argument import add_steps
 from hybridflow.errors import DataConfigError
+from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
     from hybridflow.observability.advice.find import Advice

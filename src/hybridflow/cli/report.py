@@ -18,8 +18,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the page."""
     from hybridflow.observability.report import write_report
     from hybridflow.observability.run_files import RunFiles
+    from hybridflow.runtime.printable import printable
 
     output = args.output or args.runs[0] / "report.html"
     size = write_report([RunFiles(path) for path in args.runs], output)
-    print(f"report: {output} ({size / 1e6:.1f} MB); open it in a browser")
+    print(f"report: {printable(output)} ({size / 1e6:.1f} MB); open it in a browser")
     return 0

@@ -11,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.aligned import aligned, printable
+from hybridflow.cli.aligned import aligned
 from hybridflow.cli.json_text import json_text
 from hybridflow.errors import DataConfigError
+from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
     from hybridflow.observability.run_table import RunRow

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.cli.aligned import aligned, printable
-from hybridflow.cli.output_file import write_output
+from hybridflow.cli.aligned import aligned
 from hybridflow.cli.steps_argument import add_steps
 from hybridflow.errors import DataConfigError
+from hybridflow.runtime.printable import printable
 
 if TYPE_CHECKING:
     from hybridflow.observability.run_files import RunFiles
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print critical paths and waits; write the Chrome trace."""
+    from hybridflow.observability.derived_file import write_derived_file
     from hybridflow.observability.run_files import RunFiles
     from hybridflow.observability.timeline import chrome_trace
 
@@ -50,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
     report = _report(files, steps)
     print(json.dumps(report, indent=1) if args.json else "\n".join(_lines(report)))
     if args.output:
-        write_output(args.output, json.dumps(chrome_trace({step: files.events[step] for step in steps})) + "\n")
+        trace = json.dumps(chrome_trace({step: files.events[step] for step in steps}))
+        write_derived_file(args.output, trace + "\n", [files])
         if not args.json:
-            print(f"\ntrace: {args.output}; open it at https://ui.perfetto.dev, which reads it from disk")
+            print(f"\ntrace: {printable(args.output)}; open it at https://ui.perfetto.dev, which reads it from disk")
     return 0
 
 

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM."""
     from hybridflow.observability.report.live import LiveServer
     from hybridflow.observability.run_files import RunFiles
+    from hybridflow.runtime.printable import printable
 
     for path in args.runs:
         RunFiles(path)  # a directory that is not a run is an error now, not in the browser
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--port={args.port} cannot be used: {error}; choose another one.") from error
     with server:
-        print(f"watching {', '.join(map(str, args.runs))} at {server.address} (Ctrl-C ends it)", flush=True)
+        print(f"watching {', '.join(map(printable, args.runs))} at {server.address} (Ctrl-C ends it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -576,6 +576,8 @@ def _profile(config: Config) -> Iterator[str]:
             f"trainer.profile_steps has step {max(how.profile_steps)}, but trainer.total_steps={how.total_steps} ends "
             "the run before; name earlier steps, or raise total_steps"
         )
+    if how.profile_steps and not how.profile_ranks:
+        yield "trainer.profile_ranks=[] profiles no rank of the steps in trainer.profile_steps; name ranks, such as [0]"
     largest = max(ranks_of(config, role) for role in training_roles(config)) - 1
     if how.profile_ranks and max(how.profile_ranks) > largest:
         yield (

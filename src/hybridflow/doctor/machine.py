@@ -1,5 +1,6 @@
 """Shared memory, open files and the temporary directory of this machine."""
 
+import os
 import resource
 import shutil
 import tempfile
@@ -17,6 +18,9 @@ LEAST_OPEN_FILES = 4096
 
 RAISED_BY_RAY = 65536
 """Open files up to which Ray raises the limit of its processes, if the hard limit allows it."""
+
+WRITTEN = 2**20
+"""Bytes that are written for a trial."""
 
 LEAST_TEMPORARY = 2**30
 """Bytes for the logs of Ray and the files of reward processes."""
@@ -51,10 +55,18 @@ def check_temporary_files(least: int = LEAST_TEMPORARY) -> Finding:
     """Report the free space of the temporary directory."""
     try:
         directory = tempfile.gettempdir()
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(WRITTEN))
     except OSError as error:
-        return Finding("temporary files", "error", str(error), "set TMPDIR to a directory that can be written")
+        fix = "free space there, or set TMPDIR to a directory that can be written"
+        return Finding("temporary files", "error", f"nothing can be written: {error}", fix)
     free = shutil.disk_usage(directory).free
     text = f"{describe_bytes(free)} free in {directory}"
+    wanted = os.environ.get("TMPDIR", directory)
+    if not os.path.isdir(wanted):
+        return Finding(
+            "temporary files", "warning", f"{text}; TMPDIR={wanted} does not exist", "create it, or unset it"
+        )
     if free < least:
         return Finding("temporary files", "warning", text, "free space there, or set TMPDIR to another disk")
     return Finding("temporary files", "ok", text)

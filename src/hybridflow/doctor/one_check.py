@@ -14,7 +14,6 @@ CHECKS = {
     "devices": "devices:check_devices",
     "shared memory": "machine:check_shared_memory",
     "open files": "machine:check_open_files",
-    "temporary files": "machine:check_temporary_files",
     "run directory": "run_directory:check_run_directory",
     "host name": "network:check_host_name",
     "ports": "network:check_ports",

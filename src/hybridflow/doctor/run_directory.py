@@ -17,7 +17,7 @@ NAME = "run directory"
 
 def check_run_directory(directory: Path, least_free: int = LEAST_FREE) -> Finding:
     """Write, rename and lock a file in the nearest directory that exists."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
         return Finding(NAME, "error", f"'{existing}' is not a directory", "name another one by --dir")
     try:

@@ -10,6 +10,7 @@ from hybridflow.errors import CheckpointError, DataConfigError, DataError
 from hybridflow.observability.jsonl import read_jsonl
 from hybridflow.observability.trace import TRACE_FILE, TraceEvent, trace_event
 from hybridflow.runtime import require_plain_file
+from hybridflow.runtime.printable import printable
 
 METRICS, SAMPLES, ROLLOUTS = "metrics.jsonl", "samples.jsonl", "rollouts.jsonl"
 RECOVERIES = "recoveries.jsonl"
@@ -56,8 +57,8 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """The name of the directory."""
-        return self.path.resolve().name
+        """The name of the directory, with what is not text in it as escapes."""
+        return printable(self.path.resolve().name)
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
@@ -99,8 +100,12 @@ class RunFiles:
     def events(self) -> dict[int, list[TraceEvent]]:
         """The events of the trace by step; step 0 is the start."""
         events: dict[int, list[TraceEvent]] = {}
-        for row in self._rows(TRACE_FILE):
-            events.setdefault(row["step"], []).append(trace_event(row))
+        for i, row in enumerate(self._rows(TRACE_FILE), start=1):
+            try:
+                event = trace_event(row)
+            except DataError as error:
+                raise DataError(f"{self.path / TRACE_FILE}, line {i}: {error}") from error
+            events.setdefault(row["step"], []).append(event)
         return events
 
     def _rows(

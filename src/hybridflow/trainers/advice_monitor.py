@@ -7,6 +7,7 @@ from hybridflow.config import Config, leaf_keys
 from hybridflow.observability import get_logger
 from hybridflow.observability.advice.evidence import Evidence
 from hybridflow.observability.advice.find import advice_from
+from hybridflow.runtime.printable import printable
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
 logger = get_logger(__name__)
@@ -48,7 +49,7 @@ class AdviceMonitor:
         for advice in advice_from(evidence, at_first_step=not is_whole):
             if self._logged.get(advice.name) != number:
                 self._logged[advice.name] = number
-                logger.warning("%s", advice.line)
+                logger.warning("%s", printable(advice.line))
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which the run makes again."""

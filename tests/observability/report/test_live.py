@@ -1,10 +1,12 @@
 import http.client
 import json
+import socket
 import threading
 
 import pytest
 
 from fixtures.report_runs import write_run
+from hybridflow.observability.report import live
 from hybridflow.observability.report.live import LOOPBACK, LiveServer
 
 
@@ -73,6 +75,34 @@ def test_a_damaged_file_is_reported_and_the_server_goes_on(ask, run):
     assert "metrics.jsonl, line 1" in problem
     (run / "metrics.jsonl").write_text(text)
     assert ask("/data.json")[0] == 200
+
+
+def test_a_file_that_cannot_be_read_is_reported(ask, run):
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    for path in ("/data.json", "/"):
+        status, _, problem = ask(path)
+        assert (status, "metrics.jsonl" in problem) == (409, True)
+
+
+def test_an_error_of_the_page_is_an_answer_and_is_logged(ask, monkeypatch, caplog):
+    monkeypatch.setattr(live, "page_data", lambda runs: 1 / 0)
+    status, _, problem = ask("/data.json")
+    assert (status, problem) == (500, "ZeroDivisionError('division by zero'); hybridflow watch has printed more")
+    assert "Traceback" in caplog.text
+
+
+def test_a_connection_that_asks_nothing_is_closed(run, monkeypatch):
+    monkeypatch.setattr(live._Handler, "timeout", 0.2)
+    with LiveServer([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with socket.create_connection((LOOPBACK, server.server_port), timeout=30) as connection:
+                assert connection.recv(1) == b""
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_the_server_listens_on_loopback_only(run):

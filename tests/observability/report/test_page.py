@@ -14,7 +14,7 @@ from hybridflow.observability.run_files import RunFiles
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     run = write_run(tmp_path_factory.mktemp("page") / "<b>run", texts=list(HOSTILE.values()))
-    return make_page(page_data([RunFiles(run)]))
+    return make_page([RunFiles(run).name], to_page_json(page_data([RunFiles(run)])))
 
 
 def test_the_only_script_is_the_one_that_the_policy_names(page):
@@ -57,3 +57,29 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
         with pytest.raises(HybridFlowError, match=r"--output=.* cannot be written"):
             write_report(runs, output)
     assert write_report(runs, tmp_path / "report.html") == (tmp_path / "report.html").stat().st_size > 50_000
+
+
+def test_no_file_of_a_run_is_replaced(tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    kept = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert "metrics.jsonl" in {path.name for path in kept}
+    for path in kept:
+        with pytest.raises(HybridFlowError, match=rf"--output={path} is a file of the run"):
+            write_report([RunFiles(run)], path)
+    assert {path: path.read_bytes() for path in kept} == kept
+    for _ in range(2):  # a page, and a file outside of the run, may be replaced
+        write_report([RunFiles(run)], run / "report.html")
+        (tmp_path / "other.html").write_text("")
+        write_report([RunFiles(run)], tmp_path / "other.html")
+
+
+def test_the_error_of_a_missing_directory_names_the_file_that_was_asked_for(tmp_path):
+    run = RunFiles(write_run(tmp_path / "run", steps=1))
+    with pytest.raises(HybridFlowError, match=r"missing/a\.html cannot be written: No such file or directory\.$"):
+        write_report([run], tmp_path / "missing" / "a.html")
+
+
+def test_a_name_that_is_not_utf_8_is_shown_with_escapes(tmp_path):
+    run = write_run(tmp_path / "r\udcffn", steps=1)
+    write_report([RunFiles(run)], tmp_path / "page.html")
+    assert r"<title>r\udcffn" in (tmp_path / "page.html").read_text("utf-8")

@@ -11,15 +11,24 @@ from threading import Lock
 from typing import Any
 
 from hybridflow.errors import HybridFlowError
+from hybridflow.observability.log import get_logger
 from hybridflow.observability.report.page import make_page, to_page_json
 from hybridflow.observability.report.page_data import page_data
 from hybridflow.observability.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, RunFiles
 from hybridflow.observability.run_table import run_row
 from hybridflow.observability.trace import TRACE_FILE
 
+logger = get_logger(__name__)
+
 LOOPBACK = "127.0.0.1"
+Answer = tuple[HTTPStatus, str, str, str]
+"""Status, type, text, and version of the text."""
+
 HOSTS = (LOOPBACK, "localhost")
 """Names under which a browser may ask; under another one a foreign page could read the run (DNS rebinding)."""
+
+IDLE_S = 60.0
+"""Seconds after which a connection that neither asks nor reads is closed."""
 
 WATCHED = (METRICS, SAMPLES, ROLLOUTS, RECOVERIES, TRACE_FILE, "run.json")
 
@@ -34,6 +43,7 @@ class LiveServer(ThreadingHTTPServer):
 
     def __init__(self, directories: Sequence[Path], port: int) -> None:
         self._directories = directories
+        self._names = [RunFiles(directory).name for directory in directories]
         self._lock, self._version, self._json = Lock(), "", ""
         super().__init__((LOOPBACK, port), partial(_Handler, self))
 
@@ -50,7 +60,7 @@ class LiveServer(ThreadingHTTPServer):
 
     def page(self) -> str:
         """Return the page."""
-        return make_page(page_data([RunFiles(directory) for directory in self._directories]), is_live=True)
+        return make_page(self._names, self.data(self.version()), is_live=True)
 
     def data(self, version: str) -> str:
         """Return the data of the page as JSON; they are read once for each version."""
@@ -64,6 +74,7 @@ class LiveServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server_version = "hybridflow"
     sys_version = ""
+    timeout = IDLE_S
 
     def __init__(self, live: LiveServer, *args: Any) -> None:
         self._live = live
@@ -75,23 +86,27 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(
                 HTTPStatus.FORBIDDEN, "text/plain", f"ask for http://{LOOPBACK}:{self._live.server_port}/"
             )
-        answers: dict[str, Callable[[], None]] = {"/": self._send_page, "/data.json": self._send_data}
+        answers: dict[str, Callable[[], Answer]] = {"/": self._page, "/data.json": self._data}
         answer = answers.get(self.path.partition("?")[0])
         if answer is None:
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page /")
         try:
-            return answer()
-        except HybridFlowError as error:  # a damaged file: the page says so, and shows the run again when it is mended
-            return self._send(HTTPStatus.CONFLICT, "text/plain", str(error))
+            found = answer()
+        except (HybridFlowError, OSError) as error:  # the page says so, and shows the run again when it is mended
+            found = HTTPStatus.CONFLICT, "text/plain", str(error), ""
+        except Exception as error:
+            logger.exception("the page cannot be made")
+            found = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error!r}; hybridflow watch has printed more", ""
+        return self._send(*found)
 
-    def _send_page(self) -> None:
-        self._send(HTTPStatus.OK, "text/html", self._live.page())
+    def _page(self) -> Answer:
+        return HTTPStatus.OK, "text/html", self._live.page(), ""
 
-    def _send_data(self) -> None:
+    def _data(self) -> Answer:
         version = self._live.version()
         if self.headers.get("If-None-Match") == version:
-            return self._send(HTTPStatus.NOT_MODIFIED, "", "")
-        return self._send(HTTPStatus.OK, "application/json", self._live.data(version), version)
+            return HTTPStatus.NOT_MODIFIED, "", "", ""
+        return HTTPStatus.OK, "application/json", self._live.data(version), version
 
     def _send(self, status: HTTPStatus, kind: str, text: str, version: str = "") -> None:
         body = text.encode("utf-8", errors="surrogatepass" if kind == "application/json" else "replace")

@@ -13,10 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import DataConfigError
+from hybridflow.observability.derived_file import write_derived_file
 from hybridflow.observability.report.page_data import page_data
 from hybridflow.observability.run_files import RunFiles
-from hybridflow.runtime import require_plain_file, write_text_atomically
 
 SCRIPTS = (
     "uPlot.iife.min.js",
@@ -37,24 +36,26 @@ STYLES = ("uPlot.min.css", "page.css")
 
 
 def write_report(runs: Sequence[RunFiles], output: Path) -> int:
-    """Write the page of some runs to a file and return its size in bytes; raises DataConfigError if that fails."""
-    page = make_page(page_data(runs))
-    try:
-        require_plain_file(output)  # a link could lead to any file
-        write_text_atomically(output, page)
-    except OSError as error:
-        raise DataConfigError(f"--output={output} cannot be written: {error}.") from error
+    """Write the page of some runs to a file and return its size in bytes.
+
+    Raises DataConfigError if that fails, and for a file of one of the runs that no report has written.
+    """
+    page = make_page([run.name for run in runs], to_page_json(page_data(runs)))
+    write_derived_file(output, page, runs)
     return output.stat().st_size
 
 
-def make_page(data: Mapping[str, Any], *, is_live: bool = False) -> str:
-    """Return the HTML of the page with the data of `page_data`; a live page asks its server for newer data."""
+def make_page(names: Sequence[str], data: str, *, is_live: bool = False) -> str:
+    """Return the HTML of the page of runs of these names, with data of `to_page_json`.
+
+    A live page asks its server for newer data.
+    """
     script = "\n".join(_asset(name) for name in SCRIPTS)
     return _asset("page.html").format(
-        title=_escaped(" · ".join(run["name"] for run in data["runs"])),
+        title=_escaped(" · ".join(names)),
         policy=POLICY.format(script=_sha256(script), connect="connect-src 'self'; " if is_live else ""),
         style="\n".join(_asset(name) for name in STYLES),
-        data=to_page_json(data),
+        data=data,
         live="true" if is_live else "false",
         script=script,
     )

@@ -4,6 +4,8 @@
 const TABS = [["overview", "Overview", showOverview], ["curves", "Curves", showCurves], ["rollouts", "Rollouts", showRollouts],
   ["timeline", "Timeline", showTimeline], ["configuration", "Configuration", showConfiguration], ["events", "Failures", showEvents]];
 
+const SHARE = 10;  // times as long as an answer took, until a live page asks again: large runs are asked for less often
+
 let shownTab = "";
 
 function show() {
@@ -77,22 +79,24 @@ function start() {
 
 /** Ask for newer data every two seconds; what the reader types or reads is kept, and is not disturbed meanwhile. */
 async function follow(version) {
-  const state = document.getElementById("state");
-  let next = version;
+  const state = document.getElementById("state"), asked = performance.now();
+  let next = version, data = null;
   try {
     const answer = await fetch("data.json", { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
     if (answer.status === 200) {
       next = answer.headers.get("ETag");
-      const data = await answer.json();
-      useData(data);  // also the first time: files may have changed since the page was made
-      if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select"))) show();
-    }
-    if (answer.status === 200 || answer.status === 304) state.textContent = `live: ${runs.map((run) => `step ${run.curves.steps.at(-1) ?? 0}, ${run.state}`).join("; ")}`;
-    else state.textContent = `the run cannot be read: ${await answer.text()}`;
+      data = await answer.json();
+    } else if (answer.status !== 304) state.textContent = `the run cannot be read: ${await answer.text()}`;
+    if (data || answer.status === 304) state.textContent = "";
   } catch {
     state.textContent = "the server of this page has stopped; run hybridflow watch again";
   }
-  setTimeout(() => follow(next), 2000);
+  setTimeout(() => follow(next), Math.max(2000, SHARE * (performance.now() - asked)));  // before drawing, which may fail
+  if (data) {
+    useData(data);  // also the first time: files may have changed since the page was made
+    if (chosen.sample === null && !document.getElementById("main").contains(document.activeElement?.closest("input, select"))) show();
+  }
+  if (!state.textContent) state.textContent = `live: ${runs.map((run) => `step ${run.curves.steps.at(-1) ?? 0}, ${run.state}`).join("; ")}`;
 }
 
 start();
