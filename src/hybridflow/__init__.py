@@ -9,20 +9,41 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from hybridflow.api import Run, dpo, open_run, reward_model, sft, train
     from hybridflow.config import load_config
     from hybridflow.controller import Dispatch, Execute, Worker, register
     from hybridflow.protocol import DataProto, DataProtoFuture
 
-__all__ = ["DataProto", "DataProtoFuture", "Dispatch", "Execute", "Worker", "load_config", "register"]
+__all__ = [
+    "DataProto",
+    "DataProtoFuture",
+    "Dispatch",
+    "Execute",
+    "Run",
+    "Worker",
+    "dpo",
+    "load_config",
+    "open_run",
+    "register",
+    "reward_model",
+    "sft",
+    "train",
+]
 
 _MODULES = {
     "DataProto": "hybridflow.protocol",
     "DataProtoFuture": "hybridflow.protocol",
     "Dispatch": "hybridflow.controller",
     "Execute": "hybridflow.controller",
+    "Run": "hybridflow.api",
     "Worker": "hybridflow.controller",
+    "dpo": "hybridflow.api",
     "load_config": "hybridflow.config",
+    "open_run": "hybridflow.api",
     "register": "hybridflow.controller",
+    "reward_model": "hybridflow.api",
+    "sft": "hybridflow.api",
+    "train": "hybridflow.api",
 }
 
 

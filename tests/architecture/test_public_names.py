@@ -12,6 +12,7 @@ DOCS = "\n".join(path.read_text("utf-8") for path in sorted((Path(__file__).pare
 PACKAGES = (
     "hybridflow",
     "hybridflow.algorithms",
+    "hybridflow.api",
     "hybridflow.checkpoint",
     "hybridflow.config",
     "hybridflow.controller",
@@ -48,9 +49,15 @@ def test_root_package_exports_exactly_the_designed_names():
         "DataProtoFuture",
         "Dispatch",
         "Execute",
+        "Run",
         "Worker",
+        "dpo",
         "load_config",
+        "open_run",
         "register",
+        "reward_model",
+        "sft",
+        "train",
     }
     assert set(hybridflow.__all__) <= set(dir(hybridflow))
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.cli.run_paths import absolute_paths
+from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import CheckpointConfigError, ConfigError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from hybridflow.cli.checkpoint_arguments import find_checkpoint
-from hybridflow.cli.run_paths import absolute_paths
+from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
 

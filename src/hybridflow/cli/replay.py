@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.cli.aligned import aligned
-from hybridflow.cli.run_paths import absolute_paths
+from hybridflow.config.run_paths import absolute_paths
 from hybridflow.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_without_padding: set[Path] = set()
+"""Directories of tokenizers of which this process has said so: a run loads its tokenizer several times."""
+
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken", "*.model")
 """File names, or patterns of them, that hold a tokenizer's vocabulary; a directory with a tokenizer has one."""
 
@@ -43,7 +46,9 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     eos_token_id(tokenizer, str(path))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("The tokenizer of %s has no padding token; EOS (%r) pads instead.", path, tokenizer.eos_token)
+        if path.resolve() not in _without_padding:
+            _without_padding.add(path.resolve())
+            logger.info("The tokenizer of %s has no padding token; EOS (%r) pads instead.", path, tokenizer.eos_token)
     return tokenizer
 
 

@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<4sQ")
@@ -61,10 +61,11 @@ def main() -> None:
     sys.path[:1] = [os.path.dirname(source)] if source.endswith(".py") else []
     sys.path.append(os.getcwd())
     try:
-        function = load(settings["function"], settings["loader"], settings["kwargs"], calls)
+        own = receive(samples) if settings["is_closure"] else None
+        function = load(settings["function"], own, settings["loader"], settings["kwargs"], calls)
         is_async = returns_awaitable(function)
         forms = {"takes_batches": calls.takes_batches(function), "takes_names": calls.takes_names(function)}
-        kind = {"is_async": is_async, **forms, "source": source_of(function)}
+        kind = {"is_async": is_async, **forms, "source": "" if own else source_of(function)}
     except BaseException as error:  # a user's object may fail in any of its methods
         problem = f"{WHAT} '{settings['function']}' cannot be loaded: {described(error, None)}"
         replies.send({"not_loaded": str(error) if isinstance(error, NotLoaded) else problem})
@@ -103,10 +104,20 @@ class Replies:
             os._exit(0)
 
 
-def load(name: str, loader_file: str, kwargs: Mapping[str, Any], calls: Any) -> Any:
-    """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`."""
+def load(
+    name: str, own: tuple[bytes, Sequence[str]] | None, loader_file: str, kwargs: Mapping[str, Any], calls: Any
+) -> Any:
+    """Return the function that 'path.py:function' or 'module:function' names, loaded by `runtime.user_code`.
+
+    `own`: the pickle of a function of a Python program, and where the program looks for modules.
+    """
     loader = module_of(loader_file)
-    function = loader.load_user_function(name, WHAT, NotLoaded)
+    if own:
+        contents, paths = own
+        sys.path += [path for path in paths if path not in sys.path]
+        function = pickle.loads(contents)
+    else:
+        function = loader.load_user_function(name, WHAT, NotLoaded)
     loader.require_arguments(function, name, WHAT, calls.checked_arguments(function, kwargs), NotLoaded)
     return function
 

@@ -28,6 +28,7 @@ from typing import Any
 from hybridflow.errors import RewardConfigError, RewardError
 from hybridflow.rewards.arguments import as_batch
 from hybridflow.rewards.batches import split
+from hybridflow.rewards.closure import Closure
 from hybridflow.rewards.framed_process import FramedProcess, WrongReplyError
 from hybridflow.rewards.outcome import OnOutcome, Outcome, Outcomes
 from hybridflow.rewards.reward_process import num_samples_of
@@ -65,8 +66,10 @@ class Submitted:
 class _Process(FramedProcess):
     """A process, the samples that it has, and its deadline."""
 
-    def __init__(self, settings: str, start_timeout_s: float) -> None:
+    def __init__(self, settings: str, start_timeout_s: float, closure: Closure | None) -> None:
         super().__init__(settings)
+        if closure:
+            self.put((closure.contents, closure.paths))
         self.numbers: deque[int] = deque()  # of its samples, the current one first
         self.is_ready = False
         self.last_number: int | None = None  # that it has answered, as sent
@@ -87,8 +90,8 @@ class RewardRunner:
 
     The function is called with the four arguments of each sample and `kwargs`. An `async` function works on
     `concurrency` samples at a time in each process. A function with the arguments data_sources, solution_strs,
-    ground_truths and extra_infos is called once with the lists of all samples and returns a list. Raises RewardError if
-    the processes cannot load the function.
+    ground_truths and extra_infos is called once with the lists of all samples and returns a list. `closure`: the
+    function itself, if a Python program holds it. Raises RewardError if the processes cannot load the function.
     """
 
     def __init__(
@@ -100,7 +103,9 @@ class RewardRunner:
         memory_bytes: int,
         kwargs: Mapping[str, Any] | None = None,
         concurrency: int = 32,
+        closure: Closure | None = None,
     ) -> None:
+        self._closure = closure
         self.name, self.kwargs, self._num_processes = name, dict(kwargs or {}), num_processes
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self.takes_batches, self.takes_names, self._in_flight, self._grace_s = False, False, IN_FLIGHT, 0.0
@@ -117,8 +122,9 @@ class RewardRunner:
         source, _, function = name.rpartition(":")
         if source.endswith(".py"):
             name = f"{Path(source).expanduser().resolve()}:{function}"
-        settings = {"function": name, "loader": user_code.__file__, "memory_bytes": memory_bytes}
-        self._settings = json.dumps({**settings, "timeout_s": timeout_s, "kwargs": self.kwargs})
+        settings = {"function": name, "is_closure": bool(closure), "loader": user_code.__file__}
+        limits = {"memory_bytes": memory_bytes, "timeout_s": timeout_s}
+        self._settings = json.dumps({**settings, **limits, "kwargs": self.kwargs})
         self._processes: list[_Process] = []
         self._suspects: set[int] = set()
         weakref.finalize(self, _end, self._processes, (self._woken, self._waker))
@@ -175,7 +181,7 @@ class RewardRunner:
             try:
                 while not any(process.is_ready for process in self._processes):
                     if not self._processes:
-                        self._processes.append(_Process(self._settings, self._start_timeout_s))
+                        self._processes.append(_Process(self._settings, self._start_timeout_s, self._closure))
                     self._communicate()
             except BaseException:
                 _kill_all(self._processes)
@@ -222,7 +228,7 @@ class RewardRunner:
     def _start_missing(self) -> None:
         wanted = min(self._num_processes, len(self._processes) + len(self._waiting))
         while len(self._processes) < wanted:
-            self._processes.append(_Process(self._settings, self._start_timeout_s))
+            self._processes.append(_Process(self._settings, self._start_timeout_s, self._closure))
 
     def _feed(self, process: _Process) -> None:
         if not process.is_ready:

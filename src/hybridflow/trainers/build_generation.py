@@ -17,7 +17,7 @@ from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
 from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
-from hybridflow.trainers.role_classes import reward_class
+from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
 
@@ -27,7 +27,7 @@ def build_validator(config: Config, checkpoint: Checkpoint | None = None) -> Val
     config = _prepare(config, checkpoint, "data.val_files")
     prompts = open_prompts(config, config.data.val_files, config.validation.max_samples)
     require_reward_functions(config, prompts, config.data.val_files)
-    rewards = {Role.Reward: ClassWithInitArgs(reward_class(config), config=config)}
+    rewards = {Role.Reward: reward_worker(config)}
     with _groups(config, checkpoint, rewards) as (backend, groups):
         return build_group_validator(config, prompts, groups[Role.ActorRollout], groups[Role.Reward], backend)
 

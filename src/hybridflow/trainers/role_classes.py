@@ -1,9 +1,9 @@
 """The worker class of each role of a run."""
 
 from hybridflow.config import Config
-from hybridflow.config.roles import has_own_pool
-from hybridflow.controller import ClassWithInitArgs, Role, Worker
+from hybridflow.controller import ClassWithInitArgs, Role
 from hybridflow.trainers.groups import traits_of
+from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.workers import (
     ActorRolloutWorker,
     ActorWorker,
@@ -13,10 +13,7 @@ from hybridflow.workers import (
     InFlightRolloutWorker,
     LendingActorWorker,
     ReferenceWorker,
-    RewardModelWorker,
-    RewardWorker,
     RolloutWorker,
-    StreamedRewardWorker,
     TeacherWorker,
 )
 
@@ -28,7 +25,7 @@ def role_classes(config: Config, actor_updates: int = 1, critic_updates: int = 1
     """
     classes = {
         Role.ActorRollout: ClassWithInitArgs(actor_class(config), config=config, total_updates=actor_updates),
-        Role.Reward: ClassWithInitArgs(reward_class(config), config=config),
+        Role.Reward: reward_worker(config),
         Role.Rollout: ClassWithInitArgs(rollout_class(config), config=config),
         Role.Critic: ClassWithInitArgs(CriticWorker, config=config, total_updates=critic_updates),
         Role.RefPolicy: ClassWithInitArgs(ReferenceWorker, config=config),
@@ -49,10 +46,3 @@ def rollout_class(config: Config) -> type[RolloutWorker]:
     if config.placement.lend:
         return InFlightGivingWorker if config.updates_in_flight else GivingWorker
     return InFlightRolloutWorker if config.updates_in_flight else RolloutWorker
-
-
-def reward_class(config: Config) -> type[Worker]:
-    """Return the worker class for rewards: a reward model, or a reward function."""
-    if config.reward.model_path:
-        return RewardModelWorker
-    return StreamedRewardWorker if config.trainer.stream and has_own_pool(config, "reward") else RewardWorker

@@ -25,6 +25,9 @@ logger = get_logger(__name__)
 LOGS = (METRICS, SAMPLES, ROLLOUTS, TRACE_FILE)
 """The files that a run appends rows to."""
 TOKEN_BUDGETS = "token_budgets.json"
+DATA = "data"
+"""Directory of data that came from the memory of a Python program; it is written before the run starts."""
+
 WRITTEN = (*(*LOGS, RECOVERIES, "schedule.jsonl", "config.toml", "run.json", "faults.json", TOKEN_BUDGETS, ".lock"),)
 """The files that a run writes and that are not in a checkpoint. Its subdirectories may be links to other disks."""
 
@@ -72,7 +75,7 @@ class RunDirectory:
         self.config, self.path = config, Path(config.trainer.run_dir)
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"trainer.run_dir='{self.path}' is a file; choose a directory.")
-        if config.trainer.resume == "never" and self.path.is_dir() and any(self.path.iterdir()):
+        if config.trainer.resume == "never" and self.path.is_dir() and any(p.name != DATA for p in self.path.iterdir()):
             raise CheckpointConfigError(
                 f"'{self.path}' is not empty and trainer.resume='never'; "
                 "choose another trainer.run_dir, or resume = 'auto'."

@@ -11,6 +11,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardResult, RewardRunner, RewardScorer
+from hybridflow.rewards.closure import Closure
 from hybridflow.rewards.journal import RewardJournal
 from hybridflow.rewards.table import QUICK
 from hybridflow.runtime import (
@@ -31,7 +32,7 @@ def score_columns(config: Config) -> tuple[str, ...]:
     return (*SCORE_COLUMNS, "reward_components") if config.reward.weights else SCORE_COLUMNS
 
 
-def build_runner(config: Config) -> RewardRunner | None:
+def build_runner(config: Config, closure: Closure | None = None) -> RewardRunner | None:
     """Build the processes for reward.function, or for slow functions of the table; None to call it in this process."""
     reward = config.reward
     source, _, name = reward.function.rpartition(":")
@@ -45,19 +46,23 @@ def build_runner(config: Config) -> RewardRunner | None:
         memory_bytes=reward.memory_bytes,
         kwargs=reward.kwargs,
         concurrency=reward.concurrency,
+        closure=closure,
     )
 
 
 class RewardWorker(Worker):
-    """A worker that scores with `reward.function`, or with the function of each row's data source."""
+    """A worker that scores with `reward.function`, or with the function of each row's data source.
 
-    def __init__(self, config: Config) -> None:
+    `closure`: the function, if reward.function names one of a Python program.
+    """
+
+    def __init__(self, config: Config, closure: Closure | None = None) -> None:
         arm_faults(config)
         fault_point("start")
         if self.rank == 0 or self.has_collectives:  # ranks that share a process are seeded once, by rank 0
             seed_random_state(derive_seed(config.trainer.seed, self.rank) if self.rank else config.trainer.seed)
         self.config, reward = config, config.reward
-        self.runner, self.journal = build_runner(config), None
+        self.runner, self.journal = build_runner(config, closure), None
         if self.runner and reward.function:
             self.runner.start()  # raises errors of the function's module now
         if self.runner and config.trainer.run_dir:
@@ -69,7 +74,7 @@ class RewardWorker(Worker):
             )
         num_rows = config.data.train_batch_size * config.rollout.group_size
         self.scorer = RewardScorer(
-            reward.function,
+            closure.function() if closure and not self.runner else reward.function,
             on_error=reward.on_error,
             error_score=reward.error_score,
             max_failure_rate=reward.max_failure_rate,
@@ -108,11 +113,7 @@ class RewardWorker(Worker):
         fault_point("score")
         columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
         return self.scorer.begin(
-            columns["solution_texts"],
-            columns["data_sources"],
-            columns["ground_truths"],
-            columns["extra_infos"],
-            columns["raw_prompts"],
+            *(columns[name] for name in SCORED_COLUMNS),
             seed_keys=tuple(batch.meta_info.get("noise_key", (self.config.trainer.seed,))),
             step=step,
         )

@@ -13,6 +13,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Dispatch, register
 from hybridflow.protocol import DataProto
 from hybridflow.rewards import RewardResult
+from hybridflow.rewards.closure import Closure
 from hybridflow.workers.reward import SCORED_COLUMNS, RewardWorker, result_columns, score_columns, step_of
 
 
@@ -21,8 +22,8 @@ class StreamedRewardWorker(RewardWorker):
 
     beside = frozenset({"finish_score"})
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, closure: Closure | None = None) -> None:
+        super().__init__(config, closure)
         self._begun: dict[int, Callable[[], RewardResult]] = {}
         self._numbers = count()
 

@@ -74,11 +74,11 @@ def _rows_of(
     rows: list[dict[str, Any]] = []
     answers: dict[str, Any] = {}
     for place, record in _read_records(file, columns):
-        question, answer = (_value(record, column, place) for column in columns)
-        if _is_empty(question) or _is_empty(answer):
-            dropped["no prompt" if _is_empty(question) else "no answer"] += 1
+        question, answer = (value_of(record, column, place) for column in columns)
+        if is_empty(question) or is_empty(answer):
+            dropped["no prompt" if is_empty(question) else "no answer"] += 1
             continue
-        messages = _messages(question, columns[0], place, *texts)
+        messages = messages_of(question, columns[0], place, *texts)
         row = prompt_row(data_source=data_source, prompt=messages, ground_truth=answer, split="", index=0, ability="")
         used = {column.partition(".")[0] for column in columns}
         row["extra_info"] = {name: value for name, value in record.items() if name not in used}
@@ -94,7 +94,8 @@ def _rows_of(
     return rows
 
 
-def _is_empty(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
+    """Return whether a column of a row has no value, or only spaces."""
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
@@ -108,7 +109,8 @@ def _numbered(rows: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
     ]
 
 
-def _messages(value: Any, column: str, place: str, instruction: str, system: str) -> Messages:
+def messages_of(value: Any, column: str, place: str, instruction: str = "", system: str = "") -> Messages:
+    """Return a prompt, a text or a list of chat messages, as messages; raise DataError for another value."""
     if not isinstance(value, str | list):
         raise DataError(f"{place}: '{column}' must be a text or a list of chat messages, got {value!r:.100}.")
     messages = as_messages(value) if isinstance(value, str) else read_messages(Row(place, {column: value}), column)
@@ -117,8 +119,8 @@ def _messages(value: Any, column: str, place: str, instruction: str, system: str
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
-def _value(record: Mapping[str, Any], column: str, place: str) -> Any:
-    """Return the value of a column, or of a nested one whose name has dots."""
+def value_of(record: Mapping[str, Any], column: str, place: str) -> Any:
+    """Return the value of a column, or of a nested one whose name has dots; raise DataError if there is none."""
     if column in record:
         return record[column]
     value: Any = record

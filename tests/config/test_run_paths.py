@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.cli.run_paths import DIRECTORIES, FILES, FUNCTIONS, absolute_paths
 from hybridflow.config import leaf_keys, load_config, reference_text, to_toml
+from hybridflow.config.run_paths import DIRECTORIES, FILES, FUNCTIONS, absolute_paths
 
 PATHS = [
     "model.path=models/a",

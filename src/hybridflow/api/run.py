@@ -1,0 +1,213 @@
+"""A run as an object: it trains, and shows and uses what was trained."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridflow.api.rows import Data, file_of, files_of, records_of, rows_of, write_rows
+from hybridflow.api.settings import overrides
+from hybridflow.checkpoint import Checkpoint, CheckpointStore, export_model
+from hybridflow.config import Config, load_config
+from hybridflow.config.run_paths import absolute_paths
+from hybridflow.data.parquet_rows import Row
+from hybridflow.errors import CheckpointConfigError, ConfigError, RewardConfigError
+from hybridflow.observability.run_files import RunFiles
+from hybridflow.observability.run_table import run_row
+from hybridflow.rewards.closure import Closure, is_closure, offer
+from hybridflow.trainers import build
+from hybridflow.trainers.build_generation import build_generator, build_validator
+from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
+from hybridflow.trainers.generation import typed_prompts
+from hybridflow.trainers.preconditions import require_files
+from hybridflow.trainers.run_directory import DATA
+from hybridflow.trainers.run_identity import Kind
+
+if TYPE_CHECKING:
+    import pandas
+
+BUILDERS: dict[str, Callable[[Config], Any]] = {
+    "train": build.build_trainer,
+    "sft": build_sft_trainer,
+    "dpo": build_dpo_trainer,
+    "reward-model": build_reward_model_trainer,
+}
+
+
+class Table(list[dict[str, Any]]):
+    """Rows as dicts; `to_pandas()` makes a DataFrame of them."""
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return the rows as a DataFrame. Raises ConfigError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ConfigError("to_pandas() needs pandas, which is not installed: pip install pandas.") from error
+        return pandas.DataFrame(list(self))
+
+
+class Run:
+    """A run in a directory (`path`); `train`, `sft`, `dpo`, `reward_model` and `open_run` return one.
+
+    Nothing runs between two calls: each one starts its workers and ends them. A step of a method is that of a
+    checkpoint (None: the newest one; before the first, the initial model).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: Kind,
+        recipes: Sequence[Path],
+        changes: Sequence[str],
+        closure: Closure | None = None,
+    ) -> None:
+        self.path, self.kind = path, kind
+        self._recipes, self._changes, self._closure = recipes, list(changes), closure
+
+    def __repr__(self) -> str:
+        if not (self.path / "run.json").is_file():
+            return f"<hybridflow {self.kind} in '{self.path}': not started>"
+        row = run_row(self.path)
+        return f"<hybridflow {self.kind} in '{self.path}': step {row.step} of {row.total_steps}, {row.state}>"
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with what recipes, arguments and defaults give each key."""
+        return self._config()
+
+    def fit(self, stop_after: int | None = None, **settings: Any) -> "Run":
+        """Train, from the newest checkpoint of the directory or from the start, and return this run.
+
+        It saves and returns after step `stop_after`, or after the step in which Ctrl-C or SIGTERM arrives. `settings`
+        are keys of the configuration that hold from now on, as in `**{"trainer.total_steps": 200}`.
+        """
+        config = self._config(settings)
+        self._changes += overrides(settings)
+        with BUILDERS[self.kind](config) as trainer:
+            trainer.fit(stop_after)
+        return self
+
+    def resume(self, stop_after: int | None = None, **settings: Any) -> "Run":
+        """Go on from the newest checkpoint, see `fit`. Raises CheckpointConfigError if there is none."""
+        if self._checkpoint(None) is None:
+            raise CheckpointConfigError(f"'{self.path}' has no checkpoint to resume from; fit() starts the run.")
+        return self.fit(stop_after, **settings)
+
+    @property
+    def metrics(self) -> Table:
+        """The metrics of each step so far: `metrics.jsonl`."""
+        return Table(RunFiles(self.path).metrics)
+
+    def samples(self, step: int | None = None) -> Table:
+        """Return the responses that were kept, with their tokens: those of `step`, or all."""
+        return Table(sample for sample in RunFiles(self.path).samples if step in (None, sample["step"]))
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the page of the run, one HTML file (default: `report.html` in the run's directory); return its path."""
+        from hybridflow.observability.report import write_report
+
+        file = Path(output) if output is not None else self.path / "report.html"
+        write_report([RunFiles(self.path)], file)
+        return file
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
+        *,
+        step: int | None = None,
+        n: int = 1,
+        temperature: float | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Return the response to a prompt, or a list with one for each of several prompts.
+
+        A prompt is a text, or chat messages. With `n` above 1 each is a list of `n` responses. `temperature` 0, the
+        default of `validation.temperature`, is greedy. `settings` are keys of the configuration.
+        """
+        given = {"validation.group_size": n} | ({} if temperature is None else {"validation.temperature": temperature})
+        config = self._config({**given, **settings})
+        require_files(config)
+        rows = _prompts([prompts] if isinstance(prompts, str) else prompts)
+        cap = "data.max_response_length" not in settings
+        with build_generator(config, self._checkpoint(step), rows, cap_response_length=cap) as generator:
+            found = [row["responses"] if n > 1 else row["responses"][0] for row in generator.run(rows)]
+        return found[0] if isinstance(prompts, str) else found
+
+    def evaluate(
+        self,
+        prompts: Data = None,
+        *,
+        step: int | None = None,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Return the validation metrics of a checkpoint on files or rows of prompts (None: data.val_files)."""
+        given: dict[str, Any] = {}
+        if prompts is not None:
+            files = files_of(prompts)
+            if files is None:
+                limit = self._config(settings).validation.max_samples
+                records = records_of(prompts, "prompts", limit, "validation.max_samples")
+                rows = rows_of(records, "prompts", "prompts", "val", prompt, answer)
+                file = file_of(rows, self.path / DATA, "val")
+                write_rows(rows, file)
+                files = [str(file)]
+            given["data.val_files"] = files
+        with build_validator(self._config({**given, **settings}), self._checkpoint(step)) as validator:
+            metrics, _ = validator.run()
+        return metrics
+
+    def export(
+        self, out: str | Path, *, step: int | None = None, dtype: str | None = None, adapter: bool = False
+    ) -> Path:
+        """Write a checkpoint as a Hugging Face model directory and return it; see `hybridflow export`."""
+        checkpoint = self._checkpoint(step)
+        if checkpoint is None:
+            raise CheckpointConfigError(f"'{self.path}' has no checkpoint to export; fit() makes them.")
+        export_model(checkpoint, self._config().model.path, out, dtype=dtype, adapter=adapter)
+        return Path(out)
+
+    def _config(self, settings: Mapping[str, Any] | None = None) -> Config:
+        """Return the configuration with further settings, and let workers find the reward function."""
+        if self._closure:
+            offer(self._closure)
+        return load_config(self._recipes, [*self._changes, *overrides(settings or {})])
+
+    def _checkpoint(self, step: int | None) -> Checkpoint | None:
+        store = CheckpointStore((self.path / "checkpoints").absolute())
+        return store.latest() if step is None else store.open(step)
+
+
+def open_run(run_dir: str | Path, *, reward: Callable[..., Any] | None = None) -> Run:
+    """Return the run in a directory, as its last start configured it, with paths from where it was started.
+
+    A reward function that Python held when the run began is not stored: give it again as `reward`. Raises
+    RewardConfigError if its source has changed since, and DataConfigError if the directory is not that of a run.
+    """
+    path = Path(run_dir)
+    files = RunFiles(path)
+    kind = files.starts[-1].get("kind", "train")
+    config = path / "config.toml"
+    name = str(files.config.get("reward.function", ""))
+    closure = Closure.of(reward) if reward is not None else None
+    if closure and not is_closure(name):
+        raise RewardConfigError(f"'{path}' has reward.function={name!r}, which is stored; leave reward out.")
+    if closure and closure.name != name:
+        raise RewardConfigError(
+            f"the reward function is {closure.name.partition(':')[2]}, but that of the run in '{path}' was "
+            f"{name.partition(':')[2]}: its name or its source (the digest after the dash) has changed. Give the "
+            "function that the run began with, or start another run."
+        )
+    changes = [*absolute_paths(config), *overrides({"trainer.run_dir": str(path)})]
+    return Run(path, kind, [config], changes, closure)
+
+
+def _prompts(prompts: Iterable[str | Sequence[Mapping[str, str]]]) -> list[Row]:
+    given = list(prompts)
+    if not given:
+        raise ConfigError("generate() got no prompt; give a text, or a list of texts or of chat messages.")
+    rows = []
+    for i, each in enumerate(given):
+        typed = isinstance(each, str)
+        rows += typed_prompts([each]) if typed else [Row(f"prompt {i}", {"prompt": [dict(m) for m in each]})]
+    return rows

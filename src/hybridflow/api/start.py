@@ -1,0 +1,138 @@
+"""The functions that start a run from Python; each is one command."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.api.rows import Data, Kind, file_of, files_of, records_of, rows_of, write_rows
+from hybridflow.api.run import Run
+from hybridflow.api.settings import Recipe, overrides, recipe_files
+from hybridflow.config import Config, load_config
+from hybridflow.errors import ConfigError
+from hybridflow.rewards.closure import Closure
+from hybridflow.trainers.run_directory import DATA
+from hybridflow.trainers.run_identity import Kind as RunKind
+
+
+def train(
+    model: str | Path,
+    prompts: Data,
+    *,
+    reward: str | Callable[..., Any] | None = None,
+    val_prompts: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    **settings: Any,
+) -> Run:
+    """Return a run of reinforcement learning, as `hybridflow train` makes it; `run.fit()` trains.
+
+    `prompts` are files, or rows: dicts with the columns `prompt` (a text, or chat messages) and `answer` (if the reward
+    needs one), which the arguments of these names rename. All other columns reach the reward function by their names.
+    `reward` is a function, "path.py:function", or None for the built-in function of each data source. `recipe`: the
+    name of an algorithm's recipe such as "dapo", a file, or several. `settings` are keys of the configuration, as in
+    `**{"trainer.total_steps": 100}` or `trainer={"total_steps": 100}`; `run_dir` is trainer.run_dir.
+
+    Raises ConfigError, DataError and RewardConfigError at once for what cannot be trained with.
+    """
+    closure = Closure.of(reward) if callable(reward) else None
+    name = closure.name if closure else reward
+    given = {"reward.function": name} if name else {}
+    columns = (prompt, answer)
+    return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closure)
+
+
+def sft(
+    model: str | Path,
+    examples: Data,
+    *,
+    val_examples: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    **settings: Any,
+) -> Run:
+    """Return a run of supervised training, as `hybridflow sft` makes it.
+
+    `examples` are files, or rows with `prompt` and `response`, or with conversations in `messages`; see `train`.
+    """
+    return _start("sft", model, examples, val_examples, recipe, run_dir, settings, (prompt, ""))
+
+
+def dpo(
+    model: str | Path,
+    pairs: Data,
+    *,
+    val_pairs: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    **settings: Any,
+) -> Run:
+    """Return a run of DPO, as `hybridflow dpo` makes it.
+
+    `pairs` are files, or rows with `prompt`, `chosen` and `rejected`; see `train`.
+    """
+    return _start("dpo", model, pairs, val_pairs, recipe, run_dir, settings, (prompt, ""))
+
+
+def reward_model(
+    model: str | Path,
+    pairs: Data,
+    *,
+    val_pairs: Data = None,
+    recipe: Recipe = None,
+    run_dir: str | Path | None = None,
+    prompt: str = "prompt",
+    **settings: Any,
+) -> Run:
+    """Return a run that trains a reward model, as `hybridflow reward-model` makes it; see `dpo` and `train`."""
+    return _start("reward-model", model, pairs, val_pairs, recipe, run_dir, settings, (prompt, ""))
+
+
+DATA_KINDS: dict[RunKind, Kind] = {"train": "prompts", "sft": "examples", "dpo": "pairs", "reward-model": "pairs"}
+
+
+def _start(
+    kind: RunKind,
+    model: str | Path,
+    data: Data,
+    val_data: Data,
+    recipe: Recipe,
+    run_dir: str | Path | None,
+    settings: dict[str, Any],
+    columns: tuple[str, str],
+    closure: Closure | None = None,
+) -> Run:
+    given: dict[str, Any] = {"model.path": str(model)} | ({} if run_dir is None else {"trainer.run_dir": str(run_dir)})
+    if twice := [key for key in given if key in settings]:
+        raise ConfigError(f"{twice[0]} is given twice; it is an argument of its own.")
+    recipes, changes = recipe_files(recipe), overrides({**given, **settings})
+    first = load_config(recipes, changes)
+    name = {"prompts": "prompts", "examples": "examples", "pairs": "pairs"}[DATA_KINDS[kind]]
+    limits = {
+        "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),
+        "val": (first.validation.max_samples, "validation.max_samples"),
+    }
+    written: list[tuple[list[Any], Path]] = []
+
+    def files(data: Data, name: str, split: str) -> Sequence[str]:
+        if (named := files_of(data)) is not None:
+            return named
+        rows = rows_of(records_of(data, name, *limits[split]), DATA_KINDS[kind], name, split, *columns)
+        file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
+        written.append((rows, file))
+        return [str(file)]
+
+    changes += overrides({"data.train_files": files(data, name, "train")})
+    if val_data is not None:
+        changes += overrides({"data.val_files": files(val_data, f"val_{name}", "val")})
+    load_config(recipes, changes)  # all is valid: now files are written
+    for rows, file in written:
+        write_rows(rows, file)
+    return Run(Path(first.trainer.run_dir), kind, recipes, changes, closure)
+
+
+def _batch_size(config: Config, kind: RunKind) -> int:
+    return config.data.train_batch_size if kind == "train" else config.offline.batch_size

@@ -1,0 +1,113 @@
+import itertools
+
+import datasets
+import pandas
+import pyarrow
+import pytest
+
+from hybridflow.api.rows import DATA_SOURCE, file_of, files_of, records_of, rows_of, write_rows
+from hybridflow.data import RLHFDataset, SFTDataset
+from hybridflow.errors import DataConfigError, DataError
+
+RECORDS = [{"prompt": "a b", "answer": "1", "level": 2}, {"prompt": "c", "answer": "2", "level": 3}]
+
+
+def prompt_rows(records, prompt="prompt", answer="answer"):
+    return rows_of(records, "prompts", "prompts", "train", prompt, answer)
+
+
+def test_files_are_known_by_their_type(tmp_path):
+    assert files_of("a.parquet") == ["a.parquet"]
+    assert files_of([tmp_path, "b"]) == [str(tmp_path), "b"]
+    assert files_of(RECORDS) is files_of(datasets.Dataset.from_list(RECORDS)) is files_of([]) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        RECORDS,
+        tuple(RECORDS),
+        datasets.Dataset.from_list(RECORDS),
+        pandas.DataFrame(RECORDS),
+        pyarrow.Table.from_pylist(RECORDS),
+    ],
+    ids=["list", "tuple", "datasets", "pandas", "pyarrow"],
+)
+def test_rows_of_every_kind_are_the_same(data):
+    assert records_of(data, "prompts", 0, "") == RECORDS
+
+
+def test_a_stream_gives_as_many_rows_as_the_run_takes():
+    endless = ({"prompt": str(i)} for i in itertools.count())
+    assert len(records_of(endless, "prompts", 5, "trainer.total_steps")) == 5
+    stream = datasets.Dataset.from_list(RECORDS).to_iterable_dataset()
+    assert records_of(stream, "prompts", 5, "trainer.total_steps") == RECORDS
+    with pytest.raises(DataConfigError, match=r"prompts is a stream, which may have no end; set trainer\.total_steps"):
+        records_of(stream, "prompts", 0, "trainer.total_steps")
+
+
+def test_data_without_rows_are_errors():
+    for data in (7, None, {"prompt": ["a"]}):
+        with pytest.raises(DataConfigError, match=f"prompts is a {type(data).__name__}; expected files, a list"):
+            records_of(data, "prompts", 0, "")
+    with pytest.raises(DataError, match="prompts has no rows"):
+        records_of([], "prompts", 0, "")
+    with pytest.raises(DataError, match="prompts: row 1 is a str"):
+        records_of([{"prompt": "a"}, "b"], "prompts", 0, "")
+
+
+def test_columns_become_prompt_answer_and_extra_info():
+    first, second = prompt_rows(RECORDS)
+    assert first["prompt"] == [{"role": "user", "content": "a b"}]
+    assert (first["data_source"], first["reward_model"]["ground_truth"]) == (DATA_SOURCE, "1")
+    assert second["extra_info"] == {"split": "train", "index": 1, "level": 3}
+    renamed = [{"question": [{"role": "user", "content": "q"}], "gold": 5, "data_source": "mine"}]
+    (row,) = prompt_rows(renamed, "question", "gold")
+    assert (row["prompt"], row["reward_model"]["ground_truth"]) == (renamed[0]["question"], 5)
+    assert row["data_source"] == "mine"
+    assert prompt_rows([row]) == [row]
+    assert prompt_rows([{"prompt": "a"}])[0]["reward_model"]["ground_truth"] == ""
+
+
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        ([{"prompt": "a"}, {"question": "b"}], "prompts: row 1: 'prompt' is missing; the row has question"),
+        ([{"prompt": "a"}, {"prompt": "  "}], "prompts: row 1: 'prompt' is empty"),
+        ([{"prompt": 7}], "prompts: row 0: 'prompt' must be a text or a list of chat messages, got 7"),
+        ([{"prompt": [{"role": "user"}]}], "prompts: row 0"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "prompts: row 1: 'answer' is missing"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": None}], "prompts: row 1: 'answer' is empty"),
+    ],
+)
+def test_a_prompt_that_is_missing_mixed_or_empty_is_an_error(records, problem):
+    with pytest.raises(DataError) as raised:
+        prompt_rows(records)
+    assert str(raised.value).startswith(problem)
+
+
+def test_examples_pairs_and_conversations_are_rows(tmp_path, tiny_model):
+    from hybridflow.data import load_tokenizer
+
+    (row,) = rows_of([{"q": "a", "chosen": "b", "rejected": "c", "x": 1}], "pairs", "pairs", "train", "q", "")
+    assert row == {"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}
+    messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    assert rows_of([{"messages": messages}], "examples", "e", "train", "prompt", "") == [{"messages": messages}]
+    rows = rows_of([{"prompt": "w3", "response": "w4"}], "examples", "e", "train", "prompt", "")
+    write_rows(rows, tmp_path / "sft.parquet")
+    assert len(SFTDataset(tmp_path / "sft.parquet", load_tokenizer(tiny_model()), 4, 4)) == 1
+    with pytest.raises(DataError, match="e: row 0: 'response' must be a text, got 3"):
+        rows_of([{"prompt": "w3", "response": 3}], "examples", "e", "train", "prompt", "")
+
+
+def test_a_file_has_the_digest_of_its_rows_and_is_read_back(tmp_path, tiny_model):
+    from hybridflow.data import load_tokenizer
+
+    rows = prompt_rows([{"prompt": "w3 w4", "answer": "x"}])
+    file = file_of(rows, tmp_path, "train")
+    assert file == file_of(rows, tmp_path, "train") != file_of(prompt_rows(RECORDS), tmp_path, "train")
+    write_rows(rows, file)
+    written = file.stat()
+    write_rows(rows, file)
+    assert file.stat().st_mtime_ns == written.st_mtime_ns
+    assert len(RLHFDataset(file, load_tokenizer(tiny_model()), 8)) == 1

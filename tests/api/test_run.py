@@ -1,0 +1,163 @@
+"""Runs from Python: their files and bits are those of the commands."""
+
+import json
+
+import pytest
+from pyarrow.parquet import read_table
+from safetensors.torch import load_file
+
+import hybridflow
+from fixtures import tiny_run
+from hybridflow.api import Table
+from hybridflow.cli.main import main
+from hybridflow.errors import CheckpointConfigError, ConfigError, DataError, HybridFlowError, RewardConfigError
+from hybridflow.runtime import capture_random_state, restore_random_state
+
+SETTINGS = {
+    "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 12},
+    "rollout.group_size": 3,
+    "trainer.total_steps": 3,
+    "memory.max_tokens_per_micro_batch": 100,
+    "controller.threads": 1,
+}
+
+
+def score(completion: str, answer, index: int, **_) -> float:
+    words = completion.split()
+    return (7 * len(words) + len(completion) + len(str(answer)) + index) % 11 / 10
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return tiny_run.write_task(tmp_path_factory.mktemp("api") / "task")
+
+
+@pytest.fixture(autouse=True)
+def keep_random_state():
+    state = capture_random_state()
+    yield
+    restore_random_state(state)
+
+
+@pytest.fixture(scope="module")
+def rows(task):
+    """Return the prompts of the task with another name for the prompt."""
+    return [
+        {"question": row["prompt"][0]["content"], "answer": json.dumps(row["reward_model"]["ground_truth"])}
+        for row in read_table(task / "train.parquet").to_pylist()
+    ]
+
+
+def start(task, rows, run_dir, **changes):
+    given = {"reward": score, "prompt": "question", **SETTINGS, **changes}
+    return hybridflow.train(task / "model", rows, run_dir=run_dir, **given)
+
+
+@pytest.fixture(scope="module")
+def finished(task, rows, tmp_path_factory):
+    return start(task, rows, tmp_path_factory.mktemp("finished") / "run", val_prompts=rows[:6]).fit()
+
+
+def test_a_run_shows_its_state_metrics_and_samples(finished):
+    assert repr(finished) == f"<hybridflow train in '{finished.path}': step 3 of 3, finished>"
+    assert [row["step"] for row in finished.metrics] == [0, 1, 2, 3]
+    assert list(finished.metrics.to_pandas()["step"]) == [0, 1, 2, 3]
+    assert isinstance(finished.samples(), Table)
+    assert {sample["step"] for sample in finished.samples(step=2)} == {2}
+    assert finished.report().read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_a_run_generates_evaluates_and_exports(finished, rows, tmp_path):
+    text = finished.generate("1 2 3")
+    assert isinstance(text, str)
+    assert finished.generate(["1 2 3", [{"role": "user", "content": "1 2 3"}]]) == [text, text]
+    assert len(finished.generate("1 2", n=3, temperature=1.0)) == 3
+    metrics = finished.evaluate()
+    assert metrics == finished.evaluate(rows[:6], prompt="question")
+    assert metrics["val/score/mean"] == pytest.approx(finished.metrics[-1]["val/score/mean"])
+    assert finished.export(tmp_path / "out") == tmp_path / "out"
+    assert load_file(tmp_path / "out/model.safetensors")
+
+
+def test_the_same_run_by_command_has_the_same_bits(task, rows, tmp_path, finished):
+    (tmp_path / "reward.py").write_text(
+        "def score(completion, answer, index, **_):\n"
+        "    words = completion.split()\n"
+        "    return (7 * len(words) + len(completion) + len(str(answer)) + index) % 11 / 10\n"
+    )
+    changes = [f"reward.function={tmp_path}/reward.py:score", f"trainer.run_dir={tmp_path}/command"]
+    assert main(["train", str(finished.path / "config.toml"), *changes]) == 0
+    ours, theirs = (tiny_run.results_of(path, 3) for path in (finished.path, tmp_path / "command"))
+    assert {name for name in ours if ours[name] != theirs[name]} == set()
+
+
+def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_path):
+    run = start(task, rows, tmp_path / "run", **{"trainer.save_every": 1})
+    with pytest.raises(CheckpointConfigError, match="has no checkpoint to resume from"):
+        run.resume()
+    run.fit(stop_after=1)
+    assert "score" not in "".join(p.read_text("latin-1") for p in (tmp_path / "run").rglob("*.py"))
+    opened = hybridflow.open_run(tmp_path / "run", reward=score)
+    assert opened.resume(stop_after=2).metrics[-1]["step"] == 2
+    with pytest.raises(RewardConfigError, match="its name or its source"):
+        hybridflow.open_run(tmp_path / "run", reward=lambda completion, **_: 1.0)
+    from hybridflow.rewards import closure
+
+    closure._offered.clear()
+    assert main(["train", str(tmp_path / "run/config.toml")]) == 2
+    with pytest.raises(RewardConfigError, match="is never stored; give it again"):
+        hybridflow.open_run(tmp_path / "run").resume()
+    assert run.fit(**{"trainer.total_steps": 4}).metrics[-1]["step"] == 4
+
+
+def test_a_cell_that_is_run_twice_goes_on_or_says_that_the_data_differ(task, rows, tmp_path):
+    for steps in (1, 2):
+        run = start(task, rows, tmp_path / "run", **{"trainer.total_steps": steps}).fit()
+        assert run.metrics[-1]["step"] == steps
+    assert len(list((tmp_path / "run/data").iterdir())) == 1
+    other = start(task, rows[:16], tmp_path / "run", **{"trainer.total_steps": 3})
+    with pytest.raises(HybridFlowError, match="data"):
+        other.fit()
+    assert start(task, rows, tmp_path / "run", **{"trainer.total_steps": 3}).fit().metrics[-1]["step"] == 3
+
+
+def test_supervised_training_preferences_and_reward_models_run(task, tmp_path):
+    few = {"trainer.total_steps": 1, "controller.threads": 1, "offline.batch_size": 4}
+    lengths = {"data.max_prompt_length": 16, "data.max_response_length": 12}
+    examples = [{"prompt": f"{i} 2", "response": "1 + 2"} for i in range(4)]
+    pairs = [{"prompt": f"{i} 2", "chosen": "1 + 2", "rejected": "1"} for i in range(4)]
+    given = {**few, **lengths}
+    assert hybridflow.sft(task / "model", examples, run_dir=tmp_path / "sft", **given).fit().metrics
+    assert hybridflow.dpo(task / "model", pairs, val_pairs=pairs, run_dir=tmp_path / "dpo", **given).fit().metrics
+    judge = hybridflow.reward_model(task / "model", pairs, run_dir=tmp_path / "judge", **given).fit()
+    assert hybridflow.open_run(judge.path).kind == "reward-model"
+
+
+def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path):
+    for changes, kind, problem in (
+        ({"prompt": "prompt"}, DataError, "prompts: row 0: 'prompt' is missing"),
+        ({"trainer.total_step": 3}, ConfigError, "trainer.total_step"),
+        ({"model.path": "x"}, ConfigError, "model.path is given twice"),
+        ({"recipe": "dapoo"}, ConfigError, "recipe='dapoo' is unknown"),
+        ({"val_prompts": iter(rows)}, ConfigError, r"set validation\.max_samples"),
+    ):
+        with pytest.raises(kind, match=problem):
+            start(task, rows, tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="got no prompt"):
+        start(task, rows, tmp_path / "run").generate([])
+
+
+def test_resume_never_takes_a_directory_with_data_only(task, rows, tmp_path):
+    changes = {"trainer.resume": "never", "trainer.total_steps": 1}
+    start(task, rows, tmp_path / "run", **changes).fit()
+    with pytest.raises(CheckpointConfigError, match="is not empty"):
+        start(task, rows, tmp_path / "run", **changes).fit()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_closure_reaches_the_workers_of_a_cluster(task, rows, tmp_path, finished):
+    run = start(task, rows, tmp_path / "run", val_prompts=rows[:6], **{"controller.backend": "ray"}).fit()
+    for name in ("critic/score/mean", "actor/grad_norm", "val/score/mean"):
+        assert [row.get(name) for row in run.metrics] == [row.get(name) for row in finished.metrics]
