@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import leaf_keys, load_config, reference_text, to_toml
-from hybridflow.config.run_paths import DIRECTORIES, FILES, FUNCTIONS, absolute_paths
+from hybridflow.config.run_paths import DIRECTORIES, FILES, FUNCTIONS, TRACKERS, absolute_paths
 
 PATHS = [
     "model.path=models/a",
@@ -14,6 +14,7 @@ PATHS = [
     "reward.kwargs={prompt_file = 'judge.txt', url = 'http://x/y'}",
     "algorithm.advantage=mine:advantages",
     "trainer.run_dir=runs/one",
+    'trainer.trackers=["own.py:Tracker", "tensorboard"]',
 ]
 
 
@@ -37,6 +38,7 @@ def test_paths_are_relative_to_the_directory_of_the_newest_start(start, tmp_path
     assert config.reward.kwargs == {"prompt_file": f"{project}/judge.txt", "url": "http://x/y"}
     assert config.trainer.run_dir == str(start)
     assert config.algorithm.advantage == "mine:advantages"
+    assert config.trainer.trackers == (f"{project}/own.py:Tracker", "tensorboard")
     assert config.reference.model_path == ""
 
 
@@ -60,7 +62,7 @@ def test_paths_stay_as_they_are_without_a_recorded_directory(start, tmp_path):
 
 
 def test_every_key_that_holds_a_path_is_listed():
-    listed = {*DIRECTORIES, *FILES, *FUNCTIONS}
+    listed = {*DIRECTORIES, *FILES, *FUNCTIONS, TRACKERS}
     assert listed <= leaf_keys().keys()
     section, path_keys, comment = "", set(), ""
     for line in reference_text().splitlines():

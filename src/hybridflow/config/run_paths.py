@@ -15,6 +15,9 @@ FILES = ("data.train_files", "data.val_files")
 FUNCTIONS = ("reward.function", "data.order", "algorithm.advantage", "actor.policy_loss")
 """Keys whose value may be 'path.py:function'."""
 
+TRACKERS = "trainer.trackers"
+"""Key of a list of names, each of which may be 'path.py:class'."""
+
 PROMPT_FILE = "prompt_file"
 """Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
 
@@ -35,9 +38,10 @@ def absolute_paths(config_file: Path) -> list[str]:
         assert isinstance(files, tuple)
         absolute[key] = tuple(_absolute(file, directory) for file in files)
     for key in FUNCTIONS:
-        source, colon, name = str(values[key]).rpartition(":")
-        if source.endswith(".py"):
-            absolute[key] = f"{_absolute(source, directory)}{colon}{name}"
+        absolute[key] = _absolute_function(str(values[key]), directory)
+    trackers = values[TRACKERS]
+    assert isinstance(trackers, tuple)
+    absolute[TRACKERS] = tuple(_absolute_function(name, directory) for name in trackers)
     kwargs = values["reward.kwargs"]
     assert isinstance(kwargs, dict)
     if PROMPT_FILE in kwargs:
@@ -55,6 +59,12 @@ def _start_directory(run: Path) -> Path | None:
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return directory if directory.is_dir() else None
+
+
+def _absolute_function(name: str, directory: Path) -> str:
+    """Return 'path.py:function' with an absolute path, any other name as it is."""
+    source, colon, function = name.rpartition(":")
+    return f"{_absolute(source, directory)}{colon}{function}" if source.endswith(".py") else name
 
 
 def _absolute(path: str, directory: Path) -> str:

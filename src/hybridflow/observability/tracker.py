@@ -1,5 +1,6 @@
 """Trackers, which receive the metrics of each step."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,19 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write pending data and close files; a second call does nothing."""
         ...
+
+
+SAMPLE_COLUMNS = ("step", "row", "prompt", "response", "ground_truth", "score", "length", "finish_reason", "failed")
+"""What a table of samples has of each."""
+
+
+def sample_table(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return samples as columns, texts and numbers only."""
+    return {name: [_plain(sample.get(name)) for sample in samples] for name in SAMPLE_COLUMNS}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=repr)
 
 
 class MultiTracker:

@@ -9,15 +9,14 @@ from hybridflow.errors import DataError
 from hybridflow.observability import (
     ConsoleTracker,
     MultiTracker,
-    TensorBoardTracker,
     TraceEvent,
-    Tracker,
     read_jsonl,
     trace_row,
 )
 from hybridflow.observability.trace import CONTROLLER
 from hybridflow.trainers.advice_monitor import AdviceMonitor
 from hybridflow.trainers.run_directory import RunDirectory
+from hybridflow.trainers.run_trackers import run_trackers
 from hybridflow.trainers.samples import NO_SAMPLES, Samples
 
 
@@ -29,10 +28,8 @@ class RunLog:
         run.start_facts["total_steps"] = total_steps
         self._metrics, self._samples, self._rollouts, self._trace = run.begin()
         self._console = ConsoleTracker(total_steps, start_step=run.step, figures=figures, title=run.path.name)
-        trackers: list[Tracker] = [self._metrics, self._console]
-        if "tensorboard" in run.config.trainer.trackers:
-            trackers.append(TensorBoardTracker(run.path / "tensorboard", purge_step=run.step + bool(run.checkpoint)))
-        self._trackers = MultiTracker(trackers)
+        self._further = run_trackers(run)
+        self._trackers = MultiTracker([self._metrics, self._console, *self._further])
         self._written_at = time.time()
         self._advice = AdviceMonitor(run.config, total_steps, read_jsonl(self._metrics.path) if run.step else ())
 
@@ -53,6 +50,8 @@ class RunLog:
             self._trackers.log(step, dict(sorted(metrics.items())))
         if samples.kept:
             self._console.log_samples(samples.kept)
+            for tracker in self._further:
+                tracker.log_samples(step, samples.kept)
         self._advice.note(step, metrics, samples)
 
     def rewind(self, step: int) -> None:

@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from hybridflow.config.sections.base import NoneAsText, NonNegative, Positive, RoleName, Section
+from hybridflow.config.sections.base import (
+    NoneAsText,
+    NonNegative,
+    Positive,
+    RoleName,
+    Section,
+    UserFunction,
+    named_or_user,
+)
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "prometheus"]
 
 
 def _zero_or_much(value: float) -> float:
@@ -65,8 +75,11 @@ class TrainerConfig(Section):
         default="auto",
         description="auto: continue from the newest checkpoint in run_dir; never: start anew, run_dir must be empty.",
     )
-    trackers: tuple[Literal["tensorboard"], ...] = Field(
-        default=(), description="Trackers in addition to metrics.jsonl."
+    trackers: tuple[Annotated[TrackerName | UserFunction, named_or_user(TrackerName)], ...] = Field(
+        default=(), description="Trackers in addition to metrics.jsonl; a class of your own gets run_dir and config."
+    )
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=9400, description="Port of 127.0.0.1 for the tracker prometheus; 0: a free one, which the log names."
     )
     log_samples: NonNegative = Field(
         default=4,

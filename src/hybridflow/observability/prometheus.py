@@ -1,0 +1,63 @@
+"""The tracker of `trainer.trackers = ["prometheus"]`: an endpoint with the newest value of each metric."""
+
+import re
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from hybridflow.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+class PrometheusTracker:
+    """A tracker that serves `http://127.0.0.1:PORT/metrics`, to this machine only; `port` 0 takes a free one.
+
+    The gauge of `critic/score/mean` is `hybridflow_critic_score_mean`, that of the step `hybridflow_step`; each has the
+    label `run`. Raises ConfigError if the package is missing or the port is taken.
+    """
+
+    def __init__(self, port: int, name: str) -> None:
+        try:
+            import prometheus_client
+        except ImportError as error:
+            raise ConfigError(
+                "trainer.trackers contains 'prometheus', but the package is not installed; run "
+                "`pip install 'hybridflow[trackers]'`, or remove it from trainer.trackers."
+            ) from error
+        self._gauge: Any = prometheus_client.Gauge
+        self._registry, self._gauges, self._name = prometheus_client.CollectorRegistry(), dict[str, Any](), name
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, LOOPBACK, self._registry)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.prometheus_port={port} cannot be used: {error}; choose another one, or 0 for a free one."
+            ) from error
+        self._is_open = True
+
+    @property
+    def address(self) -> str:
+        """The address of the endpoint."""
+        return f"http://{LOOPBACK}:{self._server.server_port}/metrics"
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Set the gauges to the numbers of a step."""
+        if not self._is_open:
+            raise ConfigError(f"step {step} cannot be logged: the Prometheus tracker is closed.")
+        for name, value in {"step": step, **metrics}.items():
+            if isinstance(value, Real):
+                self._gauge_of(name).labels(run=self._name).set(float(value))
+
+    def close(self) -> None:
+        """Stop the endpoint."""
+        if self._is_open:
+            self._is_open = False
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+    def _gauge_of(self, name: str) -> Any:
+        gauge = f"hybridflow_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
+        if gauge not in self._gauges:
+            self._gauges[gauge] = self._gauge(gauge, name, ["run"], registry=self._registry)
+        return self._gauges[gauge]

@@ -1,0 +1,174 @@
+"""Trackers of a run: what the libraries read back from their files equals metrics.jsonl."""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from fixtures import tiny_run
+from fixtures.wandb_file import history_of
+from hybridflow.cli.main import main
+from hybridflow.errors import ConfigError
+from hybridflow.observability import read_jsonl
+from hybridflow.runtime import capture_random_state, restore_random_state
+
+OWN = """
+import json
+
+class Own:
+    def __init__(self, run_dir, config):
+        self.file = open(run_dir / "own.jsonl", "a")
+        self.file.write(json.dumps(config["trainer.total_steps"]) + "\\n")
+
+    def log(self, step, metrics):
+        if step == FAILS and not hasattr(self, "failed"):
+            self.failed = True
+            raise OSError("the server is away")
+        self.file.write(json.dumps([step, len(metrics)]) + "\\n")
+
+    def log_samples(self, step, samples):
+        self.file.write(json.dumps(["samples", step, len(samples)]) + "\\n")
+
+    def close(self):
+        self.file.close()
+
+def without_methods(run_dir, config):
+    return object()
+
+def fails(run_dir, config):
+    raise RuntimeError("no server")
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return tiny_run.write_task(tmp_path_factory.mktemp("trackers") / "task")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    state = capture_random_state()
+    yield
+    restore_random_state(state)
+
+
+def train(task, run_dir, trackers, steps, *changes):
+    arguments = [*tiny_run.GRPO, f"trainer.run_dir={run_dir}", f"trainer.trackers={json.dumps(trackers)}", *changes]
+    return main(["train", f"{task}/rl.toml", *arguments, f"trainer.total_steps={steps}"])
+
+
+def numbers_of(run_dir):
+    """Return the numbers of metrics.jsonl by step and name."""
+    return {
+        row["step"]: {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+        for row in read_jsonl(run_dir / "metrics.jsonl")
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages of trackers
+def test_wandb_mlflow_and_tensorboard_have_the_numbers_of_metrics_jsonl(task, tmp_path):
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    for steps in (2, 3):  # the second start goes on
+        assert train(task, run, ["wandb", "mlflow", "tensorboard"], steps) == 0
+    wanted = numbers_of(run)
+    assert sorted(wanted) == [0, 1, 2, 3]
+
+    logged: dict[int, dict] = {}
+    for row in history_of(run):
+        logged.setdefault(row["_step"], {}).update(row)
+    for step, numbers in wanted.items():
+        assert {name: logged[step][name] for name in numbers} == pytest.approx(numbers)
+    assert logged[3]["samples/_type"] == "table-file"
+    assert len({file.name for file in run.glob("wandb/offline-run-*/*.wandb")}) == 1  # the same id
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run}/mlflow.db")
+    experiment = client.get_experiment_by_name("hybridflow")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.data.params["rollout.group_size"] == str(tiny_run.GROUP_SIZE)
+    assert found.info.status == "FINISHED"
+    for name in wanted[3]:
+        history = {metric.step: metric.value for metric in client.get_metric_history(found.info.run_id, name)}
+        assert history == pytest.approx({step: row[name] for step, row in wanted.items() if name in row})
+    assert (run / "mlflow" / found.info.run_id / "artifacts/samples/step_000003.json").is_file()
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in wanted[3]:
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx({step: row[name] for step, row in wanted.items() if name in row}, rel=1e-6)
+
+
+def test_prometheus_serves_the_newest_numbers_to_this_machine(task, tmp_path, monkeypatch):
+    from hybridflow.observability import PrometheusTracker
+
+    asked = []
+    close = PrometheusTracker.close
+
+    def ask_and_close(self):
+        if not asked:
+            with urllib.request.urlopen(self.address, timeout=30) as answer:
+                asked.append((self.address, answer.read().decode()))
+        close(self)
+
+    monkeypatch.setattr(PrometheusTracker, "close", ask_and_close)
+    assert train(task, tmp_path / "run", ["prometheus"], 2, "trainer.prometheus_port=0") == 0
+    ((address, text),) = asked
+    assert address.startswith("http://127.0.0.1:")
+    wanted = numbers_of(tmp_path / "run")[2]
+    shown = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(shown['hybridflow_step{run="run"}']) == 2
+    for name, value in wanted.items():
+        gauge = f"hybridflow_{''.join(c if c.isalnum() else '_' for c in name)}"
+        assert float(shown[f'{gauge}{{run="run"}}']) == pytest.approx(value)
+
+
+def test_a_tracker_that_fails_is_given_the_step_again(task, tmp_path, caplog):
+    (tmp_path / "own.py").write_text(f"FAILS = 2\n{OWN}")
+    run = tmp_path / "run"
+    assert train(task, run, [f"{tmp_path}/own.py:Own", "tensorboard"], 3) == 0
+    rows = [json.loads(line) for line in (run / "own.jsonl").read_text().splitlines()]
+    assert rows[0] == 3
+    assert [row[0] for row in rows[1:] if row[0] != "samples"] == [0, 1, 2, 3]
+    assert [row[1] for row in rows[1:] if row[0] == "samples"] == [1, 2, 3]
+    assert "failed at step 2 (OSError: the server is away); the run goes on" in caplog.text
+    assert "works again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("without_methods", "has no method log"),
+        ("fails", "failed: RuntimeError: no server"),
+        ("Missing", "has no function 'Missing'"),
+    ],
+)
+def test_a_tracker_that_cannot_be_made_is_an_error_at_the_start(task, tmp_path, capsys, function, problem):
+    (tmp_path / "own.py").write_text(f"FAILS = 0\n{OWN}")
+    assert train(task, tmp_path / "run", [f"{tmp_path}/own.py:{function}"], 1) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_and_a_port_that_is_taken_are_errors(tmp_path, monkeypatch):
+    import sys
+
+    from hybridflow.observability import MLflowTracker, PrometheusTracker, WandbTracker
+
+    first = PrometheusTracker(0, "a")
+    port = int(first.address.rpartition(":")[2].partition("/")[0])
+    with pytest.raises(ConfigError, match=rf"trainer\.prometheus_port={port} cannot be used"):
+        PrometheusTracker(port, "b")
+    first.close()
+    for package, build in (
+        ("wandb", lambda: WandbTracker(Path(tmp_path), "a", "b", {})),
+        ("mlflow", lambda: MLflowTracker(Path(tmp_path), "a", "b", {})),
+        ("prometheus_client", lambda: PrometheusTracker(0, "a")),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[trackers\]'"):
+            build()
