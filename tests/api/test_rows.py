@@ -5,15 +5,20 @@ import pandas
 import pyarrow
 import pytest
 
-from hybridflow.api.rows import DATA_SOURCE, file_of, files_of, records_of, rows_of, write_rows
+from hybridflow.api.rows import file_of, files_of, records_of, write_rows
 from hybridflow.data import RLHFDataset, SFTDataset
+from hybridflow.data.row_forms import DATA_SOURCE, rows_of
 from hybridflow.errors import DataConfigError, DataError
 
 RECORDS = [{"prompt": "a b", "answer": "1", "level": 2}, {"prompt": "c", "answer": "2", "level": 3}]
 
 
 def prompt_rows(records, prompt="prompt", answer="answer"):
-    return rows_of(records, "prompts", "prompts", "train", prompt, answer)
+    return rows_of(placed(records), "prompts", {"prompt": prompt, "answer": answer}, "train")
+
+
+def placed(records):
+    return [(f"prompts: row {i}", record) for i, record in enumerate(records)]
 
 
 def test_files_are_known_by_their_type(tmp_path):
@@ -34,14 +39,14 @@ def test_files_are_known_by_their_type(tmp_path):
     ids=["list", "tuple", "datasets", "pandas", "pyarrow"],
 )
 def test_rows_of_every_kind_are_the_same(data):
-    assert records_of(data, "prompts", 0, "") == RECORDS
+    assert records_of(data, "prompts", 0, "") == placed(RECORDS)
 
 
 def test_a_stream_gives_as_many_rows_as_the_run_takes():
     endless = ({"prompt": str(i)} for i in itertools.count())
     assert len(records_of(endless, "prompts", 5, "trainer.total_steps")) == 5
     stream = datasets.Dataset.from_list(RECORDS).to_iterable_dataset()
-    assert records_of(stream, "prompts", 5, "trainer.total_steps") == RECORDS
+    assert records_of(stream, "prompts", 5, "trainer.total_steps") == placed(RECORDS)
     with pytest.raises(DataConfigError, match=r"prompts is a stream, which may have no end; set trainer\.total_steps"):
         records_of(stream, "prompts", 0, "trainer.total_steps")
 
@@ -89,15 +94,15 @@ def test_a_prompt_that_is_missing_mixed_or_empty_is_an_error(records, problem):
 def test_examples_pairs_and_conversations_are_rows(tmp_path, tiny_model):
     from hybridflow.data import load_tokenizer
 
-    (row,) = rows_of([{"q": "a", "chosen": "b", "rejected": "c", "x": 1}], "pairs", "pairs", "train", "q", "")
+    (row,) = rows_of(placed([{"q": "a", "chosen": "b", "rejected": "c", "x": 1}]), "pairs", {"prompt": "q"}, "train")
     assert row == {"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}
     messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
-    assert rows_of([{"messages": messages}], "examples", "e", "train", "prompt", "") == [{"messages": messages}]
-    rows = rows_of([{"prompt": "w3", "response": "w4"}], "examples", "e", "train", "prompt", "")
+    assert rows_of(placed([{"messages": messages}]), "examples", {}, "train") == [{"messages": messages}]
+    rows = rows_of(placed([{"prompt": "w3", "response": "w4"}]), "examples", {}, "train")
     write_rows(rows, tmp_path / "sft.parquet")
     assert len(SFTDataset(tmp_path / "sft.parquet", load_tokenizer(tiny_model()), 4, 4)) == 1
-    with pytest.raises(DataError, match="e: row 0: 'response' must be a text, got 3"):
-        rows_of([{"prompt": "w3", "response": 3}], "examples", "e", "train", "prompt", "")
+    with pytest.raises(DataError, match="row 0: 'response' must be a text, got 3"):
+        rows_of(placed([{"prompt": "w3", "response": 3}]), "examples", {}, "train")
 
 
 def test_a_file_has_the_digest_of_its_rows_and_is_read_back(tmp_path, tiny_model):

@@ -365,11 +365,13 @@ def test_a_bad_json_line_is_one_error(tmp_path, error_of, data, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_json_lines_for_parquet_is_one_error(tiny_model, tmp_path, error_of):
+def test_bad_json_lines_as_prompts_are_one_error(tiny_model, tmp_path, error_of):
     file = tmp_path / "data.jsonl"
     for data in (b"[" * 100_000, b'{"a": 1', b"\xff", GOOD_LINE, json.dumps({"k" * 500: 1}).encode()):
         file.write_bytes(data)
-        assert "is a .jsonl file" in error_of(evaluate(tiny_model("llama"), file), USAGE)
+        error = error_of(evaluate(tiny_model("llama"), file), DATA)
+        assert error.startswith(f"error: {file}: line 1: ")
+        assert len(error) < 2500
 
 
 def test_the_python_of_these_tests_limits_digits_and_depth():

@@ -201,14 +201,22 @@ def test_raw_question_answer_file_names_the_prepare_command(char_tokenizer, tmp_
     assert f"`hybridflow prepare gsm8k --train-file TRAIN{suffix} --test-file TEST{suffix}`" in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["", "no json\n", "[1]\n", '{"text": "a"}\n'])
-def test_other_json_lines_are_an_error(char_tokenizer, tmp_path, content):
-    file = tmp_path / "other.jsonl"
-    file.write_text(content)
-    with pytest.raises(DataError, match="expected a parquet file with the columns prompt, data_source") as error:
-        RLHFDataset(file, char_tokenizer(), 8)
-    assert "hybridflow.data.write_prompt_file" in str(error.value)
-    assert ("with the columns text;" in str(error.value)) is ("text" in content)
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "the file has no rows"),
+        ("no json\n", "line 1: is not JSON"),
+        ("[1]\n", "line 1: is a list; expected an object with prompt"),
+        (
+            '{"text": "a"}\n',
+            r"'prompt' is missing; the row has text\. Name the columns in data\.columns, as in {prompt = 'text'}",
+        ),
+    ],
+)
+def test_other_json_lines_are_an_error(char_tokenizer, tmp_path, content, problem):
+    (tmp_path / "other.jsonl").write_text(content)
+    with pytest.raises(DataError, match=problem):
+        RLHFDataset(tmp_path / "other.jsonl", char_tokenizer(), 8)
 
 
 def test_prompt_texts_are_what_the_model_reads(char_tokenizer, prompt_file):

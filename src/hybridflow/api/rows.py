@@ -5,20 +5,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from hybridflow.data.prepare.prompt_file import as_messages, prompt_row, write_parquet
-from hybridflow.data.prepare.table import is_empty, messages_of, value_of
+from hybridflow.data.prepare.prompt_file import write_parquet
 from hybridflow.errors import DataConfigError, DataError
 
 Data = Any
 """Files (a path, or a list of paths), or rows: a list of dicts, a `datasets.Dataset` (also streaming), a table of
 pandas or pyarrow, or an iterable of dicts."""
-
-Kind = Literal["prompts", "examples", "pairs"]
-COLUMNS = {"examples": ("prompt", "response"), "pairs": ("prompt", "chosen", "rejected")}
-DATA_SOURCE = "rows"
-"""Data source of rows that name none; a reward function may ignore it."""
 
 
 def files_of(data: Data) -> list[str] | None:
@@ -30,8 +24,8 @@ def files_of(data: Data) -> list[str] | None:
     return None
 
 
-def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[dict[str, Any]]:
-    """Return the rows of `data` as dicts; of data without a length, which may have no end, the first `limit`.
+def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return rows as (place, dict); of data without a length, which may have no end, the first `limit`.
 
     Raises DataConfigError without a limit for these, and DataError for what is not a row.
     """
@@ -53,64 +47,13 @@ def records_of(data: Data, name: str, limit: int, how_to_limit: str) -> list[dic
     return records
 
 
-def _dicts(data: Iterable[Any], name: str) -> Iterator[dict[str, Any]]:
+def _dicts(data: Iterable[Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for i, record in enumerate(data):
         if not isinstance(record, Mapping):
             raise DataError(
                 f"{name}: row {i} is a {type(record).__name__}; expected a dict of column names and values."
             )
-        yield dict(record)
-
-
-def rows_of(
-    records: Sequence[dict[str, Any]], kind: Kind, name: str, split: str, prompt: str, answer: str
-) -> list[Any]:
-    """Return records as the rows of a file of this kind. Raises DataError for a missing, empty or wrong column."""
-    if kind == "prompts":
-        has_answers = any(record.get(answer) is not None for record in records)
-        return [
-            _prompt_row(record, f"{name}: row {i}", split, i, prompt, answer if has_answers else "")
-            for i, record in enumerate(records)
-        ]
-    if kind == "examples" and "messages" in records[0]:
-        return [
-            {"messages": as_messages(_filled(record, "messages", f"{name}: row {i}"))}
-            for i, record in enumerate(records)
-        ]
-    return [_example_row(record, COLUMNS[kind], f"{name}: row {i}", prompt) for i, record in enumerate(records)]
-
-
-def _prompt_row(record: dict[str, Any], place: str, split: str, index: int, prompt: str, answer: str) -> dict[str, Any]:
-    if {"data_source", "prompt", "reward_model"} <= record.keys():  # a row of a prompt file
-        return record
-    question = _filled(record, prompt, place)
-    truth = _filled(record, answer, place) if answer else ""
-    row = prompt_row(
-        data_source=str(record.get("data_source", DATA_SOURCE)),
-        prompt=messages_of(question, prompt, place),
-        ground_truth=truth,
-        split=split,
-        index=index,
-        ability="",
-    )
-    others = {name: value for name, value in record.items() if name not in (prompt, answer, "data_source")}
-    return {**row, "extra_info": {"split": split, "index": index, **others}}
-
-
-def _example_row(record: dict[str, Any], columns: Sequence[str], place: str, prompt: str) -> dict[str, Any]:
-    messages = messages_of(_filled(record, prompt, place), prompt, place)
-    texts = {name: _filled(record, name, place) for name in columns[1:]}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise DataError(f"{place}: '{name}' must be a text, got {text!r:.100}.")
-    return {"prompt": messages, **texts}
-
-
-def _filled(record: Mapping[str, Any], column: str, place: str) -> Any:
-    value = value_of(record, column, place)
-    if is_empty(value):
-        raise DataError(f"{place}: '{column}' is empty; give it a value, or leave the row out.")
-    return value
+        yield f"{name}: row {i}", dict(record)
 
 
 def file_of(rows: Sequence[Mapping[str, Any]], directory: Path, split: str) -> Path:

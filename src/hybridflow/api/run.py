@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.api.rows import Data, file_of, files_of, records_of, rows_of, write_rows
+from hybridflow.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.api.settings import overrides
 from hybridflow.checkpoint import Checkpoint, CheckpointStore, export_model
 from hybridflow.config import Config, load_config
 from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
+from hybridflow.data.row_forms import rows_of
 from hybridflow.errors import CheckpointConfigError, ConfigError, RewardConfigError
 from hybridflow.observability.run_files import RunFiles
 from hybridflow.observability.run_table import run_row
@@ -148,7 +149,7 @@ class Run:
             if files is None:
                 limit = self._config(settings).validation.max_samples
                 records = records_of(prompts, "prompts", limit, "validation.max_samples")
-                rows = rows_of(records, "prompts", "prompts", "val", prompt, answer)
+                rows = rows_of(records, "prompts", {"prompt": prompt, "answer": answer}, "val")
                 file = file_of(rows, self.path / DATA, "val")
                 write_rows(rows, file)
                 files = [str(file)]

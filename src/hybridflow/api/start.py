@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.api.rows import Data, Kind, file_of, files_of, records_of, rows_of, write_rows
+from hybridflow.api.rows import Data, file_of, files_of, records_of, write_rows
 from hybridflow.api.run import Run
 from hybridflow.api.settings import Recipe, overrides, recipe_files
 from hybridflow.config import Config, load_config
+from hybridflow.data.row_forms import Kind, rows_of
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.closure import Closure
 from hybridflow.trainers.run_directory import DATA
@@ -39,7 +40,7 @@ def train(
     closure = Closure.of(reward) if callable(reward) else None
     name = closure.name if closure else reward
     given = {"reward.function": name} if name else {}
-    columns = (prompt, answer)
+    columns = {"prompt": prompt, "answer": answer}
     return _start("train", model, prompts, val_prompts, recipe, run_dir, {**given, **settings}, columns, closure)
 
 
@@ -57,7 +58,7 @@ def sft(
 
     `examples` are files, or rows with `prompt` and `response`, or with conversations in `messages`; see `train`.
     """
-    return _start("sft", model, examples, val_examples, recipe, run_dir, settings, (prompt, ""))
+    return _start("sft", model, examples, val_examples, recipe, run_dir, settings, {"prompt": prompt})
 
 
 def dpo(
@@ -74,7 +75,7 @@ def dpo(
 
     `pairs` are files, or rows with `prompt`, `chosen` and `rejected`; see `train`.
     """
-    return _start("dpo", model, pairs, val_pairs, recipe, run_dir, settings, (prompt, ""))
+    return _start("dpo", model, pairs, val_pairs, recipe, run_dir, settings, {"prompt": prompt})
 
 
 def reward_model(
@@ -88,7 +89,7 @@ def reward_model(
     **settings: Any,
 ) -> Run:
     """Return a run that trains a reward model, as `hybridflow reward-model` makes it; see `dpo` and `train`."""
-    return _start("reward-model", model, pairs, val_pairs, recipe, run_dir, settings, (prompt, ""))
+    return _start("reward-model", model, pairs, val_pairs, recipe, run_dir, settings, {"prompt": prompt})
 
 
 DATA_KINDS: dict[RunKind, Kind] = {"train": "prompts", "sft": "examples", "dpo": "pairs", "reward-model": "pairs"}
@@ -102,7 +103,7 @@ def _start(
     recipe: Recipe,
     run_dir: str | Path | None,
     settings: dict[str, Any],
-    columns: tuple[str, str],
+    columns: dict[str, str],
     closure: Closure | None = None,
 ) -> Run:
     given: dict[str, Any] = {"model.path": str(model)} | ({} if run_dir is None else {"trainer.run_dir": str(run_dir)})
@@ -110,7 +111,7 @@ def _start(
         raise ConfigError(f"{twice[0]} is given twice; it is an argument of its own.")
     recipes, changes = recipe_files(recipe), overrides({**given, **settings})
     first = load_config(recipes, changes)
-    name = {"prompts": "prompts", "examples": "examples", "pairs": "pairs"}[DATA_KINDS[kind]]
+    name = DATA_KINDS[kind]
     limits = {
         "train": (first.trainer.total_steps * _batch_size(first, kind), "trainer.total_steps"),
         "val": (first.validation.max_samples, "validation.max_samples"),
@@ -119,8 +120,10 @@ def _start(
 
     def files(data: Data, name: str, split: str) -> Sequence[str]:
         if (named := files_of(data)) is not None:
+            if other := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
+                changes.extend(overrides({"data.columns": other}))
             return named
-        rows = rows_of(records_of(data, name, *limits[split]), DATA_KINDS[kind], name, split, *columns)
+        rows = rows_of(records_of(data, name, *limits[split]), DATA_KINDS[kind], columns, split)
         file = file_of(rows, Path(first.trainer.run_dir) / DATA, split)
         written.append((rows, file))
         return [str(file)]

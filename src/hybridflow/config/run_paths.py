@@ -12,7 +12,7 @@ DIRECTORIES = (
     *("trainer.run_dir", "recovery.snapshot_dir"),
 )
 FILES = ("data.train_files", "data.val_files")
-FUNCTIONS = ("reward.function", "data.order", "algorithm.advantage", "actor.policy_loss")
+FUNCTIONS = ("reward.function", "data.map", "data.order", "algorithm.advantage", "actor.policy_loss")
 """Keys whose value may be 'path.py:function'."""
 
 TRACKERS = "trainer.trackers"

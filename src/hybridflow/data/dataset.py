@@ -9,11 +9,13 @@ import numpy as np
 
 from hybridflow.config.sections.data import OverlongName
 from hybridflow.data.chat_prompts import PromptEncoder, read_messages
+from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import check_indices
 from hybridflow.data.fingerprint import fingerprint
 from hybridflow.data.layout import pad_left
 from hybridflow.data.overlong import OVERLONG, truncate
-from hybridflow.data.parquet_rows import Row, read_rows, shorten
+from hybridflow.data.parquet_rows import Row, shorten
+from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import pad_token_id
 from hybridflow.errors import DataConfigError, DataError
 from hybridflow.observability import get_logger
@@ -27,6 +29,8 @@ logger = get_logger(__name__)
 
 class RLHFDataset:
     """Prompts of one or several parquet files with columns `prompt`, `data_source`, `reward_model`, `extra_info`.
+
+    Files of other columns, and .jsonl, .json and .csv files, are read by their `form`.
 
     `prompt` holds chat messages, rendered by the tokenizer's chat template if it has one and `chat_template` is true,
     otherwise joined by newlines. `overlong` is the treatment of prompts of more than `max_prompt_length` tokens.
@@ -44,6 +48,7 @@ class RLHFDataset:
         chat_template: bool = True,
         max_samples: int = 0,
         order_by: str = "",
+        form: RowForm = PLAIN,
     ) -> None:
         if overlong not in OVERLONG:
             raise DataConfigError(f"overlong={overlong!r} is not one of {', '.join(OVERLONG)}.")
@@ -53,7 +58,7 @@ class RLHFDataset:
             )
         self._pad_id = pad_token_id(tokenizer)
         optional = ("extra_info", *[order_by] * bool(order_by))
-        rows = read_rows(files, ("prompt", "data_source", "reward_model"), optional, max_samples)
+        rows = read_data_rows(files, "prompts", form, optional, max_samples)
         self._records = [_read_record(row) for row in rows]
         self.numbers = [row.number(order_by) for row in rows] if order_by else None
         """Number of each prompt in the column `order_by`; None without `order_by`."""

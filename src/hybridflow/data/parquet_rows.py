@@ -29,7 +29,7 @@ _UNREADABLE = (pa.ArrowException, OSError, MemoryError)
 """What pyarrow raises for a file that is damaged, encrypted, of another format or unreadable."""
 
 # Columns in which data sets keep images, audio and video, which are not supported in prompts.
-_MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def read_rows(
         raise DataConfigError("no data files were given; name at least one parquet file.")
     rows: list[Row] = []
     for path in paths:
-        table = read_table(path, required, (*optional, *_MEDIA_COLUMNS))
+        table = read_table(path, required, (*optional, *MEDIA_COLUMNS))
         if table.num_rows == 0:
             raise DataError(f"{path}: the file has no rows.")
         _reject_media(path, table)
@@ -204,7 +204,7 @@ def shorten_text(text: str, max_chars: int = 200) -> str:
 
 
 def _reject_media(path: Path, table: pa.Table) -> None:
-    for name in _MEDIA_COLUMNS:
+    for name in MEDIA_COLUMNS:
         if name not in table.column_names:
             continue
         for number, value in enumerate(table.column(name)):

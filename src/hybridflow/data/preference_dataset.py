@@ -8,9 +8,10 @@ import torch
 
 from hybridflow.data.chat_prompts import PromptEncoder, encode_responses, read_messages
 from hybridflow.data.conversations import collate_conversations, encode_conversations
+from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import ExampleDataset, require_limits
 from hybridflow.data.layout import collate_rows
-from hybridflow.data.parquet_rows import read_rows
+from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import eos_token_id, pad_token_id
 from hybridflow.errors import DataError
 from hybridflow.protocol import DataProto
@@ -45,10 +46,11 @@ class PreferenceDataset(ExampleDataset[Pair]):
         chat_template: bool = True,
         max_samples: int = 0,
         order_by: str = "",
+        form: RowForm = PLAIN,
     ) -> None:
         require_limits(max_prompt_length, max_response_length, max_samples)
         self._layout, self._pad_id = layout, pad_token_id(tokenizer)
-        rows = read_rows(files, ("prompt", *SIDES), ("extra_info", *[order_by] * bool(order_by)), max_rows=max_samples)
+        rows = read_data_rows(files, "pairs", form, ("extra_info", *[order_by] * bool(order_by)), max_samples)
         texts = {side: [row.text(side) for row in rows] for side in SIDES}
         for row, chosen, rejected in zip(rows, texts["chosen"], texts["rejected"], strict=True):
             if chosen == rejected:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.data.chat_prompts import PromptEncoder, encode_responses, read_messages
+from hybridflow.data.data_rows import PLAIN, read_data_rows
 from hybridflow.data.example_dataset import ExampleDataset, require_limits
 from hybridflow.data.layout import collate_rows
-from hybridflow.data.parquet_rows import Row, columns_of, read_rows
+from hybridflow.data.parquet_rows import Row, columns_of
+from hybridflow.data.row_forms import RowForm
 from hybridflow.data.tokenizer import eos_token_id, pad_token_id
 from hybridflow.data.turns import Turns, encode_turns
 from hybridflow.errors import DataError
@@ -39,17 +41,17 @@ class SFTDataset(ExampleDataset[Turns]):
         chat_template: bool = True,
         max_samples: int = 0,
         order_by: str = "",
+        form: RowForm = PLAIN,
     ) -> None:
         require_limits(max_prompt_length, max_response_length, max_samples)
         self._pad_id = pad_token_id(tokenizer)
         eos_id = eos_token_id(tokenizer)
         encoder = PromptEncoder(tokenizer, chat_template)
-        found = columns_of(files)
-        columns = ("messages",) if "messages" in found else ("prompt", "response")
-        if {"messages", "response"} <= set(found):
+        if {"messages", "response"} <= set(columns_of(files)):
             logger.warning("the files have the columns `messages` and `response`; `response` is ignored")
-        rows = read_rows(files, columns, ("extra_info", *[order_by] * bool(order_by)), max_rows=max_samples)
-        if columns == ("messages",):
+        optional = ("extra_info", *[order_by] * bool(order_by))
+        rows = read_data_rows(files, "examples", form, optional, max_samples)
+        if "messages" in rows[0].values:
             examples = [
                 encode_turns(tokenizer, encoder, read_messages(row, "messages"), eos_id, row.place) for row in rows
             ]

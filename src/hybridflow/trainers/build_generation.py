@@ -10,6 +10,7 @@ from hybridflow.config import Config, FaultsConfig, ParallelConfig
 from hybridflow.controller import Backend, ClassWithInitArgs, Role, WorkerGroup
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.parquet_rows import Row
+from hybridflow.data.row_forms import RowForm
 from hybridflow.engines.engine_state import require_same_adapters
 from hybridflow.errors import CheckpointConfigError
 from hybridflow.trainers.build_run import prepare_driver_process
@@ -61,6 +62,7 @@ def open_prompts(config: Config, files: tuple[str, ...], max_samples: int = 0, o
         chat_template=data.chat_template,
         max_samples=max_samples,
         order_by=order_by,
+        form=RowForm(data.columns, data.map),
     )
 
 

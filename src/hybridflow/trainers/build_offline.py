@@ -6,6 +6,7 @@ from typing import Literal
 from hybridflow.config import Config
 from hybridflow.controller import ClassWithInitArgs, Role, Worker, WorkerGroup
 from hybridflow.data import PreferenceDataset, SFTDataset, load_tokenizer
+from hybridflow.data.row_forms import RowForm
 from hybridflow.errors import ConfigError
 from hybridflow.models import decoder_shape
 from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_run
@@ -35,6 +36,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
             chat_template=data.chat_template,
             max_samples=max_samples,
             order_by=order_by,
+            form=RowForm(data.columns, data.map),
         )
 
     return _build(config, "sft", examples, OfflinePolicyWorker, lambda groups: SFT(groups[Role.Actor]))
@@ -81,6 +83,7 @@ def _pairs(config: Config, layout: Literal["policy", "reward_model"]) -> OpenDat
             chat_template=data.chat_template or layout == "reward_model",  # as in RewardModelWorker
             max_samples=max_samples,
             order_by=order_by,
+            form=RowForm(data.columns, data.map),
         )
 
     return pairs

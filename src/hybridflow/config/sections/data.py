@@ -16,6 +16,7 @@ from hybridflow.config.sections.base import (
 )
 
 OrderName = Literal["shuffled", "sequential", "curriculum", "weighted"]
+ColumnName = Literal["prompt", "answer", "response", "chosen", "rejected"]
 OverlongName = Literal["drop", "error", "truncate-left", "truncate-right", "truncate-middle"]
 
 
@@ -24,9 +25,20 @@ class DataConfig(Section):
 
     train_files: tuple[str, ...] = Field(
         default=(),
-        description="Parquet files of training prompts (sft: with responses; dpo, reward-model: with preferences).",
+        description="Files of training prompts (sft: with responses; dpo, reward-model: with preferences): .parquet, "
+        ".jsonl, .json or .csv.",
     )
-    val_files: tuple[str, ...] = Field(default=(), description="Parquet files of validation prompts.")
+    val_files: tuple[str, ...] = Field(default=(), description="Files of validation prompts.")
+    columns: dict[ColumnName, str] = Field(
+        default={},
+        description="Columns of the files by our names (prompt, answer, response, chosen, rejected), as in {prompt = "
+        "'question'}; a.b goes into nested values. Files that have our columns need none.",
+    )
+    map: UserFunction | Literal[""] = Field(
+        default="",
+        description="Function that makes of each record of the files another one, or None to leave it out, as "
+        "'path.py:function'.",
+    )
     train_batch_size: Positive = Field(default=64, description="Prompts in one training step.")
     max_prompt_length: Positive = Field(default=512, description="Largest length of a prompt, in tokens.")
     max_response_length: Positive = Field(

@@ -4,7 +4,7 @@ import csv
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def _rows_of(
     """Return the rows that are kept, and count the others by their reason."""
     rows: list[dict[str, Any]] = []
     answers: dict[str, Any] = {}
-    for place, record in _read_records(file, columns):
+    for place, record in read_records(file, columns):
         question, answer = (value_of(record, column, place) for column in columns)
         if is_empty(question) or is_empty(answer):
             dropped["no prompt" if is_empty(question) else "no answer"] += 1
@@ -132,8 +132,8 @@ def value_of(record: Mapping[str, Any], column: str, place: str) -> Any:
     return value
 
 
-def _read_records(file: Path, columns: tuple[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record)."""
+def read_records(file: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, record) of a file of SUFFIXES; `columns` names what is expected, for errors."""
     require_data_file(file)
     match file.suffix:
         case ".jsonl":

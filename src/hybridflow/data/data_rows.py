@@ -1,0 +1,81 @@
+"""Rows of data files: parquet files in our columns as they are, all others by their form."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows
+from hybridflow.data.prepare.table import read_records
+from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
+from hybridflow.errors import DataError
+
+PLAIN = RowForm()
+REQUIRED = {
+    "prompts": ("prompt", "data_source", "reward_model"),
+    "examples": ("prompt", "response"),
+    "pairs": ("prompt", "chosen", "rejected"),
+}
+"""Columns of a parquet file that is read as it is."""
+
+Files = str | Path | Sequence[str | Path]
+
+
+def read_data_rows(
+    files: Files, kind: Kind, form: RowForm = PLAIN, optional: Sequence[str] = (), max_rows: int = 0
+) -> list[Row]:
+    """Return the rows of .parquet, .jsonl, .json or .csv files, in order; `max_rows` 0: all of them.
+
+    An optional column that a row lacks is None. Raises DataError, naming file, row and column, for a malformed row.
+    """
+    paths = [Path(files)] if isinstance(files, str | Path) else [Path(file) for file in files]
+    if form.is_plain and all(_is_plain(path) for path in paths):
+        required = REQUIRED[kind]
+        if kind == "examples" and "messages" in columns_of(files):
+            required = ("messages",)
+        return read_rows(paths, required, optional, max_rows)
+    rows: list[Row] = []
+    for path in paths:
+        rows += _rows_of_file(path, kind, form, optional, max_rows and max_rows - len(rows))
+        if max_rows and len(rows) == max_rows:
+            break
+    return rows
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix not in (".jsonl", ".json", ".csv")
+
+
+def _rows_of_file(path: Path, kind: Kind, form: RowForm, optional: Sequence[str], max_rows: int) -> list[Row]:
+    named = [form.columns.get(name, name) for name in REQUIRED[kind][:1]]
+    records: Records = form.mapped(read_records(path, named))
+    found = list(islice(records, max_rows or None))
+    if not found:
+        raise DataError(f"{path}: the file has no rows.")
+    for place, record in found:
+        _reject_media(place, record)
+    _require_prompts(*found[0], path, named[0])
+    rows = rows_of(found, kind, form.columns, path.stem)
+    missing = dict.fromkeys(optional)
+    kept = [{name: record[name] for name in optional if name in record} for _, record in found]
+    return [Row(place, {**missing, **more, **row}) for (place, _), more, row in zip(found, kept, rows, strict=True)]
+
+
+def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str) -> None:
+    """Raise DataError, with what to do, if the first record has neither prompts under this name nor conversations."""
+    if prompt.partition(".")[0] in first or "messages" in first:
+        return
+    fix = f"Name the columns in data.columns, as in {{prompt = '{next(iter(first), 'question')}'}}."
+    if {"question", "answer"} <= first.keys():
+        fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
+        fix += f"{path.suffix}`, which takes the number out of each answer."
+    raise DataError(f"{place}: '{prompt}' is missing; the row has {', '.join(first) or 'no keys'}. {fix}")
+
+
+def _reject_media(place: str, record: dict[str, Any]) -> None:
+    for name in MEDIA_COLUMNS:
+        if record.get(name) not in (None, [], "", b"", {}):
+            raise DataError(
+                f"{place}: column '{name}' holds data, but prompts with images, audio or video are not supported yet; "
+                "use text prompts and remove the column."
+            )
