@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command("hybridflow.cli.init", "write a new task that runs at once", "init mytask"),
     "prepare": Command(
         "hybridflow.cli.prepare", "write a dataset as parquet", "prepare countdown --output-dir data/countdown"
     ),

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows
+from hybridflow.data.parquet_rows import MEDIA_COLUMNS, Row, columns_of, read_rows, shorten_text
 from hybridflow.data.prepare.table import read_records
 from hybridflow.data.row_forms import Kind, Records, RowForm, rows_of
 from hybridflow.errors import DataError
@@ -65,11 +65,12 @@ def _require_prompts(place: str, first: dict[str, Any], path: Path, prompt: str)
     """Raise DataError, with what to do, if the first record has neither prompts under this name nor conversations."""
     if prompt.partition(".")[0] in first or "messages" in first:
         return
-    fix = f"Name the columns in data.columns, as in {{prompt = '{next(iter(first), 'question')}'}}."
+    example = shorten_text(next(iter(first), "question"), 40)
+    fix = f"Name the columns in data.columns, as in {{prompt = '{example}'}}."
     if {"question", "answer"} <= first.keys():
         fix += f" For files of GSM8K: `hybridflow prepare gsm8k --train-file TRAIN{path.suffix} --test-file TEST"
         fix += f"{path.suffix}`, which takes the number out of each answer."
-    raise DataError(f"{place}: '{prompt}' is missing; the row has {', '.join(first) or 'no keys'}. {fix}")
+    raise DataError(f"{place}: '{prompt}' is missing; the row has {shorten_text(', '.join(first)) or 'no keys'}. {fix}")
 
 
 def _reject_media(place: str, record: dict[str, Any]) -> None:

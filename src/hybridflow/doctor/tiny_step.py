@@ -6,38 +6,14 @@ from pathlib import Path
 LOCAL_DONE = "local_done"
 """The file that tells that the local step was made."""
 
-WORDS = ("<unk>", "<eos>", *"abcdefgh")
 REWARD = "def score(solution_str, **_):\n    return len(set(solution_str)) / 10\n"
-
-
-def write_model(directory: Path) -> None:
-    """Write a random Llama model with a tokenizer of WORDS."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=len(WORDS),
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=WORDS[0], eos_token=WORDS[1])
-    fast.save_pretrained(directory)
 
 
 def main(directory: Path) -> None:
     """Write the task and make its step on each backend; raises what goes wrong."""
     from hybridflow.config import load_config
     from hybridflow.data import prompt_row, write_prompt_file
+    from hybridflow.doctor.tiny_model import write_model
     from hybridflow.trainers import build_trainer
 
     write_model(directory / "model")

@@ -34,7 +34,7 @@ class DataConfig(Section):
         description="Columns of the files by our names (prompt, answer, response, chosen, rejected), as in {prompt = "
         "'question'}; a.b goes into nested values. Files that have our columns need none.",
     )
-    map: UserFunction | Literal[""] = Field(
+    map: UserFunction = Field(
         default="",
         description="Function that makes of each record of the files another one, or None to leave it out, as "
         "'path.py:function'.",
