@@ -52,8 +52,8 @@ def string_literals(tree: ast.AST) -> list[tuple[str, int]]:
 def test_algorithm_names_appear_only_in_their_table():
     found = []
     for path in sorted(SOURCES.rglob("*.py")):
-        if path == SOURCES / "algorithms" / "declarations.py":
-            continue
+        if path == SOURCES / "algorithms" / "declarations.py" or path.parent.name == "migration":
+            continue  # names of other frameworks, beside ours
         for text, line in string_literals(ast.parse(path.read_text("utf-8"))):
             quoted = {text, *re.findall(r"'([^']*)'", text)}
             if quoted & (NAMES - SHARED_NAMES):

@@ -20,6 +20,7 @@ PACKAGES = (
     "hybridflow.data",
     "hybridflow.engines",
     "hybridflow.kernels",
+    "hybridflow.migration",
     "hybridflow.models",
     "hybridflow.observability",
     "hybridflow.protocol",

@@ -90,6 +90,11 @@ COMMANDS = {
     "compare": Command(
         "hybridflow.cli.compare", "show what differs between two runs", "compare runs/countdown/grpo runs/countdown/ppo"
     ),
+    "convert-config": Command(
+        "hybridflow.cli.convert_config",
+        "make a recipe of a configuration of verl, TRL or OpenRLHF",
+        "convert-config verl.yaml",
+    ),
     "doctor": Command("hybridflow.cli.doctor", "check this machine before a run", "doctor --dir runs"),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"

@@ -1,0 +1,39 @@
+"""Make a recipe of a configuration of verl, TRL or OpenRLHF, and list what has no equal.
+
+The file is YAML, or a shell script with the arguments (`key=value` words, or --flags). Defaults of the other framework
+that differ from ours are written too. docs/coming_from.md says what differs in meaning.
+"""
+
+import argparse
+from pathlib import Path
+
+from hybridflow.errors import ConfigError
+from hybridflow.migration.convert import FRAMEWORKS, convert
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the file, the framework and the output."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML file, or shell script with the arguments")
+    parser.add_argument("--from", dest="framework", choices=FRAMEWORKS, default="", help="default: known by the keys")
+    parser.add_argument("--output", type=Path, metavar="RECIPE", help="file to write (default: print)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the recipe, and print what was not carried over."""
+    from hybridflow.cli.output_file import write_output
+    from hybridflow.config import load_config
+    from hybridflow.config.render import toml_value
+
+    found = convert(args.file, args.framework)
+    text = found.recipe()
+    if args.output is None:
+        print(text, end="")
+    else:
+        write_output(args.output, text)
+        left_out = len(found.left_out)
+        print(f"wrote {args.output}: {len(found.values)} keys; {left_out} that were not carried over are listed in it")
+    try:
+        load_config(None, [f"{key}={toml_value(value)}" for key, value in found.values.items()])
+    except ConfigError as error:
+        raise ConfigError(f"the recipe needs changes before it runs: {error}") from error
+    return 0

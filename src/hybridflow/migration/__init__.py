@@ -1,0 +1,5 @@
+"""Configurations of other frameworks as recipes of hybridflow."""
+
+from hybridflow.migration.convert import Converted, convert
+
+__all__ = ["Converted", "convert"]
