@@ -96,6 +96,7 @@ COMMANDS = {
         "convert-config verl.yaml",
     ),
     "doctor": Command("hybridflow.cli.doctor", "check this machine before a run", "doctor --dir runs"),
+    "completion": Command("hybridflow.cli.completion", "print a script that completes in a shell", "completion bash"),
     "config": Command(
         "hybridflow.cli.config", "show the configuration of a run, or all keys", "config recipes/countdown_grpo.toml"
     ),
@@ -103,7 +104,11 @@ COMMANDS = {
 
 
 def command() -> int:
-    """Run `main` as all that this process does."""
+    """Run `main` as all that this process does; or answer a shell that asks for completions."""
+    if "_ARGCOMPLETE" in os.environ:
+        from hybridflow.cli.completion import complete
+
+        complete()
     status = main()
     gc.freeze()  # the collector's last look at half a million objects of modules would take a second
     return status
