@@ -66,3 +66,8 @@ def test_root_package_exports_exactly_the_designed_names():
 def test_unknown_root_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="module 'hybridflow' has no attribute 'DataProtos'"):
         hybridflow.DataProtos  # noqa: B018
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = (Path(__file__).parents[2] / "CITATION.cff").read_text("utf-8")
+    assert f"version: {hybridflow.__version__}\n" in citation

@@ -61,8 +61,7 @@ def test_an_unknown_command_without_a_similar_one_lists_all(capsys):
     with pytest.raises(SystemExit):
         main(["xyz"])
     assert (
-        "commands: prepare, sft, dpo, reward-model, train, generate, evaluate, export, graph, memory, replay, "
-        "report-performance, timeline, diagnose, report, watch, runs, compare, doctor, config."
+        f"commands: {', '.join(COMMANDS)}."
         in capsys.readouterr().err
     )
 
