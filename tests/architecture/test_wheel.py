@@ -1,5 +1,6 @@
-"""The wheel builds offline and contains the package files."""
+"""The wheel builds offline, contains the package files, and runs from an empty directory."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -8,32 +9,71 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SOURCES = [path for kind in ("py", "c", "h", "js", "css") for path in (ROOT / "src/hybridflow").rglob(f"*.{kind}")]
+MODULES = [str(path.relative_to(ROOT / "src")) for path in SOURCES]
+RECIPES = [str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.toml")]
+EXAMPLES = [str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.py")]
+OTHERS = [
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    *(f"src/hybridflow/{name}" for name in ("py.typed", "cli/task/recipe.toml")),
+]
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_wheel_contains_modules_type_marker_and_command(tmp_path):
-    sources = [path for kind in ("py", "c", "h") for path in (ROOT / "src/hybridflow").rglob(f"*.{kind}")]
-    modules = [path.relative_to(ROOT / "src") for path in sources]
-    recipes = [path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.toml")]
-    others = [
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "src/hybridflow/py.typed",
-        *map(str, recipes),
-        "src/hybridflow/cli/task/recipe.toml",
-    ]
-    for file in [*others, *(f"src/{m}" for m in modules)]:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_bytes((ROOT / file).read_bytes())
-    (tmp_path / "src/hybridflow/recipes").symlink_to("../../recipes")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the wheel of a copy of the sources, since a build writes beside them."""
+    copy = tmp_path_factory.mktemp("wheel")
+    pages = [str(path.relative_to(ROOT)) for path in (ROOT / "src/hybridflow/observability/report/assets").iterdir()]
+    for file in {*OTHERS, *RECIPES, *EXAMPLES, *pages, *(f"src/{module}" for module in MODULES)}:
+        (copy / file).parent.mkdir(parents=True, exist_ok=True)
+        (copy / file).write_bytes((ROOT / file).read_bytes())
+    for name in ("recipes", "examples"):
+        assert os.readlink(ROOT / "src/hybridflow" / name) == f"../../{name}"
+        (copy / "src/hybridflow" / name).symlink_to(f"../../{name}")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--wheel-dir", "out", "."], cwd=tmp_path, check=True)
-    (wheel,) = (tmp_path / "out").glob("hybridflow-*.whl")
+    subprocess.run([*command, "--wheel-dir", "out", "."], cwd=copy, check=True)
+    (wheel,) = (copy / "out").glob("hybridflow-*.whl")
+    return wheel
+
+
+def test_wheel_contains_modules_data_type_marker_and_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = next(name for name in names if name.endswith("entry_points.txt"))
         assert "hybridflow = hybridflow.cli.main:command" in archive.read(entry_points).decode()
-    assert {"hybridflow/py.typed", *map(str, modules), *(f"hybridflow/{recipe}" for recipe in recipes)} <= names
-    assert {"hybridflow/cli/task/recipe.toml", "hybridflow/cli/task/reward.py"} <= names
+    assert {"hybridflow/py.typed", "hybridflow/cli/task/recipe.toml", *MODULES} <= names
+    assert {f"hybridflow/{file}" for file in (*RECIPES, *EXAMPLES)} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_a_task_and_the_demo_run_from_an_empty_directory(wheel, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*install, "--target", site, wheel], check=True)
+
+    def hybridflow(*arguments, cwd=empty):
+        # The wheel stands before the sources; the other packages are those of this environment.
+        variables = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+        command = [sys.executable, "-m", "hybridflow", *arguments]
+        done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    hybridflow("init", "task")
+    hybridflow("train", "recipe.toml", "trainer.total_steps=2", cwd=empty / "task")
+    hybridflow("report", "runs/first", cwd=empty / "task")
+    few = [part for name in ("--sft", "--grpo") for part in (name, "controller.threads=1")]
+    few += ["--sft", "trainer.total_steps=3", "--sft", "offline.batch_size=32", "--grpo", "trainer.total_steps=1"]
+    few += ["--grpo", "data.train_batch_size=8", "--grpo", "validation.max_samples=8"]
+    assert "demo: accuracy" in hybridflow("demo", *few)
+    program = "import hybridflow; from hybridflow.api.settings import recipe_files; print(recipe_files('dapo')[0])"
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(
+        command, cwd=empty, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == f"{site}/hybridflow/recipes/algorithms/dapo.toml"

@@ -60,10 +60,7 @@ def test_an_unknown_command_suggests_the_nearest(capsys):
 def test_an_unknown_command_without_a_similar_one_lists_all(capsys):
     with pytest.raises(SystemExit):
         main(["xyz"])
-    assert (
-        f"commands: {', '.join(COMMANDS)}."
-        in capsys.readouterr().err
-    )
+    assert f"commands: {', '.join(COMMANDS)}." in capsys.readouterr().err
 
 
 def test_a_command_gets_its_arguments_and_its_status_is_returned(fake_command):

@@ -36,6 +36,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "init": Command("hybridflow.cli.init", "write a new task that runs at once", "init mytask"),
+    "demo": Command("hybridflow.cli.demo", "watch a small model learn, in minutes on a CPU", "demo"),
     "prepare": Command(
         "hybridflow.cli.prepare", "write a dataset as parquet", "prepare countdown --output-dir data/countdown"
     ),
