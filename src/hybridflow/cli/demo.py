@@ -9,15 +9,17 @@ import runpy
 import sys
 from importlib.resources import files
 
+OVERRIDES = {"--sft": "the warm start", "--grpo": "GRPO"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the comparison, and overrides of the two recipes."""
     parser.add_argument(
         "--control", action="store_true", help="more supervised training instead of GRPO; needs a finished demo"
     )
-    for name, what in (("--sft", "the warm start"), ("--grpo", "GRPO")):
+    for option, what in OVERRIDES.items():
         parser.add_argument(
-            name, action="append", default=[], metavar="KEY=VALUE", help=f"override of the recipe of {what}"
+            option, action="append", default=[], metavar="KEY=VALUE", help=f"override of the recipe of {what}"
         )
 
 
@@ -25,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the program of the demo in this process."""
     program = files("hybridflow").joinpath("examples", "countdown_demo.py")
     arguments = ["--control"] if args.control else []
-    for name in ("sft", "grpo"):
-        for change in getattr(args, name):
-            arguments += [f"--{name}", change]
+    for option in OVERRIDES:
+        for change in getattr(args, option.removeprefix("--")):
+            arguments += [option, change]
     before, sys.path[:0] = list(sys.path), [str(files("hybridflow").joinpath("examples"))]
     sys.argv = [str(program), *arguments]
     try:
