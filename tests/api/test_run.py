@@ -91,6 +91,7 @@ def test_the_same_run_by_command_has_the_same_bits(task, rows, tmp_path, finishe
     assert {name for name in ours if ours[name] != theirs[name]} == set()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_path):
     run = start(task, rows, tmp_path / "run", **{"trainer.save_every": 1})
     with pytest.raises(CheckpointConfigError, match="has no checkpoint to resume from"):
@@ -110,6 +111,7 @@ def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_pa
     assert run.fit(**{"trainer.total_steps": 4}).metrics[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_run_twice_goes_on_or_says_that_the_data_differ(task, rows, tmp_path):
     for steps in (1, 2):
         run = start(task, rows, tmp_path / "run", **{"trainer.total_steps": steps}).fit()
@@ -148,6 +150,7 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
         start(task, rows, tmp_path / "run").generate([])
 
 
+@pytest.mark.slow
 def test_resume_never_takes_a_directory_with_data_only(task, rows, tmp_path):
     changes = {"trainer.resume": "never", "trainer.total_steps": 1}
     start(task, rows, tmp_path / "run", **changes).fit()

@@ -49,6 +49,8 @@ def task(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     state = capture_random_state()
     yield
@@ -68,6 +70,7 @@ def numbers_of(run_dir):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the packages of trackers
 def test_wandb_mlflow_and_tensorboard_have_the_numbers_of_metrics_jsonl(task, tmp_path):
     from mlflow import MlflowClient
