@@ -102,6 +102,8 @@ def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_pa
     assert opened.resume(stop_after=2).metrics[-1]["step"] == 2
     with pytest.raises(RewardConfigError, match="its name or its source"):
         hybridflow.open_run(tmp_path / "run", reward=lambda completion, **_: 1.0)
+    with pytest.raises(RewardConfigError, match="its name or its source"):
+        start(task, rows, tmp_path / "run", reward=lambda completion, **_: 1.0).fit()
     from hybridflow.rewards import closure
 
     closure._offered.clear()

@@ -82,6 +82,8 @@ class Run:
         are keys of the configuration that hold from now on, as in `**{"trainer.total_steps": 200}`.
         """
         config = self._config(settings)
+        if self._closure and self._checkpoint(None) is not None:
+            _require_same_function(self._closure, self.path)
         self._changes += overrides(settings)
         with BUILDERS[self.kind](config) as trainer:
             trainer.fit(stop_after)
@@ -193,14 +195,21 @@ def open_run(run_dir: str | Path, *, reward: Callable[..., Any] | None = None) -
     closure = Closure.of(reward) if reward is not None else None
     if closure and not is_closure(name):
         raise RewardConfigError(f"'{path}' has reward.function={name!r}, which is stored; leave reward out.")
-    if closure and closure.name != name:
+    if closure:
+        _require_same_function(closure, path)
+    changes = [*absolute_paths(config), *overrides({"trainer.run_dir": str(path)})]
+    return Run(path, kind, [config], changes, closure)
+
+
+def _require_same_function(closure: Closure, path: Path) -> None:
+    """Raise RewardConfigError if the run in a directory had another function of a Python program."""
+    name = str(RunFiles(path).config.get("reward.function", ""))
+    if is_closure(name) and closure.name != name:
         raise RewardConfigError(
             f"the reward function is {closure.name.partition(':')[2]}, but that of the run in '{path}' was "
             f"{name.partition(':')[2]}: its name or its source (the digest after the dash) has changed. Give the "
-            "function that the run began with, or start another run."
+            "function that the run began with, or choose another run_dir."
         )
-    changes = [*absolute_paths(config), *overrides({"trainer.run_dir": str(path)})]
-    return Run(path, kind, [config], changes, closure)
 
 
 def _prompts(prompts: Iterable[str | Sequence[Mapping[str, str]]]) -> list[Row]:

@@ -59,6 +59,7 @@ class Closure:
 
     def function(self) -> Callable[..., Any]:
         """Return the function, in this process."""
+        sys.path += [path for path in self.paths if path not in sys.path]
         return cloudpickle.loads(self.contents)
 
 
