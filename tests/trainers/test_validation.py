@@ -67,6 +67,12 @@ def test_the_majority_is_the_most_frequent_answer(answers, correct, majority):
     assert majority_at_k(correct, answers) == pytest.approx(majority)
 
 
+def test_the_majority_of_k_samples_is_a_mean_over_parts_of_them():
+    correct, answers = [True, True, False, True, True], ["3", "3", "4", "3", "3"]
+    assert majority_at_k(correct, answers, 2) == (1.0 + 0.5) / 2  # 3 3, 4 3; the last sample is in no part
+    assert majority_at_k(correct, answers, 5) == majority_at_k(correct, answers) == 1.0
+
+
 def test_maj_at_k_is_reported_if_answers_are_known():
     rows = samples("a", [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     assert "val/maj@3" not in validation_metrics(rows, group_size=3)
@@ -74,6 +80,7 @@ def test_maj_at_k_is_reported_if_answers_are_known():
         row["answer"] = answer
     metrics = validation_metrics(rows, group_size=3)
     assert metrics["val/maj@3"] == metrics["val/a/maj@3"] == 0.5
+    assert metrics["val/maj@2"] == 0.5  # of the first two samples of each prompt
     assert metrics["val/pass@1"] == 0.5
 
 

@@ -96,11 +96,15 @@ def powers_of_two(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length())]
 
 
-def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> float:
+def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None], k: int = 0) -> float:
     """Return 1 if the most frequent answer is correct, else 0; for a tie the share of correct answers in it.
 
-    0 if no sample has an answer. Wang et al., 2022, https://arxiv.org/abs/2203.11171.
+    0 if no sample has an answer. With `k` the mean over the parts of `k` samples that follow each other, without a
+    rest; 0: all samples are one part. Wang et al., 2022, https://arxiv.org/abs/2203.11171.
     """
+    if k and k < len(answers):
+        starts = range(0, len(answers) - k + 1, k)
+        return sum(majority_at_k(correct[i : i + k], answers[i : i + k]) for i in starts) / len(starts)
     votes = Counter(answer for answer in answers if answer is not None)
     most = max(votes.values(), default=0)
     winners = [answer for answer, number in votes.items() if number == most]
@@ -123,7 +127,8 @@ def _metrics_of(prefix: str, samples: Sequence[Mapping[str, Any]], group_size: i
     for k in powers_of_two(group_size) if group_size > 1 else ():
         shares[f"pass@{k}"] = [pass_at_k(len(of_prompt), sum(of_prompt), k) for of_prompt in correct]
     if group_size > 1 and any(answer is not None for of_prompt in answers for answer in of_prompt):
-        shares[f"maj@{group_size}"] = [majority_at_k(*pair) for pair in zip(correct, answers, strict=True)]
+        for k in sorted({*powers_of_two(group_size)[1:], group_size}):
+            shares[f"maj@{k}"] = [majority_at_k(*pair, k) for pair in zip(correct, answers, strict=True)]
     metrics = {f"{prefix}/score/mean": sum(sample["score"] for sample in samples) / len(samples)}
     for name, values in shares.items():
         metrics[f"{prefix}/{name}"] = sum(values) / len(values)
