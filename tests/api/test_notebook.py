@@ -3,9 +3,7 @@
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbconvert.preprocessors import ExecutePreprocessor
 
 PAGE = Path(__file__).parents[2] / "docs/python.md"
 
@@ -13,6 +11,9 @@ PAGE = Path(__file__).parents[2] / "docs/python.md"
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the packages of notebooks
 def test_the_page_runs_as_a_notebook_and_shows_its_progress(tmp_path):
+    import nbformat  # not at the top: the environment of vLLM, which imports all tests, has no notebooks
+    from nbconvert.preprocessors import ExecutePreprocessor
+
     programs = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(program) for program in programs])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
