@@ -93,11 +93,16 @@ def test_the_same_run_by_command_has_the_same_bits(task, rows, tmp_path, finishe
 
 @pytest.mark.slow
 def test_a_run_is_resumed_with_its_function_and_with_no_other(task, rows, tmp_path):
-    run = start(task, rows, tmp_path / "run", **{"trainer.save_every": 1})
+    def score(completion: str, answer, index: int, mark="a mark of this function", **_) -> float:
+        return len(completion + mark) % 7 / 10
+
+    run = start(task, rows, tmp_path / "run", reward=score, **{"trainer.save_every": 1})
     with pytest.raises(CheckpointConfigError, match="has no checkpoint to resume from"):
         run.resume()
     run.fit(stop_after=1)
-    assert "score" not in "".join(p.read_text("latin-1") for p in (tmp_path / "run").rglob("*.py"))
+    files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(b"closure:score-" in contents for contents in files)
+    assert not any(b"a mark of this function" in contents for contents in files)
     opened = hybridflow.open_run(tmp_path / "run", reward=score)
     assert opened.resume(stop_after=2).metrics[-1]["step"] == 2
     with pytest.raises(RewardConfigError, match="its name or its source"):
@@ -142,6 +147,7 @@ def test_what_is_wrong_is_an_error_before_a_file_is_written(task, rows, tmp_path
         ({"prompt": "prompt"}, DataError, "prompts: row 0: 'prompt' is missing"),
         ({"trainer.total_step": 3}, ConfigError, "trainer.total_step"),
         ({"model.path": "x"}, ConfigError, "model.path is given twice"),
+        ({"reward": 5}, RewardConfigError, "reward=5 is a int; expected a function, or its name"),
         ({"recipe": "dapoo"}, ConfigError, "recipe='dapoo' is unknown"),
         ({"val_prompts": iter(rows)}, ConfigError, r"set validation\.max_samples"),
     ):

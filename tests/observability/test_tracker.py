@@ -11,7 +11,15 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridflow.errors import ConfigError
-from hybridflow.observability import ConsoleTracker, JsonlWriter, MultiTracker, TensorBoardTracker
+from hybridflow.observability import (
+    ConsoleTracker,
+    GuardedTracker,
+    JsonlWriter,
+    MLflowTracker,
+    MultiTracker,
+    TensorBoardTracker,
+    guarded_tracker,
+)
 
 METRIC = "critic/score/mean"
 
@@ -123,3 +131,41 @@ def test_missing_tensorboard_package_is_an_error_with_the_fix(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[tensorboard\]'"):
         TensorBoardTracker(tmp_path)
+
+
+class Failing:
+    """A tracker that fails until it is told otherwise, and notes what it gets."""
+
+    def __init__(self):
+        self.is_away, self.got = True, []
+
+    def log(self, step, metrics):
+        if self.is_away:
+            raise OSError("away")
+        self.got.append(step)
+
+    def close(self): ...
+
+
+def test_a_guarded_tracker_keeps_what_it_can_and_tells_what_is_lost(monkeypatch, caplog):
+    monkeypatch.setattr(guarded_tracker, "MAX_PENDING", 2)
+    failing = Failing()
+    guarded = GuardedTracker("mine", failing)
+    for step in (1, 2, 3):
+        guarded.log(step, {METRIC: 0.5})
+    failing.is_away = False
+    guarded.log(4, {METRIC: 0.5})
+    guarded.close()
+    assert failing.got == [3, 4]
+    assert "tracker 'mine' lacks 2 steps, from step 1 on" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow
+def test_mlflow_takes_every_name_of_a_metric(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    tracker = MLflowTracker(tmp_path, "id", "run", {})
+    tracker.log(1, {"val/pass@4": 0.5, "val/my source (é)/maj@2": 0.25})
+    run = tracker._client.get_run(tracker._id)
+    tracker.close()
+    assert run.data.metrics == {"val/pass_4": 0.5, "val/my source ___/maj_2": 0.25}

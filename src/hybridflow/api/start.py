@@ -9,7 +9,7 @@ from hybridflow.api.run import Run
 from hybridflow.api.settings import Recipe, overrides, recipe_files
 from hybridflow.config import Config, load_config
 from hybridflow.data.row_forms import Kind, rows_of
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RewardConfigError
 from hybridflow.rewards.closure import Closure
 from hybridflow.trainers.run_directory import DATA
 from hybridflow.trainers.run_identity import Kind as RunKind
@@ -37,6 +37,8 @@ def train(
 
     Raises ConfigError, DataError and RewardConfigError at once for what cannot be trained with.
     """
+    if not (reward is None or isinstance(reward, str) or callable(reward)):
+        raise RewardConfigError(f"reward={reward!r} is a {type(reward).__name__}; expected a function, or its name.")
     closure = Closure.of(reward) if callable(reward) else None
     name = closure.name if closure else reward
     given = {"reward.function": name} if name else {}

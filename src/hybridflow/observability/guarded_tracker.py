@@ -10,7 +10,7 @@ from hybridflow.observability.tracker import Tracker
 logger = get_logger(__name__)
 
 MAX_PENDING = 10_000
-"""Steps that are kept for a tracker that fails; metrics.jsonl has all."""
+"""Calls that are kept for a tracker that fails; metrics.jsonl has all."""
 
 
 class GuardedTracker:
@@ -22,30 +22,34 @@ class GuardedTracker:
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name, self._tracker = name, tracker
-        self._pending: deque[tuple[str, int, Any]] = deque(maxlen=MAX_PENDING)
+        self._pending: deque[tuple[str, int, Any]] = deque()
+        self._lost: set[int] = set()  # steps of the calls that were too many to keep
         self._is_failing = False
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a step on."""
-        self._pending.append(("log", step, metrics))
-        self._send()
+        self._add("log", step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Pass samples of a step on, if the tracker takes them."""
         if hasattr(self._tracker, "log_samples"):
-            self._pending.append(("log_samples", step, list(samples)))
-            self._send()
+            self._add("log_samples", step, list(samples))
 
     def close(self) -> None:
         """Try the rest once more, and close the tracker."""
         self._send()
-        if self._pending:
-            steps = sorted({step for _, step, _ in self._pending})
+        if steps := sorted(self._lost | {step for _, step, _ in self._pending}):
             logger.warning("tracker '%s' lacks %d steps, from step %d on", self._name, len(steps), steps[0])
         try:
             self._tracker.close()
         except Exception as error:  # of a library, or of the user's class
             logger.warning("tracker '%s' could not be closed: %s: %s", self._name, type(error).__name__, error)
+
+    def _add(self, method: str, step: int, what: Any) -> None:
+        self._pending.append((method, step, what))
+        if len(self._pending) > MAX_PENDING:
+            self._lost.add(self._pending.popleft()[1])
+        self._send()
 
     def _send(self) -> None:
         try:
@@ -65,5 +69,5 @@ class GuardedTracker:
             self._is_failing = True
             return
         if self._is_failing:
-            logger.warning("tracker '%s' works again, and has got what it missed", self._name)
+            logger.warning("tracker '%s' works again, and has got what was kept for it", self._name)
         self._is_failing = False

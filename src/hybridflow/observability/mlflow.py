@@ -1,6 +1,7 @@
 """The tracker of `trainer.trackers = ["mlflow"]`: an MLflow server, or a database in the run's directory."""
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -16,6 +17,11 @@ KEY = "hybridflow.run"
 
 MAX_CHARS = 500
 """Characters of a parameter that every MLflow server takes."""
+
+
+def metric_name(name: str) -> str:
+    """Return a name that MLflow takes: `val/pass_4` for `val/pass@4`."""
+    return re.sub(r"[^A-Za-z0-9_\-. /:]", "_", name)
 
 
 class MLflowTracker:
@@ -51,7 +57,9 @@ class MLflowTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the numbers of a step."""
         now = int(time.time() * 1000)
-        numbers = [self._metric(name, float(x), now, step) for name, x in metrics.items() if isinstance(x, Real)]
+        numbers = [
+            self._metric(metric_name(name), float(x), now, step) for name, x in metrics.items() if isinstance(x, Real)
+        ]
         for start in range(0, len(numbers), 1000):  # the most that one call takes
             self._client.log_batch(self._require_open(step), metrics=numbers[start : start + 1000])
 
