@@ -89,6 +89,13 @@ def test_examples_and_pairs_are_read_from_json_lines(tmp_path, tiny_model):
     assert len(PreferenceDataset(pairs, tokenizer, 4, 4)) == 1
 
 
+@pytest.mark.parametrize("messages", [[1], [{"role": "user"}], 5, [{"role": "user", "content": 7}]])
+def test_a_malformed_conversation_is_named(tmp_path, messages):
+    file = write(tmp_path / "talk.jsonl", [{"messages": messages}])
+    with pytest.raises(DataError, match=r"talk\.jsonl: line 1: .*messages"):
+        read_data_rows(file, "examples")
+
+
 @pytest.mark.parametrize(
     ("records", "problem"),
     [

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hybridflow.data.prepare.prompt_file import as_messages, prompt_row
+from hybridflow.data.prepare.prompt_file import prompt_row
 from hybridflow.data.prepare.table import is_empty, messages_of, value_of
 from hybridflow.errors import DataError
 from hybridflow.runtime import load_user_function
@@ -72,7 +72,10 @@ def rows_of(
             for i, (place, record) in enumerate(records)
         ]
     if kind == "examples" and records and "messages" in records[0][1]:
-        return [{"messages": as_messages(_filled(record, "messages", place))} for place, record in records]
+        return [
+            {"messages": messages_of(_filled(record, "messages", place), "messages", place)}
+            for place, record in records
+        ]
     return [_example_row(record, names, place) for place, record in records]
 
 
