@@ -134,7 +134,7 @@ def test_missing_tensorboard_package_is_an_error_with_the_fix(tmp_path, monkeypa
 
 
 class Failing:
-    """A tracker that fails until it is told otherwise, and notes what it gets."""
+    """A tracker that fails while `is_away`, and keeps the steps that it gets."""
 
     def __init__(self):
         self.is_away, self.got = True, []
