@@ -16,7 +16,7 @@ from hybridflow.errors import DataError, HybridFlowError, ModelError
 from hybridflow.models import load_causal_lm, load_value_model
 from hybridflow.models.parameters import replace_parameters
 from hybridflow.models.sharded_loading import StoredModel, build_with_placeholders, load_shards
-from hybridflow.trainers.preconditions import require_files
+from hybridflow.trainers.preconditions import with_required_files
 
 pytestmark = pytest.mark.slow
 
@@ -299,7 +299,7 @@ def test_bad_weights_are_a_model_error(directory, load, damage, message):
 def test_tokens_that_the_model_lacks_are_an_error(directory, damage, message):
     damage(directory)
     with pytest.raises(HybridFlowError, match="(?is)" + message) as error:
-        require_files(load_config(None, [f"model.path={directory}"]))
+        with_required_files(load_config(None, [f"model.path={directory}"]))
     assert "trust_remote_code" not in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -273,7 +273,7 @@ def test_card_names_base_model_and_training(tmp_path):
         save_state({"model": weights_of(make_model(CONFIGS["llama"]))}, directory / "actor")
     export_model(tmp_path / "checkpoints" / "step_000030", model_dir, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers\nbase_model: base-model\n")
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n")
     assert "after step 30 of reinforcement learning" in card
     assert "| `trainer.seed` | `7` |" in card
     assert "abc123" in card

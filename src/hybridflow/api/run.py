@@ -12,6 +12,7 @@ from hybridflow.config.run_paths import absolute_paths
 from hybridflow.data.parquet_rows import Row
 from hybridflow.data.row_forms import rows_of
 from hybridflow.errors import CheckpointConfigError, ConfigError, RewardConfigError
+from hybridflow.hub import local_model, require_upload, upload_model
 from hybridflow.observability.run_files import RunFiles
 from hybridflow.observability.run_table import run_row
 from hybridflow.rewards.closure import Closure, is_closure, offer
@@ -19,7 +20,7 @@ from hybridflow.trainers import build
 from hybridflow.trainers.build_generation import build_generator, build_validator
 from hybridflow.trainers.build_offline import build_dpo_trainer, build_reward_model_trainer, build_sft_trainer
 from hybridflow.trainers.generation import typed_prompts
-from hybridflow.trainers.preconditions import require_files
+from hybridflow.trainers.preconditions import with_required_files
 from hybridflow.trainers.run_directory import DATA
 from hybridflow.trainers.run_identity import Kind
 
@@ -128,7 +129,7 @@ class Run:
         """
         given = {"validation.group_size": n} | ({} if temperature is None else {"validation.temperature": temperature})
         config = self._config({**given, **settings})
-        require_files(config)
+        config = with_required_files(config)
         rows = _prompts([prompts] if isinstance(prompts, str) else prompts)
         cap = "data.max_response_length" not in settings
         with build_generator(config, self._checkpoint(step), rows, cap_response_length=cap) as generator:
@@ -161,13 +162,29 @@ class Run:
         return metrics
 
     def export(
-        self, out: str | Path, *, step: int | None = None, dtype: str | None = None, adapter: bool = False
+        self,
+        out: str | Path,
+        *,
+        step: int | None = None,
+        dtype: str | None = None,
+        adapter: bool = False,
+        push_to_hub: str | None = None,
+        private: bool = False,
     ) -> Path:
-        """Write a checkpoint as a Hugging Face model directory and return it; see `hybridflow export`."""
+        """Write a checkpoint as a Hugging Face model directory and return it; see `hybridflow export`.
+
+        `push_to_hub`: the repository OWNER/NAME that the directory is uploaded to; a new one may be `private`.
+        """
         checkpoint = self._checkpoint(step)
         if checkpoint is None:
             raise CheckpointConfigError(f"'{self.path}' has no checkpoint to export; fit() makes them.")
-        export_model(checkpoint, self._config().model.path, out, dtype=dtype, adapter=adapter)
+        if push_to_hub is not None:
+            require_upload(push_to_hub, private=private)
+        export_model(
+            checkpoint, local_model("model.path", self._config().model.path), out, dtype=dtype, adapter=adapter
+        )
+        if push_to_hub is not None:
+            upload_model(Path(out), push_to_hub)
         return Path(out)
 
     def _config(self, settings: Mapping[str, Any] | None = None) -> Config:

@@ -22,6 +22,7 @@ from hybridflow.checkpoint.store import Checkpoint, open_checkpoint
 from hybridflow.checkpoint.stored_tensors import StoredTensors
 from hybridflow.checkpoint.weights import stored_weights
 from hybridflow.errors import CheckpointConfigError, CheckpointError, ModelConfigError
+from hybridflow.hub.names import name_of
 from hybridflow.runtime import note_progress
 from hybridflow.runtime.disk_space import describe_bytes
 
@@ -277,9 +278,18 @@ def _write_adapter(
         "target_modules": lora["targets"],
         "lora_dropout": 0.0,
         "bias": "none",
-        "base_model_name_or_path": str(model_dir.resolve()),
+        **_base_of(model_dir),
     }
     (out_dir / "adapter_config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _base_of(model_dir: Path) -> dict[str, str]:
+    """Return the entries of an adapter's configuration that name its base model."""
+    name = name_of(model_dir)
+    if name == str(model_dir):
+        return {"base_model_name_or_path": str(model_dir.resolve())}
+    repository, _, revision = name.partition("@")
+    return {"base_model_name_or_path": repository, "revision": revision}
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.store import Checkpoint
+from hybridflow.hub.names import name_of
 
 _ALWAYS = ("data.train_files", "lora.rank", "trainer.seed", "model.dtype")
 _OFFLINE = ("offline.batch_size", "offline.optimizer.lr")
@@ -27,10 +28,15 @@ KINDS = {
 def model_card(model_dir: Path, checkpoint: Checkpoint | None, lora: Any = None) -> str:
     """Return the card as Markdown, with the front matter that model hubs read.
 
-    Directories are named by their last part only. `lora` is the adapters' entry if adapters are exported alone.
+    A model from the hub is named as there, and directories by their last part only. `lora` is the adapters' entry if
+    adapters are exported alone.
     """
-    base = model_dir.resolve().name
-    lines = ["---", "library_name: " + ("peft" if lora else "transformers"), f"base_model: {base}"]
+    name = name_of(model_dir)
+    repository, _, revision = name.partition("@")
+    base = repository if revision else model_dir.resolve().name
+    lines = ["---", "library_name: " + ("peft" if lora else "transformers")]
+    if revision:  # a hub refuses other values
+        lines.append(f"base_model: {repository}")
     lines += ["tags:", "- reinforcement-learning", "- hybridflow", "---", "", f"# {base}, trained with hybridflow", ""]
     what = f"Adapters of rank {lora['rank']} for `{base}`" if lora else f"`{base}` with trained weights"
     if checkpoint is not None and checkpoint.info.get("kind") == "reward-model":

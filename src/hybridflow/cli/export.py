@@ -31,20 +31,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        type=Path,
         metavar="DIR",
         help="directory with the configuration and tokenizer (default: the run's model.path)",
     )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="also upload the directory to this repository of the Hugging Face hub, which is created if it is missing",
+    )
+    parser.add_argument("--private", action="store_true", help="with --push-to-hub: make a new repository private")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the model directory."""
     from hybridflow.checkpoint import export_model
+    from hybridflow.hub import local_model, require_upload, upload_model
 
+    if args.private and args.push_to_hub is None:
+        raise ConfigError("--private needs --push-to-hub OWNER/NAME.")
     checkpoint = find_checkpoint(args.source, args.step)
-    model_dir = args.model or _model_path(checkpoint.directory.parent.parent)
+    model_dir = local_model("--model", args.model) if args.model else _model_path(checkpoint.directory.parent.parent)
+    if args.push_to_hub is not None:
+        require_upload(args.push_to_hub, private=args.private)
     dtype = export_model(checkpoint, model_dir, args.out, dtype=args.dtype, adapter=args.adapter)
     print(f"wrote {args.out} from {checkpoint.directory}, weights in {dtype} (--dtype chooses another)")
+    if args.push_to_hub is not None:
+        print(f"uploading {args.out} to {args.push_to_hub} ...", flush=True)
+        print(f"uploaded: {upload_model(args.out, args.push_to_hub)}")
     return 0
 
 
@@ -56,7 +69,9 @@ def _model_path(run_dir: Path) -> Path:
         raise ConfigError(
             f"'{config_file}' does not exist, so the initial model of the run is unknown; set it with --model DIR."
         )
-    path = Path(load_config(config_file, absolute_paths(config_file)).model.path)
+    from hybridflow.hub import local_model
+
+    path = local_model("model.path", load_config(config_file, absolute_paths(config_file)).model.path)
     if not path.is_dir():
         raise ConfigError(f"model.path='{path}' of '{config_file}' is not a directory here; set it with --model DIR.")
     return path

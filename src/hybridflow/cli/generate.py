@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args)
     from hybridflow.trainers import build_generator
     from hybridflow.trainers.generation import prompts_of_files, typed_prompts, with_system
-    from hybridflow.trainers.preconditions import require_files
+    from hybridflow.trainers.preconditions import with_required_files
 
     if not config.model.path:
         raise ConfigError("no model is named; give --run DIR, --model DIR, a RECIPE or model.path=DIR.")
-    require_files(config)
+    config = with_required_files(config)
     prompts = typed_prompts(args.prompt) if args.prompt else prompts_of_files(args.prompts_file)
     if args.system is not None:
         prompts = with_system(config, prompts, args.system)

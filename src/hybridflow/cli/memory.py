@@ -39,9 +39,10 @@ def _gib(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the estimate."""
-    config = config_of(args)
+    from hybridflow.hub import with_local_files
     from hybridflow.trainers import estimate_memory, need_of_pools
 
+    config = with_local_files(config_of(args), weights=False)
     estimates = estimate_memory(config, args.device, int(args.gpu_memory * GIB))
     if not estimates:
         return 0  # each role was reported

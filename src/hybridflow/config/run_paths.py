@@ -2,21 +2,23 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.config.render import toml_value
 
-DIRECTORIES = (
-    *("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path"),
-    *("trainer.run_dir", "recovery.snapshot_dir"),
-)
+MODELS = ("model.path", "critic.model_path", "reference.model_path", "teacher.model_path", "reward.model_path")
+DIRECTORIES = (*MODELS, "trainer.run_dir", "recovery.snapshot_dir")
 FILES = ("data.train_files", "data.val_files")
 FUNCTIONS = ("reward.function", "data.map", "data.order", "algorithm.advantage", "actor.policy_loss")
 """Keys whose value may be 'path.py:function'."""
 
 TRACKERS = "trainer.trackers"
 """Key of a list of names, each of which may be 'path.py:class'."""
+
+ON_HUB = re.compile(r"hf://|[\w.-]+/[\w.-]+@[0-9a-f]{40}$")
+"""A file or model on the Hugging Face hub, as a run records it: with the exact revision."""
 
 PROMPT_FILE = "prompt_file"
 """Key of reward.kwargs that holds a path, that of the judge's prompt; the other values are kept as they are."""
@@ -68,4 +70,6 @@ def _absolute_function(name: str, directory: Path) -> str:
 
 
 def _absolute(path: str, directory: Path) -> str:
+    if ON_HUB.match(path):
+        return path
     return os.path.normpath(directory / os.path.expanduser(path))

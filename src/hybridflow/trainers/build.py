@@ -12,11 +12,11 @@ from hybridflow.trainers.build_run import Program, RunParts, build_run
 from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.ppo_trainer import PPOTrainer
 from hybridflow.trainers.preconditions import (
-    require_files,
     require_positions,
     require_reward_functions,
     require_rollout_engine,
     require_same_tokenizer,
+    with_required_files,
 )
 from hybridflow.trainers.program import run_on_placeholders
 from hybridflow.trainers.role_classes import role_classes
@@ -27,7 +27,7 @@ from hybridflow.trainers.start_report import report_start
 
 def build_trainer(config: Config) -> PPOTrainer:
     """Build the trainer of `hybridflow train`; see `build_run`."""
-    require_files(config, "data.train_files")
+    config = with_required_files(config, "data.train_files")
     config = settle_dtype(config)
     require_rollout_engine(config)
     require_same_tokenizer(config)

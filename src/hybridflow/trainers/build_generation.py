@@ -17,7 +17,7 @@ from hybridflow.trainers.build_run import prepare_driver_process
 from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.generation import TextGenerator, checked_prompts
 from hybridflow.trainers.groups import build_backend, build_groups, closing_on_error
-from hybridflow.trainers.preconditions import require_files, require_reward_functions, require_rollout_engine
+from hybridflow.trainers.preconditions import require_reward_functions, require_rollout_engine, with_required_files
 from hybridflow.trainers.reward_worker import reward_worker
 from hybridflow.trainers.validation import Validator
 from hybridflow.workers import ActorRolloutWorker
@@ -87,7 +87,7 @@ def build_group_validator(
 
 def _prepare(config: Config, checkpoint: Checkpoint | None, *file_keys: str) -> Config:
     """Check the configuration, prepare this process, and return the configuration without training."""
-    require_files(config, *file_keys)
+    config = with_required_files(config, *file_keys)
     require_rollout_engine(config)
     config = settle_dtype(_without_learning(config), resumes=False)
     config = config.model_copy(update={"faults": FaultsConfig()})

@@ -13,7 +13,7 @@ from hybridflow.trainers.build_run import OpenDataset, Program, RunParts, build_
 from hybridflow.trainers.compute_dtype import settle_dtype
 from hybridflow.trainers.objectives import DPO, SFT, Objective, RewardModeling
 from hybridflow.trainers.offline import OfflineTrainer
-from hybridflow.trainers.preconditions import require_files, require_room
+from hybridflow.trainers.preconditions import require_room, with_required_files
 from hybridflow.trainers.run_identity import Kind
 from hybridflow.trainers.speed import Learner
 from hybridflow.workers import OfflinePolicyWorker, PreferenceModelWorker, ReferenceWorker
@@ -23,7 +23,7 @@ Examples = SFTDataset | PreferenceDataset
 
 def build_sft_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow sft`; see `build_run`."""
-    require_files(config, "data.train_files")
+    config = with_required_files(config, "data.train_files")
     config = settle_dtype(config)
 
     def examples(files: tuple[str, ...], max_samples: int, order_by: str) -> SFTDataset:
@@ -44,7 +44,7 @@ def build_sft_trainer(config: Config) -> OfflineTrainer:
 
 def build_dpo_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow dpo`; the reference is reference.model_path, or the initial model."""
-    require_files(config, "data.train_files", reference=True)
+    config = with_required_files(config, "data.train_files", reference=True)
     config = settle_dtype(config)
     reference = None
     if not config.actor_is_reference:
@@ -58,7 +58,7 @@ def build_dpo_trainer(config: Config) -> OfflineTrainer:
 
 def build_reward_model_trainer(config: Config) -> OfflineTrainer:
     """Build the trainer of `hybridflow reward-model`, which puts a scalar head on model.path."""
-    require_files(config, "data.train_files")
+    config = with_required_files(config, "data.train_files")
     config = settle_dtype(config)
     if config.lora.rank:
         raise ConfigError(

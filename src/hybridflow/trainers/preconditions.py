@@ -9,6 +9,7 @@ from hybridflow.config import Config
 from hybridflow.data import RLHFDataset, load_tokenizer
 from hybridflow.data.tokenizer import require_tokenizer, stop_token_ids
 from hybridflow.errors import ConfigError, DataConfigError, ModelError
+from hybridflow.hub import with_local_files
 from hybridflow.models import vocabulary_size
 from hybridflow.rewards.table import require_known
 from hybridflow.rollout.vllm import require_vllm
@@ -18,16 +19,17 @@ WITHOUT_TOKENIZER = ("critic.model_path", "reference.model_path")
 """Models that read the policy's tokens, so that their directories need no tokenizer."""
 
 
-def require_files(config: Config, *file_keys: str, reference: bool = False) -> None:
-    """Raise ConfigError unless model.path and each of `file_keys` (of the section `data`) are set.
+def with_required_files(config: Config, *file_keys: str, reference: bool = False) -> Config:
+    """Return the configuration with local copies of what it names on the hub, after checks of the models.
 
-    Raises ModelConfigError unless every configured model path is a model directory, and DataError for one without the
-    tokenizer that it needs.
+    Raises ConfigError unless model.path and each of `file_keys` (of the section `data`) are set, ModelConfigError
+    unless every configured model path is a model directory, and DataError for one without the tokenizer that it needs.
     """
     values = {"model.path": config.model.path}
     values |= {key: getattr(config.data, key.removeprefix("data.")) for key in file_keys}
     if missing := [key for key, value in values.items() if not value]:
         raise ConfigError(f"{' and '.join(missing)} must be set, in the recipe or as KEY=VALUE on the command line.")
+    config = with_local_files(config)
     models = {"model.path": config.model.path}
     if config.uses_critic:
         models["critic.model_path"] = config.critic.model_path
@@ -43,6 +45,7 @@ def require_files(config: Config, *file_keys: str, reference: bool = False) -> N
             if key not in WITHOUT_TOKENIZER:
                 require_tokenizer(path, key)
     require_known_tokens(config.model.path)
+    return config
 
 
 def require_known_tokens(path: str) -> None:

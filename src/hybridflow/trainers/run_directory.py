@@ -14,6 +14,7 @@ from typing import Any, Self
 from hybridflow.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.config import Config, to_toml
 from hybridflow.errors import CheckpointConfigError, ConfigError, RunInUseError
+from hybridflow.hub import with_names
 from hybridflow.observability import JsonlWriter, collect_run_info, get_logger
 from hybridflow.observability.run_files import METRICS, RECOVERIES, ROLLOUTS, SAMPLES, read_starts
 from hybridflow.observability.trace import TRACE_FILE
@@ -210,4 +211,4 @@ class RunDirectory:
         }
         text = json.dumps({"starts": [*self.starts(), start]}, indent=1, ensure_ascii=False)
         write_text_atomically(self.path / "run.json", f"{text}\n")
-        write_text_atomically(self.path / "config.toml", to_toml(self.config))
+        write_text_atomically(self.path / "config.toml", to_toml(with_names(self.config)))

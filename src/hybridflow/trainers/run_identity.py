@@ -11,6 +11,7 @@ from hybridflow.checkpoint import Checkpoint
 from hybridflow.checkpoint.model_fingerprint import model_fingerprint
 from hybridflow.config import Config, leaf_keys
 from hybridflow.errors import CheckpointConfigError
+from hybridflow.hub import with_names
 from hybridflow.observability import get_logger
 
 logger = get_logger(__name__)
@@ -39,7 +40,7 @@ def run_identity(config: Config, kind: Kind) -> dict[str, Any]:
     if kind == "train" and config.uses_teacher:
         paths["teacher.model_path"] = config.teacher.model_path
     models = {key: model_fingerprint(path) for key, path in paths.items()}
-    return json.loads(json.dumps({"kind": kind, "config": leaf_keys(config), "models": models}))
+    return json.loads(json.dumps({"kind": kind, "config": leaf_keys(with_names(config)), "models": models}))
 
 
 def require_same_run(checkpoint: Checkpoint, identity: dict[str, Any]) -> None:

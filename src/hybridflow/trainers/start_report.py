@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hybridflow.config import Config, leaf_keys, load_config
 from hybridflow.errors import ConfigError
+from hybridflow.hub import with_names
 from hybridflow.observability import get_logger
 from hybridflow.trainers.stages import updates_per_step
 from hybridflow.workers.algorithm_functions import keys_without_effect
@@ -60,7 +61,7 @@ def _report_replay(config: Config) -> None:
     recipe = Path(config.rollout.replay) / "config.toml"
     if not recipe.is_file():
         return
-    replayed, keys = leaf_keys(load_config(recipe)), leaf_keys(config)
+    replayed, keys = leaf_keys(load_config(recipe)), leaf_keys(with_names(config))
     free = ("controller.", "placement.", "rollout.replay", "rollout.weight_sync", "trainer.run_dir", "trainer.stream")
     differ = [
         f"{key} was {replayed[key]!r} and is {value!r}"

@@ -1,0 +1,114 @@
+"""Downloads into the cache of the Hugging Face hub, with errors that say what to do."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridflow.errors import DataConfigError, HybridFlowError, ModelConfigError
+from hybridflow.hub.names import FileName, ModelName
+from hybridflow.observability import get_logger
+
+logger = get_logger(__name__)
+
+CONFIGURATION = ("config.json", "generation_config.json")
+MODEL_FILES = (
+    *("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken"),
+    *("tokenizer*", "chat_template*", "merges.txt", "vocab.*"),
+)
+"""The files of a model that are downloaded: weights without code, configuration and tokenizer; never *.py or *.bin."""
+
+UNUSED = ("*/*",)
+"""Files of subdirectories, which hold other formats of the same weights."""
+
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+
+
+def download_model(key: str, name: ModelName, *, weights: bool = True) -> Path:
+    """Return the directory of a model in the hub's cache, after a download of what is missing.
+
+    `weights=False`: only its configuration. Raises ModelConfigError, which names the configuration key.
+    """
+    from huggingface_hub import snapshot_download
+
+    wanted = MODEL_FILES if weights else CONFIGURATION
+    with _explained(f"{key}='{name}'", name.repository, "model", ModelConfigError):
+        directory = snapshot_download(
+            name.repository, revision=name.revision, allow_patterns=list(wanted), ignore_patterns=list(UNUSED)
+        )
+    logger.info("%s=%s: revision %s in '%s'", key, name.repository, Path(directory).name, directory)
+    return Path(directory)
+
+
+def download_files(key: str, name: FileName) -> list[Path]:
+    """Return the files of a data set in the hub's cache, sorted by name, after a download of what is missing.
+
+    Raises DataConfigError, which names the configuration key, also if the data set has no such file.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _explained(f"{key}: '{name}'", name.repository, "data set", DataConfigError):
+        if name.path:
+            directory = snapshot_download(
+                name.repository, repo_type="dataset", revision=name.revision, allow_patterns=[name.path]
+            )
+            if found := sorted(Path(directory).glob(name.path)):
+                return found
+        listed = _data_files(name)
+    shown = ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    raise DataConfigError(
+        f"{key}: '{name}' names no file; data files of {name.repository}: {shown or 'none'} (parquet, JSON or CSV)."
+    )
+
+
+def _data_files(name: FileName) -> list[str]:
+    from huggingface_hub import HfApi
+
+    files = HfApi().list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
+    return sorted(file for file in files if file.endswith(DATA_SUFFIXES))
+
+
+@contextmanager
+def _explained(what: str, repository: str, kind: str, error_type: type[HybridFlowError]) -> Iterator[None]:
+    """Raise the errors of the hub's library as `error_type`, with what to do."""
+    from httpx2 import HTTPError
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{repository}"
+        raise error_type(
+            f"{what}: the {kind} is gated; accept its terms on {page}, then log in with `hf auth login`, or set "
+            "HF_TOKEN."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise error_type(
+            f"{what}: neither a path here (a relative path starts at '{Path.cwd()}') nor a {kind} on the hub; check "
+            "the name, or log in with `hf auth login` if it is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise error_type(f"{what}: the {kind} has no such revision; expected a branch, a tag or a commit.") from error
+    except errors.LocalEntryNotFoundError as error:
+        reason = (
+            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({first_line(error)})"
+        )
+        dataset = "" if kind == "model" else " --repo-type dataset"
+        raise error_type(
+            f"{what}: neither a path here (a relative path starts at '{Path.cwd()}') nor complete in the cache "
+            f"'{constants.HF_HUB_CACHE}', and {reason}; run `hf download {repository}{dataset}` where there is a "
+            "network, or give a local path."
+        ) from error
+    except (HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise error_type(
+                f"{what}: the disk of the cache '{constants.HF_HUB_CACHE}' is full; free space, or set HF_HOME to a "
+                "directory on another disk. What is complete is kept."
+            ) from error
+        raise error_type(f"{what}: the download failed: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what caused an error of the hub's library."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {str(cause)[:300]}".splitlines()[0]

@@ -1,0 +1,84 @@
+"""Configurations with local copies in place of names on the hub, and back."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config import Config, leaf_keys
+from hybridflow.config.run_paths import FILES, MODELS, ON_HUB
+from hybridflow.hub.download import download_files, download_model
+from hybridflow.hub.names import FileName, ModelName, name_of
+
+
+def with_local_files(config: Config, *, weights: bool = True) -> Config:
+    """Return the configuration with the path of a copy for each model and data file on the hub.
+
+    A name without a revision gets the one that the run in trainer.run_dir has recorded, so that a run that continues
+    has the same files; in a new run, that of the main branch now. `weights=False`: only configurations of models.
+    Raises ModelConfigError and DataConfigError.
+    """
+    values, changes = leaf_keys(config), dict[str, Any]()
+    models = {key: ModelName.of(str(values[key])) for key in MODELS if values[key]}
+    files = {key: [FileName.of(file) for file in _texts(values[key])] for key in FILES}
+    if not any(models.values()) and not any(any(names) for names in files.values()):
+        return config
+    recorded = _recorded(Path(config.trainer.run_dir) / "config.toml")
+    for key, model in models.items():
+        if model:
+            pinned = ModelName(model.repository, model.revision or recorded.get(model.repository))
+            changes[key] = str(download_model(key, pinned, weights=weights))
+    for key, names in files.items():
+        found: list[str] = []
+        for path, file in zip(_texts(values[key]), names, strict=True):
+            if file is None:
+                found.append(path)
+                continue
+            revision = file.revision or recorded.get(f"datasets/{file.repository}")
+            found += map(str, download_files(key, FileName(file.repository, revision, file.path)))
+        changes[key] = tuple(found)
+    return _replaced(config, changes)
+
+
+def with_names(config: Config) -> Config:
+    """Return the configuration with the name and exact revision for each copy in the hub's cache: what is recorded."""
+    values = leaf_keys(config)
+    changes: dict[str, Any] = {key: name_of(str(values[key])) for key in MODELS if values[key]}
+    changes |= {key: tuple(map(name_of, _texts(values[key]))) for key in FILES}
+    return _replaced(config, {key: value for key, value in changes.items() if value != values[key]})
+
+
+def local_model(key: str, path: str) -> Path:
+    """Return the directory of a model: `path`, or the copy of what it names on the hub."""
+    name = ModelName.of(path)
+    return Path(path) if name is None else download_model(key, name)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    assert isinstance(value, tuple)
+    return value
+
+
+def _recorded(file: Path) -> dict[str, str]:
+    """Return the revisions of the models and data sets in a run's config.toml; a data set begins with datasets/."""
+    if not file.is_file():
+        return {}
+    document = tomllib.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, str] = {}
+    for key in (*MODELS, *FILES):
+        section, _, name = key.rpartition(".")
+        value = document.get(section, {}).get(name, ())
+        for path in [value] if isinstance(value, str) else value:
+            if ON_HUB.match(path):
+                repository, _, rest = path.removeprefix("hf://").partition("@")
+                found[repository] = rest.partition("/")[0]
+    return found
+
+
+def _replaced(config: Config, changes: dict[str, Any]) -> Config:
+    """Return the configuration with other values of some keys of its sections."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        by_section.setdefault(section, {})[name] = value
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in by_section.items()}
+    return config.model_copy(update=sections)

@@ -1,0 +1,169 @@
+import errno
+import json
+
+import pytest
+
+from hybridflow.config import load_config
+from hybridflow.errors import DataConfigError, ModelConfigError
+from hybridflow.hub import with_local_files, with_names
+
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickle",
+    "modeling.py": b"raise SystemExit",
+    "tokenizer.json": b"{}",
+    "onnx/config.json": b"{}",
+}
+DATA = {
+    "data/train-0.jsonl": b'{"prompt": "a", "answer": "b"}\n',
+    "data/train-1.jsonl": b'{"prompt": "c", "answer": "d"}\n',
+    "README.md": b"# data",
+}
+
+
+def config_of(*overrides):
+    return load_config(None, ["trainer.run_dir=run", *overrides])
+
+
+def test_a_model_is_downloaded_without_code_pickles_and_other_formats(hub):
+    revision = hub.add("models/owner/model", MODEL)
+    config = with_local_files(config_of("model.path=owner/model"))
+    files = {str(path) for path in _files(config.model.path)}
+    assert files == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert config.model.path.endswith(revision)
+    assert with_names(config).model.path == f"owner/model@{revision}"
+
+
+def test_every_model_and_data_file_may_be_on_the_hub(hub):
+    hub.add("models/owner/model", MODEL)
+    hub.add("models/owner/critic", MODEL)
+    data = hub.add("datasets/owner/rows", DATA)
+    keys = ("critic.model_path", "reference.model_path", "reward.model_path", "teacher.model_path")
+    given = [f"{key}=owner/critic" for key in keys]
+    files = ["hf://datasets/owner/rows/data/train-*.jsonl", "mine.jsonl"]
+    config = with_local_files(
+        config_of("model.path=owner/model", *given, f"data.train_files={json.dumps(files)}", "teacher.loss=forward_kl")
+    )
+    assert "owner--critic" in config.critic.model_path
+    assert config.critic.model_path == config.reference.model_path == config.teacher.model_path
+    assert [file.rpartition("/")[2] for file in config.data.train_files] == [
+        "train-0.jsonl",
+        "train-1.jsonl",
+        "mine.jsonl",
+    ]
+    named = with_names(config).data.train_files
+    assert named[0] == f"hf://datasets/owner/rows@{data}/data/train-0.jsonl"
+    assert named[2] == "mine.jsonl"
+
+
+def test_a_configuration_of_local_paths_asks_the_hub_for_nothing(hub):
+    config = config_of("model.path=/models/a", "data.train_files=['rows.jsonl']")
+    assert with_local_files(config) is config
+    assert with_names(config).model.path == "/models/a"
+    assert hub.requests == []
+
+
+def test_a_revision_is_that_of_its_branch_tag_or_commit(hub):
+    first = hub.add("models/owner/model", MODEL)
+    second = hub.add("models/owner/model", {**MODEL, "model.safetensors": b"newer"})
+    for name, expected in (("", second), ("@main", second), (f"@{first}", first)):
+        config = with_local_files(config_of(f"model.path=owner/model{name}"))
+        assert config.model.path.endswith(expected)
+
+
+def test_a_memory_estimate_downloads_no_weights(hub):
+    hub.add("models/owner/model", MODEL)
+    config = with_local_files(config_of("model.path=owner/model"), weights=False)
+    assert {str(path) for path in _files(config.model.path)} == {"config.json"}
+
+
+def test_the_cache_serves_a_run_without_a_network(hub, monkeypatch):
+    hub.add("models/owner/model", MODEL)
+    hub.add("datasets/owner/rows", DATA)
+    given = ("model.path=owner/model", "data.train_files=['hf://datasets/owner/rows/data/train-*.jsonl']")
+    before = with_local_files(config_of(*given))
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert with_local_files(config_of(*given)) == before
+
+
+def test_a_hub_that_cannot_be_reached_is_served_by_the_cache(hub, monkeypatch):
+    revision = hub.add("models/owner/model", MODEL)
+    before = with_local_files(config_of("model.path=owner/model"))
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert with_local_files(config_of("model.path=owner/model")) == before
+    assert with_local_files(config_of(f"model.path=owner/model@{revision}")) == before
+
+
+def test_offline_without_a_copy_is_an_error_that_says_how_to_get_it(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelConfigError, match=r"HF_HUB_OFFLINE is set; run `hf download owner/model`") as error:
+        with_local_files(config_of("model.path=owner/model"))
+    assert str(error.value).startswith("model.path='owner/model': neither a path here")
+    with pytest.raises(DataConfigError, match=r"`hf download owner/rows --repo-type dataset`"):
+        with_local_files(config_of("data.train_files=['hf://datasets/owner/rows/a.csv']"))
+
+
+def test_a_hub_that_cannot_be_reached_without_a_copy_is_an_error(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelConfigError, match=r"the hub cannot be reached"):
+        with_local_files(config_of("model.path=owner/model"))
+
+
+def test_a_name_that_does_not_exist_is_an_error_that_names_it(hub):
+    with pytest.raises(
+        ModelConfigError, match=r"^critic\.model_path='owner/absent': neither a path here .* nor a model"
+    ):
+        with_local_files(config_of("critic.model_path=owner/absent"))
+    with pytest.raises(DataConfigError, match=r"nor a data set on the hub"):
+        with_local_files(config_of("data.val_files=['hf://datasets/owner/absent/a.csv']"))
+
+
+def test_a_private_model_is_as_absent_without_a_token(hub):
+    hub.add("models/owner/model", MODEL, private=True)
+    with pytest.raises(ModelConfigError, match=r"`hf auth login` if it is private"):
+        with_local_files(config_of("model.path=owner/model"))
+
+
+def test_a_gated_model_is_an_error_that_says_where_its_terms_are(hub):
+    hub.add("models/owner/model", MODEL, gated=True)
+    with pytest.raises(ModelConfigError, match=rf"accept its terms on {hub.url}/owner/model, then .*hf auth login"):
+        with_local_files(config_of("model.path=owner/model"))
+
+
+def test_a_revision_that_does_not_exist_is_an_error(hub):
+    hub.add("models/owner/model", MODEL)
+    with pytest.raises(ModelConfigError, match=r"model\.path='owner/model@v9': the model has no such revision"):
+        with_local_files(config_of("model.path=owner/model@v9"))
+
+
+@pytest.mark.parametrize("path", ["", "/data/test-*.jsonl", "/train.parquet"])
+def test_a_data_set_without_such_a_file_is_an_error_that_lists_its_files(hub, path):
+    hub.add("datasets/owner/rows", DATA)
+    with pytest.raises(DataConfigError, match=r"names no file; .*: data/train-0\.jsonl, data/train-1\.jsonl \("):
+        with_local_files(config_of(f"data.train_files=['hf://datasets/owner/rows{path}']"))
+
+
+def test_a_full_disk_is_an_error_that_says_where_the_cache_is(hub, monkeypatch):
+    import huggingface_hub
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ModelConfigError, match=r"the disk of the cache '.*' is full; free space, or set HF_HOME"):
+        with_local_files(config_of("model.path=owner/model"))
+
+
+def _files(directory):
+    from pathlib import Path
+
+    return sorted(path.relative_to(directory) for path in Path(directory).rglob("*") if path.is_file())
