@@ -83,6 +83,7 @@ def test_grpo_run_writes_metrics_samples_and_checkpoint(finished_run):
     assert not any("val/score/mean" in row for row in rows[1:6])
     assert all(name in rows[1] for name in (*TIMES, "mfu/actor", "actor/lr", "memory_bytes/resident"))
     assert [row["training/epoch"] for row in rows[1:]] == [0, 0, 0, 1, 1, 1]
+    assert rows[1]["perf/tokens_per_s_per_device"] == rows[1]["perf/tokens_per_s"] > 0
     assert rows[1]["response_length/mean"] > 0
     assert rows[1]["reward/num_words/mean"] > 0
     samples = read_jsonl(run / "samples.jsonl")

@@ -2,8 +2,10 @@ import json
 
 import pytest
 
+from hybridflow.config import load_config
+from hybridflow.controller import Role
 from hybridflow.models import DecoderShape, decoder_shape, forward_flops, training_flops
-from hybridflow.trainers.speed import Learner, Lengths, Speedometer
+from hybridflow.trainers.speed import Learner, Lengths, Speedometer, num_devices
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=8, intermediate_size=16, num_heads=2, num_key_value_heads=1, vocab_size=10, head_dim=6
@@ -13,12 +15,13 @@ LENGTHS = Lengths(prompt_lens=[2, 1], response_lens=[2, 1], group_ids=[0, 1])
 
 def test_speed_is_computed_from_seconds_and_tokens():
     times = {"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25}
-    assert Speedometer({"actor": Learner(3, SHAPE, 1e6), "critic": Learner(1, SHAPE)}, 2e6).read(
+    assert Speedometer({"actor": Learner(3, SHAPE, 1e6), "critic": Learner(1, SHAPE)}, 2e6, 4).read(
         times, LENGTHS
     ) == pytest.approx(
         {
             "perf/num_tokens": 6,
             "perf/tokens_per_s": 3.0,
+            "perf/tokens_per_s_per_device": 0.75,
             "perf/gen_tokens_per_s": 6.0,
             "perf/update_actor_tokens_per_s": 24.0,
             "timing_per_token_ms/gen": 500 / 3,
@@ -41,6 +44,34 @@ def test_utilization_above_the_peak_is_null():
     speed = Speedometer({"actor": Learner(3, SHAPE, of_generation)}, of_generation).read(times, LENGTHS)
     assert speed["mfu/gen"] == 1.0
     assert speed["mfu/actor"] is None
+
+
+ROLES = [Role.ActorRollout, Role.RefPolicy, Role.Critic, Role.Rollout, Role.Reward]
+
+
+def pools(reward, sizes="learn=[4,4],generate=[2],score=[3]"):
+    """Return the configuration of a run that generates, and scores, in other pools than it trains."""
+    roles = ("placement.roles.rollout=generate", f"placement.roles.reward={reward}")
+    return ["controller.backend=ray", f"placement.pools={{{sizes}}}", *roles]
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices"),
+    [
+        (["controller.num_workers=2"], 2),  # all roles share the ranks
+        (pools("score"), 8 + 2),  # a reward function needs no device
+        ([*pools("score"), "reward.model_path=rm"], 8 + 2 + 3),
+        (pools("generate", "learn=[4,4],generate=[2]"), 8 + 2),
+        ([*pools("learn", "learn=[1],generate=[1]"), "controller.gpus_per_worker=0.5"], 1),  # they share a GPU
+    ],
+)
+def test_a_device_counts_once_for_the_roles_that_share_it(changes, devices):
+    assert num_devices(load_config(None, changes), ROLES) == devices
+
+
+def test_pools_of_other_roles_are_not_counted():
+    config = load_config(None, pools("score"))
+    assert num_devices(config, [Role.ActorRollout, Role.Reward]) == 8
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.errors import FieldError
-from hybridflow.observability.metric_names import Reduction, find_metric
+from hybridflow.observability.glossary.metric import Reduction
+from hybridflow.observability.metric_names import find_metric
 
 VARYING = ("timing_s/", "timing_per_token_ms/", "perf/", "mfu/", "memory_bytes/", "transfer/", "recovery/")
 """Prefixes of metrics that differ between equal runs: times, memory, and how values have travelled."""
@@ -85,6 +86,6 @@ def _reduce(name: str, values: list[float], reductions: Mapping[str, Reduction])
     if any(value != values[0] for value in values):
         raise FieldError(
             f"the ranks report different values of '{name}' ({', '.join(map(str, values))}) and it has no reduction; "
-            "add it to METRICS in observability/metric_names.py, or pass reductions."
+            "add it to a file of observability/glossary, or pass reductions."
         )
     return values[0]

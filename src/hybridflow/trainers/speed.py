@@ -1,6 +1,6 @@
 """Speed of a step: tokens per second, time per token, and model FLOPs utilization (MFU)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from hybridflow.config import Config
 from hybridflow.controller import Role, WorkerGroup
 from hybridflow.models import DecoderShape, forward_flops, generation_flops, mfu
 from hybridflow.observability import per_token_ms, tokens_per_s
+from hybridflow.trainers.groups import processes_of, traits_of
 
 ACTORS = (Role.ActorRollout, Role.Actor)
 """Roles of the group that trains the policy, or the model of an offline run."""
@@ -47,8 +48,10 @@ class Lengths:
 class Speedometer:
     """Speed of a step from its times and lengths. `generation_peak_flops`: peak of the generating ranks, in FLOP/s."""
 
-    def __init__(self, learners: Mapping[str, Learner], generation_peak_flops: float = 0.0) -> None:
-        self.learners, self.generation_peak_flops = learners, generation_peak_flops
+    def __init__(
+        self, learners: Mapping[str, Learner], generation_peak_flops: float = 0.0, num_devices: float = 1.0
+    ) -> None:
+        self.learners, self.generation_peak_flops, self.num_devices = learners, generation_peak_flops, num_devices
 
     def read(self, metrics: Mapping[str, Any], lengths: Lengths) -> dict[str, float | None]:
         """Return `perf/...`, `timing_per_token_ms/...` and `mfu/...` from the step's `timing_s/...` in `metrics`."""
@@ -57,6 +60,7 @@ class Speedometer:
         speed: dict[str, float | None] = {
             "perf/num_tokens": num_tokens,
             "perf/tokens_per_s": num_tokens / metrics["timing_s/step"],
+            "perf/tokens_per_s_per_device": num_tokens / metrics["timing_s/step"] / self.num_devices,
             **tokens_per_s(metrics, handled),
             **per_token_ms(metrics, handled),
         }
@@ -86,7 +90,17 @@ def measured_speedometer(
         name: replace(learner, peak_flops=peak_of(*((Role.Critic,) if name == "critic" else ACTORS)))
         for name, learner in learners.items()
     }
-    return Speedometer(measured, peak_of(Role.Rollout, Role.ActorRollout))
+    return Speedometer(measured, peak_of(Role.Rollout, Role.ActorRollout), num_devices(config, groups))
+
+
+def num_devices(config: Config, roles: Iterable[Role]) -> float:
+    """Return the number of devices that the roles use: the ranks of the pools with a model, each counted once.
+
+    On Ray a rank uses the share `controller.gpus_per_worker` of a device.
+    """
+    with_model = [role for role in roles if traits_of(role).model(config) != "none"]
+    num_ranks = sum(dict(processes_of(config, with_model).values()).values())
+    return num_ranks * (config.controller.gpus_per_worker if config.controller.backend == "ray" else 1.0)
 
 
 def _utilization(flops: float, seconds: float, peak_flops: float) -> float | None:

@@ -1,0 +1,1 @@
+"""The entries of the glossary of metrics, by subject; `metric_names` joins them."""
