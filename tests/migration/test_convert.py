@@ -1,5 +1,6 @@
 import pytest
 
+from hybridflow.algorithms import AGGREGATIONS
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.errors import ConfigError
@@ -152,6 +153,13 @@ def test_flags_of_openrlhf_become_a_recipe(converted):
 def test_a_value_without_an_equal_is_left_out(converted):
     found, _ = converted("x actor_rollout_ref.rollout.name=sglang algorithm.adv_estimator=gae")
     assert found.left_out == ["actor_rollout_ref.rollout.name=sglang has no equal here (expected one of vllm, hf)"]
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_every_aggregation_of_verl_keeps_its_name(converted, mode):
+    found, values = converted(f"x actor_rollout_ref.actor.loss_agg_mode={mode} algorithm.adv_estimator=gae")
+    assert values["actor.loss_aggregation"] == mode
+    assert found.left_out == []
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -95,6 +95,7 @@ def test_entropy_with_zero_coefficient_gets_no_gradient():
     ("mode", "expected"),
     [
         ("token-mean", (-1 - 1.2 + 2 * math.exp(0.1)) / 3),
+        ("token-sum", -1 - 1.2 + 2 * math.exp(0.1)),
         ("seq-mean-token-sum", (-1 - 1.2 + 2 * math.exp(0.1)) / 2),
         ("seq-mean-token-mean", ((-1 - 1.2) / 2 + 2 * math.exp(0.1)) / 2),
     ],

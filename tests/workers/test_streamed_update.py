@@ -12,6 +12,7 @@ PARTS = ((0, 2), (2, 3), (3, 5))
 LOSSES = {
     "on-policy": (),
     "each sequence, KL": ("actor.loss_aggregation=seq-mean-token-mean", "algorithm.kl_in_loss=true"),
+    "one sum, KL": ("actor.loss_aggregation=token-sum", "algorithm.kl_in_loss=true"),
     "sums, entropy": ("actor.loss_aggregation=seq-mean-token-sum", "actor.entropy_coef=0.1"),
     "normed, old log-probs": (
         "actor.loss_aggregation=seq-mean-token-sum-norm",

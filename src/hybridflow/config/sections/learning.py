@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # a type checker cannot read names from a table
 else:
     AdvantageName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(LOSSES)]
-AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggregationName = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 RejectionName = Literal[
     "token_ratio",
     "token_k3",
