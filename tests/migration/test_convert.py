@@ -120,6 +120,7 @@ def test_yaml_of_trl_becomes_a_recipe(converted):
         "algorithm.norm_by_std": False,
         "algorithm.kl_in_loss": True,
         "algorithm.kl_coef": 0.04,
+        "algorithm.kl_importance_weight": True,
         "trainer.trackers": ("wandb",),
     }
     assert {key: values[key] for key in wanted} == wanted
@@ -127,6 +128,15 @@ def test_yaml_of_trl_becomes_a_recipe(converted):
         "per_device_train_batch_size",
         "reward_funcs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "weighted"),
+    [("beta: 0.04", True), ("beta: 0.04\nuse_bias_correction_kl: false", False), ("beta: 0.0", False), ("", False)],
+)
+def test_the_kl_of_trl_is_weighted_unless_it_is_off(converted, lines, weighted):
+    _, values = converted(f"num_generations: 4\nmodel_name_or_path: a\n{lines}\n", "config.yaml")
+    assert values["algorithm.kl_importance_weight"] is weighted
 
 
 def test_flags_of_openrlhf_become_a_recipe(converted):

@@ -19,6 +19,12 @@ LOSSES = {
         "actor.old_log_probs_from=rollout",
         "algorithm.kl_in_loss=true",
     ),
+    "weighted KL": ("algorithm.kl_in_loss=true", "algorithm.kl_importance_weight=true"),
+    "weighted KL, old log-probs": (
+        "algorithm.kl_in_loss=true",
+        "algorithm.kl_importance_weight=true",
+        "actor.old_log_probs_from=rollout",
+    ),
     "gspo": (
         "actor.policy_loss=gspo",
         "actor.loss_aggregation=seq-mean-token-mean",

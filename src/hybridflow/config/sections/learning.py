@@ -92,6 +92,11 @@ class AlgorithmConfig(Section):
     kl_estimator: KLEstimatorName = Field(
         default="k3", description="KL estimator from the log-probs of sampled tokens."
     )
+    kl_importance_weight: bool = Field(
+        default=False,
+        description="kl_in_loss with k3: multiply the KL of each token by the probability ratio, which makes its "
+        "gradient unbiased (DeepSeek-V3.2).",
+    )
     kl_controller: Literal["fixed", "adaptive"] = Field(
         default="fixed",
         description="fixed keeps kl_coef; adaptive adjusts it towards kl_target (only with kl_in_reward).",
