@@ -215,4 +215,8 @@ class OfflineConfig(Section):
     beta: Annotated[float, Field(gt=0)] = Field(
         default=0.1, description="hybridflow dpo: strength of the KL constraint; larger keeps closer to the reference."
     )
+    average_log_probs: bool = Field(
+        default=False,
+        description="hybridflow dpo: average the log-probs over the tokens of a response, in place of their sum.",
+    )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
