@@ -12,8 +12,8 @@ LOSS_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-tok
 def trl_settings(config: Config) -> dict[str, Any]:
     """Return keyword arguments of GRPOConfig.
 
-    Where the defaults of the two differ, TRL gets our formula: `delta` is our dual clip, and the KL term is that of
-    the GRPO paper, which TRL multiplies with the probability ratio by default. Raises BenchmarkError for a
+    Where the defaults of the two differ, TRL gets our formula: `delta` is our dual clip, and the KL term is multiplied
+    by the probability ratio, TRL's default, only with `algorithm.kl_importance_weight`. Raises BenchmarkError for a
     configuration that TRL cannot compute.
     """
     actor, optimizer = config.actor, config.actor.optimizer
@@ -33,7 +33,7 @@ def trl_settings(config: Config) -> dict[str, Any]:
         "epsilon_high": actor.clip_ratio_high,
         "delta": actor.clip_ratio_dual,
         "beta": config.algorithm.kl_coef if config.algorithm.kl_in_loss else 0.0,
-        "use_bias_correction_kl": False,
+        "use_bias_correction_kl": config.algorithm.kl_importance_weight,
         "max_completion_length": config.data.max_response_length,
         "learning_rate": optimizer.lr,
         "lr_scheduler_type": "constant",

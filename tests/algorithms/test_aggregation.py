@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from hybridflow.algorithms import AGGREGATIONS, aggregate_loss
+from hybridflow.algorithms.aggregation import count_of
 from hybridflow.errors import AlgorithmError
 
 NAN = float("nan")
 LOSSES = torch.tensor([[1.0, 2.0, 6.0], [8.0, NAN, NAN], [NAN, NAN, NAN]])
 MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+DIVIDED = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+"""Modes that divide by a count of the mini-batch."""
+MODES = ["token-sum", *DIVIDED]
 
 
 def reference_aggregate(losses: list[list[float]], mask: list[list[bool]], mode: str) -> float:
@@ -24,21 +27,22 @@ def reference_aggregate(losses: list[list[float]], mask: list[list[bool]], mode:
     tokens = [loss for row in rows for loss in row]
     if not tokens:
         return 0.0
-    if mode == "token-mean":
-        return math.fsum(tokens) / len(tokens)
+    if mode in ("token-mean", "token-sum"):
+        return math.fsum(tokens) / (len(tokens) if mode == "token-mean" else 1)
     of_rows = [math.fsum(row) / (len(row) if mode == "seq-mean-token-mean" else 1) for row in rows]
     return math.fsum(of_rows) / len(of_rows)
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("token-mean", 17 / 4), ("seq-mean-token-sum", 17 / 2), ("seq-mean-token-mean", 11 / 2)]
+    ("mode", "expected"),
+    [("token-mean", 17 / 4), ("token-sum", 17), ("seq-mean-token-sum", 17 / 2), ("seq-mean-token-mean", 11 / 2)],
 )
 def test_aggregations_of_two_sequences_by_hand(mode, expected):
     assert aggregate_loss(LOSSES, MASK, mode, num_tokens=4, num_sequences=2).item() == expected
 
 
-def test_the_table_has_three_modes_and_dr_grpo():
-    assert list(AGGREGATIONS) == [*MODES, "seq-mean-token-sum-norm"]
+def test_the_table_has_four_modes_and_dr_grpo():
+    assert set(AGGREGATIONS) == {*MODES, "seq-mean-token-sum-norm"}
 
 
 def test_dr_grpo_divides_by_the_maximum_length():
@@ -89,7 +93,18 @@ def test_loss_and_gradient_of_parts_add_up_to_the_whole(mode, ragged_batches):
         torch.testing.assert_close(leaf.grad, whole_leaf.grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("counts", [(4, 2), (400, 20)])
+def test_token_sum_and_its_gradient_are_divided_by_nothing(counts):
+    leaf = LOSSES.double().requires_grad_()
+    loss = aggregate_loss(leaf, MASK, "token-sum", num_tokens=counts[0], num_sequences=counts[1])
+    loss.backward()
+    assert loss.item() == 1 + 2 + 6 + 8
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
+    assert count_of("token-sum", *counts) == 1
+
+
+@pytest.mark.parametrize("mode", DIVIDED)
 def test_local_counts_change_the_result(mode):
     whole = aggregate_loss(LOSSES, MASK, mode, num_tokens=4, num_sequences=2).item()
     local = sum(
@@ -137,7 +152,9 @@ def test_counts_smaller_than_the_part_are_rejected():
 
 
 def test_wrong_shapes_modes_and_counts_are_rejected():
-    with pytest.raises(AlgorithmError, match="no mode 'mean'; valid are 'token-mean', 'seq-mean-token-sum'"):
+    with pytest.raises(
+        AlgorithmError, match="no mode 'mean'; valid are 'token-mean', 'token-sum', 'seq-mean-token-sum'"
+    ):
         aggregate_loss(LOSSES, MASK, "mean", num_tokens=4, num_sequences=2)
     raw = unwrap(aggregate_loss)
     with pytest.raises(AlgorithmError, match=r"response_mask has shape \(3, 2\), but token_losses has shape \(3, 3\)"):

@@ -80,6 +80,86 @@ def test_the_loss_equals_the_scalar_reference_on_ragged_batches(name, ragged_bat
                 assert leaf.grad[row, t].item() == pytest.approx(expected_slope, rel=1e-10, abs=1e-14)
 
 
+LOGITS = [0.3, -0.2, 1.1, 0.0]
+OLD_LOGITS, REF_LOGITS = [1.0, 0.4, -0.3, 0.2], [-0.5, 0.9, 0.1, 0.6]
+
+
+def log_distribution(logits: list[float]) -> torch.Tensor:
+    return torch.tensor(logits, dtype=torch.float64).log_softmax(-1)
+
+
+def gradient_by_logits(loss_of) -> list[float]:
+    """Return the gradient of a loss of the four log-probs by the logits of the policy."""
+    logits = torch.tensor(LOGITS, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(logits.log_softmax(-1)), logits)
+    return gradient.tolist()
+
+
+def expected_k3_gradient(old: torch.Tensor, *, is_weighted: bool) -> list[float]:
+    """Return the gradient of the expected loss of one token, sampled from the old policy."""
+
+    def expected_loss(log_probs):
+        kl = kl_loss(
+            log_probs=log_probs[:, None],  # a row for each token of the vocabulary
+            ref_log_probs=log_distribution(REF_LOGITS)[:, None],
+            response_mask=torch.ones(4, 1, dtype=torch.bool),
+            kl_estimator="k3",
+            old_log_probs=old[:, None] if is_weighted else None,
+        )
+        return (old.exp() * kl[:, 0]).sum()
+
+    return gradient_by_logits(expected_loss)
+
+
+@pytest.mark.parametrize("old_logits", [OLD_LOGITS, LOGITS])
+def test_weighted_k3_has_the_gradient_of_the_kl_off_and_on_policy(old_logits):
+    ref = log_distribution(REF_LOGITS)
+    exact = gradient_by_logits(lambda log_probs: (log_probs.exp() * (log_probs - ref)).sum())
+    old = log_distribution(old_logits)
+    assert expected_k3_gradient(old, is_weighted=True) == pytest.approx(exact, rel=1e-12, abs=1e-15)
+    plain = expected_k3_gradient(old, is_weighted=False)
+    assert max(abs(a - b) for a, b in zip(plain, exact, strict=True)) > 0.05
+
+
+def test_plain_k3_on_policy_has_the_gradient_of_the_other_direction():
+    ref = log_distribution(REF_LOGITS)
+    other = gradient_by_logits(lambda log_probs: (ref.exp() * (ref - log_probs)).sum())
+    assert expected_k3_gradient(log_distribution(LOGITS), is_weighted=False) == pytest.approx(other, rel=1e-12)
+
+
+def weighted_k3(log_probs, ref_log_probs, old_log_probs, mask=None):
+    """Return the weighted k3 of tokens and its derivative by their log-probs."""
+    leaf = torch.tensor([log_probs], dtype=torch.float64).requires_grad_()
+    ref, old = (torch.tensor([values], dtype=torch.float64) for values in (ref_log_probs, old_log_probs))
+    mask = torch.tensor([mask or [True] * len(log_probs)])
+    kl = kl_loss(log_probs=leaf, ref_log_probs=ref, response_mask=mask, kl_estimator="k3", old_log_probs=old)
+    kl.sum().backward()
+    assert leaf.grad is not None
+    return kl[0].tolist(), leaf.grad[0].tolist()
+
+
+def test_weighted_k3_by_hand():
+    # Ratio 2, reference / policy 1/2; a masked NaN.
+    kl, slope = weighted_k3([math.log(0.5), NAN], [math.log(0.25), INF], [math.log(0.25), NAN], [True, False])
+    assert kl == pytest.approx([2 * (0.5 - 1 + math.log(2)), 0], rel=1e-12)
+    assert slope == pytest.approx([2 * math.log(2), 0], rel=1e-12)
+
+
+def test_weighted_k3_beyond_its_caps_is_finite_and_not_reversed():
+    # Log-ratio 30: capped at 20. log r = 25: at its cap, without gradient. Both.
+    kl, slope = weighted_k3([-1.0, -30.0, -30.0], [-2.0, -5.0, -5.0], [-31.0, -30.0, -60.0])
+    at_cap = math.exp(20) - 21
+    assert kl == pytest.approx([math.exp(20) * math.exp(-1), at_cap, math.exp(20) * at_cap], rel=1e-12)
+    assert slope == pytest.approx([math.exp(20) * (1 - math.exp(-1)), 0, 0], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "abs"])
+def test_only_k3_can_be_weighted(name):
+    column, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(AlgorithmError, match=f"no weighted KL estimator '{name}'; valid are 'k3'"):
+        kl_loss(log_probs=column, ref_log_probs=column, response_mask=mask, kl_estimator=name, old_log_probs=column)
+
+
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
 def test_the_loss_of_a_far_reference_is_finite(name):
     log_probs = torch.tensor([[-500.0, 0.0]], requires_grad=True)

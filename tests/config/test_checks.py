@@ -214,6 +214,14 @@ ADAPTIVE = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm
             "algorithm.kl_in_reward=true is not supported with algorithm.advantage='pass@k', which does not compare "
             "sums of rewards; use kl_in_loss = true",
         ),
+        (
+            ["algorithm.kl_importance_weight=true"],
+            "algorithm.kl_importance_weight=true weights the KL in the loss, but algorithm.kl_in_loss=false; set",
+        ),
+        (
+            ["algorithm.kl_importance_weight=true", "algorithm.kl_in_loss=true", "algorithm.kl_estimator=k2"],
+            "algorithm.kl_importance_weight=true is defined for 'k3', not algorithm.kl_estimator='k2'; set",
+        ),
         (["algorithm.kl_controller=adaptive"], "algorithm.kl_controller='adaptive' adjusts the KL in the reward"),
         ([*ADAPTIVE, "algorithm.kl_coef=0"], "algorithm.kl_coef=0 stays 0 under algorithm.kl_controller='adaptive'"),
         (
@@ -312,6 +320,7 @@ def test_groups_that_finish_next_are_not_streamed():
         ["algorithm.advantage=gae", "rollout.group_size=1", "rollout.temperature=0"],
         ["validation.group_size=4", "validation.temperature=0.6"],
         ["algorithm.kl_in_loss=true"],
+        ["algorithm.kl_in_loss=true", "algorithm.kl_importance_weight=true"],
         ADAPTIVE,
         ["memory.max_tokens_per_micro_batch=1024"],
         ["actor.old_log_probs_from=rollout", "rollout.temperature=0.5"],

@@ -23,7 +23,9 @@ TOLERANCE = 1e-10
 STEPS = 3
 KL_COEF = 0.05
 OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1, "epsilon": 1e-6, "clip_grad_norm": 0.5}
-AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+DIVIDED = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+"""Aggregations that divide by a count of the mini-batch."""
+AGGREGATIONS = ["token-sum", *DIVIDED]
 HEADS = ["policy", "value"]
 PROMPT_LENS = [3, 1, 5, 2, 4, 3, 1, 6, 2, 3]
 RESPONSE_LENS = [4, 6, 1, 3, 6, 0, 5, 4, 3, 1]  # one row has no response
@@ -160,9 +162,10 @@ def test_shared_prompts_give_the_same_training(engine_of, groups, head, attentio
     assert result.padding_share == 0
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("bug", ["local count", "dropped row"])
+@pytest.mark.parametrize(
+    ("bug", "aggregation"), [*product(["local count"], DIVIDED), *product(["dropped row"], AGGREGATIONS)]
+)
 def test_planted_bug_is_detected(engine_of, rows, head, aggregation, bug):
     reference = train(engine_of(head, packing=False), aggregation, rows)
     assert (

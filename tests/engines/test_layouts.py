@@ -124,6 +124,10 @@ def cases_of(tiny_model, rows) -> dict[str, tuple[int, dict]]:
     cases["own code alone"] = 1, own_code
     cases["own code data"] = 2, own_code
     cases["own code recomputed"] = 2, {**own_code, "checkpointing": True}
+    summed = {"model": qwen2, "rows": rows, "aggregation": "token-sum"}
+    cases["token-sum alone"] = 1, {**summed, "packing": False, "max_tokens": 1000}
+    cases["token-sum data"] = 2, {**summed, "max_tokens": 10}
+    cases["token-sum sequence"] = 2, {**summed, "sequence": 2}
     adapted = {"model": qwen2, "rows": rows, "lora": 3}
     cases["lora alone"] = 1, adapted
     cases["lora data"] = 2, adapted
@@ -213,6 +217,15 @@ def test_family_without_fused_pass_can_be_sharded(results, what):
     """Compare to float32 rounding only, because its norms are float32 in every dtype."""
     errors = errors_of(results[f"own code {what}"], results["own code alone"])
     assert max(errors.values()) <= 1e-5, errors
+
+
+@pytest.mark.parametrize("axis", ["data", "sequence"])
+def test_an_undivided_sum_gives_the_same_training_on_two_ranks(results, axis):
+    errors = errors_of(results[f"token-sum {axis}"], results["token-sum alone"])
+    assert max(errors.values()) <= TOLERANCE, errors
+    mean = results[f"{REFERENCE} policy"]
+    num_tokens = 29  # 33 of all responses, less one in a hole and three of the response that does not count
+    assert results[f"token-sum {axis}"].losses[0] == pytest.approx(mean.losses[0] * num_tokens, rel=1e-9)
 
 
 @pytest.mark.parametrize("axis", ["data", "sequence"])

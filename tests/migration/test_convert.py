@@ -1,5 +1,6 @@
 import pytest
 
+from hybridflow.algorithms import AGGREGATIONS
 from hybridflow.cli.main import main
 from hybridflow.config import leaf_keys, load_config
 from hybridflow.errors import ConfigError
@@ -119,6 +120,7 @@ def test_yaml_of_trl_becomes_a_recipe(converted):
         "algorithm.norm_by_std": False,
         "algorithm.kl_in_loss": True,
         "algorithm.kl_coef": 0.04,
+        "algorithm.kl_importance_weight": True,
         "trainer.trackers": ("wandb",),
     }
     assert {key: values[key] for key in wanted} == wanted
@@ -126,6 +128,15 @@ def test_yaml_of_trl_becomes_a_recipe(converted):
         "per_device_train_batch_size",
         "reward_funcs",
     ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "weighted"),
+    [("beta: 0.04", True), ("beta: 0.04\nuse_bias_correction_kl: false", False), ("beta: 0.0", False), ("", False)],
+)
+def test_the_kl_of_trl_is_weighted_unless_it_is_off(converted, lines, weighted):
+    _, values = converted(f"num_generations: 4\nmodel_name_or_path: a\n{lines}\n", "config.yaml")
+    assert values["algorithm.kl_importance_weight"] is weighted
 
 
 def test_flags_of_openrlhf_become_a_recipe(converted):
@@ -152,6 +163,13 @@ def test_flags_of_openrlhf_become_a_recipe(converted):
 def test_a_value_without_an_equal_is_left_out(converted):
     found, _ = converted("x actor_rollout_ref.rollout.name=sglang algorithm.adv_estimator=gae")
     assert found.left_out == ["actor_rollout_ref.rollout.name=sglang has no equal here (expected one of vllm, hf)"]
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_every_aggregation_of_verl_keeps_its_name(converted, mode):
+    found, values = converted(f"x actor_rollout_ref.actor.loss_agg_mode={mode} algorithm.adv_estimator=gae")
+    assert values["actor.loss_aggregation"] == mode
+    assert found.left_out == []
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -89,6 +89,12 @@ def test_an_sft_run_ignores_algorithm_keys(model):
         continues(identity(path, kind="sft"), identity(path))
 
 
+def test_a_dpo_run_keeps_averaging_or_summing_log_probs(model):
+    path = model()
+    with pytest.raises(CheckpointError, match=r"offline\.average_log_probs was False and is True"):
+        continues(identity(path, kind="dpo"), identity(path, "offline.average_log_probs=true", kind="dpo"))
+
+
 def test_a_key_newer_than_the_checkpoint_is_ignored(model):
     path = model()
     before = identity(path)

@@ -85,6 +85,28 @@ def test_entropy_is_subtracted_and_kl_added_with_coefficients():
     assert outputs["entropies"].grad.flatten().tolist() == pytest.approx([-0.1 / 3, -0.1 / 3, -0.1 / 3, 0])
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_importance_weights_multiply_the_kl_of_each_token(epochs):
+    weighted = {"kl_in_loss": True, "kl_importance_weight": True}
+    rows = policy_rows(ref_log_probs=[[-1.2, -1.7], [-3.0, 0.0]])
+    ratios = [1.0, math.exp(0.5), math.exp(0.1)] if epochs == 2 else [1.0, 1.0, 1.0]
+    log_rs = [-0.2, 0.3, 0.0]  # log(reference / policy)
+    gradients = []
+    for algorithm in (weighted, {}):
+        outputs = policy_outputs()
+        settings = config({"epochs": epochs}, algorithm)
+        loss, metrics = actor_loss(settings, 0.25, num_tokens=3, num_sequences=2)(outputs, rows)
+        loss.backward()
+        assert outputs["log_probs"].grad is not None
+        gradients.append(outputs["log_probs"].grad.flatten()[:3])
+        if algorithm:
+            kls = [ratio * (math.exp(r) - 1 - r) for ratio, r in zip(ratios, log_rs, strict=True)]
+            assert metrics["actor/kl_loss"].item() == pytest.approx(sum(kls) / 3, rel=1e-12)
+    of_kl = (gradients[0] - gradients[1]).tolist()
+    slopes = [-0.25 * ratio * r / 3 for ratio, r in zip(ratios, log_rs, strict=True)]
+    assert of_kl == pytest.approx(slopes, rel=1e-12, abs=1e-15)
+
+
 def test_entropy_with_zero_coefficient_gets_no_gradient():
     outputs = policy_outputs()
     actor_loss(config(), 0.0, num_tokens=3, num_sequences=2)(outputs, policy_rows())[0].backward()
@@ -95,6 +117,7 @@ def test_entropy_with_zero_coefficient_gets_no_gradient():
     ("mode", "expected"),
     [
         ("token-mean", (-1 - 1.2 + 2 * math.exp(0.1)) / 3),
+        ("token-sum", -1 - 1.2 + 2 * math.exp(0.1)),
         ("seq-mean-token-sum", (-1 - 1.2 + 2 * math.exp(0.1)) / 2),
         ("seq-mean-token-mean", ((-1 - 1.2) / 2 + 2 * math.exp(0.1)) / 2),
     ],

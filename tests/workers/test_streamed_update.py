@@ -12,11 +12,18 @@ PARTS = ((0, 2), (2, 3), (3, 5))
 LOSSES = {
     "on-policy": (),
     "each sequence, KL": ("actor.loss_aggregation=seq-mean-token-mean", "algorithm.kl_in_loss=true"),
+    "one sum, KL": ("actor.loss_aggregation=token-sum", "algorithm.kl_in_loss=true"),
     "sums, entropy": ("actor.loss_aggregation=seq-mean-token-sum", "actor.entropy_coef=0.1"),
     "normed, old log-probs": (
         "actor.loss_aggregation=seq-mean-token-sum-norm",
         "actor.old_log_probs_from=rollout",
         "algorithm.kl_in_loss=true",
+    ),
+    "weighted KL": ("algorithm.kl_in_loss=true", "algorithm.kl_importance_weight=true"),
+    "weighted KL, old log-probs": (
+        "algorithm.kl_in_loss=true",
+        "algorithm.kl_importance_weight=true",
+        "actor.old_log_probs_from=rollout",
     ),
     "gspo": (
         "actor.policy_loss=gspo",

@@ -1,4 +1,4 @@
-"""Aggregation of token losses to one number, divided by counts of the whole mini-batch.
+"""Aggregation of token losses to one number: a sum, or one divided by counts of the whole mini-batch.
 
 Each part of a batch (a micro-batch, a rank's rows) contributes its share; the shares of any split, and their gradients,
 add up to the whole. The counts depend on the masks only, so they are known before the first backward pass.
@@ -13,48 +13,43 @@ from hybridflow.algorithms.guards import is_free_to_read, require_columns, requi
 from hybridflow.algorithms.masked import masked_mean, masked_sum
 from hybridflow.errors import AlgorithmError
 
+TokenLosses = Float[Tensor, "batch response_len"]
+ResponseMask = Bool[Tensor, "batch response_len"]
+Loss = Float[Tensor, ""]
 
-def token_mean(
-    token_losses: Float[Tensor, "batch response_len"],
-    response_mask: Bool[Tensor, "batch response_len"],
-    *,
-    num_tokens: int,
-    num_sequences: int,
-) -> Float[Tensor, ""]:
+
+def token_mean(token_losses: TokenLosses, response_mask: ResponseMask, *, num_tokens: int, num_sequences: int) -> Loss:
     """Weigh all tokens equally: sum over tokens / num_tokens."""
     return masked_sum(token_losses, response_mask) / max(num_tokens, 1)
 
 
+def token_sum(token_losses: TokenLosses, response_mask: ResponseMask, *, num_tokens: int, num_sequences: int) -> Loss:
+    """Sum over tokens, divided by nothing: the gradient grows with the mini-batch."""
+    return masked_sum(token_losses, response_mask)
+
+
 def seq_mean_token_sum(
-    token_losses: Float[Tensor, "batch response_len"],
-    response_mask: Bool[Tensor, "batch response_len"],
-    *,
-    num_tokens: int,
-    num_sequences: int,
-) -> Float[Tensor, ""]:
+    token_losses: TokenLosses, response_mask: ResponseMask, *, num_tokens: int, num_sequences: int
+) -> Loss:
     """Sum over each sequence's tokens and average over sequences: sum over tokens / num_sequences."""
     return masked_sum(token_losses, response_mask) / max(num_sequences, 1)
 
 
 def seq_mean_token_mean(
-    token_losses: Float[Tensor, "batch response_len"],
-    response_mask: Bool[Tensor, "batch response_len"],
-    *,
-    num_tokens: int,
-    num_sequences: int,
-) -> Float[Tensor, ""]:
+    token_losses: TokenLosses, response_mask: ResponseMask, *, num_tokens: int, num_sequences: int
+) -> Loss:
     """Weigh all sequences equally: average over each sequence's tokens, then over sequences."""
     return masked_mean(token_losses, response_mask, dim=1).sum() / max(num_sequences, 1)
 
 
 def seq_mean_token_sum_norm(
-    token_losses: Float[Tensor, "batch response_len"],
-    response_mask: Bool[Tensor, "batch response_len"],
+    token_losses: TokenLosses,
+    response_mask: ResponseMask,
     *,
     num_tokens: int,
     num_sequences: int,
     max_response_length: int,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """Sum over each sequence's tokens, divide by the maximum length, average over sequences.
 
     https://arxiv.org/abs/2503.20783 (Dr. GRPO), section 3.2: short responses get no extra weight.
@@ -64,6 +59,7 @@ def seq_mean_token_sum_norm(
 
 AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
     "token-mean": token_mean,
+    "token-sum": token_sum,
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
@@ -72,19 +68,19 @@ AGGREGATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def count_of(mode: str, num_tokens: int, num_sequences: int) -> int:
-    """Return the count that divides the loss: of tokens for token-mean, of sequences for the others."""
-    return num_tokens if mode == "token-mean" else num_sequences
+    """Return the count that divides the loss: of tokens for token-mean, 1 for token-sum, else of sequences."""
+    return {"token-mean": num_tokens, "token-sum": 1}.get(mode, num_sequences)
 
 
 def aggregate_loss(
-    token_losses: Float[Tensor, "batch response_len"],
-    response_mask: Bool[Tensor, "batch response_len"],
+    token_losses: TokenLosses,
+    response_mask: ResponseMask,
     mode: str,
     *,
     num_tokens: int,
     num_sequences: int,
     max_response_length: int | None = None,
-) -> Float[Tensor, ""]:
+) -> Loss:
     """Return this part's share of the loss of the whole mini-batch.
 
     `num_tokens` counts the true entries of the masks of the *whole* mini-batch (all micro-batches, all ranks),

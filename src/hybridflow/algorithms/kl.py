@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.guards import require_columns, require_in_range, require_mask, require_name
 from hybridflow.algorithms.log_ratio import MAX_LOG_RATIO
+from hybridflow.algorithms.policy_ratio import ratio_of
 
 
 def kl_k1(log_probs: Float[Tensor, "*batch"], ref_log_probs: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
@@ -53,15 +54,26 @@ def kl_loss(
     ref_log_probs: Float[Tensor, "batch response_len"],
     response_mask: Bool[Tensor, "batch response_len"],
     kl_estimator: str,
+    old_log_probs: Float[Tensor, "batch response_len"] | None = None,
 ) -> Float[Tensor, "batch response_len"]:
     """Return the KL of each token, 0 where masked; the caller adds `kl_coef` times it to the policy's token losses.
 
-    The gradient flows through `log_probs`. Raises for an unknown estimator.
+    The gradient flows through `log_probs`. With `old_log_probs`, those of the policy that sampled, k3 is multiplied by
+    the ratio exp(log_probs - old_log_probs) and the gradient flows through both, so that its expectation is the KL's:
+    https://arxiv.org/abs/2512.02556 (DeepSeek-V3.2), equation 7. The log-ratio is capped at 20, and where the cap of
+    k3 holds the gradient is 0. Raises for an unknown estimator, and with `old_log_probs` for one other than k3.
     """
     require_columns("kl_loss", log_probs=log_probs, ref_log_probs=ref_log_probs)
     require_mask("kl_loss", "response_mask", response_mask, tuple(log_probs.shape), like="log_probs")
     require_name("kl_loss", "KL estimator", kl_estimator, KL_ESTIMATORS)
-    return _masked_kl(log_probs, ref_log_probs, response_mask, kl_estimator)
+    kl = _masked_kl(log_probs, ref_log_probs, response_mask, kl_estimator)
+    if old_log_probs is None:
+        return kl
+    require_columns("kl_loss", log_probs=log_probs, old_log_probs=old_log_probs)
+    require_name("kl_loss", "weighted KL estimator", kl_estimator, {"k3": kl_k3})
+    log_ratio = torch.where(response_mask, log_probs - old_log_probs.detach(), 0.0)
+    is_capped = ref_log_probs - log_probs > MAX_LOG_RATIO  # the product would push further from the reference
+    return ratio_of(torch.where(is_capped, log_ratio.detach(), log_ratio)) * kl
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from hybridflow.errors import AlgorithmConfigError
 
 LogProbs = Float[Tensor, " pairs"]
-"""Log-probs of whole responses: sums over their tokens."""
+"""Log-probs of whole responses: sums over their tokens, or with `offline.average_log_probs` means."""
 
 
 class PairLoss(NamedTuple):
@@ -35,7 +35,8 @@ def dpo_loss(
 ) -> PairLoss:
     """Return the DPO loss, -log sigmoid(r(chosen) - r(rejected)) with r = beta * log(policy / reference).
 
-    https://arxiv.org/abs/2305.18290, equation 7. Raises AlgorithmError unless beta > 0.
+    https://arxiv.org/abs/2305.18290, equation 7. With means over tokens it is the length-normalized DPO of
+    https://arxiv.org/abs/2411.15124 (Tulu 3). Raises AlgorithmError unless beta > 0.
     """
     chosen, rejected = _rewards(
         beta, chosen_log_probs, rejected_log_probs, chosen_ref_log_probs, rejected_ref_log_probs
@@ -54,7 +55,8 @@ def ipo_loss(
     """Return the IPO loss, (h(chosen) - h(rejected) - 1 / (2 beta))^2 with h = log(policy / reference).
 
     https://arxiv.org/abs/2310.12036, equation 17, whose tau is beta. DPO increases the margin without bound, IPO
-    only up to 1 / (2 beta). The rewards are as in DPO. Raises AlgorithmError unless beta > 0.
+    only up to 1 / (2 beta). The paper's probabilities are of whole responses: sums over tokens. With means, the margin
+    is one per token. The rewards are as in DPO. Raises AlgorithmError unless beta > 0.
     """
     chosen, rejected = _rewards(
         beta, chosen_log_probs, rejected_log_probs, chosen_ref_log_probs, rejected_ref_log_probs

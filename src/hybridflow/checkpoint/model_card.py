@@ -8,10 +8,11 @@ from hybridflow.hub.names import name_of
 
 _ALWAYS = ("data.train_files", "lora.rank", "trainer.seed", "model.dtype")
 _OFFLINE = ("offline.batch_size", "offline.optimizer.lr")
+_DPO = ("offline.preference_loss", "offline.beta", "offline.average_log_probs", "reference.model_path")
 SHOWN = {
     "train": ("algorithm.advantage", "actor.policy_loss", "rollout.group_size", "teacher.loss", *_ALWAYS),
     "sft": (*_OFFLINE, *_ALWAYS),
-    "dpo": ("offline.preference_loss", "offline.beta", "reference.model_path", *_OFFLINE, *_ALWAYS),
+    "dpo": (*_DPO, *_OFFLINE, *_ALWAYS),
     "reward-model": (*_OFFLINE, *_ALWAYS),
 }
 """Configuration keys that the card lists, by the kind of run."""

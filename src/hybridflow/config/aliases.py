@@ -42,6 +42,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "kl_ctrl": ("algorithm.kl_controller", "algorithm.kl_coef"),
     "kl_penalty": ("algorithm.kl_estimator",),
     "kl_loss_type": ("algorithm.kl_estimator",),
+    "use_bias_correction_kl": ("algorithm.kl_importance_weight",),
     "use_kl_loss": ("algorithm.kl_in_loss",),
     "use_kl_in_reward": ("algorithm.kl_in_reward",),
     "target_kl": ("algorithm.kl_target",),

@@ -98,6 +98,16 @@ def _kl(config: Config) -> Iterator[str]:
             f"algorithm.kl_in_reward=true is not supported with algorithm.advantage={algorithm.advantage!r}, which "
             "does not compare sums of rewards; use kl_in_loss = true"
         )
+    if algorithm.kl_importance_weight and not algorithm.kl_in_loss:
+        yield (
+            "algorithm.kl_importance_weight=true weights the KL in the loss, but algorithm.kl_in_loss=false; set "
+            "kl_in_loss = true or kl_importance_weight = false"
+        )
+    elif algorithm.kl_importance_weight and algorithm.kl_estimator != "k3":
+        yield (
+            f"algorithm.kl_importance_weight=true is defined for 'k3', not algorithm.kl_estimator="
+            f"{algorithm.kl_estimator!r}; set kl_estimator = 'k3' or kl_importance_weight = false"
+        )
     if algorithm.kl_controller == "adaptive" and not algorithm.kl_in_reward:
         yield (
             "algorithm.kl_controller='adaptive' adjusts the KL in the reward, but algorithm.kl_in_reward=false; "

@@ -35,6 +35,7 @@ MOVES: dict[str, Move] = {
         {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"},
     ),
     "beta": to("algorithm.kl_coef"),
+    "use_bias_correction_kl": to("algorithm.kl_importance_weight"),
     "max_steps": without("trainer.total_steps", where=(-1,), instead=0),
     "save_steps": to("trainer.save_every"),
     "eval_steps": without("trainer.val_every", where=(None,), instead=0),
@@ -54,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "beta": 0.0,
+    "use_bias_correction_kl": True,
 }
 """Defaults of TRL's GRPOConfig that differ from ours, by its documentation."""
 
@@ -71,6 +73,7 @@ def finish(values: dict[str, Any], theirs: Mapping[str, Any]) -> list[str]:
         values["algorithm.kl_in_loss"] = True
     else:
         values.pop("algorithm.kl_coef", None)
+        values.pop("algorithm.kl_importance_weight", None)
     rows = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
     values["data.train_batch_size"] = max(1, rows // theirs["num_generations"])
     notes.append(

@@ -65,6 +65,7 @@ class DPO:
     def __init__(self, config: Config, policy: WorkerGroup, reference: WorkerGroup) -> None:
         self.policy, self.reference = policy, reference
         self.losses = partial(PREFERENCE_LOSSES[config.offline.preference_loss], beta=config.offline.beta)
+        self.averages = config.offline.average_log_probs
 
     def step(self, examples: DataProto) -> tuple[Batch, dict[str, Any]]:
         """Make one optimizer step on the pairs."""
@@ -83,12 +84,14 @@ class DPO:
         scored = scored.union(self.reference.compute_ref_log_probs.remote(batch))
         columns = read(scored, ["old_log_probs", "ref_log_probs", "response_mask"]).batch
         mask = columns["response_mask"]
+        divisors = mask.sum(-1).clamp(min=1) if self.averages else torch.ones(len(mask))
         policy, reference = (
-            torch.where(mask, columns[name].double(), 0.0).sum(-1).view(-1, 2)
+            (torch.where(mask, columns[name].double(), 0.0).sum(-1) / divisors).view(-1, 2)
             for name in ("old_log_probs", "ref_log_probs")
         )
         names = ("chosen_ref_log_probs", "rejected_ref_log_probs")
         pairs, slopes = slopes_of(self.losses, policy, **dict(zip(names, reference.unbind(1), strict=True)))
+        slopes = slopes / divisors.view(-1, 2)  # by the sums
         return scored, pairs, _slope_column(slopes, columns["old_log_probs"].dtype)
 
 

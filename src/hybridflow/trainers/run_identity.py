@@ -22,7 +22,7 @@ Kind = Literal["train", "sft", "dpo", "reward-model"]
 FIXED_SECTIONS = {
     "train": ("model.dtype", "lora.", "algorithm.", "teacher.", "trainer.lag", "trainer.stream", "rollout.order"),
     "sft": ("model.dtype", "lora."),
-    "dpo": ("model.dtype", "lora.", "offline.preference_loss", "offline.beta"),
+    "dpo": ("model.dtype", "lora.", "offline.preference_loss", "offline.beta", "offline.average_log_probs"),
     "reward-model": ("model.dtype",),
 }
 """Keys, or prefixes of keys, that must be equal in the checkpoint, by kind of run."""

@@ -85,6 +85,7 @@ def actor_loss(config: Config, kl_coef: float, num_tokens: int, num_sequences: i
                 ref_log_probs=_column(rows, "ref_log_probs"),
                 response_mask=mask,
                 kl_estimator=config.algorithm.kl_estimator,
+                old_log_probs=columns["old_log_probs"] if config.algorithm.kl_importance_weight else None,
             )
             kl = share(token_kl, config.actor.loss_aggregation)
             total = total + kl_coef * kl

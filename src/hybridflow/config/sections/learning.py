@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # a type checker cannot read names from a table
 else:
     AdvantageName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(LOSSES)]
-AggregationName = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggregationName = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 RejectionName = Literal[
     "token_ratio",
     "token_k3",
@@ -89,6 +91,11 @@ class AlgorithmConfig(Section):
     )
     kl_estimator: KLEstimatorName = Field(
         default="k3", description="KL estimator from the log-probs of sampled tokens."
+    )
+    kl_importance_weight: bool = Field(
+        default=False,
+        description="kl_in_loss with k3: multiply the KL of each token by the probability ratio, which makes its "
+        "gradient unbiased (DeepSeek-V3.2).",
     )
     kl_controller: Literal["fixed", "adaptive"] = Field(
         default="fixed",
@@ -207,5 +214,9 @@ class OfflineConfig(Section):
     )
     beta: Annotated[float, Field(gt=0)] = Field(
         default=0.1, description="hybridflow dpo: strength of the KL constraint; larger keeps closer to the reference."
+    )
+    average_log_probs: bool = Field(
+        default=False,
+        description="hybridflow dpo: average the log-probs over the tokens of a response, in place of their sum.",
     )
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
